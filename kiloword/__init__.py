@@ -1,0 +1,20 @@
+"""kiloword: image-text models that take many-to-many matching of pictures and captions seriously."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher, load
+
+__all__ = ["Matcher", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:  # torch is imported at first use, not by `import kiloword`
+    if name in ("Matcher", "load"):
+        from kiloword import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'kiloword' has no attribute {name!r}")

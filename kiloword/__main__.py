@@ -1,0 +1,3 @@
+from kiloword.cli import main
+
+main()

@@ -1,0 +1,64 @@
+"""Keyed randomness: every random choice is a pure function of (seed, epoch, row, purpose), never drawn in order.
+
+So the same run gives the same choices with any number of workers, ranks and micro-batches, and after a resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MASK = (1 << 63) - 1
+
+
+def key(*parts: int | str) -> int:
+    """A non-negative 63-bit number from any parts; stable across machines and Python versions."""
+    text = "\x1f".join(f"{type(p).__name__[0]}{p}" for p in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _MASK
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The random choices of one row in one epoch."""
+
+    seed: int
+    epoch: int
+    row: int
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """A fresh generator for one purpose ("crop", "flip", ...): asking twice gives the same numbers."""
+        return np.random.Generator(np.random.Philox(key(self.seed, self.epoch, self.row, purpose)))
+
+    @property
+    def sample_seed(self) -> int:
+        """What `Batch.seeds` carries for this row."""
+        return key(self.seed, self.epoch, self.row, "sample")
+
+
+def uniform(seeds: Tensor, purpose: str, n: int) -> Tensor:
+    """Counter-based uniforms on the device of `seeds`.
+
+    Args: seeds [I] int64; purpose names the choice; n numbers a row.
+    Returns: [I, n] float32 in [0, 1), the same whatever rows stand beside a row.
+    """
+    import torch
+
+    counter = torch.arange(n, device=seeds.device, dtype=torch.int64)
+    x = seeds[:, None] ^ _mix(counter[None] + (key(purpose) & 0x7FFFFFFF))
+    bits = (_mix(_mix(x)) >> 16) & 0xFFFFFF
+    return bits.to(torch.float32) / float(1 << 24)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 64-bit finaliser (shifts, odd multipliers) in wrapping int64 arithmetic."""
+    x = x ^ ((x >> 30) & 0x3FFFFFFFF)
+    x = x * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x = x ^ ((x >> 27) & 0x1FFFFFFFFF)
+    x = x * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,179 @@
+"""Recipe: everything that decides a run, frozen, typed, serialisable. No torch here, so that help texts are instant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """The image tower."""
+
+    size: int = 224  # pixels a side
+    patch: int = 16  # pixels a side of a patch; must divide size
+    width: int = 768
+    depth: int = 12
+    heads: int = 12
+    mlp: int = 3072  # hidden width of the MLP
+    stem: Literal["linear", "conv"] = "linear"  # linear: one strided convolution; conv: a few 3x3 ones before it
+    stem_bias: bool = False
+    class_token: bool = True
+    extra_tokens: int = 0  # learned tokens after the class token: registers, mixture tokens, uncertainty token
+    pre_norm: bool = True  # layer norm before the first block (CLIP)
+    activation: Activation = "gelu"
+    norm_eps: float = 1e-5
+    init_std: float = 0.0  # of positions and tokens; 0: width^-1/2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """The text tower."""
+
+    context: int = 77  # longest caption in tokens, start and end included
+    vocab: int = 49408
+    width: int = 512
+    depth: int = 12
+    heads: int = 8
+    mlp: int = 2048
+    causal: bool = True
+    pad_to_context: bool = False  # emit pads as real tokens (towers trained with visible padding: SigLIP)
+    extra_tokens: tuple[str, ...] = ()  # appended after the end token: "unc", "cls"
+    activation: Activation = "gelu"
+    norm_eps: float = 1e-5
+    init_std: float = 0.0  # of token embeddings and positions; 0: the CLIP values 0.02 and 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """From tower tokens to features to scores."""
+
+    dim: int = 512
+    image_pool: Literal["cls", "mean", "max", "map"] = "cls"
+    text_pool: Literal["last", "mean", "max"] = "last"
+    image_projection: bool = True
+    text_projection_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocess:
+    """From any picture to what the image tower was trained on."""
+
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    resize: Literal["shortest", "squash"] = "shortest"  # shortest: resize then centre crop
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    image: ImageConfig = field(default_factory=ImageConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    preprocess: Preprocess = field(default_factory=Preprocess)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """How weights change."""
+
+    name: Literal["adamw", "muon"] = "adamw"  # muon: hidden matrices by Muon, the rest by AdamW
+    lr: float = 1e-3  # of AdamW's parameters
+    muon_lr: float = 0.02
+    weight_decay: float = 0.1  # AdamW's matrices; never 1-D parameters, embeddings and positions
+    muon_weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.95  # Muon's
+    warmup: float = 0.05  # share of the steps, or number of steps when 1 or more
+    final_lr: float = 0.0  # share of lr at the end of the cosine
+    clip: float = 1.0  # gradient norm; 0: no clipping
+    scale_lr: float = 1.0  # factor for the head's scale and bias
+    ema: float = 0.0  # decay of an average of the weights that is evaluated and saved; 0: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """Changes to training pictures, drawn per (seed, epoch, row)."""
+
+    crop: float = 1.0  # least share of the area that RandomResizedCrop keeps; 1: no random crop
+    ratio: float = 4 / 3  # greatest aspect ratio of a crop; the least is its inverse
+    flip: float = 0.0  # probability of a mirror image
+    jitter: float = 0.0  # probability of colour jitter
+    jitter_strength: tuple[float, float, float, float] = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation, hue
+    grayscale: float = 0.0  # probability
+    blur: float = 0.0  # probability of a Gaussian blur
+    blur_sigma: tuple[float, float] = (0.1, 2.0)  # pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read, and how."""
+
+    sources: tuple[str, ...] = ("scenes",)
+    weights: tuple[float, ...] = ()  # how often each source's rows come in an epoch; (): once
+    val: str | None = None
+    captions: int | Literal["one", "all"] = "one"  # a picture's captions in a batch: one redrawn each epoch, N, all
+    decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
+    bad_share: float = 0.01  # stop when more than this share of the rows is bad
+    tokenizer_vocab: int = 4096  # at most; of the tokenizer trained on the data's captions
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run. Equal recipes on equal data give equal weights, bit for bit, on CPU."""
+
+    method: str  # preset, or "module:preset"
+    settings: dict[str, Any] = field(default_factory=dict)  # the preset's own
+    size: str = "tiny"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    steps: int = 1000
+    batch: int = 128  # the global batch, over ranks and micro-batches
+    micro: int = 0  # pictures a micro-batch and rank; 0: all at once
+    chunk: int = 0  # rows and columns a block of pairs; 0: chosen
+    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
+    freeze: Literal["none", "image", "text"] = "none"
+    init: str | None = None  # model folder to start from
+    seed: int = 0
+
+
+def _size(
+    patch: int, iw: int, idepth: int, ih: int, tw: int, tdepth: int, th: int, dim: int, mlp: float = 4
+) -> ModelConfig:
+    return ModelConfig(
+        image=ImageConfig(patch=patch, width=iw, depth=idepth, heads=ih, mlp=int(iw * mlp)),
+        text=TextConfig(width=tw, depth=tdepth, heads=th, mlp=tw * 4),
+        head=HeadConfig(dim=dim),
+    )
+
+
+def sizes() -> dict[str, ModelConfig]:
+    """The named sizes. debug: tests; tiny: trains on CPU in minutes; the rest: the field's (open_clip's dimensions)."""
+    small = replace(_size(16, 128, 4, 8, 128, 3, 8, 128))
+    tiny = replace(
+        small,
+        image=replace(small.image, size=64, init_std=0.1),
+        text=replace(small.text, context=48, vocab=4096, init_std=0.1),
+    )
+    debug = replace(
+        tiny,
+        image=ImageConfig(size=32, patch=16, width=32, depth=2, heads=2, mlp=64),
+        text=TextConfig(context=32, vocab=512, width=32, depth=2, heads=2, mlp=64),
+        head=HeadConfig(dim=16),
+    )
+    return {
+        "debug": debug,
+        "tiny": tiny,
+        "s16": _size(16, 384, 12, 6, 384, 12, 6, 384),
+        "b32": _size(32, 768, 12, 12, 512, 12, 8, 512),
+        "b16": _size(16, 768, 12, 12, 512, 12, 8, 512),
+        "l16": _size(16, 1024, 24, 16, 768, 12, 12, 768),
+        "l14": _size(14, 1024, 24, 16, 768, 12, 12, 768),
+        "h14": _size(14, 1280, 32, 16, 1024, 24, 16, 1024),
+        "g14": _size(14, 1408, 40, 16, 1024, 24, 16, 1024, mlp=48 / 11),
+    }

@@ -1,0 +1,181 @@
+"""What flows through kiloword. One legend of letters, used in every comment and docstring:
+
+I  pictures of one rank's batch        T  texts (captions) of one rank's batch, T >= I
+i, t  rows and columns of one block of pairs
+S  tokens of all texts, packed end to end (no padding)
+P  patches of a picture      E  extra image tokens (class token first, then learned ones)
+W  tower width               D  embedding size          L  longest text
+K  mixture tokens            M  heads of a pooling
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kiloword.draw import Draw
+
+Features = dict[str, Tensor]
+"""What a head makes of pictures or texts: every value is [N, ...]; "vec" [N, D], unit norm, is always there."""
+
+
+class BadSample(Exception):
+    """A sample that cannot be used; the message is the reason, without key or path ("truncated picture")."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A bad sample that was counted, named and replaced."""
+
+    row: int
+    key: str
+    reason: str
+
+
+@dataclass
+class Record:
+    """One row of a source as it is stored: nothing decoded, nothing drawn."""
+
+    key: str
+    image: bytes | np.ndarray  # an encoded file, or uint8 [H, W, 3]
+    captions: list[str]
+    label: int | None = None  # class index, where the data has one
+    info: dict[str, Any] = field(default_factory=dict)  # what else the sample's json held
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A map-style data set. `record` may be called from any process, in any order; bad rows raise `BadSample`."""
+
+    name: str  # as the user wrote it
+    fingerprint: str  # changes when the data changes; the same on every machine
+
+    def __len__(self) -> int: ...
+    def record(self, row: int) -> Record: ...
+
+
+@dataclass
+class Example:
+    """One augmented picture and its captions, made in a loader worker."""
+
+    key: str
+    row: int
+    image: Tensor  # uint8 [3, H, W]
+    captions: list[str]
+    composed: bool = False  # a view mixed it with another picture
+    image_side: dict[str, Tensor] = field(default_factory=dict)  # side tables, joined by key
+    text_side: dict[str, Tensor] = field(default_factory=dict)  # every value [captions, ...]
+
+
+class Fetch(Protocol):
+    """What a view sees of the data: any other row of the whole data set, decoded and augmented."""
+
+    def __len__(self) -> int: ...
+    def example(self, row: int, draw: Draw) -> Example: ...
+
+
+View = Callable[[Example, Fetch, Draw], Example]
+"""Changes one example (mixes it with another, rewrites its captions). `draw` is keyed by (seed, epoch, row)."""
+
+
+@dataclass
+class Texts:
+    """T captions packed end to end."""
+
+    ids: Tensor  # [S] int64 token ids; start, end, pad, mask, class and uncertainty tokens are ids too
+    starts: Tensor  # [T + 1] int64 cumulative lengths
+    longest: int  # max length, a Python number so that no kernel waits for the device
+    truncated: int = 0  # captions that were cut to the context length
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @staticmethod
+    def pack(sequences: Sequence[Sequence[int]], truncated: int = 0) -> Texts:
+        """Pack T token sequences (lists of ids)."""
+        lengths = [len(s) for s in sequences]
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        starts[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+        ids = torch.tensor([i for s in sequences for i in s], dtype=torch.int64)
+        return Texts(ids, starts, max(lengths, default=0), truncated)
+
+    def to(self, device: torch.device | str) -> Texts:
+        return replace(
+            self,
+            ids=self.ids.to(device, non_blocking=True),
+            starts=self.starts.to(device, non_blocking=True),
+        )
+
+
+@dataclass
+class Batch:
+    """One rank's (or one micro-batch's) share of a global batch."""
+
+    images: Tensor  # uint8 [I, 3, H, W]; normalised once, on the device, by the model
+    texts: Texts
+    image_of_text: Tensor  # [T] int64, row of `images`, ascending
+    seeds: Tensor  # [I] int64 from (seed, epoch, row): every later random choice derives from it
+    position: Tensor  # [I] int64 place in the global batch, unique over ranks and micro-batches
+    composed: Tensor  # [I] bool
+    image_side: dict[str, Tensor] = field(default_factory=dict)  # [I, ...]
+    text_side: dict[str, Tensor] = field(default_factory=dict)  # [T, ...]
+    questions: Texts | None = None  # for VQA: fused with the picture by the text tower
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def to(self, device: torch.device | str) -> Batch:
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            images=move(self.images),
+            texts=self.texts.to(device),
+            image_of_text=move(self.image_of_text),
+            seeds=move(self.seeds),
+            position=move(self.position),
+            composed=move(self.composed),
+            image_side={k: move(v) for k, v in self.image_side.items()},
+            text_side={k: move(v) for k, v in self.text_side.items()},
+            questions=None if self.questions is None else self.questions.to(device),
+        )
+
+
+@dataclass
+class Encoded:
+    """After the towers. Tokens never leave the rank."""
+
+    image_tokens: Tensor  # [I, E + P, W]
+    text_tokens: Tensor  # [S, W], packed
+    images: Features
+    texts: Features
+
+
+@dataclass
+class Pairs:
+    """A block of local pictures against a block of every rank's texts."""
+
+    logits: Tensor  # [i, t]
+    annotated: Tensor  # [i, t] bool: the text was written for the picture
+    valid: Tensor  # [i, t] bool: False for padding of the gather and dummy rows
+    images: Features  # with side features ("side.NAME") and "mineable" [i] bool
+    texts: Features
+
+
+Positives = Callable[[Pairs], Tensor]
+"""Which pairs of a block match: [i, t] in [0, 1]."""
+
+
+@dataclass
+class Total:
+    """A sum over this rank's share, and the count that turns the sum of all shares into a mean."""
+
+    sum: Tensor  # scalar, with gradient
+    count: Tensor  # scalar; depends on the batch alone, never on parameters
