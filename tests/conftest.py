@@ -1,0 +1,20 @@
+"""Shared by all tests: few threads, and real data only where it lies beside the checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture
+def shared() -> Path:
+    """Real photos beside the checkout; a user's machine has none."""
+    if not SHARED.is_dir():
+        pytest.skip("no ../shared/data beside this checkout")
+    return SHARED
