@@ -1,0 +1,72 @@
+# Every target first makes the environment it needs; when that exists, this takes no time.
+#   make quickstart   train on drawn scenes, evaluate, write quickstart/report.html
+#   make check        format, lint, types, main tests
+#   make check-all    the slow tests, in addition to `make check`
+#   make env          the environment of the checks alone
+# Settings: VENV (folder of the environment), PYTHON (interpreter to make it with), JOBS (test processes).
+
+VENV ?= .venv
+JOBS ?= 2
+BIN := $(VENV)/bin
+EXTRAS := dev,openclip,fast
+
+# The key changes with the pins, so that a changed pin is installed and an unchanged one costs nothing.
+KEY := $(shell cat constraints.txt pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
+CORE := $(VENV)/core.$(KEY)
+FULL := $(VENV)/full.$(KEY)
+
+# The pins are tried on 3.11 first. A name on the path may be a shim that cannot run, or lack venv: ask each one.
+USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 11); print(sys.executable)
+PYTHON ?= $(shell IFS=:; for name in python3.11 python3.12 python3.13 python3.14 python3; do for folder in $$PATH; do \
+	"$$folder/$$name" -c '$(USABLE)' 2>/dev/null && exit; done; done)
+
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Two cores and many small products: threads of several test processes must not wait for each other by spinning.
+THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
+.PHONY: quickstart check check-all env
+
+quickstart: $(CORE)
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart --out quickstart
+
+check: $(FULL)
+	@echo '== format (ruff format --check)'
+	@$(BIN)/ruff format --check .
+	@echo '== lint (ruff check)'
+	@$(BIN)/ruff check .
+	@echo '== types (mypy --strict)'
+	@$(BIN)/mypy
+	@echo '== main tests (pytest, $(JOBS) processes)'
+	@$(THREADS) $(BIN)/python -m pytest -n $(JOBS)
+
+check-all: $(FULL)
+	@echo '== slow tests (pytest -m slow)'
+	@$(THREADS) $(BIN)/python -m pytest -m slow --timeout 1800
+
+env: $(FULL)
+
+$(CORE):
+	@$(call venv)
+	@echo "== installing what kiloword needs into $(VENV)"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable .
+	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $@
+
+# clip_benchmark is an oracle of the metrics; only two of its modules are imported, which need scikit-learn and tqdm.
+$(FULL):
+	@$(call venv)
+	@echo "== installing what the checks need into $(VENV)"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]' scikit-learn tqdm
+	@$(PIP) --no-deps clip_benchmark
+	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $(CORE) $@
+
+# A half-made or moved environment cannot run its own pip: it is made again.
+define venv
+if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	python='$(PYTHON)'; \
+	if [ -z "$$python" ]; then \
+		echo 'No Python 3.11 or newer with venv on the path. Install one (and python3-venv), or set PYTHON=...' >&2; exit 2; fi; \
+	echo "== making $(VENV) with $$python"; \
+	"$$python" -m venv --clear $(VENV); fi
+endef
