@@ -1,0 +1,142 @@
+"""Metrics as pure functions of scores. Ties get their expected value over every order of the tied items.
+
+So a constant score gives chance, never luck, and without ties the values are CLIP_benchmark's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Standing(NamedTuple):
+    """Where the best positive of every query stands. All [N] int64."""
+
+    higher: Tensor  # items scoring strictly higher
+    tied: Tensor  # items with its score, itself included
+    positives: Tensor  # positives among the tied; 0: the query has none
+
+
+def check_scores(scores: Tensor) -> Tensor:
+    """The scores themselves; NaN cannot be ranked and is refused."""
+    if bool(scores.isnan().any()):
+        raise ValueError("scores are NaN: nothing can be ranked; the weights or the features hold NaN or infinity")
+    return scores
+
+
+def standing(scores: Tensor, positive: Tensor) -> Standing:
+    """Count what stands above and beside the best positive.
+
+    Args: scores [N, C], higher = better; positive [N, C] bool.
+    """
+    best = check_scores(scores).masked_fill(~positive, -torch.inf).amax(1, keepdim=True)  # [N, 1]
+    tied = scores == best
+    return Standing((scores > best).sum(1), tied.sum(1), (tied & positive).sum(1))
+
+
+def hit(where: Standing, k: int) -> Tensor:
+    """Chance that a positive is among the first k, over all orders of ties: [N] float64 in [0, 1].
+
+    With m tied items, p of them positive, and s places left for them, it is 1 - C(m - p, s) / C(m, s).
+    A query without a positive is a miss, as in CLIP_benchmark.
+    """
+    places = k - where.higher
+    missed = torch.ones_like(places, dtype=torch.float64)
+    for j in range(k):
+        share = (where.tied - where.positives - j).clamp(min=0) / (where.tied - j).clamp(min=1).double()
+        missed = torch.where(j < places, missed * share, missed)
+    return torch.where(where.positives > 0, 1 - missed, 0)
+
+
+def recall_at(scores: Tensor, positive: Tensor, k: int) -> Tensor:
+    """Recall@k as the field reports it: is any positive among the first k?
+
+    Args: scores [N, C]; positive [N, C] bool. Returns: [N] float64 in [0, 1].
+    Retrieval from texts takes texts as queries and the one picture as positive; from pictures, all its captions.
+    """
+    return hit(standing(scores, positive), k)
+
+
+def accuracy(where: Standing, k: int) -> float:
+    """Share of pictures, in [0, 1], whose class is among the k best."""
+    return hit(where, k).mean().item()
+
+
+def mean_per_class_recall(where: Standing, labels: Tensor) -> float:
+    """Balanced accuracy: mean over the classes that occur of the share found first, in [0, 1].
+
+    Args: where the standing of the true class, [N] each; labels [N] int64.
+    """
+    found = torch.bincount(labels, weights=hit(where, 1))
+    occurs = torch.bincount(labels)
+    return (found[occurs > 0] / occurs[occurs > 0]).mean().item()
+
+
+def classification(where: Standing, labels: Tensor, classes: int) -> Iterator[tuple[str, float]]:
+    """CLIP_benchmark's `acc1`, `acc5` (left out below 5 classes, where it is undefined), `mean_per_class_recall`."""
+    yield "acc1", accuracy(where, 1)
+    if classes >= 5:
+        yield "acc5", accuracy(where, 5)
+    yield "mean_per_class_recall", mean_per_class_recall(where, labels)
+
+
+class _Ranked(NamedTuple):
+    """A ranking with its groups of ties. `place` [C], the rest [N, C]."""
+
+    place: Tensor  # from 0
+    before: Tensor  # relevant items ahead of this place's group
+    relevant: Tensor  # relevant items in the group
+    size: Tensor  # items in the group
+    inside: Tensor  # place inside the group, from 0
+
+
+def _ranked(scores: Tensor, relevant: Tensor) -> _Ranked:
+    order = check_scores(scores).argsort(dim=1, descending=True)
+    ordered = scores.gather(1, order)
+    found = relevant.gather(1, order).to(torch.float64).cumsum(1)
+    found = torch.nn.functional.pad(found, (1, 0))  # [N, C + 1]: relevant items in the first n places
+    place = torch.arange(scores.shape[1], device=scores.device)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    start = torch.where(new, place, 0).cummax(1).values
+    last = torch.ones_like(new)
+    last[:, :-1] = new[:, 1:]
+    end = torch.where(last, place + 1, scores.shape[1]).flip(1).cummin(1).values.flip(1)
+    before = found.gather(1, start)
+    return _Ranked(place, before, found.gather(1, end) - before, end - start, place - start)
+
+
+def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:
+    """Non-interpolated average precision: the precision at every relevant item, averaged.
+
+    Args: scores [N, C]; relevant [N, C] bool. Returns: [N] float64 in [0, 1]; 0 where nothing is relevant.
+    Ties: the expectation over their orders. A place of a group of n with r relevant, j places into it, is relevant
+    with chance r / n, and then expects j (r - 1) / (n - 1) relevant ones ahead of it in the group.
+    """
+    ranked = _ranked(scores, relevant)
+    ahead = ranked.inside * (ranked.relevant - 1) / (ranked.size - 1).clamp(min=1)
+    precision = (ranked.before + ahead + 1) / (ranked.place + 1)
+    total = (ranked.relevant / ranked.size * precision).sum(1)
+    return total / relevant.sum(1).clamp(min=1)
+
+
+def precision_at(scores: Tensor, relevant: Tensor, k: Tensor) -> Tensor:
+    """Share of relevant items among the first k, in expectation over ties.
+
+    Args: scores [N, C]; relevant [N, C] bool; k [N] int64, at least 1 (the number of relevant items: R-precision).
+    Returns: [N] float64 in [0, 1].
+    """
+    ranked = _ranked(scores, relevant)
+    chance = (ranked.relevant / ranked.size).masked_fill(ranked.place >= k[:, None], 0)
+    return chance.sum(1) / k
+
+
+def mean_average_precision(scores: Tensor, targets: Tensor) -> float:
+    """Mean over classes of the average precision of pictures, in [0, 1]; many labels a picture.
+
+    Args: scores [N, C]; targets [N, C] bool or 0/1. A class without positives counts 0, as in CLIP_benchmark.
+    """
+    return average_precision(scores.T, targets.T.bool()).mean().item()
