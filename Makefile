@@ -20,7 +20,7 @@ USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 11); print
 PYTHON ?= $(shell IFS=:; for name in python3.11 python3.12 python3.13 python3.14 python3; do for folder in $$PATH; do \
 	"$$folder/$$name" -c '$(USABLE)' 2>/dev/null && exit; done; done)
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 # Two cores and many small products: threads of several test processes must not wait for each other by spinning.
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
