@@ -1,0 +1,258 @@
+"""From tower tokens to features to scores: a pooling and, optionally, an uncertainty, as two independent axes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.recipes import ImageConfig, ModelConfig, TextConfig
+from kiloword.towers.attention import Packing, attention
+from kiloword.towers.blocks import Init, Mlp
+from kiloword.towers.image import extra
+from kiloword.types import Features, Texts
+
+
+def at_least_float(x: Tensor) -> Tensor:
+    """Half precision becomes single; single and double stay."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def unit(x: Tensor) -> Tensor:
+    """[..., D] scaled to norm 1, at least in single precision."""
+    return F.normalize(at_least_float(x), dim=-1)
+
+
+class Pooling(Protocol):
+    """How tokens become features, and features a similarity. Implemented as an nn.Module."""
+
+    def image(self, tokens: Tensor) -> Features: ...
+    def text(self, tokens: Tensor, texts: Texts) -> Features: ...
+    def project_image_tokens(self, tokens: Tensor) -> Tensor: ...
+    def project_text_tokens(self, tokens: Tensor) -> Tensor: ...
+    def score(self, images: Features, texts: Features) -> Tensor: ...
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features: ...
+    def explain(self, images: Features, texts: Features) -> Any: ...
+
+
+class Uncertainty(Protocol):
+    """What a head knows of its own doubt: features of each side, and how a similarity is changed by them."""
+
+    def image(self, tokens: Tensor) -> Features: ...
+    def text(self, tokens: Tensor, texts: Texts) -> Features: ...
+    def adjust(self, score: Tensor, images: Features, texts: Features) -> Tensor: ...
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features: ...
+
+
+class Head(nn.Module):
+    """Pooling x uncertainty, and the scale and bias that make logits of scores.
+
+    Args: scale: what scores are multiplied by at the start; bias: what is added, None where it could not learn
+    (softmax); max_scale: the scale's limit, None: unlimited.
+    """
+
+    log_limit: Tensor
+
+    def __init__(
+        self,
+        pooling: Pooling,
+        uncertainty: Uncertainty | None = None,
+        scale: float = 1 / 0.07,
+        bias: float | None = None,
+        max_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.pooling = pooling
+        self.uncertainty = uncertainty
+        self.log_scale = nn.Parameter(torch.empty(1))
+        self.bias = None if bias is None else nn.Parameter(torch.empty(1))
+        self._start = (math.log(scale), bias or 0.0)
+        self._limit = math.inf if max_scale is None else math.log(max_scale)
+        self.register_buffer("log_limit", None if max_scale is None else torch.tensor([self._limit]))
+
+    def image(self, tokens: Tensor) -> Features:
+        """Tokens [I, E + P, W] -> features of pictures."""
+        more = {} if self.uncertainty is None else self.uncertainty.image(tokens)
+        return {**self.pooling.image(tokens), **more}
+
+    def text(self, tokens: Tensor, texts: Texts) -> Features:
+        """Packed tokens [S, W] -> features of texts."""
+        more = {} if self.uncertainty is None else self.uncertainty.text(tokens, texts)
+        return {**self.pooling.text(tokens, texts), **more}
+
+    def project_image_tokens(self, tokens: Tensor) -> Tensor:
+        """[..., W] -> [..., D], the shared dimension; not normalised."""
+        return self.pooling.project_image_tokens(tokens)
+
+    def project_text_tokens(self, tokens: Tensor) -> Tensor:
+        """[..., W] -> [..., D], the shared dimension; not normalised."""
+        return self.pooling.project_text_tokens(tokens)
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        """[i, t], higher is a better match; at least single precision, under autocast too."""
+        with torch.autocast(images["vec"].device.type, enabled=False):
+            score = self.pooling.score(images, texts)
+            return score if self.uncertainty is None else self.uncertainty.adjust(score, images, texts)
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None = None) -> Features:
+        """Prompts of a class -> one row a class.
+
+        Args: texts: features of T prompts; group [T] int64 in [0, n); weights [T], equal when None.
+        """
+        doubt = self.uncertainty
+        more = {} if doubt is None else doubt.ensemble(texts, group, n, weights)
+        return {**self.pooling.ensemble(texts, group, n, weights), **more}
+
+    def explain(self, images: Features, texts: Features) -> Any:
+        """What in a picture made it match a text, where the pooling knows."""
+        return self.pooling.explain(images, texts)
+
+    def logits(self, score: Tensor) -> Tensor:
+        """exp(log_scale) * score + bias."""
+        scaled = at_least_float(self.log_scale).exp() * score
+        return scaled if self.bias is None else scaled + at_least_float(self.bias)
+
+    @torch.no_grad()
+    def clamp_(self) -> None:
+        """Hold the scale to its limit; called after each optimizer step. A larger loaded scale is its own limit."""
+        if self._limit < math.inf:
+            self.log_scale.clamp_(max=self._limit)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.log_limit is not None:
+            loaded = state_dict.get(prefix + "log_scale")
+            stored = state_dict.get(prefix + "log_limit", self.log_limit)
+            values = [_number(x) for x in (stored, loaded) if x is not None]
+            self._limit = max(self._limit, *values)
+            state_dict[prefix + "log_limit"] = torch.full_like(self.log_limit, self._limit)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def initial(self) -> dict[str, Init]:
+        log_scale = {"log_scale": Init(self._start[0])}
+        return log_scale if self.bias is None else {**log_scale, "bias": Init(self._start[1])}
+
+
+def _number(x: Tensor) -> float:
+    """The one number of a [1] (or, in foreign weights, scalar) tensor that may be sharded."""
+    full = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return float(full)
+
+
+class Single(nn.Module):
+    """One vector a picture, one a text; their cosine."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.image_pool = ImagePool(config.image, config.head.image_pool)
+        self.text_pool = TextPool(config.text, config.head.text_pool)
+        dim, width = config.head.dim, config.image.width
+        if not config.head.image_projection and width != dim:
+            raise ValueError(f"without an image projection the embedding size {dim} must be the tower's width {width}")
+        self.image_projection = nn.Linear(width, dim, bias=False) if config.head.image_projection else None
+        self.text_projection = nn.Linear(config.text.width, dim, bias=config.head.text_projection_bias)
+
+    def image(self, tokens: Tensor) -> Features:
+        return {"vec": unit(self.project_image_tokens(self.image_pool(tokens)))}
+
+    def text(self, tokens: Tensor, texts: Texts) -> Features:
+        return {"vec": unit(self.project_text_tokens(self.text_pool(tokens, texts)))}
+
+    def project_image_tokens(self, tokens: Tensor) -> Tensor:
+        return tokens if self.image_projection is None else self.image_projection(tokens)
+
+    def project_text_tokens(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.text_projection(tokens)
+        return out
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
+        """The normalised (weighted) mean of the unit vectors of a class (arXiv:2103.00020, section 3.1.4)."""
+        vec = texts["vec"] if weights is None else texts["vec"] * weights[:, None]
+        return {"vec": unit(vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec))}
+
+    def explain(self, images: Features, texts: Features) -> Any:
+        raise ValueError("this model pools each picture into one vector, so it cannot say what in a picture matched")
+
+    def initial(self) -> dict[str, Init]:
+        given = {"text_projection.weight": Init(std=self.text_projection.in_features**-0.5)}
+        if self.image_projection is not None:
+            given["image_projection.weight"] = Init(std=self.image_projection.in_features**-0.5)
+        return given
+
+
+class ImagePool(nn.Module):
+    """[I, E + P, W] -> [I, W]: the class token, or the patches' mean, maximum or attention."""
+
+    def __init__(self, config: ImageConfig, kind: Literal["cls", "mean", "max", "map"]) -> None:
+        super().__init__()
+        if kind == "cls" and not config.class_token:
+            raise ValueError("image_pool cls needs a tower with class_token; choose mean, max or map without one")
+        self.kind = kind
+        self.extra = extra(config)
+        self.map = MapPool(config) if kind == "map" else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.kind == "cls":
+            return tokens[:, 0]
+        patches = tokens[:, self.extra :]
+        if self.map is not None:
+            out: Tensor = self.map(patches)
+            return out
+        return patches.mean(1) if self.kind == "mean" else patches.amax(1)
+
+
+class MapPool(nn.Module):
+    """Multi-head attention pooling: a learned probe looks at the patches, then an MLP (arXiv:2303.15343)."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.config = config
+        self.probe = nn.Parameter(torch.empty(width))
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, config.norm_eps)
+        self.mlp = Mlp(width, config.mlp, config.activation)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[I, P, W] -> [I, W]."""
+        heads = self.config.heads
+        q = self.q(self.probe).view(1, 1, heads, -1).expand(len(patches), -1, -1, -1)
+        k, v = self.kv(patches).unflatten(-1, (2, heads, -1)).unbind(-3)
+        x = self.out(attention(q, k, v).flatten(-2))[:, 0]
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+    def initial(self) -> dict[str, Init]:
+        return {"probe": Init(std=self.config.init_std or self.config.width**-0.5)}
+
+
+class TextPool(nn.Module):
+    """Packed [S, W] -> [T, W]: the end (or class) token, or the tokens' mean or maximum."""
+
+    def __init__(self, config: TextConfig, kind: Literal["last", "mean", "max"]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.extra = len(config.extra_tokens)
+        self.from_end = place_from_end(config, "cls") if "cls" in config.extra_tokens else self.extra + 1
+
+    def forward(self, tokens: Tensor, texts: Texts) -> Tensor:
+        if self.kind == "last":
+            return tokens.index_select(0, texts.starts[1:] - self.from_end)
+        packing = Packing.of(texts)
+        lengths = texts.starts.diff() - self.extra  # mean and maximum are over the words, start and end
+        words = packing.place < lengths[packing.text]
+        if self.kind == "mean":
+            return packing.pad(tokens * words[:, None]).sum(1) / lengths[:, None]
+        return packing.pad(tokens.masked_fill(~words[:, None], -math.inf), -math.inf).amax(1)
+
+
+def place_from_end(config: TextConfig, name: str) -> int:
+    """How far before the end of each text its extra token stands; 1: it is the last."""
+    return len(config.extra_tokens) - config.extra_tokens.index(name)

@@ -1,0 +1,135 @@
+"""The model: two towers and a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.draw import key
+from kiloword.heads import Head
+from kiloword.recipes import ModelConfig
+from kiloword.towers.blocks import Init
+from kiloword.towers.image import ImageTower
+from kiloword.towers.text import TextTower
+from kiloword.types import Features, Texts
+
+if TYPE_CHECKING:
+    from kiloword.method import Method
+
+
+class Model(nn.Module):
+    """Pictures and texts to features and scores.
+
+    Args: mask_token: the image tower owns a token that replaces masked patches.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: ModelConfig, head: Head, mask_token: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.image_tower = ImageTower(config.image, mask_token)
+        self.text_tower = TextTower(config.text)
+        self.head = head
+        self.register_buffer("mean", torch.tensor(config.preprocess.mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(config.preprocess.std).view(3, 1, 1), persistent=False)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """uint8 [I, 3, H, W] -> float, of the mean and deviation that the tower was trained with."""
+        if images.dtype != torch.uint8:
+            raise ValueError(
+                f"pictures must be uint8 in [0, 255], not {images.dtype}; the model normalises them itself"
+            )
+        mean, std = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (self.mean, self.std))
+        return ((images.to(mean.dtype) / 255 - mean) / std).to(self.mean.dtype)
+
+    def encode_image(
+        self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None
+    ) -> tuple[Tensor, Features]:
+        """Tokens [I, E + P, W] and features of uint8 pictures; `keep` and `masked` as in `ImageTower`."""
+        tokens = self.image_tower(self.normalise(images), keep, masked)
+        return tokens, self.head.image(tokens)
+
+    def encode_text(self, texts: Texts) -> tuple[Tensor, Features]:
+        """Packed tokens [S, W] and features of texts."""
+        tokens = self.text_tower(texts)
+        return tokens, self.head.text(tokens, texts)
+
+    def score(self, images: Features, texts: Features, chunk: int = 1024) -> Tensor:
+        """[I, T], computed in blocks of `chunk` rows and columns: higher is a better match."""
+        rows = []
+        for i in range(0, len(images["vec"]), chunk):
+            some = {k: v[i : i + chunk] for k, v in images.items()}
+            blocks = [
+                self.head.score(some, {k: v[j : j + chunk] for k, v in texts.items()})
+                for j in range(0, len(texts["vec"]), chunk)
+            ]
+            rows.append(torch.cat(blocks, 1))
+        return torch.cat(rows)
+
+
+def build(config: ModelConfig, method: Method, seed: int = 0, mask_token: bool = False) -> Model:
+    """A fresh model of a method."""
+    config = method.shape(config)
+    model = Model(config, method.head(config), mask_token)
+    initialise(model, seed)
+    return model
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
+    """Fill every parameter from a generator keyed by its name, so that all models start equal where names are.
+
+    Args: prefix: what stands before the names of `module`'s parameters.
+    """
+    rules: dict[str, Init] = {}
+    for path, part in module.named_modules():
+        for name, init in initial(part).items():
+            rules.setdefault(f"{path}.{name}" if path else name, init)  # an outer module overrules an inner one
+    for name, parameter in module.named_parameters():
+        assert name in rules, f"no rule says how {name} starts"
+        _fill(parameter, rules[name], key(seed, prefix + name))
+
+
+def _fill(parameter: Tensor, init: Init, seed: int) -> None:
+    values = torch.full(parameter.shape, init.mean)  # single precision on the CPU, whatever the parameter is
+    if init.std:
+        values += init.std * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+    parameter.copy_(values)
+
+
+def initial(module: nn.Module) -> dict[str, Init]:
+    """How a module's parameters start: what it says itself, or the usual for layers of torch."""
+    own: Callable[[], dict[str, Init]] | None = getattr(module, "initial", None)
+    if own is not None:
+        return own()
+    if isinstance(module, nn.LayerNorm | nn.GroupNorm):
+        return {"weight": Init(1.0), "bias": Init()}
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        fan_in = module.weight[0].numel()
+        return {"weight": Init(std=fan_in**-0.5), "bias": Init()}
+    return {}
+
+
+def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A model's configuration and state for another picture size, its positions interpolated (bicubic).
+
+    Raises: ValueError when the patch does not divide the size.
+    """
+    patch = config.image.patch
+    if size % patch:
+        raise ValueError(f"picture size {size} is not a multiple of the patch size {patch}")
+    name = "image_tower.positions"
+    places, first = state[name], int(config.image.class_token)
+    old, new = config.image.size // patch, size // patch
+    grid = places[first:].float().T.reshape(1, -1, old, old)
+    grid = F.interpolate(grid, (new, new), mode="bicubic", antialias=True)
+    patches = grid.reshape(grid.shape[1], -1).T.to(places.dtype)
+    resized = {**state, name: torch.cat([places[:first], patches])}
+    return replace(config, image=replace(config.image, size=size)), resized

@@ -1,0 +1,156 @@
+"""One attention for every tower: dense pictures, packed texts, texts that look at pictures, cached decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.types import Texts
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of T packed texts stand; made once a forward pass and handed to every layer."""
+
+    starts: Tensor  # [T + 1] int64
+    longest: int
+    text: Tensor  # [S] the text of each token
+    place: Tensor  # [S] the token's place inside its text
+
+    @staticmethod
+    def of(texts: Texts) -> Packing:
+        device = texts.ids.device
+        numbers = torch.arange(len(texts), device=device)
+        # output_size: the device need not tell how many tokens there are
+        text = torch.repeat_interleave(numbers, texts.starts.diff(), output_size=len(texts.ids))
+        place = torch.arange(len(texts.ids), device=device) - texts.starts[text]
+        return Packing(texts.starts, texts.longest, text, place)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def full(self) -> bool:
+        """No text is shorter than the longest: padding would add nothing."""
+        return len(self.text) == len(self) * self.longest
+
+    @cached_property
+    def starts32(self) -> Tensor:  # [T + 1] int32, what variable-length kernels take
+        return self.starts.to(torch.int32)
+
+    @cached_property
+    def slot(self) -> Tensor:  # [S] row of each token in [T * L]
+        return self.text * self.longest + self.place
+
+    @cached_property
+    def valid(self) -> Tensor:  # [T, L] bool; an empty text keeps one slot, so that no softmax is over nothing
+        lengths = self.starts.diff().clamp(min=1)
+        return torch.arange(self.longest, device=self.starts.device) < lengths[:, None]
+
+    def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """[S, ...] -> [T, L, ...]."""
+        shape = (len(self), self.longest, *x.shape[1:])
+        if self.full:
+            return x.reshape(shape)
+        empty = x.new_full((len(self) * self.longest, *x.shape[1:]), fill)
+        return empty.index_copy(0, self.slot, x).view(shape)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[T, L, ...] -> [S, ...]."""
+        flat = x.reshape(-1, *x.shape[2:])
+        return flat if self.full else flat.index_select(0, self.slot)
+
+
+class Cache:
+    """Keys and values of the tokens decoded so far, of one layer, dense [N, L, H, d]."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new keys and values; returns all of them."""
+        self.k = k if self.k is None else torch.cat([self.k, k], 1)
+        self.v = v if self.v is None else torch.cat([self.v, v], 1)
+        return self.k, self.v
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing_q: Packing | None = None,
+    packing_k: Packing | None = None,
+    causal: bool = False,
+    cache: Cache | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, H heads at once.
+
+    Args: each of q and (k, v) is dense [N, L, H, d], or packed [S, H, d] when its packing is given; packed queries
+    may look at dense keys (row n belongs to text n). causal: query i of a sequence sees keys up to its own place,
+    counted from the end, so that with a cache the last query sees every key. cache: dense only.
+    Returns: the shape of q.
+    """
+    if cache is not None:
+        assert packing_q is None, "decoding with a cache is dense"
+        k, v = cache.extend(k, v)
+    if packing_q is None:
+        assert packing_k is None, "dense queries look at dense keys"
+        return _dense(q, k, v, None, causal)
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        return _varlen(q, k, v, packing_q, packing_k, causal)
+    valid = None
+    if packing_k is not None:
+        # right padding lies after every real query of the same text: the causal mask hides it already
+        if not packing_k.full and not (causal and packing_k is packing_q):
+            valid = packing_k.valid
+        k, v = packing_k.pad(k), packing_k.pad(v)
+    assert not causal or packing_k is packing_q, "causal attention is within one text"
+    return packing_q.unpad(_dense(packing_q.pad(q), k, v, valid, causal))
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packing_q: Packing, packing_k: Packing | None, causal: bool) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if packing_k is not None:
+        starts, longest = packing_k.starts32, packing_k.longest
+    else:
+        n, longest = k.shape[:2]
+        starts = torch.arange(0, (n + 1) * longest, longest, dtype=torch.int32, device=k.device)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    window = (-1, 0) if causal else (-1, -1)
+    out = varlen_attn(q, k, v, packing_q.starts32, starts, packing_q.longest, longest, window_size=window)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
+    """q [N, Lq, H, d], k and v [N, Lk, H, d], valid [N, Lk] or None -> [N, Lq, H, d]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = None if valid is None else valid[:, None, None]
+    causal = causal and q.shape[2] > 1  # one query, the last: sees all
+    # torch's CPU kernel is 3 to 9 times slower than plain products in half precision, and faster in single
+    plain = q.device.type == "cpu" and q.dtype in (torch.float16, torch.bfloat16)
+    if causal and (plain or mask is not None or q.shape[2] != k.shape[2]):
+        lower = _lower(q.shape[2], k.shape[2], q.device)
+        mask, causal = lower if mask is None else mask & lower, False
+    if plain:
+        return _plain(q, k, v, mask).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal).transpose(1, 2)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    mixed: Tensor = scores.softmax(-1).to(v.dtype) @ v
+    return mixed
+
+
+def _lower(rows: int, columns: int, device: torch.device) -> Tensor:
+    """[rows, columns] bool: the last query sees every key, the one before it all but the last, ..."""
+    return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)

@@ -1,0 +1,91 @@
+"""Transformer blocks, and how parameters start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.recipes import Activation
+from kiloword.towers.attention import Cache, Packing, attention
+
+
+@dataclass(frozen=True)
+class Init:
+    """A parameter starts as N(mean, std^2); std 0: as a constant.
+
+    A module says so by a method `initial() -> dict[str, Init]`, keyed by its parameters' names.
+    """
+
+    mean: float = 0.0
+    std: float = 0.0
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    """The three GELUs of the field: exact, x sigmoid(1.702 x) (OpenAI's weights), tanh (SigLIP's later weights)."""
+    if kind == "quick_gelu":
+        return F.silu(1.702 * x) / 1.702
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int, activation: Activation) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, hidden)
+        self.proj = nn.Linear(hidden, width)
+        self.activation: Activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.proj(activate(self.fc(x), self.activation))
+        return out
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with one fused projection: the rows of its weight are q, k, v, each head by head."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} cannot be split into {heads} heads; choose heads that divide it")
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(
+        self, x: Tensor, packing: Packing | None = None, causal: bool = False, cache: Cache | None = None
+    ) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        mixed = attention(q, k, v, packing, packing, causal, cache)
+        out: Tensor = self.out(mixed.flatten(-2))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; x is dense [N, L, W] or, with a packing, [S, W]."""
+
+    def __init__(self, width: int, heads: int, mlp: int, activation: Activation, eps: float, depth: int) -> None:
+        super().__init__()
+        self.depth = depth  # of the tower: the more blocks add to the stream, the less each starts with
+        self.norm1 = nn.LayerNorm(width, eps)
+        self.attention = SelfAttention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps)
+        self.mlp = Mlp(width, mlp, activation)
+
+    def forward(
+        self, x: Tensor, packing: Packing | None = None, causal: bool = False, cache: Cache | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.norm1(x), packing, causal, cache)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+    def initial(self) -> dict[str, Init]:
+        """CLIP's text tower, used for both towers (arXiv:2103.00020, its public code)."""
+        width: int = self.attention.out.in_features
+        add = (2 * self.depth * width) ** -0.5
+        return {
+            "attention.qkv.weight": Init(std=width**-0.5),
+            "attention.out.weight": Init(std=add),
+            "mlp.fc.weight": Init(std=(2 * width) ** -0.5),
+            "mlp.proj.weight": Init(std=add),
+        }
