@@ -1,6 +1,7 @@
 """The slots of a method, and what may not mix.
 
-A method never sees a rank, a device, a precision or a micro-batch. A pair loss sees pairs; a term sees one rank's own batch.
+A method never sees a rank, a device, a precision or a micro-batch. A pair loss sees pairs; a term sees one rank's
+own batch.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ if TYPE_CHECKING:
 class PairBlocks(Protocol):
     """What a pair loss pulls: all pairs of local pictures and every rank's texts, a block at a time."""
 
+    shape: tuple[int, int]  # local pictures, every rank's texts
+
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of every block."""
         ...
 
-    def block(self, rows: slice, columns: slice) -> Pairs: ...
+    def block(self, rows: slice, columns: slice) -> Pairs:
+        """One block, without gradient."""
+        ...
+
+    def total(self, loss: Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]) -> Tensor:
+        """Sum over all blocks of `loss`, which returns a block's value and its gradient by the logits [i, t]."""
+        ...
 
 
 PairLoss = Callable[["PairBlocks", Positives], Total]

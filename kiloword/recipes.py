@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 
 
+class Settings:
+    """Base of all settings: what is read from disk is validated, unknown keys are errors."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+
 @dataclass(frozen=True, kw_only=True)
-class ImageConfig:
+class ImageConfig(Settings):
     """The image tower."""
 
     size: int = 224  # pixels a side
@@ -29,7 +37,7 @@ class ImageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig:
+class TextConfig(Settings):
     """The text tower."""
 
     context: int = 77  # longest caption in tokens, start and end included
@@ -47,7 +55,7 @@ class TextConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig:
+class HeadConfig(Settings):
     """From tower tokens to features to scores."""
 
     dim: int = 512
@@ -58,7 +66,7 @@ class HeadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preprocess:
+class Preprocess(Settings):
     """From any picture to what the image tower was trained on."""
 
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
@@ -67,7 +75,7 @@ class Preprocess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Settings):
     image: ImageConfig = field(default_factory=ImageConfig)
     text: TextConfig = field(default_factory=TextConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -75,7 +83,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Settings):
     """How weights change."""
 
     name: Literal["adamw", "muon"] = "adamw"  # muon: hidden matrices by Muon, the rest by AdamW
@@ -95,7 +103,7 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AugmentConfig:
+class AugmentConfig(Settings):
     """Changes to training pictures, drawn per (seed, epoch, row)."""
 
     crop: float = 1.0  # least share of the area that RandomResizedCrop keeps; 1: no random crop
@@ -109,7 +117,7 @@ class AugmentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Settings):
     """What is read, and how."""
 
     sources: tuple[str, ...] = ("scenes",)
@@ -123,7 +131,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Settings):
     """A run. Equal recipes on equal data give equal weights, bit for bit, on CPU."""
 
     method: str  # preset, or "module:preset"
@@ -177,3 +185,38 @@ def sizes() -> dict[str, ModelConfig]:
         "h14": _size(14, 1280, 32, 16, 1024, 24, 16, 1024),
         "g14": _size(14, 1408, 40, 16, 1024, 24, 16, 1024, mlp=48 / 11),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFile(Settings):
+    """What `config.json` of a model folder says."""
+
+    method: str
+    settings: dict[str, Any]
+    model: ModelConfig
+    size: str = "custom"
+    steps: int = 0  # trained for
+    data: str = ""  # what it was trained on
+    format: Literal["kiloword-model-1"] = "kiloword-model-1"
+
+
+Config = TypeVar("Config")
+
+
+def read_config(path: Path, kind: type[Config]) -> Config:
+    """Read and validate a json file as a settings dataclass. Raises: ValueError naming the file and the bad keys."""
+    try:
+        return parse(json.loads(path.read_text()), kind)
+    except ValueError as e:
+        raise ValueError(f"{path} cannot be used: {e} It was damaged, or written by another version.") from e
+
+
+def parse(value: Any, kind: type[Config]) -> Config:
+    """Validate plain data as a settings dataclass; unknown keys and wrong types are errors. Raises: ValueError."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as e:
+        problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
+        raise ValueError("; ".join(problems[:3]) + ".") from e

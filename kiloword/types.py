@@ -164,9 +164,8 @@ class Pairs:
 
     logits: Tensor  # [i, t]
     annotated: Tensor  # [i, t] bool: the text was written for the picture
-    valid: Tensor  # [i, t] bool: False for padding of the gather and dummy rows
-    images: Features  # with side features ("side.NAME") and "mineable" [i] bool
-    texts: Features
+    images: Features  # beside the head's: "position" [i], "mineable" [i] bool, side features "image_side.NAME"
+    texts: Features  # likewise, of the picture that the text was written for, and "text_side.NAME"
 
 
 Positives = Callable[[Pairs], Tensor]

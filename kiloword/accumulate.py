@@ -1,0 +1,93 @@
+"""The exact gradient of one big batch from any number of micro-batches, for every method.
+
+First pass: features of all micro-batches without a graph; the pair loss on all of them gives gradients by features.
+Second pass: each micro-batch again, with its share of those gradients. (GradCache, arXiv:2101.06983.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from kiloword.learner import Learner, Replay
+from kiloword.parallel import average_gradients, ranks, sum_over_ranks
+from kiloword.types import Batch, Features
+
+Precision = Callable[[], AbstractContextManager[object]]
+
+
+def backward(learner: Learner, micro: list[Batch], precision: Precision = nullcontext) -> dict[str, Tensor]:
+    """Add the gradient of the mean loss over `micro`, of every rank, to the learner's parameters.
+
+    Args: micro, this rank's share in one or more pieces; precision, a context for the towers (autocast).
+    Returns: mean losses over the global batch, detached: "loss", "pair" and every term.
+    """
+    counts = learner.counts(micro)
+    if len(micro) == 1:
+        with precision():
+            out = learner(micro[0], counts)
+        out["loss"].backward()
+        pieces = [out]
+    else:
+        pieces = _accumulate(learner, micro, counts, precision)
+    average_gradients(learner)
+    return _report(pieces)
+
+
+def _accumulate(
+    learner: Learner, micro: list[Batch], counts: dict[str, Tensor], precision: Precision
+) -> list[dict[str, Tensor]]:
+    with torch.no_grad(), precision():
+        inputs = [learner.pair_inputs(learner.encode(b), b) for b in micro]
+    pair, replays = _pair_gradients(learner, inputs)
+    pieces = []
+    for batch, replay in zip(micro, replays, strict=True):
+        with precision():
+            out = learner(batch, counts, replay)
+        out["loss"].backward()
+        share = pair / len(micro)  # "pair" was a surrogate here: report the loss itself
+        loss = out["loss"].detach() + (share - out["pair"].detach()) * ranks()
+        pieces.append({**out, "pair": share, "loss": loss})
+    return pieces
+
+
+def _pair_gradients(learner: Learner, inputs: list[tuple[Features, Features]]) -> tuple[Tensor, list[Replay]]:
+    """The pair loss over all micro-batches at once, and what each must replay."""
+    images, texts = (_leaves(_concatenate([pair[side] for pair in inputs])) for side in (0, 1))
+    pair, _ = learner.pair_loss(images, texts)
+    weights = [p for p in learner.model.head.parameters() if p.requires_grad]
+    floats = [[k for k, v in f.items() if v.requires_grad] for f in (images, texts)]
+    leaves = [images[k] for k in floats[0]] + [texts[k] for k in floats[1]]
+    gradients = torch.autograd.grad(pair, [*leaves, *weights], allow_unused=True)
+    by_image = dict(zip(floats[0], gradients, strict=False))
+    by_text = dict(zip(floats[1], gradients[len(floats[0]) :], strict=False))
+    by_weight = [(p, g / len(inputs)) for p, g in zip(weights, gradients[len(leaves) :], strict=True) if g is not None]
+    image_parts = _split(by_image, [len(i["vec"]) for i, _ in inputs])
+    text_parts = _split(by_text, [len(t["vec"]) for _, t in inputs])
+    replays = [Replay(i, t, by_weight) for i, t in zip(image_parts, text_parts, strict=True)]
+    return pair.detach(), replays
+
+
+def _concatenate(parts: list[Features]) -> Features:
+    return {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
+
+
+def _leaves(features: Features) -> Features:
+    return {k: v.requires_grad_() if v.is_floating_point() else v for k, v in features.items()}
+
+
+def _split(gradients: dict[str, Tensor | None], sizes: list[int]) -> list[Features]:
+    """Rows of every gradient for each micro-batch; what the score did not use is left out."""
+    known = {k: g.split(sizes) for k, g in gradients.items() if g is not None}
+    return [{k: parts[n] for k, parts in known.items()} for n in range(len(sizes))]
+
+
+def _report(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = list(pieces[0])
+    local = torch.stack([torch.stack([p[n].detach() for p in pieces]).sum() for n in names])
+    means = sum_over_ranks(local)
+    means[names.index("loss")] /= ranks()
+    return dict(zip(names, means, strict=True))

@@ -1,0 +1,95 @@
+"""Model + slots -> dict of losses: the one module that a parallel wrapper wraps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.losses import Blocks
+from kiloword.method import Method
+from kiloword.model import Model
+from kiloword.parallel import gather_features, ranks, sum_over_ranks
+from kiloword.types import Batch, Encoded, Features
+
+
+@dataclass
+class Replay:
+    """Gradients of the pair loss for one micro-batch, replayed through its second forward pass."""
+
+    images: Features
+    texts: Features
+    weights: list[tuple[Tensor, Tensor]]  # head parameters and this micro-batch's share of their gradient
+
+    def surrogate(self, images: Features, texts: Features) -> Tensor:
+        """A scalar whose gradient is the replayed one."""
+        by_features = [
+            (f[k] * g).sum() for f, gs in ((images, self.images), (texts, self.texts)) for k, g in gs.items()
+        ]
+        return torch.stack([*by_features, *((p * g).sum() for p, g in self.weights)]).sum()
+
+
+class Learner(nn.Module):
+    """Forward of one (micro-)batch: towers, head, pair loss and terms."""
+
+    def __init__(self, model: Model, method: Method, chunk: int = 0) -> None:
+        super().__init__()
+        self.model, self.method, self.chunk = model, method, chunk
+        self.terms = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.terms.items()})
+
+    def encode(self, batch: Batch) -> Encoded:
+        image_tokens, images = self.model.encode_image(batch.images)
+        text_tokens, texts = self.model.encode_text(batch.texts)
+        return Encoded(image_tokens, text_tokens, images, texts)
+
+    def pair_inputs(self, encoded: Encoded, batch: Batch) -> tuple[Features, Features]:
+        """Features as the pair loss sees them: at least fp32, with positions and side features."""
+        of = batch.image_of_text
+        images = {k: _at_least_fp32(v) for k, v in encoded.images.items()}
+        texts = {k: _at_least_fp32(v) for k, v in encoded.texts.items()}
+        mineable = ~batch.composed
+        images |= {"position": batch.position, "mineable": mineable}
+        texts |= {"position": batch.position[of], "mineable": mineable[of]}
+        for name, value in batch.image_side.items():
+            images[f"image_side.{name}"] = value
+            texts[f"image_side.{name}"] = value[of]
+        texts |= {f"text_side.{name}": value for name, value in batch.text_side.items()}
+        return images, texts
+
+    def pair_loss(self, images: Features, texts: Features) -> tuple[Tensor, Tensor]:
+        """This rank's share of the mean pair loss (shares add up over ranks), and the mean's count."""
+        with torch.autocast(images["vec"].device.type, enabled=False):
+            pairs = Blocks(self.model.head, images, gather_features(texts), self.chunk)
+            total = self.method.pair_loss(pairs, self.method.positives)
+        count = sum_over_ranks(total.count)
+        return total.sum / count, count
+
+    def counts(self, batches: list[Batch]) -> dict[str, Tensor]:
+        """What the terms' sums are divided by: added over micro-batches and ranks before dividing."""
+        if not self.terms:
+            return {}
+        local = torch.stack(
+            [
+                torch.stack([term.count(b).to(torch.float64) for b in batches]).sum()  # type: ignore[operator]
+                for term in self.terms.values()
+            ]
+        )
+        return dict(zip(self.terms, sum_over_ranks(local), strict=True))
+
+    def forward(self, batch: Batch, counts: dict[str, Tensor], replay: Replay | None = None) -> dict[str, Tensor]:
+        """Shares of the losses: "pair", every term, and "loss", whose gradients are averaged over ranks later.
+
+        With `replay`, "pair" is the surrogate that carries the pair loss's known gradients.
+        """
+        encoded = self.encode(batch)
+        images, texts = self.pair_inputs(encoded, batch)
+        out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in self.terms.items()}
+        out["pair"] = self.pair_loss(images, texts)[0] if replay is None else replay.surrogate(images, texts)
+        weighted = [self.method.terms[name][0] * out[name] for name in self.terms]
+        out["loss"] = torch.stack([out["pair"], *weighted]).sum() * ranks()
+        return out
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

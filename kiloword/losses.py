@@ -1,0 +1,182 @@
+"""Pair losses: blocks of pairs -> sum and count. Gradients are computed in the forward pass, block by block.
+
+A pair loss says, for a block of logits, its value and its gradient by the logits; `Blocks` carries that gradient
+through the head's score into features and head weights at once and frees the block. Nothing `[I, T]` is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.parallel import stack_over_ranks, sum_over_ranks
+from kiloword.types import Features, Pairs, Positives, Total
+
+if TYPE_CHECKING:
+    from kiloword.heads import Head
+    from kiloword.method import PairBlocks
+
+BLOCK = 4096  # rows and columns of a block unless the recipe says otherwise: 64 MB of fp32 logits
+
+BlockLoss = Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]
+"""Value (scalar) of one block and its gradient by the logits [i, t]."""
+
+
+class _WithGradient(torch.autograd.Function):
+    """A scalar whose gradients are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        return None, None, *(None if g is None else g * upstream for g in ctx.gradients)
+
+
+class Blocks:
+    """All pairs of local pictures (rows) and every rank's texts (columns), a block at a time."""
+
+    def __init__(self, head: Head, images: Features, texts: Features, chunk: int = 0) -> None:
+        """images: this rank's, every value [I, ...] with "position" [I]; texts: every rank's, "position" [T]
+        is the place of the picture that the text was written for; chunk: rows and columns a block, 0: chosen."""
+        self.head, self.images, self.texts = head, images, texts
+        self.chunk = chunk or BLOCK
+        self.shape = (len(images["vec"]), len(texts["vec"]))
+        self._weights = [p for p in head.parameters() if p.requires_grad]
+        self._only: tuple[Pairs, list[Tensor]] | None = None  # a single block is scored once, not once a pass
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of every block."""
+        for i in range(0, self.shape[0], self.chunk):
+            for t in range(0, self.shape[1], self.chunk):
+                yield (
+                    slice(i, min(i + self.chunk, self.shape[0])),
+                    slice(t, min(t + self.chunk, self.shape[1])),
+                )
+
+    def block(self, rows: slice, columns: slice) -> Pairs:
+        """One block, logits without gradient."""
+        if max(self.shape) <= self.chunk:
+            return self._scored(rows, columns)[0]
+        with torch.no_grad():
+            return self._pairs(*self._leaves(rows, columns))
+
+    def total(self, loss: BlockLoss) -> Tensor:
+        """Sum of `loss` over all blocks, with gradients for features and head weights."""
+        inputs = [*self._floats(self.images), *self._floats(self.texts), *self._weights]
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+            values = [loss(self.block(r, c), r, c)[0] for r, c in self.blocks()]
+            return torch.stack(values).sum()
+        sums: list[Tensor | None] = [torch.zeros_like(x) if x.requires_grad else None for x in inputs]
+        value = torch.zeros((), dtype=self.images["vec"].dtype, device=self.images["vec"].device)
+        for rows, columns in self.blocks():
+            value = value + self._add_gradients(loss, rows, columns, sums)
+        out: Tensor = _WithGradient.apply(value, sums, *inputs)  # type: ignore[no-untyped-call]
+        return out
+
+    def _add_gradients(self, loss: BlockLoss, rows: slice, columns: slice, sums: list[Tensor | None]) -> Tensor:
+        """Value of one block; its gradients are added to `sums` (images, texts, weights) in place."""
+        pairs, leaves = self._scored(rows, columns)
+        with torch.no_grad():
+            value, by_logits = loss(pairs, rows, columns)
+        targets = [*leaves, *self._weights]
+        gradients = torch.autograd.grad(pairs.logits, targets, by_logits, allow_unused=True)
+        self._only = None
+        n_images = len(list(self._floats(self.images)))
+        for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+            if total is None or gradient is None:
+                continue
+            part = total[rows] if n < n_images else total[columns] if n < len(leaves) else total
+            part += gradient
+        return value.detach()
+
+    def _scored(self, rows: slice, columns: slice) -> tuple[Pairs, list[Tensor]]:
+        """A block whose logits carry a graph to the returned leaves (images, then texts)."""
+        if self._only is not None:
+            return self._only
+        with torch.enable_grad():
+            images, texts = self._leaves(rows, columns)
+            leaves = [*self._floats(images), *self._floats(texts)]
+            scored = (self._pairs(images, texts), leaves)
+        if max(self.shape) <= self.chunk:
+            self._only = scored
+        return scored
+
+    def _leaves(self, rows: slice, columns: slice) -> tuple[Features, Features]:
+        def cut(features: Features, part: slice) -> Features:
+            return {
+                k: v[part].detach().requires_grad_() if v.is_floating_point() else v[part] for k, v in features.items()
+            }
+
+        return cut(self.images, rows), cut(self.texts, columns)
+
+    def _pairs(self, images: Features, texts: Features) -> Pairs:
+        logits = self.head.logits(self.head.score(images, texts))
+        return Pairs(logits, images["position"][:, None] == texts["position"][None], images, texts)
+
+    @staticmethod
+    def _floats(features: Features) -> Iterator[Tensor]:
+        return (v for v in features.values() if v.is_floating_point())
+
+
+def sigmoid_loss(pairs: PairBlocks, positives: Positives) -> Total:
+    """SigLIP: every pair is a yes-or-no question; any number of positives. Mean over pictures.
+
+    Source: arXiv:2303.15343, eq. 1 (logit s x + b with b < 0; the printed sign of the bias is a typo).
+    """
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        y = positives(block)  # [i, t]
+        value = F.softplus(block.logits).sum() - (y * block.logits).sum()  # = -y logsig(z) - (1 - y) logsig(-z)
+        return value, block.logits.sigmoid() - y
+
+    total = pairs.total(loss)
+    return Total(total, total.new_tensor(float(pairs.shape[0])))
+
+
+def softmax_loss(pairs: PairBlocks, positives: Positives) -> Total:
+    """CLIP: symmetric InfoNCE, the mean of picture-to-text (mean over pictures) and text-to-picture (over texts).
+
+    Several positives of a row or column share its probability equally. Columns are normalised over all ranks by
+    one gather of one number per text, so pictures stay local. Source: arXiv:2103.00020, figure 3.
+    """
+    row_norm, column_norm, row_count, column_count = _normalisers(pairs, positives)
+    images = sum_over_ranks(row_norm.new_tensor(float(pairs.shape[0])))
+    balance = images / pairs.shape[1]  # the count is pictures: rescale the mean over texts to it
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        y = positives(block)
+        by_row, by_column = row_norm[rows, None], column_norm[None, columns]
+        row_share = y / row_count[rows, None].clamp_min(1)
+        column_share = y / column_count[None, columns].clamp_min(1) * balance
+        value = (row_share * (by_row - block.logits) + column_share * (by_column - block.logits)).sum() / 2
+        has_row = (row_count[rows, None] > 0).to(y.dtype)
+        has_column = (column_count[None, columns] > 0).to(y.dtype) * balance
+        pull = (block.logits - by_row).exp() * has_row + (block.logits - by_column).exp() * has_column
+        return value, (pull - row_share - column_share) / 2
+
+    total = pairs.total(loss)
+    return Total(total, total.new_tensor(float(pairs.shape[0])))
+
+
+def _normalisers(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log sum exp and number of positives of each row [I] and, over all ranks, of each column [T]."""
+    row_norm = row_count = column_norm = column_count = torch.empty(0)
+    for n, (rows, columns) in enumerate(pairs.blocks()):
+        block = pairs.block(rows, columns)
+        logits, y = block.logits.detach(), positives(block)
+        if n == 0:
+            row_norm, column_norm = (logits.new_full((size,), -torch.inf) for size in pairs.shape)
+            row_count, column_count = (logits.new_zeros(size) for size in pairs.shape)
+        row_norm[rows] = torch.logaddexp(row_norm[rows], logits.logsumexp(1))
+        column_norm[columns] = torch.logaddexp(column_norm[columns], logits.logsumexp(0))
+        row_count[rows] += y.sum(1)
+        column_count[columns] += y.sum(0)
+    shared = stack_over_ranks(torch.stack([column_norm, column_count]))  # [ranks, 2, T]
+    return row_norm, shared[:, 0].logsumexp(0), row_count, shared[:, 1].sum(0)
