@@ -1,0 +1,65 @@
+"""One file a method: the pieces of its paper, its settings and its preset. A file here is a preset on the command line.
+
+A method module has `Settings` (a frozen dataclass) and `preset(settings) -> Method`; the same is asked of a user's own
+`module:preset`, whose `preset` names its settings class in its annotation or takes no argument.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from kiloword.method import Method
+from kiloword.recipes import parse
+
+FILES = {"pcme++": "pcmepp"}  # where the name is no Python name; else "-" becomes "_"
+
+
+def names() -> list[str]:
+    """Built-in presets, as the command line writes them."""
+    back = {v: k for k, v in FILES.items()}
+    files = [m.name for m in pkgutil.iter_modules(__path__)]
+    return [back.get(f, f.replace("_", "-")) for f in files]
+
+
+def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
+    """The method of a name, or of "module:preset". Raises: ValueError for an unknown name or setting."""
+    make, kind = find(name)
+    if kind is None:
+        if settings:
+            raise ValueError(f"{name} takes no settings, but got {', '.join(settings)}.")
+        return make()
+    try:
+        return make(parse(settings or {}, kind))
+    except ValueError as e:
+        raise ValueError(f"settings of {name}: {e}") from e
+
+
+def find(name: str) -> tuple[Callable[..., Method], type | None]:
+    """The preset function and its settings class (None when it takes no argument)."""
+    module_name, _, function = name.partition(":")
+    if function:
+        return _own(module_name, function)
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown method {name!r}: expected {', '.join(names())}, or your own module:preset.{hint}")
+    module = importlib.import_module(f"{__name__}.{FILES.get(name, name.replace('-', '_'))}")
+    return module.preset, module.Settings
+
+
+def _own(module_name: str, function: str) -> tuple[Callable[..., Method], type | None]:
+    try:
+        make = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as e:
+        raise ValueError(
+            f"cannot load method {module_name}:{function} ({e}): expected an importable module (is its folder on "
+            f"PYTHONPATH?) with a function {function} that returns a kiloword.method.Method."
+        ) from e
+    parameters = list(inspect.signature(make).parameters)
+    return make, typing.get_type_hints(make)[parameters[0]] if parameters else None

@@ -1,0 +1,30 @@
+"""SigLIP: one vector a side, every pair a yes-or-no question. Source: arXiv:2303.15343."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kiloword import recipes
+from kiloword.heads import Head, Single
+from kiloword.losses import sigmoid_loss
+from kiloword.method import Method
+from kiloword.recipes import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(recipes.Settings):
+    scale: float = 10.0  # initial factor of the cosine
+    bias: float = -10.0  # initial; the logit is scale * cosine + bias
+
+
+def preset(settings: Settings) -> Method:
+    def head(config: ModelConfig) -> Head:
+        return Head(Single(config), scale=settings.scale, bias=settings.bias)
+
+    return Method(
+        name="siglip",
+        source="arXiv:2303.15343",
+        summary="one vector a side, sigmoid over all pairs",
+        head=head,
+        pair_loss=sigmoid_loss,
+    )
