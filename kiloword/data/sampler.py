@@ -1,0 +1,117 @@
+"""The order of rows: a pure function of (seed, epoch), so that one integer resumes a run on any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from kiloword.draw import key
+
+Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+FULL_SHUFFLE = 100_000  # rows up to which a whole permutation is cheap to draw and to read
+BLOCK = 512  # consecutive rows that stay neighbours on disk
+GROUP = 64  # blocks whose rows are shuffled together
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which rows make up each global batch.
+
+    Every epoch visits each row at most once; the remainder that fills no batch is dropped. Small data is permuted
+    whole; of large data, blocks of consecutive rows are shuffled, then the rows within groups of blocks.
+
+    Args: rows of the data set; batch, the global one; seed; full, block, group: how much is shuffled at once.
+    Errors: ValueError when the batch is larger than the data set.
+    """
+
+    rows: int
+    batch: int
+    seed: int = 0
+    full: int = FULL_SHUFFLE
+    block: int = BLOCK
+    group: int = GROUP
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"a batch of {self.batch} pictures; expected at least 1")
+        if self.rows < self.batch:
+            raise ValueError(
+                f"the data set has {self.rows} usable rows, fewer than one batch of {self.batch}; "
+                "ask for a smaller --batch or more data"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in one epoch."""
+        return self.rows // self.batch
+
+    def batch_rows(self, step: int) -> tuple[int, Rows]:
+        """The epoch of a step (from 0) and the rows [batch] of its global batch."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        start = place * self.batch
+        if self.rows <= self.full:
+            return epoch, _permutation(self, epoch)[start : start + self.batch]
+        return epoch, self._from_groups(epoch, start, start + self.batch)
+
+    def _from_groups(self, epoch: int, start: int, stop: int) -> Rows:
+        """Places [start, stop) of the epoch, out of the groups they lie in."""
+        ends = _group_ends(self, epoch)
+        first, last = np.searchsorted(ends, [start, stop - 1], side="right")
+        rows = np.concatenate([_group_rows(self, epoch, g) for g in range(first, last + 1)])
+        offset = int(ends[first - 1]) if first else 0
+        return rows[start - offset : stop - offset]
+
+
+def share(rows: Rows, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int = 1) -> Rows:
+    """The contiguous slice of a global batch [B] that one rank, and of that one micro-batch, works on.
+
+    Errors: ValueError when the batch does not divide evenly.
+    """
+    if len(rows) % (ranks * micros):
+        parts = f"{ranks} ranks" + (f" of {micros} micro-batches" if micros > 1 else "")
+        raise ValueError(
+            f"a global batch of {len(rows)} does not divide over {parts}; use a multiple of {ranks * micros}"
+        )
+    size = len(rows) // (ranks * micros)
+    start = (rank * micros + micro) * size
+    return rows[start : start + size]
+
+
+def _generator(order: Order, epoch: int, *purpose: int | str) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key(order.seed, epoch, "order", *purpose)))
+
+
+@lru_cache(maxsize=2)
+def _permutation(order: Order, epoch: int) -> Rows:
+    return _frozen(_generator(order, epoch).permutation(order.rows))
+
+
+@lru_cache(maxsize=2)
+def _blocks(order: Order, epoch: int) -> Rows:
+    return _frozen(_generator(order, epoch, "blocks").permutation(-(-order.rows // order.block)))
+
+
+@lru_cache(maxsize=2)
+def _group_ends(order: Order, epoch: int) -> Rows:
+    """Cumulative sizes of the groups; the one with the last block of the data set may be shorter."""
+    blocks = _blocks(order, epoch)
+    sizes = np.minimum(order.block, order.rows - blocks * order.block)
+    firsts = np.arange(0, len(blocks), order.group)
+    return _frozen(np.cumsum(np.add.reduceat(sizes, firsts)))
+
+
+@lru_cache(maxsize=4)
+def _group_rows(order: Order, epoch: int, group: int) -> Rows:
+    blocks = _blocks(order, epoch)[group * order.group : (group + 1) * order.group]
+    rows = (blocks[:, None] * order.block + np.arange(order.block)).ravel()
+    rows = rows[rows < order.rows]
+    return _frozen(_generator(order, epoch, "group", group).permutation(rows))
+
+
+def _frozen(rows: Rows) -> Rows:
+    """Cached arrays are handed out as slices: nobody may write into them."""
+    rows.setflags(write=False)
+    return rows

@@ -1,0 +1,91 @@
+"""The order of rows: once an epoch, resumable from any step, divided without rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kiloword.data.sampler import Order, share
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Order:
+    rows = draw(st.integers(1, 400))
+    return Order(
+        rows,
+        draw(st.integers(1, rows)),
+        seed=draw(st.integers(0, 9)),
+        full=draw(st.sampled_from([0, 1000])),
+        block=draw(st.integers(1, 40)),
+        group=draw(st.integers(1, 5)),
+    )
+
+
+@given(orders(), st.integers(0, 5))
+@settings(deadline=None)
+def test_every_row_at_most_once_an_epoch(order: Order, epoch: int) -> None:
+    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+    batches = [order.batch_rows(step) for step in steps]
+    rows = np.concatenate([rows for _, rows in batches])
+    assert {e for e, _ in batches} == {epoch}
+    assert len(np.unique(rows)) == len(rows) == order.steps_per_epoch * order.batch > order.rows - order.batch
+    assert rows.min() >= 0
+    assert rows.max() < order.rows
+
+
+@given(orders(), st.lists(st.integers(0, 50), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_a_step_does_not_depend_on_what_was_asked_before(order: Order, steps: list[int]) -> None:
+    forward = {step: order.batch_rows(step)[1].tolist() for step in steps}
+    again = Order(order.rows, order.batch, order.seed, order.full, order.block, order.group)
+    assert {step: again.batch_rows(step)[1].tolist() for step in reversed(steps)} == forward
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6))
+def test_shares_partition_the_batch_in_order(ranks: int, micros: int, size: int) -> None:
+    rows = np.arange(100, 100 + ranks * micros * size)
+    parts = [share(rows, r, ranks, m, micros) for r in range(ranks) for m in range(micros)]
+    assert {len(p) for p in parts} == {size}
+    np.testing.assert_array_equal(np.concatenate(parts), rows)
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    small, large = Order(1000, 10, seed=1), Order(1000, 10, seed=1, full=0, block=16, group=4)
+    for order in (small, large):
+        first, second = order.batch_rows(0)[1].tolist(), order.batch_rows(order.steps_per_epoch)[1].tolist()
+        assert first != second
+        other = Order(1000, 10, seed=2, full=order.full, block=order.block, group=order.group)
+        assert other.batch_rows(0)[1].tolist() != first
+    frozen = [315, 277, 116, 165, 691]
+    assert small.batch_rows(0)[1][:5].tolist() == frozen, "the order of published runs has changed"
+
+
+def test_large_data_is_read_in_few_blocks_yet_well_mixed() -> None:
+    order = Order(1_000_000, 4096, full=0)
+    rows = order.batch_rows(7)[1]
+    assert len(np.unique(rows // order.block)) <= 2 * order.group
+    assert np.median(np.abs(np.diff(rows))) > order.block
+
+
+def test_hundreds_of_millions_of_rows_cost_no_permutation() -> None:
+    order = Order(200_000_000, 1024)
+    _, rows = order.batch_rows(123_456)
+    assert len(np.unique(rows)) == 1024
+
+
+def test_rows_cannot_be_written() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        Order(10, 5).batch_rows(0)[1][0] = 3
+
+
+def test_errors_are_sentences() -> None:
+    with pytest.raises(ValueError, match="has 3 usable rows, fewer than one batch of 4"):
+        Order(3, 4)
+    with pytest.raises(ValueError, match="batch of 0"):
+        Order(3, 0)
+    with pytest.raises(ValueError, match="a global batch of 10 does not divide over 4 ranks; use a multiple of 4"):
+        share(np.arange(10), 0, 4)
+    with pytest.raises(ValueError, match="does not divide over 2 ranks of 3 micro-batches; use a multiple of 6"):
+        share(np.arange(10), 0, 2, 0, 3)
