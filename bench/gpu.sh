@@ -1,0 +1,117 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU, in one call of under ten minutes: steps against open_clip, then a training run.
+# Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k), BUDGET (seconds in all).
+# Results: $OUT/gpu.jsonl, one line for the machine, then one a run; what is missing is skipped with a sentence.
+set -u
+cd "$(dirname "$0")/.."
+
+if [ -z "${PYTHON:-}" ]; then
+  if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python3; fi
+fi
+OUT=${OUT:-bench/results}
+DATA=${DATA:-../shared/data}
+BUDGET=${BUDGET:-560}
+RESULTS=$OUT/gpu.jsonl
+SCRATCH=$(mktemp -d)
+trap 'rm -rf "$SCRATCH"' EXIT
+mkdir -p "$OUT"
+
+machine() {
+  "$PYTHON" - <<'END'
+import json, subprocess, torch
+
+git = ["git", "-c", "safe.directory=*"]
+commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+card = torch.cuda.get_device_properties(0)
+print(json.dumps({
+    "card": card.name, "memory_gib": round(card.total_memory / 2**30, 1), "torch": torch.__version__,
+    "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "commit": commit,
+    "uncommitted_changes": bool(changed) if commit else None,
+}))
+END
+}
+
+# One line of results: the last JSON object that the run printed, or why there is none.
+record() { # NAME SECONDS STATUS
+  "$PYTHON" - "$SCRATCH/stdout" "$SCRATCH/stderr" "$@" >>"$RESULTS" <<'END'
+import json, sys
+
+stdout, stderr, name, seconds, status = sys.argv[1:]
+text = open(stdout, errors="replace").read()
+lines = text.splitlines(keepends=True)
+result = None
+for start in (i for i in reversed(range(len(lines))) if lines[i].startswith("{")):
+    try:
+        result, _ = json.JSONDecoder().raw_decode("".join(lines[start:]))
+        break
+    except ValueError:
+        continue
+row = {"run": name, "seconds": int(seconds), "status": int(status), "result": result}
+if status != "0":
+    said = [line.strip() for line in open(stderr, errors="replace") if line.strip()]
+    row["error"] = "ran out of time" if status in ("124", "137") else (said or ["nothing was said"])[-1][:500]
+print(json.dumps(row))
+END
+}
+
+left() { echo $((BUDGET - SECONDS)); }
+
+run() { # NAME LIMIT COMMAND...
+  local name=$1 limit=$2 began status
+  shift 2
+  [ "$limit" -gt "$(left)" ] && limit=$(left)
+  if [ "$limit" -lt 10 ]; then
+    echo "skipped: $name, the $BUDGET seconds are used up"
+    return
+  fi
+  echo "== $name (at most $limit s)"
+  began=$SECONDS
+  timeout --kill-after=5 "$limit" "$@" >"$SCRATCH/stdout" 2>"$SCRATCH/stderr"
+  status=$?
+  record "$name" $((SECONDS - began)) "$status"
+  tail -n 1 "$RESULTS"
+}
+
+step() { # SIZE BATCH [--compile]
+  run "step $*" 150 "$PYTHON" bench/step.py --size "$1" --device cuda --batch "$2" --dtype bf16 --steps 20 ${3:-}
+}
+
+train() {
+  if [ ! -d "$DATA/flickr8k/train" ]; then
+    echo "skipped: training, there is no folder $DATA/flickr8k/train; set DATA"
+    return
+  fi
+  local val=()
+  [ -d "$DATA/flickr8k/dev" ] && val=(--val "$DATA/flickr8k/dev")
+  run "train siglip s16 30 epochs" 200 "$PYTHON" -m kiloword train siglip --size s16 \
+    --data "$DATA/flickr8k/train" "${val[@]}" --epochs 30 --out "$SCRATCH/s16"
+  if [ -f "$SCRATCH/s16/metrics.jsonl" ]; then
+    cp "$SCRATCH/s16/metrics.jsonl" "$OUT/s16-metrics.jsonl"
+  fi
+  if [ -d "$SCRATCH/s16/model" ] && [ -d "$DATA/flickr8k/dev" ]; then
+    run "eval s16 retrieval" 60 "$PYTHON" -m kiloword eval "$SCRATCH/s16/model" retrieval \
+      --data "$DATA/flickr8k/dev" --json "$OUT/s16-retrieval.json"
+  fi
+}
+
+# A missing card is an answer, not a failure: the caller may try this on any machine.
+if ! machine >"$SCRATCH/machine" 2>"$SCRATCH/stderr"; then
+  echo "skipped: no GPU that torch can use ($(tail -n 1 "$SCRATCH/stderr"))"
+  exit 0
+fi
+cat "$SCRATCH/machine" | tee "$RESULTS"
+
+# The figures that are quoted come first, so that a slow machine loses only the others.
+step b32 1024
+step b32 1024 --compile
+step b16 512
+step l14 256
+train
+step b16 512 --compile
+step l14 256 --compile
+step b32 256
+step b32 32
+step b16 1024
+step l14 512
+echo "results: $RESULTS"
