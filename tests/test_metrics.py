@@ -65,6 +65,15 @@ def test_a_constant_score_gives_chance(items: int, k: int, value: float) -> None
     torch.testing.assert_close(recall, torch.full((items,), min(k / items, 1.0), dtype=torch.float64))
 
 
+def test_rounding_makes_no_winner() -> None:
+    score = torch.full((1, 3), 0.25)
+    near = torch.nextafter(score[0, 1], torch.tensor(1.0))
+    score[0, 1] = near
+    assert metrics.recall_at(score, torch.tensor([[True, False, False]]), 1).item() == pytest.approx(1 / 3)
+    score[0, 1] = 0.25001
+    assert metrics.recall_at(score, torch.tensor([[True, False, False]]), 1).item() == 0
+
+
 def test_a_query_without_a_positive_is_a_miss() -> None:
     scores, nothing = torch.rand(3, 4), torch.zeros(3, 4, dtype=torch.bool)
     assert metrics.recall_at(scores, nothing, 4).tolist() == [0, 0, 0]

@@ -1,0 +1,39 @@
+"""Tasks that judge a model: one module each, with `run(matcher, source, **options)` that yields (name, value)."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.types import Skipped, Source
+
+TASKS = {
+    "retrieval": "kiloword.evaluation.retrieval",
+    "zeroshot": "kiloword.evaluation.zeroshot",
+}
+
+
+def evaluate(
+    matcher: Matcher, task: str, source: Source | str, *, skipped: list[Skipped] | None = None, **options: Any
+) -> dict[str, float]:
+    """Judge a model by one task on one data set.
+
+    Args: task one of TASKS; source as on the command line, or opened; options of the task's `run` (batch, workers,
+    ks, classnames, templates). Bad rows are left out, named in the list `skipped` if given.
+    Returns: metrics by name, and how many rows were left out as "skipped".
+    """
+    if task not in TASKS:
+        close = difflib.get_close_matches(task, TASKS, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}.{hint}")
+    if isinstance(source, str):
+        from kiloword.data.sources import open_source
+
+        source = open_source(source)
+    bad = [] if skipped is None else skipped
+    before = len(bad)
+    values = dict(import_module(TASKS[task]).run(matcher, source, skipped=bad, **options))
+    return {**values, "skipped": float(len(bad) - before)}

@@ -1,0 +1,140 @@
+"""Use a model from Python: pictures and strings in, features and scores out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from kiloword.evaluation.features import chunks, encode_texts, inference, join
+from kiloword.evaluation.zeroshot import Templates, classifier
+from kiloword.types import Features
+
+if TYPE_CHECKING:
+    from kiloword.data.tokenizer import Tokenizer
+    from kiloword.model import Model
+
+Pictures = Sequence["Image.Image | str | Path"] | Tensor
+"""Pillow pictures, paths of picture files, or uint8 [I, 3, H, W] of the model's own size."""
+
+
+def load(path: str | Path, device: str = "cpu", dtype: str = "fp32", size: int | None = None) -> Matcher:
+    """Read a model folder (`OUT/model` of a run).
+
+    Args: dtype "fp32", "bf16" or "fp64"; size: another picture size in pixels, positions interpolated.
+    Raises: ValueError when a file is missing, damaged or does not fit the others, or the patch does not divide size.
+    """
+    from kiloword.checkpoint import load_model
+
+    model, tokenizer = load_model(path, device, dtype)
+    return Matcher(model if size is None else _resized(model, size), tokenizer)
+
+
+def _resized(model: Model, size: int) -> Model:
+    from kiloword.model import Model, resize
+
+    if size == model.config.image.size:
+        return model
+    config, state = resize(model.config, model.state_dict(), size)
+    other = Model(config, model.head, mask_token=model.image_tower.mask_token is not None)
+    other.load_state_dict(state)
+    some = next(model.parameters())
+    return other.to(some.device, some.dtype)
+
+
+class Matcher:
+    """A model with its tokenizer and preprocessing. Every method batches, and takes no gradients."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    def preprocess(self, picture: Image.Image) -> Tensor:
+        """A picture as the model wants it: uint8 [3, H, W]; the model normalises it itself."""
+        from kiloword.data.transforms import fit
+
+        return fit(picture, self.model.config.image.size, self.model.config.preprocess.resize)
+
+    def encode_image(self, images: Pictures, batch: int = 64) -> Features:
+        """Features of I pictures, every value [I, ...]: "vec" [I, D] has norm 1.
+
+        Raises: ValueError for what is not a picture, a readable file or a uint8 tensor of the model's size.
+        """
+        self._check_images(images)
+        parts = []
+        with inference(self.model):
+            for part in chunks(len(images), batch):
+                parts.append(self.model.encode_image(self._pixels(images[part], part.start).to(self._device))[1])
+        return join(parts)
+
+    def encode_text(self, texts: Sequence[str], batch: int = 256) -> Features:
+        """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1."""
+        if isinstance(texts, str) or not isinstance(texts, Sequence) or not len(texts):
+            raise ValueError(f"encode_text got {_kind(texts)}: expected a list of at least one string")
+        for i, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise ValueError(f"encode_text got {_kind(text)} as text {i}: expected strings")
+        return encode_texts(self.model, self.tokenizer, texts, batch)
+
+    def score(self, images: Features | Pictures, texts: Features | Sequence[str]) -> Tensor:
+        """How well every picture matches every text: [I, T], higher is better (a cosine in most models).
+
+        Takes features, or what `encode_image` and `encode_text` take. Made to rank; for probabilities see `classify`.
+        """
+        pictures = images if isinstance(images, dict) else self.encode_image(images)
+        captions = texts if isinstance(texts, dict) else self.encode_text(texts)
+        with inference(self.model):
+            return self.model.score(pictures, captions)
+
+    def classify(
+        self, images: Features | Pictures, names: Sequence[str], templates: Templates = ("a photo of a {c}.",)
+    ) -> Tensor:
+        """Probabilities of I pictures over C class names, [I, C], rows sum to 1: the softmax of the model's logits.
+
+        Args: templates: prompts with `{c}` for the name, or each name's own prompts; ensembled as the head does.
+        """
+        classes = classifier(self.model, self.tokenizer, names, templates)
+        scores = self.score(images, classes)
+        with inference(self.model):
+            return self.model.head.logits(scores).softmax(1)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _check_images(self, images: Any) -> None:
+        """A sentence for what cannot be pictures, before anything is computed."""
+        size = self.model.config.image.size
+        if isinstance(images, Tensor):
+            if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1:] != (3, size, size):
+                raise ValueError(
+                    f"encode_image got a {images.dtype} tensor {list(images.shape)}: expected torch.uint8 "
+                    f"[I, 3, {size}, {size}], as `preprocess` makes it"
+                )
+        elif isinstance(images, str | Path | Image.Image) or not isinstance(images, Sequence):
+            raise ValueError(f"encode_image got {_kind(images)}: expected a list of pictures or paths")
+        if not len(images):
+            raise ValueError("encode_image got no pictures: expected at least one")
+
+    def _pixels(self, images: Pictures, first: int) -> Tensor:
+        """One batch as uint8 [n, 3, H, W]; `first` is its place, for messages."""
+        if isinstance(images, Tensor):
+            return images
+        return torch.stack([self._pixel(image, first + i) for i, image in enumerate(images)])
+
+    def _pixel(self, image: Any, place: int) -> Tensor:
+        from kiloword.data.transforms import read
+
+        if isinstance(image, str | Path):
+            image = read(image)
+        if not isinstance(image, Image.Image):
+            raise ValueError(f"encode_image got {_kind(image)} as picture {place}: expected a Pillow image or a path")
+        return self.preprocess(image)
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"

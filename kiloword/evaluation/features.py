@@ -1,0 +1,85 @@
+"""Features by rows: what every task slices, joins and encodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kiloword.types import Features, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.data.tokenizer import Tokenizer
+    from kiloword.model import Model
+
+
+def rows(features: Features, which: slice) -> Features:
+    """Some rows of every value."""
+    return {name: value[which] for name, value in features.items()}
+
+
+def join(parts: Sequence[Features]) -> Features:
+    """Rows of several parts, one after the other."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def chunks(n: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover n rows."""
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
+
+
+@contextmanager
+def inference(model: Model) -> Iterator[None]:
+    """No gradients, and eval mode until the end: a model that was training goes on training."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(training)
+
+
+def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], batch: int = 256) -> Features:
+    """Features of T captions, every value [T, ...], on the model's device."""
+    device = next(model.parameters()).device
+    parts = []
+    with inference(model):
+        for part in chunks(len(captions), batch):
+            texts = tokenizer.encode(list(captions[part]), model.config.text)
+            parts.append(model.encode_text(texts.to(device))[1])
+    return join(parts)
+
+
+@dataclass
+class Seen:
+    """One encoded batch of a source, in the source's order, bad rows left out."""
+
+    rows: list[int]
+    images: Features  # [n, ...]
+    captions: list[list[str]]
+    labels: Tensor | None  # [n] int64, or [n, C] for many labels a picture; None: the data has no classes
+
+
+def seen(
+    matcher: Matcher, source: Source, batch: int = 64, workers: int = 0, skipped: list[Skipped] | None = None
+) -> Iterator[Seen]:
+    """Encode every picture of a source once; bad rows are appended to `skipped` with their reasons."""
+    from kiloword.data.loader import eval_batches
+
+    config = matcher.model.config
+    empty = True
+    for part in eval_batches(source, config.image.size, config.preprocess.resize, batch, workers):
+        if skipped is not None:
+            skipped += part.skipped
+        if len(part.images):
+            empty = False
+            yield Seen(list(part.rows), matcher.encode_image(part.images), part.captions, part.labels)
+    if empty:
+        raise ValueError(f"{source.name}: none of its {len(source)} rows is a readable picture")

@@ -1,0 +1,108 @@
+"""Zero-shot classification by prompts: `kiloword eval MODEL zeroshot`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kiloword.evaluation.features import encode_texts, inference, seen
+from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
+from kiloword.evaluation.retrieval import Score
+from kiloword.types import Features, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.data.tokenizer import Tokenizer
+    from kiloword.model import Model
+
+Templates = Sequence[str] | Mapping[str, Sequence[str]]
+"""Prompts with `{c}` for the class name; or, per class name, its own prompts."""
+
+
+def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str], list[int]]:
+    """All prompts, class by class, and the class index of each."""
+    if not classnames:
+        raise ValueError("no class names came: at least one is needed")
+    if isinstance(templates, Mapping):
+        missing = [name for name in classnames if not templates.get(name)]
+        if missing:
+            raise ValueError(f"templates give no prompts for the class {missing[0]!r} ({len(missing)} such classes)")
+        lists = [list(templates[name]) for name in classnames]
+    else:
+        plain = [template for template in templates if "{c}" not in template]
+        if plain or not templates or isinstance(templates, str):
+            raise ValueError(f"templates must be a list of prompts with {{c}} for the class name, got {templates!r}")
+        lists = [[template.replace("{c}", name) for template in templates] for name in classnames]
+    return [prompt for group in lists for prompt in group], [i for i, group in enumerate(lists) for _ in group]
+
+
+def classifier(
+    model: Model, tokenizer: Tokenizer, classnames: Sequence[str], templates: Templates, batch: int = 256
+) -> Features:
+    """One row of text features a class, from all its prompts, as the head ensembles them: every value [C, ...]."""
+    captions, group = prompts(classnames, templates)
+    texts = encode_texts(model, tokenizer, captions, batch)
+    with inference(model):
+        return model.head.ensemble(texts, torch.tensor(group, device=texts["vec"].device), len(classnames))
+
+
+def zeroshot(
+    score: Score, batches: Iterable[tuple[Features, Tensor]], classes: Features
+) -> Iterator[tuple[str, float]]:
+    """CLIP_benchmark's metrics: `acc1`, `acc5`, `mean_per_class_recall`; or `mean_average_precision` for many labels.
+
+    Args: batches of picture features [n, ...] with labels, [n] int64 or [n, C] 0/1; classes [C, ...].
+    Holds three numbers a picture, and [N, C] scores only for many labels. Ties get their expected value.
+    """
+    count = len(classes["vec"])
+    standings: list[Standing] = []
+    targets: list[Tensor] = []
+    scores: list[Tensor] = []
+    for images, labels in batches:
+        block = score(images, classes).cpu()  # [n, C]
+        targets.append(labels.cpu())
+        if labels.ndim == 2:
+            scores.append(check_scores(block))
+        else:
+            standings.append(_standing(block, targets[-1], count))
+    if scores:
+        yield "mean_average_precision", mean_average_precision(torch.cat(scores), torch.cat(targets))
+    else:
+        columns = [torch.cat(column) for column in zip(*standings, strict=True)]
+        yield from classification(Standing(*columns), torch.cat(targets), count)
+
+
+def _standing(scores: Tensor, labels: Tensor, count: int) -> Standing:
+    """Where the true class of every picture stands among all classes."""
+    if not 0 <= int(labels.min()) <= int(labels.max()) < count:
+        raise ValueError(f"labels run from {int(labels.min())} to {int(labels.max())}, but there are {count} classes")
+    return standing(scores, torch.nn.functional.one_hot(labels, count).bool())
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    classnames: Sequence[str] | None = None,
+    templates: Templates | None = None,
+    batch: int = 64,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Classify a source's pictures by the prompts of its classes; names and templates default to the source's own."""
+    names = classnames or getattr(source, "classnames", None)
+    if not names:
+        raise ValueError(f"{source.name} has no class names: expected classnames.txt in its folder or the one above")
+    given = templates or getattr(source, "templates", None) or ["{c}"]
+    classes = classifier(matcher.model, matcher.tokenizer, names, given)
+
+    def labelled() -> Iterator[tuple[Features, Tensor]]:
+        for part in seen(matcher, source, batch, workers, skipped):
+            if part.labels is None:
+                raise ValueError(f"{source.name} has no class labels (.cls members): zeroshot needs one a picture")
+            yield part.images, part.labels
+
+    yield from zeroshot(matcher.score, labelled(), classes)
