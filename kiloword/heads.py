@@ -54,7 +54,7 @@ class Head(nn.Module):
     (softmax); max_scale: the scale's limit, None: unlimited.
     """
 
-    log_limit: Tensor
+    log_limit: Tensor | None
 
     def __init__(
         self,
@@ -128,6 +128,8 @@ class Head(nn.Module):
             values = [_number(x) for x in (stored, loaded) if x is not None]
             self._limit = max(self._limit, *values)
             state_dict[prefix + "log_limit"] = torch.full_like(self.log_limit, self._limit)
+        else:
+            state_dict.pop(prefix + "log_limit", None)  # of a model whose scale was limited: ours is not
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def initial(self) -> dict[str, Init]:

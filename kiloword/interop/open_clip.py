@@ -1,0 +1,188 @@
+"""Weights from open_clip: the CLIP families, with and without quick GELU, and SigLIP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kiloword.heads import Head, Single
+from kiloword.interop.open_clip_config import model_config
+from kiloword.model import Model
+from kiloword.recipes import ModelConfig
+
+MAX_SCALE = 100.0  # CLIP's
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of the weights."""
+
+    loaded: dict[str, str]  # our name: theirs
+    new: list[str]  # ours without a source: start as a fresh model's
+    left_over: list[str]  # theirs without a place
+
+
+@dataclass(frozen=True)
+class Imported:
+    """open_clip's weights as ours."""
+
+    config: ModelConfig
+    method: Literal["clip", "siglip"]
+    state: dict[str, Tensor]
+    report: Report
+
+
+def read(path: str | Path) -> dict[str, Tensor]:
+    """A state dict from a .safetensors file, or from a .pt, .pth or .bin file that holds nothing but tensors.
+
+    Raises: ValueError when the file is missing, is something else, or would run code.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no file of weights at {path}")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        raw = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{path} cannot be read as plain tensors ({first}); give a .safetensors file or a .pt of a state dict"
+        ) from error
+    if isinstance(raw, dict) and isinstance(raw.get("state_dict"), dict):
+        raw = raw["state_dict"]  # a training checkpoint
+    if not isinstance(raw, dict) or not all(isinstance(v, Tensor) for v in raw.values()):
+        raise ValueError(f"{path} holds no state dict of tensors")
+    return {str(k).removeprefix("module."): v for k, v in raw.items()}
+
+
+def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
+    """Translate a state dict of open_clip's model `name`.
+
+    The scale and bias are taken as they are. A model with a bias becomes a siglip, one without a clip.
+    Raises: ValueError for an unknown model, one that is built differently from ours, or weights of another shape.
+    """
+    config = model_config(name)
+    siglip = "logit_bias" in state
+    found, left = {}, []
+    for theirs, value in state.items():
+        ours, reshaped = place(theirs, value)
+        if ours is None:
+            left.append(theirs)
+        else:
+            found[ours] = (theirs, reshaped)
+    with torch.device("meta"):
+        head = Head(Single(config), bias=0.0 if siglip else None)
+        expected = Model(config, head).state_dict()
+    for ours in [n for n in found if n not in expected]:
+        left.append(found.pop(ours)[0])
+    _check(name, expected, found)
+    ours_state = {n: value for n, (_, value) in found.items()}
+    if not siglip and "head.log_scale" in ours_state:
+        ours_state["head.log_limit"] = ours_state["head.log_scale"].clamp(min=math.log(MAX_SCALE))
+    report = Report(
+        {n: theirs for n, (theirs, _) in sorted(found.items())},
+        sorted(expected.keys() - found.keys()),
+        sorted(left),
+    )
+    return Imported(config, "siglip" if siglip else "clip", ours_state, report)
+
+
+def _check(name: str, expected: Mapping[str, Tensor], found: Mapping[str, tuple[str, Tensor]]) -> None:
+    if not found:
+        raise ValueError(f"none of these weights is one of open_clip's {name}")
+    for ours, (theirs, value) in found.items():
+        if value.shape != expected[ours].shape:
+            raise ValueError(
+                f"{theirs} has shape {list(value.shape)}, but open_clip's {name} needs {list(expected[ours].shape)}; "
+                "is it another model's file?"
+            )
+
+
+_BLOCK = {
+    "ln_1": "norm1",
+    "ln_2": "norm2",
+    "attn.in_proj_": "attention.qkv.",
+    "attn.out_proj": "attention.out",
+    "mlp.c_fc": "mlp.fc",
+    "mlp.c_proj": "mlp.proj",
+    # timm's names
+    "attn.qkv": "attention.qkv",
+    "attn.proj": "attention.out",
+    "mlp.fc1": "mlp.fc",
+    "mlp.fc2": "mlp.proj",
+}
+_WHOLE = {
+    "logit_scale": "head.log_scale",
+    "logit_bias": "head.bias",
+    "visual.class_embedding": "image_tower.class_token",
+    "visual.positional_embedding": "image_tower.positions",
+    "visual.conv1.weight": "image_tower.patches.weight",
+    "visual.proj": "head.pooling.image_projection.weight",
+    "visual.trunk.pos_embed": "image_tower.positions",
+    "visual.trunk.attn_pool.latent": "head.pooling.image_pool.map.probe",
+    "token_embedding.weight": "text_tower.tokens",
+    "positional_embedding": "text_tower.positions",
+    "text_projection": "head.pooling.text_projection.weight",
+}
+_PREFIX = {
+    "visual.ln_pre.": "image_tower.pre_norm.",
+    "visual.ln_post.": "image_tower.norm.",
+    "visual.trunk.norm.": "image_tower.norm.",
+    "visual.trunk.patch_embed.proj.": "image_tower.patches.",
+    "visual.trunk.attn_pool.mlp.fc1.": "head.pooling.image_pool.map.mlp.fc.",
+    "visual.trunk.attn_pool.mlp.fc2.": "head.pooling.image_pool.map.mlp.proj.",
+    "visual.trunk.attn_pool.proj.": "head.pooling.image_pool.map.out.",
+    "visual.trunk.attn_pool.": "head.pooling.image_pool.map.",
+    "visual.trunk.blocks.": "image_tower.blocks.",
+    "visual.transformer.resblocks.": "image_tower.blocks.",
+    "transformer.resblocks.": "text_tower.blocks.",
+    "ln_final.": "text_tower.norm.",
+    "text_projection.": "head.pooling.text_projection.",
+}
+
+
+def place(theirs: str, value: Tensor) -> tuple[str | None, Tensor]:
+    """Our name of one of open_clip's parameters (None: no such thing), and its value or gradient in our shape."""
+    plain = theirs.removeprefix("text.")  # open_clip has two layouts of its text tower
+    return _name(plain), _reshape(plain, value)
+
+
+def _name(theirs: str) -> str | None:
+    if theirs in _WHOLE:
+        return _WHOLE[theirs]
+    for start, ours in _PREFIX.items():
+        if theirs.startswith(start):
+            rest = theirs.removeprefix(start)
+            return ours + _block(rest) if ours.endswith("blocks.") else ours + rest
+    return None
+
+
+def _block(rest: str) -> str:
+    """ "3.attn.in_proj_weight" -> "3.attention.qkv.weight"."""
+    number, _, part = rest.partition(".")
+    for theirs, ours in _BLOCK.items():
+        if part.startswith(theirs):
+            return f"{number}.{ours}{part.removeprefix(theirs)}"
+    return rest
+
+
+def _reshape(theirs: str, value: Tensor) -> Tensor:
+    if theirs in ("logit_scale", "logit_bias"):
+        return value.reshape(1)
+    if theirs in ("visual.proj", "text_projection"):  # they multiply from the left
+        return value.T.contiguous()
+    if theirs in ("visual.conv1.weight", "visual.trunk.patch_embed.proj.weight"):
+        return value.flatten(1)
+    if theirs == "visual.trunk.pos_embed":
+        return value[0]
+    return value.flatten() if theirs == "visual.trunk.attn_pool.latent" else value

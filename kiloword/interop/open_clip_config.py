@@ -1,0 +1,129 @@
+"""open_clip's model configurations as ours: CLIP's and SigLIP's vision transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kiloword.interop.compat import torchvision_ready
+from kiloword.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Preprocess, TextConfig
+
+_TEXT_KEYS = {
+    *("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "no_causal_mask", "proj_bias"),
+    *("pool_type", "norm_kwargs", "act_kwargs", "hf_tokenizer_name", "tokenizer_kwargs", "tokenizer_mode"),
+}
+_IMAGE_KEYS = {
+    *("image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "norm_kwargs", "act_kwargs"),
+    *("timm_model_name", "timm_model_pretrained", "timm_pool", "timm_proj"),
+}
+
+
+def model_config(name: str) -> ModelConfig:
+    """The configuration of open_clip's model `name` as ours.
+
+    Raises: ValueError when open_clip is not installed, does not know the name, or the model differs from ours.
+    """
+    raw = _raw_config(name)
+    vision, text = raw["vision_cfg"], raw["text_cfg"]
+    pools = {"argmax": "last", "eos": "last", "last": "last"}
+    foreign = [] if "timm_model_name" in vision or vision.get("patch_size") else ["no patch size"]
+    foreign += [k for k in vision if k not in _IMAGE_KEYS] + [k for k in text if k not in _TEXT_KEYS]
+    if foreign or text.get("pool_type", "argmax") not in pools:
+        raise ValueError(
+            f"open_clip's {name} is built differently from our towers ({', '.join(foreign) or 'text pool'}); "
+            "CLIP's and SigLIP's vision transformers can be imported"
+        )
+    activation: Activation = "quick_gelu" if raw.get("quick_gelu") else "gelu"
+    siglip = "timm_model_name" in vision
+    head = HeadConfig(
+        dim=raw["embed_dim"],
+        image_pool="map" if siglip else "cls",
+        image_projection=not siglip,
+        text_projection_bias=text.get("proj_bias", False),
+    )
+    half = (0.5, 0.5, 0.5)
+    return ModelConfig(
+        image=_timm_image(name, vision) if siglip else _clip_image(vision, activation),
+        text=_text(text, activation),
+        head=head,
+        preprocess=Preprocess(mean=half, std=half, resize="squash") if siglip else Preprocess(),
+    )
+
+
+def _raw_config(name: str) -> dict[str, Any]:
+    torchvision_ready()
+    try:
+        import open_clip
+    except ImportError as error:
+        raise ValueError("open_clip is not installed; pip install 'kiloword[openclip]'") from error
+    raw: dict[str, Any] | None = open_clip.get_model_config(name) if name in open_clip.list_models() else None
+    if raw is None:
+        raise ValueError(f"open_clip knows no model {name!r}; its names are those of open_clip.list_models()")
+    return raw
+
+
+def _activation(given: Mapping[str, Any], activation: Activation) -> Activation:
+    return "gelu_tanh" if (given.get("act_kwargs") or {}).get("approximate") == "tanh" else activation
+
+
+def _eps(given: Mapping[str, Any]) -> float:
+    return float((given.get("norm_kwargs") or {}).get("eps", 1e-5))
+
+
+def _clip_image(vision: Mapping[str, Any], activation: Activation) -> ImageConfig:
+    width = vision["width"]
+    return ImageConfig(
+        size=vision["image_size"],
+        patch=vision["patch_size"],
+        width=width,
+        depth=vision["layers"],
+        heads=width // vision.get("head_width", 64),
+        mlp=int(width * vision.get("mlp_ratio", 4.0)),
+        activation=_activation(vision, activation),
+        norm_eps=_eps(vision),
+    )
+
+
+def _timm_image(name: str, vision: Mapping[str, Any]) -> ImageConfig:
+    import timm
+
+    with torch.device("meta"):
+        trunk = timm.create_model(vision["timm_model_name"], num_classes=0)
+    if getattr(trunk, "attn_pool", None) is None or trunk.cls_token is not None:
+        raise ValueError(f"open_clip's {name} has timm's {vision['timm_model_name']}; of timm's towers, SigLIP's can")
+    first = trunk.blocks[0]
+    approximate = getattr(first.mlp.act, "approximate", "none")
+    if type(first.mlp.act).__name__ == "GELUTanh":
+        approximate = "tanh"
+    return ImageConfig(
+        size=vision["image_size"],
+        patch=trunk.patch_embed.patch_size[0],
+        width=trunk.embed_dim,
+        depth=len(trunk.blocks),
+        heads=first.attn.num_heads,
+        mlp=first.mlp.fc1.out_features,
+        stem_bias=trunk.patch_embed.proj.bias is not None,
+        class_token=False,
+        pre_norm=False,
+        activation="gelu_tanh" if approximate == "tanh" else "gelu",
+        norm_eps=first.norm1.eps,
+    )
+
+
+def _text(text: Mapping[str, Any], activation: Activation) -> TextConfig:
+    width = text["width"]
+    bidirectional = bool(text.get("no_causal_mask", False))
+    return TextConfig(
+        context=text["context_length"],
+        vocab=text["vocab_size"],
+        width=width,
+        depth=text["layers"],
+        heads=text["heads"],
+        mlp=int(width * text.get("mlp_ratio", 4.0)),
+        causal=not bidirectional,
+        pad_to_context=bidirectional,
+        activation=_activation(text, activation),
+        norm_eps=_eps(text),
+    )

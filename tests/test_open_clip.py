@@ -1,0 +1,192 @@
+"""Our towers with open_clip's weights are open_clip's towers: outputs, and gradients of one fine-tuning step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.heads import Head, Single
+from kiloword.interop.compat import torchvision_ready
+from kiloword.interop.open_clip import Imported, import_state, place, read
+from kiloword.interop.open_clip_config import model_config
+from kiloword.model import Model
+from kiloword.recipes import ModelConfig, sizes
+from kiloword.types import Texts
+
+
+@pytest.fixture(scope="module")
+def open_clip() -> ModuleType:
+    torchvision_ready()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module: ModuleType = pytest.importorskip("open_clip")
+        return module
+
+
+def shallow(theirs: Any, layers: int) -> None:
+    """Keep the first layers of both towers: the arithmetic of one layer is that of twelve."""
+    text = theirs.text.transformer if hasattr(theirs, "text") else theirs.transformer
+    text.resblocks = text.resblocks[:layers]
+    if hasattr(theirs.visual, "trunk"):
+        theirs.visual.trunk.blocks = theirs.visual.trunk.blocks[:layers]
+    else:
+        theirs.visual.transformer.resblocks = theirs.visual.transformer.resblocks[:layers]
+
+
+def pair(open_clip: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch, layers: int) -> tuple[Any, Model, Imported]:
+    torch.manual_seed(0)
+    theirs: Any = open_clip.create_model(name, pretrained=None).eval()
+    shallow(theirs, layers)
+    for parameter in theirs.parameters():  # biases and norms start at 0 and 1, where an error would not show
+        if parameter.ndim == 1:
+            parameter.data.add_(0.05 * torch.randn_like(parameter))
+    whole = model_config(name)
+    monkeypatch.setattr("kiloword.interop.open_clip.model_config", lambda _: cut(whole, layers))
+    imported = import_state(name, theirs.state_dict())
+    bias = 0.0 if imported.method == "siglip" else None
+    ours = Model(imported.config, Head(Single(imported.config), bias=bias))
+    ours.load_state_dict(imported.state)
+    return theirs, ours, imported
+
+
+def cut(config: ModelConfig, layers: int) -> ModelConfig:
+    return replace(config, image=replace(config.image, depth=layers), text=replace(config.text, depth=layers))
+
+
+def captions(name: str, context: int, vocab: int, n: int) -> tuple[Tensor, Texts]:
+    """Their padded ids [n, context] and our packed texts; SigLIP's pads are tokens of ours too."""
+    generator = torch.Generator().manual_seed(1)
+    padded = torch.zeros(n, context, dtype=torch.int64)
+    lengths = [5 + 4 * i for i in range(n)]
+    for row, length in enumerate(lengths):
+        padded[row, :length] = torch.randint(1, vocab - 2, (length,), generator=generator)
+        padded[row, length - 1] = vocab - 1  # CLIP pools at the highest id
+    if "SigLIP" in name:
+        return padded, Texts.pack(padded.tolist())
+    return padded, Texts.pack([row[:length].tolist() for row, length in zip(padded, lengths, strict=True)])
+
+
+NAMES = ["ViT-B-32", "ViT-B-16-quickgelu", "ViT-B-16-SigLIP"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parity_of_two_layers(open_clip: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(open_clip, name, monkeypatch, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_parity(open_clip: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(open_clip, name, monkeypatch, 12, 3)
+
+
+def compare(open_clip: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch, layers: int, n: int) -> None:
+    theirs, ours, imported = pair(open_clip, name, monkeypatch, layers)
+    assert imported.report.new == []
+    assert imported.report.left_over == []
+    generator = torch.Generator().manual_seed(2)
+    pictures = torch.randint(0, 256, (n, 3, 224, 224), dtype=torch.uint8, generator=generator)
+    padded, texts = captions(name, imported.config.text.context, imported.config.text.vocab, n)
+    gradients = step(theirs, ours, imported.method, pictures, padded, texts, 1e-5)
+    total = sum(float(g.square().sum()) for g in gradients[1].values()) ** 0.5
+    difference = sum(float((gradients[0][k] - g).square().sum()) for k, g in gradients[1].items()) ** 0.5
+    assert difference < 1e-4 * total
+    # each tensor in double precision, where its own cancellations do not hide an error
+    theirs, ours = theirs.double(), ours.double()
+    gradients = step(theirs, ours, imported.method, pictures, padded, texts, 1e-12)
+    for k, g in gradients[1].items():
+        assert (gradients[0][k] - g).norm() < 1e-8 * g.norm(), k
+
+
+def step(
+    theirs: Any, ours: Model, method: str, pictures: Tensor, padded: Tensor, texts: Texts, tolerance: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Check the outputs of both; returns the gradients of ours and of theirs, under our names."""
+    theirs.zero_grad()
+    ours.zero_grad()
+    image, text, scale, *bias = theirs(ours.normalise(pictures), padded)
+    (_, images), (_, words) = ours.encode_image(pictures), ours.encode_text(texts)
+    assert (images["vec"] - image).abs().max() < tolerance
+    assert (words["vec"] - text).abs().max() < tolerance
+    assert ours.head.log_scale.exp() == scale
+    assert len(bias) == (0 if ours.head.bias is None else 1)
+    assert not bias or bias[0] == ours.head.bias
+    loss(scale * image @ text.T + (bias[0] if bias else 0), method).backward()  # type: ignore[no-untyped-call]
+    loss(ours.head.logits(ours.score(images, words)), method).backward()  # type: ignore[no-untyped-call]
+    mine = {k: p.grad for k, p in ours.named_parameters() if p.grad is not None}
+    assert len(mine) == len(list(ours.parameters()))
+    foreign = translated({k: p.grad for k, p in theirs.named_parameters() if p.grad is not None})
+    assert mine.keys() == foreign.keys()
+    return mine, foreign
+
+
+def translated(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for theirs, value in state.items():
+        ours, reshaped = place(theirs, value)
+        assert ours is not None, theirs
+        found[ours] = reshaped
+    return found
+
+
+def loss(logits: Tensor, method: str) -> Tensor:
+    if method == "siglip":
+        signs = 2 * torch.eye(len(logits)) - 1
+        return -F.logsigmoid(signs * logits).sum() / len(logits)
+    target = torch.arange(len(logits))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "heads", "mlp", "patch"),
+    [
+        ("ViT-L-14", 1024, 16, 4096, 14),
+        ("ViT-H-14", 1280, 16, 5120, 14),
+        ("ViT-g-14", 1408, 16, 6144, 14),
+        ("ViT-SO400M-14-SigLIP", 1152, 16, 4304, 14),
+    ],
+)
+def test_configurations(open_clip: ModuleType, name: str, width: int, heads: int, mlp: int, patch: int) -> None:
+    image = model_config(name).image
+    assert (image.width, image.heads, image.mlp, image.patch) == (width, heads, mlp, patch)
+
+
+def test_scale_above_the_limit_is_kept() -> None:
+    config = sizes()["debug"]
+    head = Head(Single(config), max_scale=100.0)
+    head.load_state_dict({**head.state_dict(), "log_scale": torch.tensor([math.log(112.3)])})
+    head.clamp_()
+    assert head.log_scale.exp().item() == pytest.approx(112.3)
+
+
+def test_refusals(open_clip: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="knows no model 'ViT-B-31'"):
+        import_state("ViT-B-31", {})
+    with pytest.raises(ValueError, match="built differently"):
+        import_state("RN50", {})
+    with pytest.raises(ValueError, match="none of these weights"):
+        import_state("ViT-B-32", {"conv.weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"needs \[49408, 512\]"):
+        import_state("ViT-B-32", {"token_embedding.weight": torch.zeros(10, 512)})
+    with pytest.raises(ValueError, match="no file of weights"):
+        read(tmp_path / "none.pt")
+    (tmp_path / "bad.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="cannot be read as plain tensors"):
+        read(tmp_path / "bad.safetensors")
+
+
+def test_read_takes_tensors_only(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"module.logit_scale": torch.ones(())}}, tmp_path / "a.pt")
+    assert read(tmp_path / "a.pt").keys() == {"logit_scale"}
+    torch.save({"model": nn.Linear(1, 1)}, tmp_path / "b.pt")
+    with pytest.raises(ValueError, match="cannot be read as plain tensors"):
+        read(tmp_path / "b.pt")
