@@ -1,0 +1,66 @@
+"""The page around the pieces, and writing it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from kiloword.report.style import style_sheet
+
+# The reader's browser itself refuses every request: what is missing shows at once instead of working by luck.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def page(title: str, intro: str, sections: Sequence[tuple[str, str]]) -> str:
+    """A whole HTML document without any outside reference.
+
+    Args: title and intro are plain text, a blank line in intro starts a new paragraph;
+    sections are (heading in plain text, HTML made by the other functions).
+    """
+    opening = "".join(f"<p>{escape(part.strip())}</p>" for part in intro.split("\n\n") if part.strip())
+    body = "".join(
+        f'<section aria-labelledby="s{i}"><h2 id="s{i}">{escape(heading)}</h2>{html}</section>'
+        for i, (heading, html) in enumerate(sections, start=1)
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>{style_sheet()}</style>\n</head>\n<body><main>\n"
+        f"<header><h1>{escape(title)}</h1>{opening}{_contents([h for h, _ in sections])}</header>\n"
+        f"{body}\n</main></body>\n</html>\n"
+    )
+
+
+def write(path: str | Path, html: str) -> None:
+    """Write a page so that the file is either the old one or the whole new one.
+
+    Errors: ValueError when the folder cannot be made or the file cannot be written.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _replace(target, html)
+    except OSError as error:
+        raise ValueError(f"cannot write {target}: {error.strerror}; choose another folder or make room") from error
+
+
+def _replace(target: Path, text: str) -> None:
+    new = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _contents(headings: Sequence[str]) -> str:
+    if len(headings) < 3:
+        return ""
+    links = "".join(f'<li><a href="#s{i}">{escape(h)}</a></li>' for i, h in enumerate(headings, start=1))
+    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'

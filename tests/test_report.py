@@ -1,0 +1,301 @@
+"""The report: right places, escaped text, readable colours, nothing from outside, whole files."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw
+
+from kiloword import report
+from kiloword.report.gallery import picture_data
+from kiloword.report.plot import linear_axis, log_axis
+from kiloword.report.style import DARK, LIGHT, SERIES, rgb
+
+VOID = {"meta", "link", "img", "br", "line", "rect", "path"}
+NASTY = "<script>alert(\"x\")</script> & 'q'"
+finite = st.floats(-1e6, 1e6).map(lambda v: round(v, 3))
+
+
+class Reader(HTMLParser):
+    """Collects tags, attributes and text, and insists that every element is closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def drawn(kind: int, size: int = 64) -> np.ndarray:
+    """An invented picture: one of three shapes in a colour of its own."""
+    colour = [(196, 62, 48), (44, 106, 168), (232, 178, 44), (58, 140, 92)][kind % 4]
+    image = Image.new("RGB", (size, size), [(238, 236, 230), (40, 44, 52)][kind % 2])
+    box = (size // 5, size // 5, size * 4 // 5, size * 4 // 5)
+    [ImageDraw.Draw(image).ellipse, ImageDraw.Draw(image).rectangle][kind // 4 % 2](box, fill=colour)
+    return np.asarray(image)
+
+
+def demo() -> str:
+    """Every piece on one page, with invented figures."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 0.12, 300)
+    loss = [(10 * i, 0.3 + 5.2 * math.exp(-i / 60) + noise[i] * (0.3 + 2 * math.exp(-i / 80))) for i in range(300)]
+    recall = {"text retrieval": [(i, 0.77 * (1 - math.exp(-i / 700))) for i in range(0, 3001, 300)]}
+    recall["image retrieval"] = [(x, y - 0.04 * (x > 0)) for x, y in recall["text retrieval"]]
+    names = ["circle", "square", "triangle", "star", "cross", "ring", "heart", "hexagon"]
+    shapes = rng.integers(0, 9, (8, 8)) + np.diag(rng.integers(10, 90, 8))
+    colours = np.round(np.eye(4) * 0.9 + 0.025, 2)
+    rows: list[list[str | float | None]] = [
+        ["text_retrieval_recall@1", 0.771, 0.70, 0.118, "met"],
+        ["image_retrieval_recall@1", 0.742, 0.70, 0.104, "met"],
+        ["text_retrieval_recall@5", 0.981, 0.97, 0.334, "met"],
+        ["mean_average_precision", 0.645, None, 0.201, "no goal"],
+    ]
+    hits = [[(drawn(k + q), 0.93 - 0.09 * k - 0.02 * q, (k + q) % 3 != 2) for k in range(5)] for q in range(3)]
+    texts = ["a red circle", "a small blue square to the left of a large striped star", "two yellow things"]
+    found = list(zip(texts, hits, strict=True))
+    key = [("0.77", "text retrieval, recall at 1"), ("0.74", "image retrieval, recall at 1"), ("0.99", "colour")]
+    sections = [
+        ("In short", report.headline([*key, ("2 min 41 s", "training on 2 cores")])),
+        (
+            "Training",
+            report.line_plot({"loss": loss}, "step", "loss", smooth=15) + report.line_plot(recall, "step", "R@1"),
+        ),
+        ("Retrieval", report.table(rows, ["metric", "kiloword", "goal", "colour histogram", "verdict"], strong=1)),
+        ("Queries", report.gallery(found)),
+        (
+            "Confusions",
+            report.paragraph("Each row is a true class; a framed cell is the right answer.")
+            + report.grid(
+                [
+                    report.heat_map(shapes, names, names, caption="Shape, pictures"),
+                    report.heat_map(colours, ["red", "blue", "green", "ochre"], ["red", "blue", "green", "ochre"]),
+                ]
+            ),
+        ),
+    ]
+    intro = (
+        "A tiny image-text model, trained from nothing on drawn scenes, and what it can do on scenes it never saw."
+        "\n\nSeed 0, scenes-v1, 64 pixels a side."
+    )
+    return report.page("Kiloword quickstart", intro, sections)
+
+
+def test_page_asks_for_nothing_outside() -> None:
+    html = demo()
+    reader = Reader(html)
+    for _, attrs in reader.tags:
+        for name in ("src", "href", "srcset", "data", "poster"):
+            address = attrs.get(name)
+            assert address is None or address.startswith(("data:", "#")), address
+        assert not any(name.startswith("on") for name in attrs)
+    assert not {"script", "iframe", "object"} & {tag for tag, _ in reader.tags}
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "default-src 'none'" in html
+
+
+def test_page_can_be_read_aloud() -> None:
+    reader = Reader(demo())
+    assert reader.all("html") == [{"lang": "en"}]
+    assert all(a.get("alt") for a in reader.all("img"))
+    assert all(a.get("scope") in ("row", "col") for a in reader.all("th"))
+    assert all(a.get("aria-label") for a in reader.all("svg") if a.get("role") == "img")
+    anchors = [a["href"] for a in reader.all("a")]
+    assert anchors == [f"#{a['id']}" for a in reader.all("h2")]
+
+
+def test_text_is_escaped_everywhere() -> None:
+    hit = (drawn(0), 0.5, True)
+    html = report.page(
+        NASTY,
+        NASTY,
+        [
+            (NASTY, report.paragraph(NASTY) + report.headline([(NASTY, NASTY)])),
+            (NASTY, report.table([[NASTY, NASTY]], [NASTY, NASTY], caption=NASTY) + report.gallery([(NASTY, [hit])])),
+            (
+                NASTY,
+                report.heat_map([[1]], [NASTY], [NASTY], caption=NASTY, row_label=NASTY, column_label=NASTY)
+                + report.line_plot({NASTY: [(0, 1)], "b": [(0, 2)]}, NASTY, NASTY),
+            ),
+        ],
+    )
+    assert "<script" not in html
+    assert Reader(html).text.count(NASTY) >= 18
+
+
+def contrast(one: tuple[float, ...], two: tuple[float, ...]) -> float:
+    """WCAG 2 contrast of two colours in 0..255."""
+
+    def light(colour: tuple[float, ...]) -> float:
+        linear = [c / 3294.6 if c <= 10.31 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([light(one), light(two)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK])
+def test_colours_can_be_read(palette: dict[str, str]) -> None:
+    paper = rgb(palette["paper"])
+    for name in ["ink", "muted", "match", *(f"s{i}" for i in range(SERIES))]:
+        assert contrast(rgb(palette[name]), paper) >= 4.5, name
+    for hundredths in range(101):
+        share = hundredths / 100
+        cell = tuple(share * h + (1 - share) * p for h, p in zip(rgb(palette["heat"]), paper, strict=True))
+        assert contrast(rgb(palette["ink"]), cell) >= 4.5, share
+
+
+@given(st.lists(finite, min_size=1, max_size=20), st.booleans())
+def test_linear_axis_holds_its_values_and_has_round_ticks(values: list[float], widen: bool) -> None:
+    axis = linear_axis(values, widen)
+    slack = 1e-6 * (axis.high - axis.low)
+    assert all(-1e-6 <= axis.place(v) <= 1 + 1e-6 for v in values)
+    assert 2 <= len(axis.ticks) <= 9
+    assert all(axis.low - slack <= t <= axis.high + slack for t in axis.ticks)
+    step = axis.ticks[1] - axis.ticks[0]
+    mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
+    assert min(abs(mantissa - m) for m in (1, 2, 5, 10)) < 1e-3
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))
+def test_log_axis_holds_its_values(values: list[float]) -> None:
+    axis = log_axis(values)
+    assert all(-1e-9 <= axis.place(v) <= 1 + 1e-9 for v in values)
+    assert len(axis.ticks) >= 1
+    assert all(-1e-6 <= axis.place(t) <= 1 + 1e-6 for t in axis.ticks)
+
+
+def paths(html: str) -> list[str]:
+    """The drawn lines of a plot, without those of the legend."""
+    figure = ElementTree.fromstring(html)
+    return [p.attrib["d"] for p in figure.findall(".//div//path")]
+
+
+def test_line_goes_through_its_points_and_breaks_at_nan() -> None:
+    points = [(0, 0.0), (1, 5.0), (2, math.nan), (3, 10.0)]
+    assert paths(report.line_plot({"a": points}, "x", "y")) == ["M0.0 1000.0L333.3 500.0M1000.0 0.0h0"]
+
+
+def test_log_plot_spaces_factors_evenly() -> None:
+    points = [(0, 1.0), (1, 10.0), (2, 100.0)]
+    assert paths(report.line_plot({"a": points}, "x", "y", log_y=True)) == ["M0.0 1000.0L500.0 500.0L1000.0 0.0"]
+
+
+def test_smooth_line_is_the_mean_of_neighbours() -> None:
+    points = [(float(i), float(y)) for i, y in enumerate([0, 6, 0, 6, 9])]
+    raw, mean = paths(report.line_plot({"a": points}, "x", "y", smooth=3))
+    heights = [10 * (1 - float(y) / 1000) for y in re.findall(r" (\d+\.\d)", mean)]
+    assert raw != mean
+    assert heights == pytest.approx([3, 2, 4, 5, 7.5], abs=0.01)
+
+
+def test_series_differ_without_colour() -> None:
+    html = report.line_plot({f"line {i}": [(0, i), (1, i)] for i in range(SERIES)}, "x", "y")
+    dashes = re.findall(r"stroke-dasharray:([\d a-z]+)", html)
+    assert len(set(dashes)) == SERIES
+    assert [html.count(f"line {i}</li>") for i in range(SERIES)] == [1] * SERIES
+
+
+@pytest.mark.parametrize(
+    ("series", "log_y", "message"),
+    [
+        ({}, False, "nothing to plot"),
+        ({"a": [(0, math.nan)]}, False, "nothing to plot"),
+        ({"a": [(0, 1.0), (1, 0.0)]}, True, "series 'a' has values of 0 or less"),
+        ({str(i): [(0, 1.0)] for i in range(SERIES + 1)}, False, "room for 6 series, got 7"),
+    ],
+)
+def test_plot_refuses(series: dict[str, list[tuple[float, float]]], log_y: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        report.line_plot(series, "x", "y", log_y)
+
+
+def test_heat_map_writes_numbers_and_colours_shares_of_rows() -> None:
+    html = report.heat_map([[3, 1], [0, 0]], ["a", "b"], ["a", "b"])
+    cells = re.findall(r'<td(?: class="([a-z ]+)")? style="--a:([\d.]+)">(\d+)</td>', html)
+    assert cells == [("same", "0.75", "3"), ("", "0.25", "1"), ("none", "0.00", "0"), ("none same", "0.00", "0")]
+    assert ">0.25<" in report.heat_map([[0.25, 0.75]], ["a"], ["x", "y"])
+
+
+@pytest.mark.parametrize("matrix", [[[1, 2, 3]], [[1, -1], [0, 1]], [[1.0, math.nan], [0.0, 1.0]]])
+def test_heat_map_refuses(matrix: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="heat map's matrix"):
+        report.heat_map(matrix, ["a", "b"], ["a", "b"])
+
+
+def test_table_cells() -> None:
+    html = report.table(
+        [["R@1", 0.7714, 3, None, "met"]], ["metric", "ours", "n", "goal", "verdict"], digits=3, strong=1
+    )
+    assert '<th scope="row">R@1</th><td class="strong">0.771</td><td>3</td><td>–</td><td class="word">met</td>' in html
+    with pytest.raises(ValueError, match="row 1 of the table has 1 cells, its header 2"):
+        report.table([["a", 1], ["b"]], ["", "n"])
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32))
+def test_pictures_survive(height: int, width: int, seed: int) -> None:
+    picture = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    data = base64.b64decode(picture_data(picture).removeprefix("data:image/png;base64,"))
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), picture)
+
+
+def test_gallery_says_match_in_words_and_keeps_the_order() -> None:
+    html = report.gallery([("a cat", [(drawn(0), 0.9, True), (drawn(1, 128), 0.4, False)])])
+    first, second = Reader(html).all("img")
+    assert first["alt"] == "Picture 1 for “a cat”, score 0.90, a match"
+    assert second["alt"] == "Picture 2 for “a cat”, score 0.40, no match"
+    assert (html.count("✓ match"), html.count("<span>no match</span>")) == (1, 1)
+    assert (first.get("class"), second.get("class")) == ("small", None)
+    with pytest.raises(ValueError, match=r"float64 \(2, 2, 3\), expected uint8"):
+        report.gallery([("a", [(np.zeros((2, 2, 3)), 0.0, False)])])
+
+
+def test_write_replaces_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "new" / "report.html"
+    report.write(target, "old ü")
+    assert target.read_text("utf-8") == "old ü"
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match=r"cannot write .*: No space left on device"):
+        report.write(target, "half")
+    assert target.read_text("utf-8") == "old ü"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_write_refuses_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("")
+    with pytest.raises(ValueError, match="cannot write"):
+        report.write(tmp_path / "f" / "report.html", "x")
