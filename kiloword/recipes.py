@@ -187,6 +187,31 @@ def sizes() -> dict[str, ModelConfig]:
     }
 
 
+MUON = OptimConfig(name="muon", lr=4e-3, scale_lr=3.0)  # what lets small token read-outs train within minutes
+FIELD = OptimConfig(lr=5e-4, weight_decay=0.2, beta2=0.98, eps=1e-6, warmup=2000, clip=1.0)  # CLIP's at ViT sizes
+PHOTOS = AugmentConfig(crop=0.5, flip=0.5)
+
+
+def default(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)) -> Recipe:
+    """The recipe that a user gets who says no more. Presets share it, so that comparisons are fair.
+
+    Raises: ValueError for an unknown size.
+    """
+    known = sizes()
+    if size not in known:
+        raise ValueError(f"unknown size {size!r}: expected one of {', '.join(known)}.")
+    small = size in ("debug", "tiny")
+    drawn = all(d == "scenes" or d.startswith(("scenes:", "scenes?")) for d in data)
+    return Recipe(
+        method=method,
+        size=size,
+        model=known[size],
+        optim=MUON if small else FIELD,
+        data=DataConfig(sources=data, augment=AugmentConfig() if drawn else PHOTOS),
+        batch=128 if small else 1024,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFile(Settings):
     """What `config.json` of a model folder says."""

@@ -104,6 +104,12 @@ class Texts:
         ids = torch.tensor([i for s in sequences for i in s], dtype=torch.int64)
         return Texts(ids, starts, max(lengths, default=0), truncated)
 
+    def cut(self, first: int, end: int) -> Texts:
+        """Texts `first` to `end`."""
+        starts = self.starts[first : end + 1]
+        a, b = int(starts[0]), int(starts[-1])
+        return Texts(self.ids[a:b], starts - a, int(starts.diff().max()) if end > first else 0)
+
     def to(self, device: torch.device | str) -> Texts:
         return replace(
             self,
@@ -129,6 +135,30 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def split(self, pieces: int) -> list[Batch]:
+        """Equal micro-batches of consecutive pictures with their texts; `pieces` must divide I."""
+        size = len(self) // pieces
+        assert size * pieces == len(self), f"{len(self)} pictures do not split into {pieces}"
+        if pieces == 1:
+            return [self]
+        first_text = torch.searchsorted(self.image_of_text, torch.arange(0, len(self) + 1, size).to(self.images.device))
+        bounds = first_text.tolist()
+        return [self._piece(n * size, (n + 1) * size, bounds[n], bounds[n + 1]) for n in range(pieces)]
+
+    def _piece(self, i: int, j: int, t: int, u: int) -> Batch:
+        """Pictures i to j, whose texts are t to u."""
+        return Batch(
+            images=self.images[i:j],
+            texts=self.texts.cut(t, u),
+            image_of_text=self.image_of_text[t:u] - i,
+            seeds=self.seeds[i:j],
+            position=self.position[i:j],
+            composed=self.composed[i:j],
+            image_side={k: v[i:j] for k, v in self.image_side.items()},
+            text_side={k: v[t:u] for k, v in self.text_side.items()},
+            questions=None if self.questions is None else self.questions.cut(i, j),
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         def move(x: Tensor) -> Tensor:

@@ -1,0 +1,267 @@
+"""From a recipe and its sources to everything the loop needs; or from the user's few words to a whole recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kiloword import parallel
+from kiloword.checkpoint import load_state, load_weights, read_model_file, read_tensors, write_json
+from kiloword.data.loader import BadRows, Loader
+from kiloword.data.sampler import Order
+from kiloword.data.sources import mix, open_source
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.learner import Learner
+from kiloword.log import Log
+from kiloword.method import Method
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.optim import Average, Optimizer
+from kiloword.recipes import Recipe, Settings, read_config
+from kiloword.types import Source
+
+TOKENIZER_ROWS = 50_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
+FREE = ("micro", "chunk")  # settings that change speed, not the mathematics: a resumed run may have others
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFile(Settings):
+    """`config.json` of a run: the whole resolved recipe and what it ran on."""
+
+    recipe: Recipe
+    data_fingerprint: str
+    format: str = "kiloword-run-1"
+
+
+@dataclass
+class Run:
+    """A prepared run, fresh or resumed."""
+
+    recipe: Recipe
+    out: Path
+    learner: Learner
+    optimizer: Optimizer
+    average: Average
+    tokenizer: Tokenizer
+    loader: Loader
+    order: Order
+    bad: BadRows
+    log: Log
+    device: torch.device
+    step: int = 0  # steps done
+    truncated: int = 0  # captions cut so far
+
+
+def open_sources(recipe: Recipe) -> Source:
+    """The training data of a recipe."""
+    size = recipe.model.image.size
+    sources = [open_source(s, size=size) for s in recipe.data.sources]
+    if len(sources) == 1 and not recipe.data.weights:
+        return sources[0]
+    return mix(sources, recipe.data.weights or (1.0,) * len(sources))
+
+
+def with_length(
+    recipe: Recipe, rows: int, steps: int | None = None, epochs: float | None = None, samples: int | None = None
+) -> Recipe:
+    """The recipe with its number of steps. Raises: ValueError when more than one length is given, or it is none."""
+    given = {k: v for k, v in (("--steps", steps), ("--epochs", epochs), ("--samples", samples)) if v is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say how long to train: give one of them.")
+    if epochs is not None:
+        steps = round(epochs * (rows // recipe.batch))
+    elif samples is not None:
+        steps = samples // recipe.batch
+    steps = recipe.steps if steps is None else steps
+    if steps < 1:
+        raise ValueError(f"{' '.join(f'{k} {v:g}' for k, v in given.items())} is {steps} steps: expected at least 1.")
+    return replace(recipe, steps=steps)
+
+
+def describe(recipe: Recipe, source: Source, out: Path) -> str:
+    """What a run would do, in a few lines."""
+    epochs = recipe.steps * recipe.batch / len(source)
+    lines = [
+        f"method     {recipe.method} {recipe.settings or ''}",
+        f"data       {' '.join(recipe.data.sources)}: {len(source)} pictures",
+        f"length     {recipe.steps} steps of {recipe.batch} pictures, {epochs:.1f} epochs",
+        f"towers     {recipe.size}: {recipe.model.image}; {recipe.model.text}",
+        f"optimizer  {recipe.optim}",
+        f"augment    {recipe.data.augment}",
+        f"out        {out}{' (resumes)' if (out / 'state').is_dir() else ''}",
+    ]
+    return "\n".join(lines)
+
+
+def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
+    """Captions of up to `most` rows spread over the source, without decoding a picture; bad rows give none."""
+    from kiloword.types import BadSample
+
+    stride = max(1, len(source) // most)
+    read = getattr(source, "captions", None)
+    for row in range(0, len(source), stride):
+        try:
+            yield from read(row) if read else source.record(row).captions
+        except BadSample:
+            continue
+
+
+def resolve(recipe: Recipe, source: Source, folder: Path) -> tuple[Recipe, Tokenizer]:
+    """Settle what depends on the data: the tokenizer and its vocabulary; from `init`, the model's whole shape."""
+    if recipe.init is not None:
+        file = read_model_file(recipe.init)
+        image = replace(file.model.image, size=recipe.model.image.size)
+        return replace(recipe, model=replace(file.model, image=image)), Tokenizer.load(recipe.init)
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(folder)
+    else:
+        tokenizer = Tokenizer.train(captions_of(source), recipe.data.tokenizer_vocab)
+    text = replace(recipe.model.text, vocab=tokenizer.vocab)
+    return replace(recipe, model=replace(recipe.model, text=text)), tokenizer
+
+
+def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: int, extend: bool, quiet: bool) -> Run:
+    """Everything the loop needs; when `out` holds this recipe's run, where it stopped.
+
+    Raises: ValueError when `out` holds another recipe's run (says what differs) or cannot be written.
+    """
+    recipe, tokenizer = resolve(recipe, source, out / "model")
+    file = RunFile(recipe=recipe, data_fingerprint=source.fingerprint)
+    check_same_run(out, file, extend)
+    main = parallel.rank() == 0
+    if main:
+        tokenizer.save(out / "model")
+        write_json(out / "config.json", asdict(file))
+    method = preset(recipe.method, recipe.settings)
+    learner = _learner(recipe, method).to(device)
+    order = Order(len(source), recipe.batch, recipe.seed)
+    loader = Loader(
+        source,
+        order,
+        recipe.data,
+        recipe.model.text,
+        recipe.model.image.size,
+        tokenizer,
+        views=method.views,
+        seed=recipe.seed,
+        rank=parallel.rank(),
+        ranks=parallel.ranks(),
+        workers=workers,
+    )
+    run = Run(
+        recipe=recipe,
+        out=out,
+        learner=learner,
+        optimizer=Optimizer(learner, recipe.optim, recipe.steps),
+        average=Average(learner, recipe.optim.ema),
+        tokenizer=tokenizer,
+        loader=loader,
+        order=order,
+        bad=BadRows(len(source), recipe.data.bad_share),
+        log=Log(None, recipe.steps, quiet=True),
+        device=torch.device(device),
+    )
+    resume(run)
+    run.log = Log(out / "metrics.jsonl" if main else None, recipe.steps, run.step, quiet=quiet or not main)
+    return run
+
+
+def _learner(recipe: Recipe, method: Method) -> Learner:
+    model = build(recipe.model, method, recipe.seed)
+    if recipe.init is not None:
+        _start_from(model, recipe)
+    learner = Learner(model, method, recipe.chunk)
+    frozen = {"none": (), "image": ("image_tower",), "text": ("text_tower",)}[recipe.freeze]
+    for tower in frozen:
+        getattr(model, tower).requires_grad_(False)
+    return learner.double() if recipe.precision == "fp64" else learner
+
+
+def _start_from(model: Any, recipe: Recipe) -> None:
+    """Weights of another model folder; what the method adds stays fresh, what it lacks is left over: both are named."""
+    from kiloword.model import resize
+
+    assert recipe.init is not None
+    file = read_model_file(recipe.init)
+    weights = read_tensors(Path(recipe.init) / "model.safetensors")
+    if file.model.image.size != recipe.model.image.size:
+        _, weights = resize(file.model, weights, recipe.model.image.size)
+    own = model.state_dict()
+    known = {k: v for k, v in weights.items() if k in own}
+    load_weights(model, {**{k: v for k, v in own.items() if k not in known}, **known}, recipe.init)
+
+
+def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
+    """Raises: ValueError when `out` holds a run of another recipe or of other data."""
+    path = out / "config.json"
+    if not path.exists():
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out {out} is a file: expected a folder to be made, or one that holds this run.")
+        return
+    there = read_config(path, RunFile)
+    differences = _differences(asdict(there), asdict(file))
+    free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
+    differences = {k: v for k, v in differences.items() if k not in free}
+    if not differences:
+        return
+    shown = "; ".join(f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here" for k, (a, b) in differences.items())
+    hint = " Use --extend to run it for another length." if set(differences) == {"recipe.steps"} else ""
+    raise ValueError(f"--out {out} holds another run: {shown}. Choose another folder, or repeat its settings.{hint}")
+
+
+def _differences(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
+    """Where two plain values differ: dotted path -> both."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        out: dict[str, tuple[Any, Any]] = {}
+        for k in [*a, *(k for k in b if k not in a)]:
+            out |= _differences(a.get(k), b.get(k), f"{at}.{k}" if at else k)
+        return out
+    same = json.dumps(a) == json.dumps(b)  # tuples and lists are one thing on disk
+    return {} if same else {at: (a, b)}
+
+
+def resume(run: Run) -> None:
+    """Continue from the newest state of the run's folder, if there is one."""
+    found = load_state(run.out / "state", run.log.say)
+    if found is None:
+        return
+    tensors, numbers = found
+    parts: dict[str, dict[str, torch.Tensor]] = {"learner": {}, "optimizer": {}, "average": {}}
+    for name, value in tensors.items():
+        part, rest = name.split("/", 1)
+        parts[part][rest] = value
+    load_weights(run.learner, parts["learner"], "the state")
+    run.optimizer.load_state_dict(parts["optimizer"])
+    for name, value in parts["average"].items():
+        run.average.shadow[name].copy_(value)
+    run.bad.load_state_dict(numbers["bad"])
+    run.step, run.truncated = numbers["step"], numbers["truncated"]
+
+
+def state_of(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and numbers that `resume` needs."""
+    tensors = {f"learner/{k}": v for k, v in run.learner.state_dict().items()}
+    tensors |= {f"optimizer/{k}": v for k, v in run.optimizer.state_dict().items()}
+    tensors |= {f"average/{k}": v for k, v in run.average.shadow.items()}
+    return tensors, {"truncated": run.truncated, "bad": run.bad.state_dict()}
+
+
+def micro_batches(recipe: Recipe) -> int:
+    """Pieces of one rank's share. Raises: ValueError when they would not be equal."""
+    share = recipe.batch // parallel.ranks()
+    if recipe.batch % parallel.ranks():
+        raise ValueError(
+            f"batch {recipe.batch} does not divide over {parallel.ranks()} ranks: choose a multiple of "
+            f"{parallel.ranks()}."
+        )
+    micro = recipe.micro or share
+    if share % micro:
+        raise ValueError(
+            f"micro {micro} does not divide a rank's share of {share} pictures: choose a divisor of {share}."
+        )
+    return share // micro

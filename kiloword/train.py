@@ -1,0 +1,236 @@
+"""The loop. A fork of it should cost one screen; what it calls is prepared in `prepare.py`."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from kiloword import parallel
+from kiloword.accumulate import backward
+from kiloword.checkpoint import save_model, save_state
+from kiloword.data.sources import open_source
+from kiloword.prepare import Run, micro_batches, open_sources, prepare, state_of
+from kiloword.recipes import ModelFile, Recipe
+from kiloword.types import Source
+
+SAVE_SECONDS = 120.0  # without `save_every`, a state at most this often
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What may change between a run and its resumption without changing its result."""
+
+    workers: int = 0  # loader processes
+    device: str = "auto"
+    log_every: int = 10  # steps
+    save_every: int = 0  # steps; 0: about every two minutes
+    eval_every: int = 0  # steps; 0: at the end alone
+    extend: bool = False  # the recipe may have another number of steps than the run in `out`
+    quiet: bool = False
+
+
+class Stopped(ValueError):
+    """The run ended before its last step; its state is saved."""
+
+
+def train(recipe: Recipe, out: Path | str, source: Source | None = None, options: Options | None = None) -> Path:
+    """Train, or continue, a run.
+
+    Args: recipe: see `recipes.Recipe`; out: its folder; source: your own map-style data in place of the recipe's.
+    Returns: the model folder. Raises: ValueError (bad recipe, data or folder; NaN loss), Stopped (Ctrl-C).
+    """
+    options = options or Options()
+    with parallel.process_group(), _stop_signals() as stop:
+        device = _device(options.device)
+        pieces = micro_batches(recipe)
+        run = prepare(
+            recipe,
+            Path(out),
+            source or open_sources(recipe),
+            device=device,
+            workers=options.workers,
+            extend=options.extend,
+            quiet=options.quiet,
+        )
+        _loop(run, pieces, options, stop)
+        return run.out / "model"
+
+
+def _loop(run: Run, pieces: int, options: Options, stop: Callable[[], bool]) -> None:
+    recipe, model, precision = run.recipe, run.learner.model, _precision(run)
+    saved, meter = time.perf_counter(), _Meter(run)
+    for batch in meter.timed(run.loader.batches(run.step, recipe.steps)):
+        run.bad.count(batch.skipped)
+        run.truncated += batch.texts.truncated
+        report = backward(run.learner, batch.to(run.device).split(pieces), precision)
+        report["gradient_norm"] = run.optimizer.step(run.step)
+        model.head.clamp_()
+        run.average.update(run.learner, run.step)
+        run.step += 1
+        meter.add(report, len(batch))
+        last = run.step == recipe.steps
+        if last or run.step % options.log_every == 0:
+            row = meter.row()
+            run.log.row(row)
+            run.log.progress(row)
+        due = run.step % options.save_every == 0 if options.save_every else time.perf_counter() - saved > SAVE_SECONDS
+        stopping = _any_rank(stop())
+        if last or stopping or _any_rank(due):
+            save(run)
+            saved = time.perf_counter()
+        if recipe.data.val and (last or (options.eval_every and run.step % options.eval_every == 0)):
+            run.log.row({"step": run.step, **validate(run)})
+        if stopping and not last:
+            raise Stopped(f"stopped after step {run.step}; the state is saved. The same command goes on from there.")
+
+
+def save(run: Run) -> None:
+    """State and model folder, by rank 0; the model is the average where there is one."""
+    if parallel.rank():
+        return
+    tensors, numbers = state_of(run)
+    save_state(run.out / "state", run.step, tensors, numbers)
+    recipe = run.recipe
+    file = ModelFile(
+        method=recipe.method,
+        settings=recipe.settings,
+        model=recipe.model,
+        size=recipe.size,
+        steps=run.step,
+        data=" ".join(recipe.data.sources),
+    )
+    with _averaged(run):
+        save_model(run.out / "model", run.learner.model, run.tokenizer, file)
+
+
+def validate(run: Run) -> dict[str, float]:
+    """Retrieval on the recipe's validation data, names prefixed by "val/"."""
+    from kiloword.api import Matcher
+    from kiloword.evaluation import evaluate
+
+    assert run.recipe.data.val is not None
+    source = open_source(run.recipe.data.val, size=run.recipe.model.image.size)
+    run.learner.eval()
+    with _averaged(run):
+        found = evaluate(Matcher(run.learner.model, run.tokenizer), "retrieval", source)
+    run.learner.train()
+    at_1 = ", ".join(f"{k} {found[k]:.3f}" for k in ("text_retrieval_recall@1", "image_retrieval_recall@1"))
+    run.log.say(f"val at step {run.step}: {at_1}")
+    return {f"val/{k}": v for k, v in found.items() if isinstance(v, float)}
+
+
+class _Meter:
+    """Collects what a log row says, without waiting for the device between rows."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._reset()
+
+    def _reset(self) -> None:
+        self._reports: list[dict[str, torch.Tensor]] = []
+        self._pairs, self._wait, self._start = 0, 0.0, time.perf_counter()
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the time spent waiting for them is data wait."""
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            self._wait += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    def add(self, report: dict[str, torch.Tensor], pairs: int) -> None:
+        self._reports.append({k: v.detach() for k, v in report.items()})
+        self._pairs += pairs
+        if self.run.device.type == "cpu":
+            self._check_finite()
+
+    def row(self) -> dict[str, Any]:
+        """Means since the last row, and where things stand. Raises: ValueError on a loss that is no number."""
+        self._check_finite()
+        run, head = self.run, self.run.learner.model.head
+        means = {k: float(torch.stack([r[k] for r in self._reports]).mean()) for k in self._reports[0]}
+        seconds = time.perf_counter() - self._start
+        row: dict[str, Any] = {"step": run.step, "epoch": run.step * run.recipe.batch / run.order.rows, **means}
+        row["scale"] = float(head.log_scale.detach().exp())
+        if head.bias is not None:
+            row["bias"] = float(head.bias.detach())
+        row["pairs_per_s"] = self._pairs * parallel.ranks() / seconds
+        row["data_wait"] = self._wait / seconds
+        row |= {"skipped": len(run.bad), "truncated": run.truncated}
+        self._reset()
+        return row
+
+    def _check_finite(self) -> None:
+        for n, report in enumerate(reversed(self._reports[-1:] if self.run.device.type == "cpu" else self._reports)):
+            loss, norm = float(report["loss"]), float(report["gradient_norm"])
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise ValueError(
+                    f"step {self.run.step - n}: loss is {loss} and gradient norm {norm}. The last good state in "
+                    f"{self.run.out / 'state'} is kept; try a smaller --optim.lr or --optim.clip 1."
+                )
+
+
+def _device(asked: str) -> str:
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device is {asked}, but this torch ({torch.__version__}) sees no CUDA device: use cpu.")
+    return asked
+
+
+def _precision(run: Run) -> Callable[[], AbstractContextManager[object]]:
+    if run.recipe.precision != "bf16":
+        return nullcontext
+    return lambda: torch.autocast(run.device.type, torch.bfloat16)
+
+
+@contextmanager
+def _averaged(run: Run) -> Iterator[None]:
+    run.average.swap(run.learner)
+    try:
+        yield
+    finally:
+        run.average.swap(run.learner)
+
+
+def _any_rank(mine: bool) -> bool:
+    if parallel.ranks() == 1:
+        return mine
+    return bool(parallel.sum_over_ranks(torch.tensor(float(mine), device=_wire())) > 0)
+
+
+def _wire() -> str:
+    return "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM ask the loop to stop after its step; a second Ctrl-C ends at once."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for s, old in before.items():
+            signal.signal(s, old)
