@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from kiloword.data.decode import _rgb as rgb
+from kiloword.data.transforms import EvalTransform
 from kiloword.evaluation.features import chunks, encode_texts, inference, join
 from kiloword.evaluation.zeroshot import Templates, classifier
-from kiloword.types import Features
+from kiloword.types import BadSample, Features
 
 if TYPE_CHECKING:
     from kiloword.data.tokenizer import Tokenizer
@@ -55,9 +58,7 @@ class Matcher:
 
     def preprocess(self, picture: Image.Image) -> Tensor:
         """A picture as the model wants it: uint8 [3, H, W]; the model normalises it itself."""
-        from kiloword.data.transforms import fit
-
-        return fit(picture, self.model.config.image.size, self.model.config.preprocess.resize)
+        return self._transform(np.asarray(rgb(picture)))
 
     def encode_image(self, images: Pictures, batch: int = 64) -> Features:
         """Features of I pictures, every value [I, ...]: "vec" [I, D] has norm 1.
@@ -127,13 +128,21 @@ class Matcher:
         return torch.stack([self._pixel(image, first + i) for i, image in enumerate(images)])
 
     def _pixel(self, image: Any, place: int) -> Tensor:
-        from kiloword.data.transforms import read
-
-        if isinstance(image, str | Path):
-            image = read(image)
-        if not isinstance(image, Image.Image):
+        if isinstance(image, Image.Image):
+            return self.preprocess(image)
+        if not isinstance(image, str | Path):
             raise ValueError(f"encode_image got {_kind(image)} as picture {place}: expected a Pillow image or a path")
-        return self.preprocess(image)
+        try:
+            return self._transform(Path(image).read_bytes())
+        except OSError as error:
+            raise ValueError(f"cannot read picture {image}: {error.strerror}") from error
+        except BadSample as error:
+            raise ValueError(f"cannot use picture {image}: {error}") from error
+
+    @property
+    def _transform(self) -> EvalTransform:
+        config = self.model.config
+        return EvalTransform(config.image.size, config.preprocess.resize)
 
 
 def _kind(value: Any) -> str:

@@ -32,7 +32,7 @@ def evaluate(
     if isinstance(source, str):
         from kiloword.data.sources import open_source
 
-        source = open_source(source)
+        source = open_source(source, matcher.model.config.image.size)
     bad = [] if skipped is None else skipped
     before = len(bad)
     values = dict(import_module(TASKS[task]).run(matcher, source, skipped=bad, **options))

@@ -141,7 +141,10 @@ def _own_scores(score: Score, images: Features, texts: Features, picture: Tensor
 def _others(block: Tensor, picture: Tensor, r: slice) -> Tensor:
     """A block of scores [i, t] whose own pairs are NaN: neither above nor beside anything."""
     at = _pairs(picture, r)
-    return block.index_put((picture[at] - r.start, at), block.new_tensor(torch.nan)) if len(at) else block
+    if not len(at):
+        return block
+    others: Tensor = block.index_put((picture[at] - r.start, at), block.new_tensor(torch.nan))
+    return others
 
 
 def _pairs(picture: Tensor, r: slice) -> Tensor:
