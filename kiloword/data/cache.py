@@ -1,0 +1,73 @@
+"""Files that are made once from a data file and kept beside it, or in the cache folder when that place is read-only."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def places(data: Path, suffix: str) -> list[Path]:
+    """Where the file made from `data` may be, best first.
+
+    The cache folder is KILOWORD_CACHE, ~/.cache/kiloword without it. A folder whose mode lacks write permission is
+    left alone by root too.
+    """
+    cache = Path(os.environ.get("KILOWORD_CACHE") or Path.home() / ".cache" / "kiloword")
+    name = hashlib.blake2b(os.fsencode(os.path.abspath(data)), digest_size=12).hexdigest()
+    beside, fallback = data.with_name(data.name + suffix), cache / f"{name}-{data.name}{suffix}"
+    writable = bool(data.parent.stat().st_mode & 0o222) and os.access(data.parent, os.W_OK)
+    return [beside, fallback] if writable or beside.exists() else [fallback]
+
+
+def write(data: Path, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
+    """Lets `fill` write the file at the first place that takes it; readers see all of it or nothing.
+
+    Errors: ValueError when no place takes it (read-only, disk full).
+    """
+    errors = []
+    for place in places(data, suffix):
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _write_atomically(place, fill)
+            return place
+        except OSError as error:
+            errors.append(f"{place}: {error.strerror or error}")
+    reasons = "; ".join(errors)
+    raise ValueError(f"cannot write the index of {data} ({reasons}). Set KILOWORD_CACHE to a folder with space.")
+
+
+def _write_atomically(path: Path, fill: Callable[[BinaryIO], None]) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with open(handle, "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide a shared data set's index from colleagues
+        os.replace(temporary, path)
+    except BaseException:  # Ctrl-C too: no half file stays behind
+        os.unlink(temporary)
+        raise
+
+
+class PositionlessFile:
+    """An open file without a position, so that processes and threads that share it cannot disturb each other."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = -1
+        self._fd = os.open(path, os.O_RDONLY)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, fewer at the end of the file."""
+        raw = os.pread(self._fd, size, offset)
+        while len(raw) < size and (more := os.pread(self._fd, size - len(raw), offset + len(raw))):
+            raw += more  # one call returns at most 2 GiB, and less on some network file systems
+        return raw
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)

@@ -1,0 +1,87 @@
+"""Pictures inside a parquet file. A parquet page cannot be entered at one value, so they are laid out flat once.
+
+File format (`x.parquet.kwpictures`): the pictures end to end; a digest [N, 16] and an end, int64 [N], of each; the
+fingerprint of the table (32 hexadecimal digits).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from kiloword.data import cache
+
+_SUFFIX = ".kwpictures"
+_DIGEST = 16
+
+
+class Embedded:
+    """N pictures; any one is a single `pread`. Each process opens the file itself."""
+
+    def __init__(self, table: Path, column: str, fingerprint: str) -> None:
+        rows = pa.parquet.read_metadata(table).num_rows
+        found = next((p for p in cache.places(table, _SUFFIX) if _is_valid(p, rows, fingerprint)), None)
+        self.path = found or cache.write(table, _SUFFIX, lambda file: _lay_out(file, table, column, fingerprint))
+        self._start, self._rows = _tables_start(self.path.stat().st_size, rows, fingerprint), rows
+        self._open()
+
+    def _open(self) -> None:
+        self._file = cache.PositionlessFile(self.path)
+        raw = self._file.read(self._start + self._rows * _DIGEST, self._rows * 8)
+        self._ends = np.concatenate([[0], np.frombuffer(raw, "<i8")])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_file", "_ends")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def digests(self) -> NDArray[np.void]:
+        """[N] one digest a picture: equal for the same picture."""
+        return np.frombuffer(self._file.read(self._start, self._rows * _DIGEST), f"V{_DIGEST}")
+
+    def read(self, row: int) -> bytes:
+        start, end = int(self._ends[row]), int(self._ends[row + 1])
+        return self._file.read(start, end - start)
+
+
+def is_embedded(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds pictures rather than paths."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_struct(kind))
+
+
+def _tables_start(size: int, rows: int, fingerprint: str) -> int:
+    return size - rows * (_DIGEST + 8) - len(fingerprint)
+
+
+def _is_valid(path: Path, rows: int, fingerprint: str) -> bool:
+    if not path.is_file():
+        return False
+    size = path.stat().st_size
+    start = _tables_start(size, rows, fingerprint)
+    if start < 0 or rows == 0:
+        return False
+    file = cache.PositionlessFile(path)
+    last_end = int.from_bytes(file.read(size - len(fingerprint) - 8, 8), "little")
+    return last_end == start and file.read(size - len(fingerprint), len(fingerprint)) == fingerprint.encode()
+
+
+def _lay_out(file: BinaryIO, table: Path, column: str, fingerprint: str) -> None:
+    digests, ends, end = [], [], 0
+    with pa.parquet.ParquetFile(table) as parquet:
+        for batch in parquet.iter_batches(batch_size=256, columns=[column]):
+            pictures = batch.column(0)
+            if pa.types.is_struct(pictures.type):
+                pictures = pictures.field("bytes")
+            for picture in (p.as_py() or b"" for p in pictures):
+                end += file.write(picture)
+                digests.append(hashlib.blake2b(picture, digest_size=_DIGEST).digest())
+                ends.append(end)
+    file.write(b"".join(digests) + np.array(ends, "<i8").tobytes() + fingerprint.encode())

@@ -1,0 +1,82 @@
+"""From the raw members of one sample (picture, .txt, .json, .cls) to a Record. Every kind of source ends here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kiloword.types import BadSample, Record
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
+
+
+def make_record(key: str, image: bytes, text: bytes | None, meta: bytes | None, cls: bytes | None) -> Record:
+    """A Record from the members of a sample; None is a member that is not there. Raises BadSample with the reason."""
+    if not image:
+        raise BadSample("the picture has zero bytes")
+    captions, info = parse_captions(text, meta)
+    label = parse_label(cls)
+    if not captions and label is None:
+        raise BadSample("no caption")
+    return Record(key, image, captions, label, info)
+
+
+def parse_captions(text: bytes | None, meta: bytes | None) -> tuple[list[str], dict[str, Any]]:
+    """Captions, and what else the json holds.
+
+    The json's `captions` (list) or `caption` (img2dataset) wins over the text, which holds one caption a line.
+    Empty captions are dropped.
+    """
+    info = {} if meta is None else _parse_json(meta)
+    named = _json_captions(info)
+    if named is None:
+        named = [] if text is None else decode_text(text).split("\n")
+    return clean(named), info
+
+
+def clean(captions: list[str]) -> list[str]:
+    """Without outer white space and without empty ones. Raises BadSample for text that UTF-8 cannot hold."""
+    for caption in captions:
+        try:
+            caption.encode()
+        except UnicodeEncodeError:  # a lone surrogate, which json can smuggle in
+            raise BadSample("caption is not UTF-8") from None
+    return [c for c in (caption.strip() for caption in captions) if c]
+
+
+def decode_text(raw: bytes) -> str:
+    """UTF-8, with or without a byte order mark. Raises BadSample for anything else."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadSample("caption is not UTF-8") from None
+
+
+def parse_label(cls: bytes | None) -> int | None:
+    """The class index of a .cls member. Raises BadSample unless it is a non-negative integer."""
+    if cls is None:
+        return None
+    digits = cls.strip()
+    if not digits.isdigit() or len(digits) > 18:
+        raise BadSample(f"class index is not a whole number: {digits[:20]!r}")
+    return int(digits)
+
+
+def _parse_json(meta: bytes) -> dict[str, Any]:
+    try:
+        info = json.loads(decode_text(meta))
+    except (ValueError, RecursionError):  # the second: thousands of nested brackets
+        raise BadSample("the json cannot be parsed") from None
+    if not isinstance(info, dict):
+        raise BadSample("the json is not an object with `captions` or `caption`")
+    return info
+
+
+def _json_captions(info: dict[str, Any]) -> list[str] | None:
+    """Takes the captions out of `info`; None when it names none, so that the text speaks."""
+    several, one = info.pop("captions", None), info.pop("caption", None)
+    if several is None:
+        several = None if one is None else [one]
+    if several is not None and not (isinstance(several, list) and all(isinstance(c, str) for c in several)):
+        raise BadSample("the captions of the json are not strings")
+    return several

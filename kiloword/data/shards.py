@@ -1,0 +1,123 @@
+"""Webdataset tars as a map-style data set: any sample is one index look-up and a few `pread`s away."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kiloword.data.cache import PositionlessFile
+from kiloword.data.index import Index, open_index
+from kiloword.data.sample import make_record, parse_captions, parse_label
+from kiloword.types import BadSample, Record
+
+_OPEN = 128  # tars, and indexes in memory, that a process keeps at once
+log = logging.getLogger(__name__)
+
+
+class Shards:
+    """Samples of one or more tars, in order of the tars.
+
+    `notes` says what is wrong with whole tars (cut, damaged). `classnames`, `templates`: of class data, else None.
+    Sending it to a worker sends names only; each process opens tars and indexes itself when it first needs them.
+    """
+
+    natural = True
+
+    def __init__(
+        self,
+        name: str,
+        tars: Sequence[Path],
+        classnames: list[str] | None = None,
+        templates: list[str] | None = None,
+    ) -> None:
+        if not tars:
+            raise ValueError(f"{name}: no tars. Expected at least one, as img2dataset writes them.")
+        self.name, self.tars = name, list(tars)
+        self.classnames, self.templates = classnames, templates
+        headers = [open_index(tar).header for tar in self.tars]
+        self._ends = list(accumulate(h.samples for h in headers))
+        self.notes = [f"{tar}: {h.note}" for tar, h in zip(self.tars, headers, strict=True) if h.note]
+        for note in self.notes:
+            log.warning("%s (its complete samples are used)", note)
+        self.fingerprint = _fingerprint(self.tars, [f"{h.size} {h.digest}" for h in headers])
+        self._open_caches()
+
+    def _open_caches(self) -> None:
+        self._index = lru_cache(_OPEN)(lambda shard: open_index(self.tars[shard]))
+        self._file = lru_cache(_OPEN)(lambda shard: PositionlessFile(self.tars[shard]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_index", "_file")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open_caches()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def key(self, row: int) -> str:
+        """The sample's name up to the first dot of its base name, folders included."""
+        _, index, local = self._locate(row)
+        return index.key(local)
+
+    def captions(self, row: int) -> list[str]:
+        """Captions without the picture; may be empty for class data. Raises BadSample."""
+        return parse_captions(self._part(row, "txt"), self._part(row, "json"))[0]
+
+    def record(self, row: int) -> Record:
+        """The stored sample. Raises BadSample with the reason."""
+        shard, index, local = self._locate(row)
+        image = self._part(row, "image")
+        if image is None:
+            raise BadSample("no picture" + self._because(shard, index, local))
+        meta, text, cls = (self._part(row, part) for part in ("json", "txt", "cls"))
+        try:
+            return make_record(index.key(local), image, text, meta, cls)
+        except BadSample as error:
+            raise BadSample(f"{error}{self._because(shard, index, local)}") from None
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """[N] class indices; -1 where a sample has none. Reads every .cls."""
+        labels = (parse_label(self._part(row, "cls")) for row in range(len(self)))
+        return np.array([-1 if label is None else label for label in labels], np.int64)
+
+    def _locate(self, row: int) -> tuple[int, Index, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        shard = bisect_right(self._ends, row)
+        return shard, self._index(shard), row - (self._ends[shard - 1] if shard else 0)
+
+    def _part(self, row: int, part: str) -> bytes | None:
+        shard, index, local = self._locate(row)
+        place = index.place(local, part)
+        if place is None:
+            return None
+        offset, size = place
+        if offset + size > index.header.size:
+            raise BadSample("the tar ends in the middle of this sample")
+        raw = self._file(shard).read(offset, size)
+        if len(raw) < size:
+            raise BadSample("the tar has become shorter since it was indexed")
+        return raw
+
+    def _because(self, shard: int, index: Index, local: int) -> str:
+        """The last sample of a cut tar lacks members because of the cut."""
+        last = local == index.header.samples - 1
+        return f" (the tar is {index.header.note})" if last and index.header.note else ""
+
+
+def _fingerprint(tars: Sequence[Path], contents: Sequence[str]) -> str:
+    """From names, sizes and index digests (offsets, sizes and keys of all members), not from times."""
+    lines = "\n".join(f"{tar.name} {content}" for tar, content in zip(tars, contents, strict=True))
+    return hashlib.blake2b(lines.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

@@ -1,0 +1,110 @@
+"""SRC, as written on the command line, to a Source."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from kiloword.data.folder import Folder, is_picture
+from kiloword.data.mixture import mix
+from kiloword.data.shards import Shards
+from kiloword.data.tables import Table
+from kiloword.types import Source
+
+__all__ = ["mix", "open_source"]
+
+_TABLES = (".csv", ".tsv", ".parquet")
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_KINDS = "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, a folder of pictures, or scenes"
+
+
+def open_source(src: str, size: int | None = None) -> Source:
+    """The data set that `src` names.
+
+    Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet, a folder of pictures, or
+    `scenes...`; size: pixels a side that drawn pictures (scenes) get.
+    Errors: ValueError when there is nothing there, or nothing that can be read.
+    """
+    if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
+        from kiloword.data.scenes import parse_scenes
+
+        scenes: Source = parse_scenes(src, size)
+        return scenes
+    if _RANGE.search(src):
+        return _shards(src, _existing(src, [Path(p) for p in expand(src)]))
+    path = Path(src).expanduser()
+    if not path.exists():
+        raise ValueError(f"{src}: no such file or folder. Expected {_KINDS}.")
+    if path.is_dir():
+        return _open_folder(src, path)
+    suffix = path.suffix.lower()
+    if suffix in _TABLES:
+        return Table(src, path)
+    if suffix == ".tar":
+        return _shards(src, [path])
+    raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")
+
+
+def expand(pattern: str) -> list[str]:
+    """`x-{08..10}.tar` to x-08.tar, x-09.tar, x-10.tar: the digits of the first number give the width."""
+    match = _RANGE.search(pattern)
+    if match is None:
+        return [pattern]
+    first, last = match[1], match[2]
+    if int(last) < int(first):
+        raise ValueError(f"{pattern}: the range {match[0]} is empty. Write the smaller number first.")
+    numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+    return [whole for n in numbers for whole in expand(pattern[: match.start()] + n + pattern[match.end() :])]
+
+
+def _existing(src: str, tars: list[Path]) -> list[Path]:
+    missing = [tar for tar in tars if not tar.is_file()]
+    if missing:
+        raise ValueError(f"{src}: {len(missing)} of {len(tars)} tars are missing, the first is {missing[0]}.")
+    return tars
+
+
+def _open_folder(src: str, folder: Path) -> Source:
+    files = os.listdir(folder)
+    if any(is_picture(file) for file in files) and not _tars(folder):
+        return Folder(src, folder)
+    tars = _tars(folder)
+    if not tars and (folder / "classnames.txt").is_file():
+        tars = _tars(folder / "test")  # CLIP_benchmark's layout
+    if tars:
+        return _shards(src, tars)
+    inner = [file for file in sorted(files) if _tars(folder / file)]
+    if inner:
+        raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} have: name one of them.")
+    raise ValueError(
+        f"{src} is {'an empty folder' if not files else 'a folder without tars or pictures'}. Expected {_KINDS}."
+    )
+
+
+def _tars(folder: Path) -> list[Path]:
+    """The tars right in a folder: 2.tar before 10.tar."""
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if p.suffix == ".tar" and p.is_file()), key=_natural)
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """A key by which numbers in names compare as numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def _shards(src: str, tars: list[Path]) -> Shards:
+    folder = tars[0].parent
+    return Shards(src, tars, _lines(folder, "classnames.txt"), _lines(folder, "zeroshot_classification_templates.txt"))
+
+
+def _lines(folder: Path, name: str) -> list[str] | None:
+    """The lines of a file in the folder or its parent; None without such a file."""
+    for path in (folder / name, folder.absolute().parent / name):
+        if path.is_file():
+            try:
+                return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            except UnicodeDecodeError:
+                raise ValueError(f"{path} is not UTF-8.") from None
+    return None
