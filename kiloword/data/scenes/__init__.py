@@ -1,0 +1,24 @@
+"""The embedded data set: drawn scenes whose captions are logical queries, so that what matches is known exactly.
+
+A laboratory with ground truth for false negatives, generality, hierarchy and composition. `scenes-v1` is frozen.
+"""
+
+from kiloword.data.scenes.grammar import parse, render
+from kiloword.data.scenes.query import Pattern, Query, matches
+from kiloword.data.scenes.raster import draw
+from kiloword.data.scenes.source import ScenesSource, parse_scenes, relevance
+from kiloword.data.scenes.world import Scene, Thing
+
+__all__ = [
+    "Pattern",
+    "Query",
+    "Scene",
+    "ScenesSource",
+    "Thing",
+    "draw",
+    "matches",
+    "parse",
+    "parse_scenes",
+    "relevance",
+    "render",
+]

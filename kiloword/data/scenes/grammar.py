@@ -1,0 +1,242 @@
+"""From queries to English and back: `parse(render(query, style)) == query` for every style."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+from kiloword.data.scenes.query import ANY, Pattern, Query, Relation
+from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, COLUMNS, ROWS, SHAPES
+
+X = TypeVar("X")
+
+PICTURES = ("picture", "image", "drawing")
+NOUNS = ("object", "shape", "thing")
+NUMBERS = ("zero", "one", "two", "three")
+SIZE_WORDS = (("small", "little"), ("large", "big"))
+FILL_WORDS = (("solid", "filled"), ("striped",), ("hollow", "outlined"))
+RELATIONS: dict[str, tuple[Relation, bool]] = {  # words: relation, whether the first thing said is the first
+    "left of": ("left", True),
+    "to the left of": ("left", True),
+    "right of": ("left", False),
+    "to the right of": ("left", False),
+    "above": ("above", True),
+    "higher than": ("above", True),
+    "below": ("above", False),
+    "lower than": ("above", False),
+}
+
+
+class Choice:
+    """A number read as a sequence of choices, so that one integer names one way of saying."""
+
+    def __init__(self, number: int) -> None:
+        self.rest = number
+
+    def __call__(self, options: Sequence[X]) -> X:
+        self.rest, index = divmod(self.rest, len(options))
+        return options[index]
+
+
+def render(query: Query, style: int = 0) -> str:
+    """A caption that means the query.
+
+    Args: style, any number from 0 up, chooses words and order; styles below about 2^40 differ.
+    """
+    pick = Choice(style)
+    if not query.things and query.count is None:
+        return _no_things(query, pick)
+    sentence = False
+    if query.things:
+        said, sentence = _list(query, pick)
+        if query.count is not None:
+            said = f"{_count(query.count, pick)}: {said}"
+    else:
+        said = _count(query.count or 0, pick)
+    plural = query.count is not None and query.count > 1
+    return _framed(said, sentence, plural, query.background, pick)
+
+
+def _no_things(query: Query, pick: Choice) -> str:
+    picture = pick(PICTURES)
+    if query.background is None:
+        return _a(picture)
+    ground = _a(BACKGROUNDS[query.background] + " background")
+    forms = (f"{_a(picture)} with {ground}", ground, f"the background is {BACKGROUNDS[query.background]}")
+    return pick(forms)
+
+
+def _framed(said: str, sentence: bool, plural: bool, background: int | None, pick: Choice) -> str:
+    there = f"there {'are' if plural else 'is'} {said}"
+    picture = pick(PICTURES)
+    forms = (said, f"{_a(picture)} of {said}", f"{_a(picture)} with {said}", there)
+    framed = said if sentence else pick(forms)
+    if background is None:
+        return framed
+    ground = _a(BACKGROUNDS[background] + " background")
+    if framed in (said, there) and pick((True, False, False)):
+        return f"on {ground}, {framed}"
+    return f"{framed} {pick(('on', 'against'))} {ground}"
+
+
+def _count(count: int, pick: Choice) -> str:
+    noun = pick(NOUNS) + ("s" if count > 1 else "")
+    return f"{pick(('', 'exactly '))}{NUMBERS[count]} {noun}"
+
+
+def _list(query: Query, pick: Choice) -> tuple[str, bool]:
+    """The things, and whether they make a sentence."""
+    if query.relation:
+        return _related(query, query.relation, pick)
+    alone = len(query.things) == 1 and query.count is None
+    said = [_thing(p, pick, alone) for p in _shuffled(query.things, pick)]
+    return " and ".join([*([", ".join(said[:-1])] if said[:-1] else []), said[-1]]), False
+
+
+def _related(query: Query, relation: Relation, pick: Choice) -> tuple[str, bool]:
+    words = pick([w for w, (r, _) in RELATIONS.items() if r == relation])
+    first, second = query.things[:2] if RELATIONS[words][1] else (query.things[1], query.things[0])
+    sentence = query.count is None and pick((False, True))
+    said = f"{_thing(first, pick)} {'is ' if sentence else ''}{words} {_thing(second, pick)}"
+    for other in query.things[2:]:
+        said += f", {pick(('together', 'along'))} with {_thing(other, pick)}"
+    return said, sentence
+
+
+def _shuffled(things: Sequence[Pattern], pick: Choice) -> list[Pattern]:
+    rest, out = list(things), []
+    while rest:
+        out.append(rest.pop(pick(range(len(rest)))))
+    return out
+
+
+def _thing(p: Pattern, pick: Choice, alone: bool = False) -> str:
+    where = _place(p, pick)
+    if p == ANY and alone:
+        return pick(("something", "an object", "at least one object", "at least one shape", "at least one thing"))
+    fill = None if p.fill is None else pick(FILL_WORDS[p.fill])
+    colour = None if p.colour is None else COLOURS[p.colour]
+    size = None if p.size is None else pick(SIZE_WORDS[p.size])
+    middle = (fill, colour) if pick((False, True)) else (colour, fill)
+    words = [w for w in (size, *middle) if w is not None]
+    if p.shape is None and len(words) < 2 and pick((False, True)):
+        return " ".join(["something", *words]) + where
+    noun = pick(NOUNS) if p.shape is None else SHAPES[p.shape]
+    return _a(" ".join([*words, noun])) + where
+
+
+def _place(p: Pattern, pick: Choice) -> str:
+    if p.row is None and p.column is None:
+        return ""
+    phrase = pick([words for words, place in PLACES.items() if place == (p.row, p.column)])
+    return f" {pick(('in', 'at')) if p.row is not None and p.column is not None else 'in'} the {phrase}"
+
+
+def _places() -> dict[str, tuple[int | None, int | None]]:
+    rows = {w: (r, None) for r, word in enumerate(ROWS) for w in [f"{word} row"]}
+    columns = {w: (None, c) for c, word in enumerate(COLUMNS) for w in [f"{word} column"]}
+    both: dict[str, tuple[int, int]] = {"centre": (1, 1), "middle": (1, 1)}
+    for r, words in enumerate((("top", "upper"), ("middle",), ("bottom", "lower"))):
+        for c, column in enumerate(COLUMNS):
+            if (r, c) != (1, 1):
+                both |= {f"{word} {column}": (r, c) for word in words}
+                both |= {f"{word} {column} corner": (r, c) for word in words if r != 1 and c != 1}
+    return {**rows, **columns, **both}
+
+
+PLACES = _places()
+
+
+def _a(words: str) -> str:
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+
+
+_BACKGROUND = f"an? ({'|'.join(BACKGROUNDS)}) background"
+_PICTURE = f"an? (?:{'|'.join(PICTURES)})"
+_ONLY_BACKGROUND = re.compile(rf"(?:{_PICTURE} with )?{_BACKGROUND}|the background is ({'|'.join(BACKGROUNDS)})")
+_ONLY_PICTURE = re.compile(_PICTURE)
+_BEFORE = re.compile(rf"on {_BACKGROUND}, ")
+_AFTER = re.compile(rf" (?:on|against) {_BACKGROUND}$")
+_FRAME = re.compile(rf"{_PICTURE} (?:of|with) |there (?:is|are) ")
+_NUMBER = re.compile(rf"(?:exactly )?(?:(one) (?:{'|'.join(NOUNS)})|(two|three) (?:{'|'.join(NOUNS)})s)(?:: |$)")
+_RELATION = re.compile(rf" (?:is )?({'|'.join(sorted(RELATIONS, key=len, reverse=True))}) ")
+_WITH = re.compile(r", (?:together|along) with ")
+_AND = re.compile(r", | and ")
+_WHERE = re.compile(r" (?:in|at) the ")
+_ADJECTIVES: dict[str, tuple[str, int]] = {
+    **{w: ("colour", i) for i, w in enumerate(COLOURS)},
+    **{w: ("size", i) for i, words in enumerate(SIZE_WORDS) for w in words},
+    **{w: ("fill", i) for i, words in enumerate(FILL_WORDS) for w in words},
+}
+_HEADS = {**dict.fromkeys(NOUNS, -1), **{w: i for i, w in enumerate(SHAPES)}}
+
+
+def parse(caption: str) -> Query | None:
+    """The query that a caption means, or None when it is not of this language (case and a final period aside)."""
+    text = " ".join(caption.lower().split()).removesuffix(".")
+    if _ONLY_PICTURE.fullmatch(text):
+        return Query()
+    if m := _ONLY_BACKGROUND.fullmatch(text):
+        return Query(background=BACKGROUNDS.index(m[1] or m[2]))
+    background = count = None
+    if m := _BEFORE.match(text):
+        background, text = BACKGROUNDS.index(m[1]), text[m.end() :]
+    elif m := _AFTER.search(text):
+        background, text = BACKGROUNDS.index(m[1]), text[: m.start()]
+    if m := _FRAME.match(text):
+        text = text[m.end() :]
+    if m := _NUMBER.match(text):
+        count, text = NUMBERS.index(m[1] or m[2]), text[m.end() :]
+        if not text and not m[0].endswith(": "):
+            return Query(count=count, background=background)
+    read = _parse_list(text)
+    return None if read is None else Query(read[0], read[1], count, background)
+
+
+def _parse_list(text: str) -> tuple[tuple[Pattern, ...], Relation | None] | None:
+    text, *others = _WITH.split(text)
+    parts = _RELATION.split(text)
+    if len(parts) == 1:
+        things = _parse_things(_AND.split(text))
+        return None if others or things is None else (things, None)
+    if len(parts) != 3 or len(others) > 1:
+        return None
+    relation, in_order = RELATIONS[parts[1]]
+    things = _parse_things([*(parts[::2] if in_order else parts[::-2]), *others])
+    return None if things is None else (things, relation)
+
+
+def _parse_things(texts: Sequence[str]) -> tuple[Pattern, ...] | None:
+    patterns = [_parse_thing(t) for t in texts]
+    known = tuple(p for p in patterns if p is not None)
+    return known if len(known) == len(patterns) <= 3 else None
+
+
+@lru_cache(maxsize=65536)
+def _parse_thing(text: str) -> Pattern | None:
+    what, *where = _WHERE.split(text)
+    said: dict[str, int | None] = {}
+    if len(where) > 1 or (where and where[0] not in PLACES):
+        return None
+    if where:
+        said["row"], said["column"] = PLACES[where[0]]
+    words = what.removeprefix("at least one ").split() if what.startswith("at least one ") else _undetermined(what)
+    if not words or words[-1] not in _HEADS:
+        return None
+    if _HEADS[words[-1]] >= 0:
+        said["shape"] = _HEADS[words[-1]]
+    for name, value in (_ADJECTIVES.get(w, ("", 0)) for w in words[:-1]):
+        if not name or name in said:
+            return None
+        said[name] = value
+    return Pattern(**said)
+
+
+def _undetermined(what: str) -> list[str]:
+    """The words after the article; "something red" becomes "red object"."""
+    first, *rest = what.split() or [""]
+    if first == "something":
+        return [*rest, NOUNS[0]]
+    return rest if first in ("a", "an") else []

@@ -1,0 +1,155 @@
+"""From a scene to pixels, at any resolution, anti-aliased by signed distances."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kiloword.data.scenes.world import SHAPES, Scene, Thing
+
+Floats = npt.NDArray[np.floating]
+Pixels = npt.NDArray[np.uint8]
+
+COLOUR_RGB = (
+    (225, 25, 35),  # red
+    (255, 135, 0),  # orange
+    (250, 225, 0),  # yellow
+    (20, 150, 50),  # green
+    (0, 205, 225),  # cyan
+    (25, 85, 245),  # blue
+    (155, 55, 220),  # purple
+    (255, 115, 195),  # pink
+)
+BACKGROUND_RGB = (
+    (255, 255, 255),  # white
+    (0, 0, 0),  # black
+    (135, 135, 135),  # grey
+    (95, 60, 35),  # brown
+    (225, 208, 175),  # beige
+    (15, 25, 75),  # navy
+)
+RADIUS = (0.34, 0.49)  # of small and large things, in cells
+STROKE = 0.026  # width of a hollow thing's line, in pictures
+STRIPES = 16  # a picture
+PALE = 0.35  # cover between stripes: keeps the silhouette of small things readable
+
+
+def draw(scene: Scene, size: int) -> Pixels:
+    """The picture of a scene.
+
+    Args: size in pixels a side, at least 16.
+    Returns: uint8 [size, size, 3], RGB.
+    """
+    picture = np.empty((size, size, 3), np.uint8)
+    picture[:] = BACKGROUND_RGB[scene.background]
+    for thing in scene.things:
+        y, x, patch = _patch(thing, scene.background, size)
+        picture[y : y + patch.shape[0], x : x + patch.shape[1]] = patch
+    return picture
+
+
+@lru_cache(maxsize=4096)
+def _patch(thing: Thing, background: int, size: int) -> tuple[int, int, Pixels]:
+    """The thing before its background, uint8 [h, w, 3], and its upper left corner."""
+    y, x, alpha = _mask(thing.shape, thing.size, thing.fill, thing.row, thing.column, size)
+    behind = np.array(BACKGROUND_RGB[background], np.float32)
+    before = np.array(COLOUR_RGB[thing.colour], np.float32)
+    return y, x, (behind + alpha[:, :, None] * (before - behind) + 0.5).astype(np.uint8)
+
+
+@lru_cache(maxsize=2048)
+def _mask(
+    shape: int, size: int, fill: int, row: int, column: int, side: int
+) -> tuple[int, int, npt.NDArray[np.float32]]:
+    """Cover of every pixel of the thing's cell, float32 [h, w] in [0, 1], and the cell's upper left corner."""
+    cell = side / 3
+    y0, y1 = round(row * cell), round((row + 1) * cell)
+    x0, x1 = round(column * cell), round((column + 1) * cell)
+    y, x = np.arange(y0, y1) + 0.5, np.arange(x0, x1) + 0.5
+    radius = RADIUS[size] * cell
+    xs, ys = np.meshgrid((x - (column + 0.5) * cell) / radius, (y - (row + 0.5) * cell) / radius)
+    inside = -_distance(_outline(SHAPES[shape]), xs, ys) * radius  # pixels from the edge
+    alpha = np.clip(inside + 0.5, 0, 1)
+    if fill == 1:
+        alpha *= PALE + (1 - PALE) * _stripes(y, side)[:, None]
+    if fill == 2:
+        alpha -= np.clip(inside - max(STROKE * side, 1.0) + 0.5, 0, 1)
+    return y0, x0, alpha.astype(np.float32)
+
+
+def _stripes(y: Floats, side: int) -> Floats:
+    """Share of each pixel row that a stripe covers, [h]; every second half period is empty."""
+    period = side / STRIPES
+
+    def covered(t: Floats) -> Floats:
+        whole, part = np.divmod(t / period, 1.0)
+        return np.asarray(period * (whole / 2 + np.minimum(part, 0.5)))
+
+    return covered(y + 0.5) - covered(y - 0.5)
+
+
+def _distance(corners: Floats, x: Floats, y: Floats) -> Floats:
+    """Signed distance to a polygon [N, 2], negative inside; x, y and the result [h, w]."""
+    a, b = corners, np.roll(corners, -1, axis=0)
+    px, py = x[..., None] - a[:, 0], y[..., None] - a[:, 1]
+    ex, ey = (b - a).T
+    along = np.clip((px * ex + py * ey) / (ex**2 + ey**2), 0, 1)
+    nearest = np.hypot(px - along * ex, py - along * ey).min(-1)
+    straddles = (a[:, 1] > y[..., None]) != (b[:, 1] > y[..., None])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        crossed = straddles & (px < py * ex / ey)
+    return np.asarray(np.where(crossed.sum(-1) % 2 == 1, -nearest, nearest))
+
+
+@cache
+def _outline(shape: str) -> Floats:
+    """Corners of a shape in the square from -1 to 1, y downward, [N, 2]."""
+    corners = _CURVES[shape]() if shape in _CURVES else np.array(_CORNERS[shape])
+    return np.asarray(corners, np.float64)
+
+
+def _polar(radius: Floats, angle: Floats) -> Floats:
+    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
+
+
+def _circle() -> Floats:
+    t = np.arange(48) * (2 * np.pi / 48)
+    return _polar(np.full(48, 0.96), t)
+
+
+def _star() -> Floats:
+    t = np.arange(10) * (np.pi / 5) - np.pi / 2
+    return _polar(np.where(np.arange(10) % 2 == 0, 1.06, 0.44), t) + np.array([0, 0.08])
+
+
+def _heart() -> Floats:
+    t = np.arange(48) * (2 * np.pi / 48)
+    x = 16 * np.sin(t) ** 3
+    y = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
+    corners = np.stack([x, -y - 2.5], 1) / 16
+    return corners[(np.abs(corners - np.roll(corners, 1, axis=0)) > 1e-6).any(1)]
+
+
+def _moon() -> Floats:
+    """A disc less a smaller disc on its right: the two arcs meet in the horns."""
+    tip = np.deg2rad(50)
+    outer = np.linspace(tip, 2 * np.pi - tip, 36)
+    inner = np.linspace(2 * np.pi - 1.67, 1.67, 28)[1:-1]
+    big = _polar(np.full(36, 1.0), outer)
+    radius = np.sin(tip) / np.sin(1.67)
+    small = _polar(np.full(26, radius), inner) + np.array([np.cos(tip) - radius * np.cos(1.67), 0])
+    return np.concatenate([big, small]) + np.array([0.12, 0])
+
+
+_CURVES = {"circle": _circle, "star": _star, "heart": _heart, "moon": _moon}
+_CORNERS = {
+    "square": [(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)],
+    "triangle": [(0, -0.92), (1, 0.82), (-1, 0.82)],
+    "diamond": [(0, -1), (0.7, 0), (0, 1), (-0.7, 0)],
+    "cross": [
+        *[(-0.34, -0.95), (0.34, -0.95), (0.34, -0.34), (0.95, -0.34), (0.95, 0.34), (0.34, 0.34)],
+        *[(0.34, 0.95), (-0.34, 0.95), (-0.34, 0.34), (-0.95, 0.34), (-0.95, -0.34), (-0.34, -0.34)],
+    ],
+}

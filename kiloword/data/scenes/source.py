@@ -1,0 +1,157 @@
+"""Scenes as a `Source`: pictures, captions, labels, and the truth about all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kiloword.data.scenes.captions import describe
+from kiloword.data.scenes.grammar import parse, render
+from kiloword.data.scenes.query import Bools, Query, matches, truth_table
+from kiloword.data.scenes.raster import draw
+from kiloword.data.scenes.sample import GROUP, Drawn, draw_scenes
+from kiloword.data.scenes.settings import Settings, parse_settings
+from kiloword.data.scenes.tasks import TASKS, label
+from kiloword.data.scenes.world import VERSION, Rows, Scene, to_rows, to_scene
+from kiloword.draw import key
+from kiloword.types import Record
+
+
+def parse_scenes(src: str, size: int | None = None) -> ScenesSource:
+    """The data set that a SRC string names; ValueError says which options there are.
+
+    Args: size, pixels a side of pictures whose SRC does not say `size=`; default 64.
+    """
+    return ScenesSource(parse_settings(src, size or 64), src)
+
+
+def relevance(captions: Sequence[Query | str], scenes: Sequence[Scene] | Rows) -> Bools:
+    """Which captions are true of which scenes.
+
+    Args: T queries or captions; I scenes, or rows of numbers [I, 16].
+    Returns: bool [T, I].  Raises ValueError for a caption outside the language.
+    """
+    queries = [_query(c) if isinstance(c, str) else c for c in captions]
+    return truth_table(queries, scenes if isinstance(scenes, np.ndarray) else to_rows(scenes))
+
+
+def _query(caption: str) -> Query:
+    query = parse(caption)
+    if query is None:
+        raise ValueError(f"not a caption of the scenes language: '{caption[:100]}'")
+    return query
+
+
+class ScenesSource:
+    """A data set of scenes; pickles as its settings. Implements `kiloword.types.Source`.
+
+    Pictures must be neither cropped nor mirrored (`natural` is False): captions speak of places.
+    """
+
+    natural = False
+
+    def __init__(self, settings: Settings | None = None, name: str = "scenes") -> None:
+        self.settings = settings or Settings()
+        self.name = name
+        # of scenes and captions; the size of the drawing is left out, as a photo's size would be
+        self.fingerprint = f"{VERSION}-{key(repr(replace(self.settings, size=0))):016x}"
+
+    def __reduce__(self) -> tuple[type[ScenesSource], tuple[Settings, str]]:
+        return ScenesSource, (self.settings, self.name)
+
+    def __len__(self) -> int:
+        return self.settings.selection.n
+
+    @cached_property
+    def _drawn(self) -> Drawn:
+        return draw_scenes(self.settings.selection)
+
+    @property
+    def rows(self) -> Rows:
+        """All scenes as numbers [N, 16]."""
+        return self._drawn.rows
+
+    @property
+    def classnames(self) -> list[str] | None:
+        """Names of the classes of the task, if one was asked for."""
+        return list(TASKS[self.settings.task].classnames) if self.settings.task else None
+
+    @property
+    def templates(self) -> list[str]:
+        """Prompts of the task; `{c}` stands for the class name."""
+        return list(TASKS[self.settings.task].templates) if self.settings.task else []
+
+    def resolution(self, size: int) -> ScenesSource:
+        """The same scenes and captions drawn `size` pixels a side."""
+        return ScenesSource(replace(self.settings, size=size), self.name)
+
+    def scene(self, row: int) -> Scene:
+        """The scene of a row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)} scenes")
+        return to_scene(self.rows[row])
+
+    def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> Bools:
+        """Which captions are true of which rows' pictures, bool [T, I]; ValueError outside the language."""
+        return relevance(captions, self.rows[np.asarray(rows, np.int64)])
+
+    def record(self, row: int) -> Record:
+        """Picture, captions, label and truth of a row; the same whenever and wherever it is asked for."""
+        scene = self.scene(row)
+        captions, levels, wrong = self._captions(row, scene)
+        info = {"levels": levels, "wrong": wrong, "scene": scene.describe()}
+        twin = int(self._drawn.twin[row])
+        if twin >= 0:
+            info["near"] = self._key(twin)
+        if self.settings.selection.hard:
+            info["group"] = row // GROUP
+        task = self.settings.task
+        picture = draw(scene, self.settings.size)
+        return Record(self._key(row), picture, captions, label(task, scene) if task else None, info)
+
+    def _key(self, row: int) -> str:
+        s = self.settings.selection
+        return f"{s.split}-g{row // GROUP:05d}-{row % GROUP}" if s.hard else f"{s.split}-{row:06d}"
+
+    def _rng(self, row: int, purpose: str) -> np.random.Generator:
+        s = self.settings.selection
+        return np.random.Generator(np.random.Philox(key(VERSION, s.seed, s.split, row, purpose)))
+
+    def _captions(self, row: int, scene: Scene) -> tuple[list[str], list[int], list[bool]]:
+        """Captions, their levels, and which are false; the first ones do not depend on how many there are."""
+        s = self.settings
+        numbers = self._rng(row, "captions").integers(2**63, size=(s.captions, 3)).tolist()
+        levels = _levels([n[0] for n in numbers], s.levels)
+        wrong = [False] * s.captions
+        if s.wrong > 0:
+            wrong = (self._rng(row, "wrong").random(s.captions) < s.wrong).tolist()
+        captions: list[str] = []
+        for (_, choices, style), level, false in zip(numbers, levels, wrong, strict=True):
+            for again in range(8):  # a simple scene at a general level has few captions: then some repeat
+                said = self._false(row, scene, level, choices) if false else describe(scene, level, choices)
+                caption = render(said, style)
+                if caption not in captions:
+                    break
+                choices, style = key(choices, again), key(style, again)
+            captions.append(caption)
+        return captions, levels, wrong
+
+    def _false(self, row: int, scene: Scene, level: int, choices: int) -> Query:
+        """A caption of another row that is false here; level 0 is never false, so it becomes level 1."""
+        for attempt in range(1000):
+            number = key(choices, "wrong", attempt)
+            other = self.scene((row + 1 + number % (len(self) - 1)) % len(self))
+            query = describe(other, max(level, 1), number)
+            if not matches(query, scene):
+                return query
+        raise ValueError(f"scenes: nothing false can be said of row {row}; ask for a larger n or wrong=0")
+
+
+def _levels(numbers: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """A level for every 63-bit number, as often as its weight says."""
+    edges: npt.NDArray[np.float64] = np.cumsum(weights) / sum(weights)
+    return [int(v) for v in np.searchsorted(edges, np.array(numbers) / 2.0**63, side="right").clip(max=3)]

@@ -1,0 +1,113 @@
+"""What a scene is: one to three things on a 3 x 3 grid before a background. Frozen as scenes-v1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+VERSION = "scenes-v1"
+
+SHAPES = ("circle", "square", "triangle", "diamond", "star", "heart", "cross", "moon")
+COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink")
+SIZES = ("small", "large")
+FILLS = ("solid", "striped", "hollow")
+ROWS = ("top", "middle", "bottom")
+COLUMNS = ("left", "centre", "right")
+BACKGROUNDS = ("white", "black", "grey", "brown", "beige", "navy")
+MOST = 3  # things in a scene
+
+Rows = npt.NDArray[np.int8]
+"""Scenes as numbers, [N, 16]: background, then three times (place, shape, colour, size, fill); -1 where no thing is.
+
+Things are sorted by place, so that equal scenes are equal rows."""
+
+
+class Thing(NamedTuple):
+    """One drawn thing: indices into the tuples of words above."""
+
+    shape: int
+    colour: int
+    size: int
+    fill: int
+    row: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A background and one to three things at different places, in reading order."""
+
+    background: int
+    things: tuple[Thing, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """The scene in words, for `Record.info` and reports."""
+        return {"background": BACKGROUNDS[self.background], "objects": [_words(t) for t in self.things]}
+
+
+def _words(t: Thing) -> dict[str, str]:
+    return {
+        "shape": SHAPES[t.shape],
+        "colour": COLOURS[t.colour],
+        "size": SIZES[t.size],
+        "fill": FILLS[t.fill],
+        "row": ROWS[t.row],
+        "column": COLUMNS[t.column],
+    }
+
+
+def to_scene(row: Rows) -> Scene:
+    """The scene of one row [16]."""
+    v = row.tolist()
+    things = [
+        Thing(v[k + 1], v[k + 2], v[k + 3], v[k + 4], v[k] // 3, v[k] % 3)
+        for k in range(1, 1 + 5 * MOST, 5)
+        if v[k] >= 0
+    ]
+    return Scene(v[0], tuple(things))
+
+
+def to_rows(scenes: Sequence[Scene]) -> Rows:
+    """Scenes as numbers [N, 16]; things may come in any order."""
+    rows = np.full((len(scenes), 1 + 5 * MOST), -1, np.int8)
+    for row, scene in zip(rows, scenes, strict=True):
+        row[0] = scene.background
+        for k, t in enumerate(sorted(scene.things, key=lambda t: 3 * t.row + t.column)):
+            row[1 + 5 * k : 6 + 5 * k] = (3 * t.row + t.column, t.shape, t.colour, t.size, t.fill)
+    return rows
+
+
+def codes(rows: Rows, shapes: bool = True) -> npt.NDArray[np.uint64]:
+    """One number a scene, [N]; equal exactly when the scenes are (but for shapes, if those are left out)."""
+    code = rows[:, 0].astype(np.uint64)
+    for k in range(1, 1 + 5 * MOST, 5):
+        place, shape, colour, size, fill = (rows[:, k + a].astype(np.int64) for a in range(5))
+        thing = (((place * 8 + (shape if shapes else 0)) * 8 + colour) * 2 + size) * 3 + fill
+        code = code * np.uint64(4096) + np.where(place < 0, 4095, thing).astype(np.uint64)
+    return code
+
+
+SPLITS = ("train", "val", "test")
+
+
+def splits(rows: Rows) -> npt.NDArray[np.int64]:
+    """The split of every scene, [N] index into SPLITS: 80% train, 10% val, 10% test.
+
+    A hash of the content decides, so no two splits share a scene whatever the seed. Shapes are left out of the
+    hash: scenes that differ by shapes alone lie in one split, which makes whole hard groups possible.
+    """
+    x = codes(rows, shapes=False) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    part = (x ^ (x >> np.uint64(31))) % np.uint64(10)
+    return np.where(part == 0, 2, np.where(part == 1, 1, 0))
+
+
+def held_out(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Whether a scene has a thing of a held-out colour and shape, [N]: 8 of 64 pairs, each colour and shape once."""
+    shape, colour = rows[:, 2::5].astype(int), rows[:, 3::5].astype(int)
+    return np.asarray(((shape >= 0) & (shape == (3 * colour + 1) % 8)).any(1))
