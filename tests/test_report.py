@@ -22,7 +22,7 @@ from kiloword.report.gallery import picture_data
 from kiloword.report.plot import linear_axis, log_axis
 from kiloword.report.style import DARK, LIGHT, SERIES, rgb
 
-VOID = {"meta", "link", "img", "br", "line", "rect", "path"}
+VOID = {"meta", "link", "img", "br", "line", "rect", "path", "wbr"}
 NASTY = "<script>alert(\"x\")</script> & 'q'"
 finite = st.floats(-1e6, 1e6).map(lambda v: round(v, 3))
 

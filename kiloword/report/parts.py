@@ -50,7 +50,7 @@ def table(
             )
     words = [all(isinstance(row[c], str) for row in rows) for c in range(len(header))]
     classes = [_classes(word=words[c] and c > 0, strong=c == strong) for c in range(len(header))]
-    head = "".join(f'<th scope="col"{k}>{escape(h)}</th>' for h, k in zip(header, classes, strict=True))
+    head = "".join(f'<th scope="col"{k}>{_breakable(escape(h))}</th>' for h, k in zip(header, classes, strict=True))
     body = "".join(f"<tr>{_row(row, classes, digits)}</tr>" for row in rows)
     above = f"<caption>{escape(caption)}</caption>" if caption else ""
     label = escape(caption or "table")
@@ -116,9 +116,14 @@ def _classes(*, word: bool, strong: bool) -> str:
 
 
 def _row(row: Sequence[Cell], classes: Sequence[str], digits: int) -> str:
-    first = f'<th scope="row"{classes[0]}>{_shown(row[0], digits)}</th>'
+    first = f'<th scope="row"{classes[0]}>{_breakable(_shown(row[0], digits))}</th>'
     rest = (f"<td{k}>{_shown(v, digits)}</td>" for v, k in zip(row[1:], classes[1:], strict=True))
     return first + "".join(rest)
+
+
+def _breakable(html: str) -> str:
+    """A long metric name may break after its last underscore, so that a phone shows more columns."""
+    return "_<wbr>".join(html.rsplit("_", 1))
 
 
 def _shown(cell: Cell, digits: int) -> str:

@@ -55,8 +55,9 @@ figure { margin: 0 0 2rem; }
 .headline { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: 1.5rem 2rem;
   margin: 0 0 1.5rem; }
 .headline div { display: flex; flex-direction: column-reverse; justify-content: flex-end; }
-.headline dd { margin: 0; font-size: 2.5rem; line-height: 1.1; letter-spacing: -.01em; }
-.headline dt { font-size: .875rem; line-height: 1.4; color: var(--muted); margin-top: .35rem; }
+.headline dd { margin: 0; font-size: clamp(1.75rem, 5vw, 2rem); line-height: 1.15; white-space: nowrap;
+  letter-spacing: -.01em; }
+.headline dt { font-size: .875rem; line-height: 1.4; color: var(--muted); margin-top: .35rem; text-wrap: balance; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums lining-nums; }
 caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; padding-bottom: .6rem; }
 .data { width: 100%; font-size: .95rem; }
@@ -79,13 +80,14 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; vector-effect: non-scaling-stroke; }
 .line.raw { stroke-width: 1; opacity: .35; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1.5rem;
-  margin: 0 0 .25rem; padding: 0; font-size: .9rem; }
+  margin: 0 0 .75rem; padding: 0; font-size: .9rem; }
 .legend svg { width: 28px; height: 10px; margin-right: .5rem; vertical-align: middle; }
 .heat table { font-size: .8rem; line-height: 1.2; border-spacing: 2px; border-collapse: separate; }
 .heat th { font-weight: 400; padding: .1rem .5rem; text-align: right; white-space: nowrap; }
 .heat thead th { padding: .25rem 0; vertical-align: bottom; text-align: center; }
 .heat thead span { writing-mode: vertical-rl; transform: rotate(180deg); display: inline-block; text-align: left; }
-.heat .axis { color: var(--muted); text-align: left; vertical-align: bottom; padding: .25rem .5rem .25rem 0; }
+.heat .axis { color: var(--muted); text-align: left; vertical-align: bottom;
+  padding: .25rem .5rem .25rem 0; white-space: nowrap; }
 .heat td { min-width: 2.1rem; height: 2.1rem; padding: .1rem; text-align: center; color: var(--ink);
   background: rgb(var(--heat-rgb) / var(--a)); }
 .heat .none { color: var(--muted); }
@@ -93,13 +95,23 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
 .query { margin: 0 0 2.25rem; }
 .query blockquote { margin: 0 0 .75rem; font-size: 1.125rem; line-height: 1.4; }
 .query ol { list-style: none; display: grid; grid-template-columns: repeat(var(--n), minmax(0, 1fr));
-  gap: clamp(.4rem, 1.6vw, 1rem); margin: 0; padding: 0; }
+  gap: clamp(.6rem, 1.6vw, 1rem); margin: 0; padding: 0; }
 .query img { display: block; width: 100%; height: auto; border-radius: 3px; background: var(--rule); }
 .query .small { image-rendering: pixelated; }
 .query .match img { outline: 3px solid var(--match); outline-offset: 2px; }
 .query li > div { display: flex; flex-wrap: wrap; gap: 0 .6rem; margin-top: .5rem; font-size: .8rem; line-height: 1.4;
   color: var(--muted); font-variant-numeric: tabular-nums; }
 .query b { color: var(--match); font-weight: 600; white-space: nowrap; }
+@media (max-width: 36rem) {
+  .data { font-size: .85rem; }
+  .data th, .data td { padding-left: .75rem; }
+  .data thead th { font-size: .8rem; }
+  .heat table { font-size: .75rem; border-spacing: 1px; }
+  .heat td { min-width: 1.8rem; height: 1.9rem; padding: 0; }
+  .heat th { padding: .1rem .35rem .1rem 0; }
+  .query .match img { outline-width: 2px; outline-offset: 1px; }
+  .query li > div { font-size: .75rem; }
+}
 @media print { section { break-inside: avoid; } nav { display: none; } }
 """
 
