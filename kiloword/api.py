@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kiloword.data.decode import _rgb as rgb
+from kiloword.data.decode import to_rgb
 from kiloword.data.transforms import EvalTransform
 from kiloword.evaluation.features import chunks, encode_texts, inference, join
 from kiloword.evaluation.zeroshot import Templates, classifier
@@ -58,7 +58,7 @@ class Matcher:
 
     def preprocess(self, picture: Image.Image) -> Tensor:
         """A picture as the model wants it: uint8 [3, H, W]; the model normalises it itself."""
-        return self._transform(np.asarray(rgb(picture)))
+        return self._transform(np.asarray(to_rgb(picture)))
 
     def encode_image(self, images: Pictures, batch: int = 64) -> Features:
         """Features of I pictures, every value [I, ...]: "vec" [I, D] has norm 1.

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.evaluation import metrics
+from kiloword.api import Matcher
+from kiloword.data.sources import open_source
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.evaluation import baseline, evaluate, metrics
 from kiloword.evaluation.retrieval import retrieval, true_relevance
 from kiloword.evaluation.zeroshot import prompts, zeroshot
-from kiloword.types import Features
+from kiloword.methods import preset
+from kiloword.model import Model, build
+from kiloword.recipes import TextConfig, sizes
+from kiloword.types import BadSample, Features, Record, Skipped, Texts
 
 
 def cosine(images: Features, texts: Features) -> Tensor:
@@ -157,3 +167,145 @@ def test_prompts() -> None:
         prompts(["cat"], "a {c}")
     with pytest.raises(ValueError, match="no class names"):
         prompts([], ["a {c}"])
+
+
+class KnownModel(torch.nn.Module):
+    """Knows every picture and text by number: grey level 10 n and the text "n" get the n-th unit vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = sizes()["debug"]
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+        self.head = Known()
+        self.score = self.head.score
+
+    def encode_image(self, images: Tensor) -> tuple[None, Features]:
+        return None, {"vec": torch.eye(26)[(images[:, 0, 0, 0] // 10).long()]}
+
+    def encode_text(self, texts: Texts) -> tuple[None, Features]:
+        return None, {"vec": torch.eye(26)[texts.ids]}
+
+
+class Known(torch.nn.Module):
+    def score(self, images: Features, texts: Features) -> Tensor:
+        return cosine(images, texts)
+
+    def ensemble(self, texts: Features, group: Tensor, n: int) -> Features:
+        return {"vec": torch.zeros(n, 26).index_add_(0, group, texts["vec"])}
+
+
+class Numbers:
+    """A tokenizer whose captions are one number each."""
+
+    def encode(self, captions: list[str], config: TextConfig) -> Texts:
+        return Texts.pack([[int(caption)] for caption in captions])
+
+
+@dataclass
+class Greys:
+    """Row n is grey 10 n; captions and labels as given; row 3 cannot be read."""
+
+    captions: list[list[str]]
+    labels: list[int | None]
+    classnames: list[str] | None = None
+    templates: list[str] | None = None
+    bad: tuple[int, ...] = (3,)
+    name: str = "greys"
+    fingerprint: str = "greys-v1"
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def record(self, row: int) -> Record:
+        if row in self.bad:
+            raise BadSample("truncated picture")
+        return Record(f"k{row}", np.full((32, 32, 3), 10 * row, np.uint8), self.captions[row], self.labels[row])
+
+
+def known() -> Matcher:
+    return Matcher(cast(Model, KnownModel()), cast(Tokenizer, Numbers()))
+
+
+def test_a_model_that_knows_is_perfect_and_bad_rows_are_named() -> None:
+    source = Greys([[str(n)] * 2 for n in range(12)], [None] * 12)
+    source.captions[5] = []
+    bad: list[Skipped] = []
+    values = evaluate(known(), "retrieval", source, skipped=bad, batch=4)
+    assert values.pop("skipped") == 2
+    assert set(values) == {f"{side}_retrieval_recall@{k}" for side in ("text", "image") for k in (1, 5, 10)}
+    assert set(values.values()) == {1.0}
+    assert [(s.row, s.reason) for s in bad] == [(3, "truncated picture"), (5, "no caption")]
+
+
+def test_wrong_captions_cost_what_they_should() -> None:
+    captions = [["1"], ["2"], ["3"], *([str(n)] for n in range(3, 10))]
+    values = evaluate(known(), "retrieval", Greys(captions, [None] * 10, bad=()))
+    assert values["image_retrieval_recall@1"] == pytest.approx(7 / 10)
+    # Picture 0 ties with all ten texts, 1 and 2 match another's, and the third text ties with the own one of picture 3.
+    assert values["text_retrieval_recall@1"] == pytest.approx((1 / 10 + 0 + 0 + 1 / 2 + 6) / 10)
+
+
+def test_zeroshot_on_a_source() -> None:
+    labels: list[int | None] = [n % 6 for n in range(12)]
+    labels[7] = None
+    source = Greys([[]] * 12, labels, [str(n) for n in range(6)], ["{c}"])
+    bad: list[Skipped] = []
+    values = evaluate(known(), "zeroshot", source, batch=5, skipped=bad)
+    # Pictures 0, 1, 2, 4, 5 are known; 6 and 8 to 11 score 0 with every class: chance.
+    assert values["acc1"] == pytest.approx((5 + 5 / 6) / 10)
+    assert values["acc5"] == pytest.approx((5 + 5 * 5 / 6) / 10)
+    assert values["skipped"] == 2
+    assert [(s.row, s.reason) for s in bad] == [(3, "truncated picture"), (7, "no class label")]
+
+
+@pytest.mark.parametrize(
+    ("task", "source", "message"),
+    [
+        (
+            "retrival",
+            Greys([["1"]], [0]),
+            r"unknown task 'retrival'; known: retrieval, zeroshot. Did you mean retrieval\?",
+        ),
+        ("retrieval", Greys([[], []], [0, 1]), "greys has no captions.*zeroshot"),
+        ("zeroshot", Greys([["1"]], [0]), "greys has no class names.*classnames.txt"),
+        ("zeroshot", Greys([["1"]], [None], ["1", "2"]), "greys has no class labels"),
+        ("retrieval", Greys([["1"]] * 4, [0] * 4, bad=(0, 1, 2, 3)), "none of its 4 rows.*truncated picture"),
+    ],
+)
+def test_wrong_questions_get_a_sentence(task: str, source: Greys, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(known(), task, source)
+
+
+@pytest.fixture(scope="module")
+def debug() -> Matcher:
+    tokenizer = Tokenizer.train(["something red", "two blue squares in the middle row"], 300)
+    return Matcher(build(sizes()["debug"], preset("siglip"), seed=0), tokenizer)
+
+
+def test_scenes_bring_their_truth(debug: Matcher) -> None:
+    values = evaluate(debug, "retrieval", "scenes:test?n=40&levels=1")
+    assert 0 < values["image_retrieval_true_map"] < 1
+    assert values["image_retrieval_true_recall@1"] >= values["image_retrieval_recall@1"]
+    colours = evaluate(debug, "zeroshot", "scenes:test?n=40&task=colour")
+    assert set(colours) == {"acc1", "acc5", "mean_per_class_recall", "skipped"}
+    assert set(evaluate(debug, "zeroshot", "scenes:test?n=40&task=count")) == set(colours) - {"acc5"}
+
+
+def test_class_data_in_clip_benchmarks_layout(debug: Matcher, shared: Path) -> None:
+    values = evaluate(debug, "zeroshot", str(shared / "wds_tf_flowers"))
+    assert 0.1 < values["acc1"] < 0.35  # 5 classes, nothing learned
+    assert values["skipped"] == 0
+
+
+def test_colours_alone_tell_colour_but_not_shape() -> None:
+    def accuracy(task: str) -> float:
+        train, test = open_source(f"scenes?n=600&task={task}"), open_source(f"scenes:test?n=200&task={task}")
+        return dict(baseline.classify(train, test))["acc1"]
+
+    assert accuracy("colour") > 0.8
+    assert accuracy("shape") < 0.3
+    train, test = open_source("scenes?n=300&levels=3&captions=1"), open_source("scenes:test?n=100")
+    values = dict(baseline.retrieve(train, test))
+    assert values == dict(baseline.retrieve(train, test))
+    assert 0.3 < values["image_retrieval_recall@1"] < 0.9  # chance: 0.01; the background and the colours tell much

@@ -61,7 +61,8 @@ def read(source: Source, n: int, size: int = 64) -> Sample:
 def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
     """Weights [A, B] that make outputs [N, B] of inputs [N, A] with the least squared error."""
     square = inputs.T @ inputs + RIDGE * len(inputs) * torch.eye(inputs.shape[1], dtype=inputs.dtype)
-    return torch.linalg.solve(square, inputs.T @ outputs)
+    weights: Tensor = torch.linalg.solve(square, inputs.T @ outputs)
+    return weights
 
 
 def classify(train: Source, test: Source, n: int = 2000) -> Iterator[tuple[str, float]]:
@@ -75,7 +76,7 @@ def classify(train: Source, test: Source, n: int = 2000) -> Iterator[tuple[str, 
 
 
 def retrieve(train: Source, test: Source, n: int = 2000, ks: Sequence[int] = (1, 5, 10)) -> Iterator[tuple[str, float]]:
-    """Recall both ways by least squares from words of captions to histograms, learned on n pictures, then the cosine."""
+    """Recall both ways by the cosine of histograms and what least squares on n pictures makes of captions' words."""
     seen, unseen = read(train, n), read(test, len(test))
     known = [(caption, i) for i, own in enumerate(seen.captions) for caption in own]
     asked = [(caption, i) for i, own in enumerate(unseen.captions) for caption in own]

@@ -62,24 +62,38 @@ class Seen:
     """One encoded batch of a source, in the source's order, bad rows left out."""
 
     rows: list[int]
+    keys: list[str]
     images: Features  # [n, ...]
     captions: list[list[str]]
-    labels: Tensor | None  # [n] int64, or [n, C] for many labels a picture; None: the data has no classes
+    labels: Tensor | None  # [n] int64, -1: none, or [n, C] for many labels a picture; None: no row has one
+
+    def without(self, bad: Sequence[bool], reason: str, skipped: list[Skipped]) -> Seen:
+        """The same without some rows, which are named in `skipped`."""
+        if not any(bad):
+            return self
+        skipped += [Skipped(row, key, reason) for row, key, b in zip(self.rows, self.keys, bad, strict=True) if b]
+        keep = [i for i, b in enumerate(bad) if not b]
+        return Seen(
+            [self.rows[i] for i in keep],
+            [self.keys[i] for i in keep],
+            {name: value[keep] for name, value in self.images.items()},
+            [self.captions[i] for i in keep],
+            None if self.labels is None else self.labels[keep],
+        )
 
 
-def seen(
-    matcher: Matcher, source: Source, batch: int = 64, workers: int = 0, skipped: list[Skipped] | None = None
-) -> Iterator[Seen]:
+def seen(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> Iterator[Seen]:
     """Encode every picture of a source once; bad rows are appended to `skipped` with their reasons."""
     from kiloword.data.loader import eval_batches
 
     config = matcher.model.config
     empty = True
     for part in eval_batches(source, config.image.size, config.preprocess.resize, batch, workers):
-        if skipped is not None:
-            skipped += part.skipped
-        if len(part.images):
+        skipped += part.skipped
+        if part.rows:
             empty = False
-            yield Seen(list(part.rows), matcher.encode_image(part.images), part.captions, part.labels)
+            images = matcher.encode_image(part.images, batch)
+            yield Seen(part.rows, part.keys, images, part.captions, part.labels)
     if empty:
-        raise ValueError(f"{source.name}: none of its {len(source)} rows is a readable picture")
+        why = f", the first because: {skipped[0].reason}" if skipped else ""
+        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable picture{why}")

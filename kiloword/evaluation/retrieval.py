@@ -62,22 +62,24 @@ def run(
     skipped: list[Skipped] | None = None,
 ) -> Iterator[tuple[str, float]]:
     """Encode a source and yield its retrieval metrics; true relevance too where the source offers it."""
-    images: list[Features] = []
-    places: list[int] = []  # rows of the source
+    bad = [] if skipped is None else skipped
+    captioned: list[Features] = []
     captions: list[str] = []
-    picture: list[int] = []
-    for part in seen(matcher, source, batch, workers, skipped):
-        for row, own in zip(part.rows, part.captions, strict=True):
+    places: list[int] = []  # rows of the source
+    picture: list[int] = []  # of each caption, an index into places
+    for part in seen(matcher, source, batch, workers, bad):
+        described = part.without([not own for own in part.captions], "no caption", bad)
+        for row, own in zip(described.rows, described.captions, strict=True):
             picture += [len(places)] * len(own)
             captions += own
             places.append(row)
-        images.append(part.images)
+        captioned.append(described.images)
     if not captions:
         raise ValueError(f"{source.name} has no captions to retrieve with; for class data use the task zeroshot")
     truth = getattr(source, "relevance", None)
     relevance = None if truth is None else lambda c: truth(captions[c], places)
     texts = matcher.encode_text(captions)
-    yield from retrieval(matcher.score, join(images), texts, torch.tensor(picture), ks, relevance, chunk)
+    yield from retrieval(matcher.score, join(captioned), texts, torch.tensor(picture), ks, relevance, chunk)
 
 
 def check_pairs(images: Features, texts: Features, image_of_text: Tensor) -> None:
@@ -149,7 +151,7 @@ def _others(block: Tensor, picture: Tensor, r: slice) -> Tensor:
 
 def _pairs(picture: Tensor, r: slice) -> Tensor:
     """Columns of a block whose own picture is one of its rows."""
-    return ((picture >= r.start) & (picture < r.stop)).nonzero()[:, 0]
+    return torch.where((picture >= r.start) & (picture < r.stop))[0]
 
 
 def true_relevance(

@@ -95,14 +95,29 @@ def run(
     """Classify a source's pictures by the prompts of its classes; names and templates default to the source's own."""
     names = classnames or getattr(source, "classnames", None)
     if not names:
-        raise ValueError(f"{source.name} has no class names: expected classnames.txt in its folder or the one above")
+        raise ValueError(
+            f"{source.name} has no class names: expected classnames.txt in its folder or the one above "
+            "(for scenes: scenes:test?task=colour)"
+        )
     given = templates or getattr(source, "templates", None) or ["{c}"]
     classes = classifier(matcher.model, matcher.tokenizer, names, given)
+    bad = [] if skipped is None else skipped
+    yield from zeroshot(matcher.score, _labelled(matcher, source, batch, workers, bad), classes)
 
-    def labelled() -> Iterator[tuple[Features, Tensor]]:
-        for part in seen(matcher, source, batch, workers, skipped):
-            if part.labels is None:
-                raise ValueError(f"{source.name} has no class labels (.cls members): zeroshot needs one a picture")
-            yield part.images, part.labels
 
-    yield from zeroshot(matcher.score, labelled(), classes)
+def _labelled(
+    matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]
+) -> Iterator[tuple[Features, Tensor]]:
+    """Encoded pictures with labels; a row without one is named in `skipped`."""
+    none = True
+    for part in seen(matcher, source, batch, workers, skipped):
+        if part.labels is None:
+            part.without([True] * len(part.rows), "no class label", skipped)
+            continue
+        if part.labels.ndim == 1:
+            part = part.without((part.labels < 0).tolist(), "no class label", skipped)
+        assert part.labels is not None
+        none = False
+        yield part.images, part.labels
+    if none:
+        raise ValueError(f"{source.name} has no class labels (.cls members): zeroshot needs one a picture")
