@@ -1,0 +1,255 @@
+"""From rows to batches: read, augment, choose captions, apply views, pack; the same whatever number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kiloword.data.bad import BadRows, reasons
+from kiloword.data.captions import choose
+from kiloword.data.sampler import Order, Rows, share
+from kiloword.data.steps import in_order
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.transforms import EvalTransform, TrainTransform
+from kiloword.draw import Draw, key
+from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.types import BadSample, Batch, Example, Record, Skipped, Source, View
+
+__all__ = ["BadRows", "EvalBatch", "Loader", "eval_batches"]
+
+ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail once in 10^64 times
+
+
+@dataclass
+class Loader:
+    """One rank's share of every global batch; a batch is a pure function of its step.
+
+    Args: order decides the rows; data, how pictures are read and which captions come; text, how captions are packed;
+    views change examples, in order; train False: pictures as for evaluation, no views; timeout in seconds a step.
+    Errors: ValueError when the batch does not divide over the ranks, or the order is of other data.
+    """
+
+    source: Source
+    order: Order
+    data: DataConfig
+    text: TextConfig
+    image_size: int
+    tokenizer: Tokenizer
+    views: Sequence[View] = ()
+    seed: int = 0
+    rank: int = 0
+    ranks: int = 1
+    workers: int = 0
+    train: bool = True
+    resize: Literal["shortest", "squash"] = "shortest"
+    timeout: float = 300
+    _train: TrainTransform = field(init=False, repr=False)
+    _eval: EvalTransform = field(init=False, repr=False)
+    _untouched: bool = field(init=False, repr=False)
+    _epoch: tuple[int, Source] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        share(np.zeros(self.order.batch, np.int64), self.rank, self.ranks)
+        if len(self.source) != self.order.rows:
+            raise ValueError(
+                f"{self.source.name} has {len(self.source)} rows, the order was made for {self.order.rows}"
+            )
+        natural = getattr(self.source, "natural", True)
+        self._train = TrainTransform(self.image_size, self.data.augment, self.resize, self.data.decoder, natural)
+        self._eval = EvalTransform(self.image_size, self.resize, self.data.decoder)
+        self._epoch = -1, self.source
+        self._untouched = not self.train or not _changes(self.data.augment, natural)
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        """This rank's batches of the steps [start, stop); without end when stop is None.
+
+        Errors: see `batch`; RuntimeError when a worker died or stalled.
+        """
+        steps = count(start) if stop is None else range(start, stop)
+        return in_order(self.batch, steps, self.workers, self.timeout)
+
+    def batch(self, step: int) -> Batch:
+        """This rank's share of the global batch of one step.
+
+        Bad samples are named in `skipped` and replaced by other rows, the same ones in every run.
+        Errors: ValueError when no replacement for a bad row can be read, or a side table does not cover every row.
+        """
+        epoch, rows = self.order.batch_rows(step)
+        mine = share(rows, self.rank, self.ranks)
+        reader = Reader(self, self._source_in(epoch), rows)
+        examples, seeds = [], []
+        for row in mine.tolist():
+            example, draw = reader.readable(row, Draw(self.seed, epoch, row))
+            for view in self.views if self.train else ():
+                example = view(example, reader, draw)
+            examples.append(example)
+            seeds.append(draw.sample_seed)
+        return self._pack(examples, seeds, self.rank * len(mine), reader.skipped)
+
+    def picture(self, image: bytes | np.ndarray, draw: Draw) -> Tensor:
+        """uint8 [3, H, W]; no work when nothing is to be changed."""
+        if self._untouched and isinstance(image, np.ndarray) and self._fits(image):
+            return torch.from_numpy(image).permute(2, 0, 1)
+        return self._train(image, draw) if self.train else self._eval(image)
+
+    def _fits(self, image: np.ndarray) -> bool:
+        square = image.shape == (self.image_size, self.image_size, 3)
+        return square and image.dtype == np.uint8 and image.flags.writeable  # torch warns of read-only arrays
+
+    def _source_in(self, epoch: int) -> Source:
+        """The source, or its rows of one epoch where they change from epoch to epoch (mixtures with part weights)."""
+        if not hasattr(self.source, "at"):
+            return self.source
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, self.source.at(epoch)
+        return self._epoch[1]
+
+    def _pack(self, examples: list[Example], seeds: list[int], first: int, skipped: list[Skipped]) -> Batch:
+        counts = [len(e.captions) for e in examples]
+        if not all(counts):
+            raise ValueError(
+                f"a view left {examples[counts.index(0)].key} without a caption; it must keep at least one"
+            )
+        return Batch(
+            images=torch.stack([e.image for e in examples]),
+            texts=self.tokenizer.encode([c for e in examples for c in e.captions], self.text),
+            image_of_text=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
+            seeds=torch.tensor(seeds, dtype=torch.int64),
+            position=torch.arange(first, first + len(examples)),
+            composed=torch.tensor([e.composed for e in examples]),
+            image_side=_join([e.image_side for e in examples], torch.stack),
+            text_side=_join([e.text_side for e in examples], torch.cat),
+            skipped=skipped,
+        )
+
+
+class Reader:
+    """Examples of one batch, and what was bad among the rows that they came from. This is what views fetch from."""
+
+    def __init__(self, loader: Loader, source: Source, batch: Rows) -> None:
+        self.loader, self.source, self.batch = loader, source, batch
+        self.skipped: list[Skipped] = []
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def example(self, row: int, draw: Draw) -> Example:
+        """Any row of the data set, its picture augmented with `draw`; another row in its place when it is bad."""
+        return self.readable(row, draw)[0]
+
+    def readable(self, row: int, draw: Draw) -> tuple[Example, Draw]:
+        """The example of a row, or of the first readable one of a walk keyed by (seed, epoch, row, attempt).
+
+        A draw of the row itself moves with the row, so that the replacement is what its own turn would give.
+        """
+        own, failed = draw.row == row, []
+        for candidate in self._walk(row, draw):
+            drawn = replace(draw, row=candidate) if own and candidate != row else draw
+            try:
+                example = self._read(candidate, drawn)
+            except BadSample as error:
+                failed.append(Skipped(candidate, _name(self.source, candidate), str(error)))
+                continue
+            self.skipped += failed
+            return example, drawn
+        raise ValueError(f"{self.source.name}: {len(failed)} rows in a row are bad: {reasons(failed)}")
+
+    def _walk(self, row: int, draw: Draw) -> Iterator[int]:
+        """The row, then candidates: outside this global batch as long as half of the data set lies there."""
+        yield row
+        n = len(self)
+        taken = set(self.batch.tolist()) if 2 * len(self.batch) <= n else set()
+        fresh = (c for a in count() if (c := key(draw.seed, draw.epoch, row, "instead", a) % n) not in taken)
+        for _ in range(ATTEMPTS):
+            yield next(fresh)
+
+    def _read(self, row: int, draw: Draw) -> Example:
+        loader = self.loader
+        record = read(self.source, row)
+        captions = choose(record.captions, loader.data.captions, draw if draw.row == row else replace(draw, row=row))
+        if not captions:
+            raise BadSample("no caption")
+        return Example(record.key, row, loader.picture(record.image, draw), captions)
+
+
+def read(source: Source, row: int) -> Record:
+    """One record; whatever goes wrong while reading it is a reason to skip the row.
+
+    Sources are also users' own classes over any storage, which raise anything. Their bugs do not stay hidden: a run
+    stops, with the most frequent reasons, as soon as more than `DataConfig.bad_share` of the rows are bad.
+    """
+    try:
+        return source.record(row)
+    except (BadSample, MemoryError):
+        raise
+    except Exception as error:
+        raise BadSample(f"{type(error).__name__}: {error}"[:200]) from error
+
+
+@dataclass
+class EvalBatch:
+    """Consecutive readable rows of a source."""
+
+    rows: list[int]
+    keys: list[str]
+    images: Tensor  # uint8 [n, 3, size, size]
+    captions: list[list[str]]
+    labels: Tensor | None  # [n] int64, -1 where a row has none; None: no row of the batch has one
+    skipped: list[Skipped]
+
+
+def eval_batches(
+    source: Source,
+    image_size: int,
+    resize: Literal["shortest", "squash"] = "shortest",
+    batch: int = 64,
+    workers: int = 0,
+) -> Iterator[EvalBatch]:
+    """Every row once, in order, at most `batch` at a time (n may be 0); bad rows are left out and named.
+
+    Errors: RuntimeError when a worker died or stalled.
+    """
+    make = partial(_eval_batch, source, EvalTransform(image_size, resize), batch)
+    return in_order(make, range(-(-len(source) // batch)), workers)
+
+
+def _eval_batch(source: Source, transform: EvalTransform, batch: int, step: int) -> EvalBatch:
+    records, rows, images, skipped = [], [], [], []
+    for row in range(step * batch, min((step + 1) * batch, len(source))):
+        try:
+            record = read(source, row)
+            images.append(transform(record.image))
+        except BadSample as error:
+            skipped.append(Skipped(row, _name(source, row), str(error)))
+            continue
+        records.append(record)
+        rows.append(row)
+    pixels = torch.stack(images) if images else torch.empty(0, 3, transform.size, transform.size, dtype=torch.uint8)
+    classes = [r.label for r in records]
+    labels = None if all(c is None for c in classes) else torch.tensor([-1 if c is None else c for c in classes])
+    return EvalBatch(rows, [r.key for r in records], pixels, [r.captions for r in records], labels, skipped)
+
+
+def _changes(augment: AugmentConfig, natural: bool) -> bool:
+    geometry = natural and (augment.crop < 1 or augment.flip > 0)
+    return geometry or augment.jitter > 0 or augment.grayscale > 0 or augment.blur > 0
+
+
+def _name(source: Source, row: int) -> str:
+    """The key of a row that cannot be read, where the source can tell."""
+    name = getattr(source, "key", None)
+    return str(name(row)) if callable(name) else f"row {row}"
+
+
+def _join(sides: list[dict[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
+    names = sides[0].keys()
+    if any(side.keys() != names for side in sides):
+        raise ValueError(f"side features {sorted(names)} are missing for some rows; a side table must cover every row")
+    return {name: join([side[name] for side in sides]) for name in names}

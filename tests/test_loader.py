@@ -1,0 +1,296 @@
+"""The loader: a batch depends on its step alone, whatever workers, ranks, resuming or bad samples."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from kiloword.data.captions import choose
+from kiloword.data.loader import ATTEMPTS, BadRows, Loader, eval_batches
+from kiloword.data.sampler import Order
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.draw import Draw
+from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.types import BadSample, Batch, Example, Fetch, Record, Skipped
+
+SIZE, ROWS, BATCH = 8, 40, 8
+TEXT = TextConfig(context=24, vocab=400)
+AUGMENT = AugmentConfig(crop=0.5, flip=0.5, jitter=0.5)
+TOKENIZER = Tokenizer.train([f"picture {i} caption {j}" for i in range(ROWS) for j in range(4)], 320)
+
+
+@dataclass
+class Pictures:
+    """Row i holds a noisy picture and 1 + i % 4 captions that name it; chosen rows are bad in several ways."""
+
+    bad: dict[int, str] = field(default_factory=dict)
+    rows: int = ROWS
+    side: int = SIZE
+    name: str = "pictures"
+    fingerprint: str = "f"
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def key(self, row: int) -> str:
+        return f"k{row:03}"
+
+    def record(self, row: int) -> Record:
+        how = self.bad.get(row)
+        if how == "sample":
+            raise BadSample("truncated picture")
+        if how == "crash":
+            raise KeyError("column")
+        pixels = np.random.default_rng(row).integers(0, 256, (self.side, self.side, 3), dtype=np.uint8)
+        captions = [] if how == "silent" else [f"picture {row} caption {j}" for j in range(1 + row % 4)]
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "sleep":
+            time.sleep(30)
+        image = b"no picture" if how == "bytes" else pixels
+        return Record(self.key(row), image, captions, label=row % 3 if how != "unlabelled" else None)
+
+
+def make(source: Pictures | None = None, augment: AugmentConfig = AUGMENT, **changes: object) -> Loader:
+    source = source or Pictures()
+    captions = changes.pop("captions", "one")
+    data = DataConfig(captions=captions, augment=augment)  # type: ignore[arg-type]
+    order = Order(len(source), BATCH, seed=3)
+    return Loader(source, order, data, TEXT, SIZE, TOKENIZER, seed=5, **changes)  # type: ignore[arg-type]
+
+
+def same(a: Batch, b: Batch) -> bool:
+    tensors = ("images", "image_of_text", "seeds", "position", "composed")
+    sides = all(
+        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+        for x, y in ((a.image_side, b.image_side), (a.text_side, b.text_side))
+    )
+    texts = torch.equal(a.texts.ids, b.texts.ids) and torch.equal(a.texts.starts, b.texts.starts)
+    return (
+        texts and sides and a.skipped == b.skipped and all(torch.equal(getattr(a, n), getattr(b, n)) for n in tensors)
+    )
+
+
+def captions_of(batch: Batch) -> list[str]:
+    edges = batch.texts.starts.tolist()
+    return [TOKENIZER.decode(batch.texts.ids[a:b].tolist()) for a, b in pairwise(edges)]
+
+
+def mixed(example: Example, fetch: Fetch, draw: Draw) -> Example:
+    """A view with everything a view may do: another row, side features, the composed flag."""
+    other = fetch.example(int(draw.rng("mix").integers(len(fetch))), draw)
+    image = torch.cat([example.image[:, :, : SIZE // 2], other.image[:, :, SIZE // 2 :]], 2)
+    sides = {"other": torch.tensor([other.row])}
+    captions = [f"{example.captions[0]} and {other.captions[0]}", *example.captions[1:]]
+    per_text = {"length": torch.tensor([len(c) for c in captions])}
+    return replace(example, image=image, captions=captions, composed=True, image_side=sides, text_side=per_text)
+
+
+def test_workers_change_nothing() -> None:
+    bad = Pictures({3: "sample", 7: "bytes", 11: "silent", 20: "crash"})
+    alone = make(bad, captions=2, views=(mixed,))
+    state = torch.random.get_rng_state()
+    first = list(alone.batches(0, 12))
+    second = list(replace(alone, workers=2).batches(0, 12))
+    assert len(first) == len(second) == 12
+    assert all(same(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(torch.random.get_rng_state(), state), "the loader drew from the global generator"
+
+
+@pytest.mark.parametrize("step", [0, 1, 4, 5, 13])
+def test_resume_at_any_step(step: int) -> None:
+    full = list(make().batches(0, 16))
+    rest = list(make().batches(step, 16))
+    assert all(same(a, b) for a, b in zip(full[step:], rest, strict=True))
+    assert same(next(islice(make().batches(step), 1)), full[step])
+
+
+def test_ranks_share_what_one_rank_sees() -> None:
+    bad = Pictures({3: "sample", 20: "crash"})
+    for step in range(6):
+        whole = make(bad, captions="all").batch(step)
+        parts = [make(bad, captions="all", rank=r, ranks=4).batch(step) for r in range(4)]
+        assert torch.equal(torch.cat([p.images for p in parts]), whole.images)
+        assert torch.equal(torch.cat([p.seeds for p in parts]), whole.seeds)
+        assert torch.cat([p.position for p in parts]).tolist() == whole.position.tolist() == list(range(BATCH))
+        assert list(chain.from_iterable(captions_of(p) for p in parts)) == captions_of(whole)
+        assert list(chain.from_iterable(p.skipped for p in parts)) == whole.skipped
+
+
+def test_texts_belong_to_their_pictures() -> None:
+    loader = make(captions="all")
+    epoch, rows = loader.order.batch_rows(7)
+    batch = loader.batch(7)
+    assert batch.image_of_text.tolist() == [i for i, r in enumerate(rows.tolist()) for _ in range(1 + r % 4)]
+    expected = [f"picture {r} caption {j}" for r in rows.tolist() for j in range(1 + r % 4)]
+    assert captions_of(batch) == expected
+    assert batch.seeds.tolist() == [Draw(5, epoch, r).sample_seed for r in rows.tolist()]
+    assert not batch.composed.any()
+
+
+def test_bad_samples_are_named_and_replaced_the_same_way_each_time() -> None:
+    bad = {3: "sample", 7: "bytes", 11: "silent", 20: "crash"}
+    epoch = list(make(Pictures(bad)).batches(0, ROWS // BATCH))
+    skipped = [s for b in epoch for s in b.skipped]
+    named = {s.row: (s.key, s.reason) for s in skipped}
+    assert named[3] == ("k003", "truncated picture")
+    assert named[7] == ("k007", "not a picture in a known format")
+    assert named[11] == ("k011", "no caption")
+    assert named[20] == ("k020", "KeyError: 'column'")
+    for batch in epoch:
+        assert len(batch) == BATCH
+        texts = captions_of(batch)
+        assert len({t.split()[1] for t in texts}) == BATCH, "a replacement was in the batch already"
+        assert len(batch.seeds.unique()) == BATCH
+
+
+def test_a_replacement_is_what_its_own_turn_would_give() -> None:
+    broken, whole = make(Pictures({3: "sample"})), make()
+    step = next(s for s in range(5) if 3 in whole.order.batch_rows(s)[1])
+    place = whole.order.batch_rows(step)[1].tolist().index(3)
+    batch = broken.batch(step)
+    row = int(captions_of(batch)[place].split()[1])
+    turn = next(s for s in range(5) if row in whole.order.batch_rows(s)[1])
+    own = whole.batch(turn)
+    at = whole.order.batch_rows(turn)[1].tolist().index(row)
+    assert torch.equal(batch.images[place], own.images[at])
+    assert batch.seeds[place] == own.seeds[at]
+
+
+def test_views_get_replacements_too_and_report_them() -> None:
+    def fetch_bad(example: Example, fetch: Fetch, draw: Draw) -> Example:
+        return replace(example, captions=[f"beside {fetch.example(3, draw).row}"])
+
+    batch = make(Pictures({3: "sample"}), views=(fetch_bad,)).batch(0)
+    assert "beside 3" not in captions_of(batch)
+    assert len([s for s in batch.skipped if s.row == 3]) >= BATCH
+
+
+def test_views_see_sides_and_flags_stacked() -> None:
+    batch = make(captions=2, views=(mixed,)).batch(2)
+    assert batch.image_side["other"].shape == (BATCH, 1)
+    assert batch.text_side["length"].shape == (len(batch.texts),)
+    assert batch.composed.all()
+    assert not make(captions=2, views=(mixed,), train=False).batch(2).composed.any()
+
+
+def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
+    bad = Pictures(dict.fromkeys(range(ROWS), "sample"))
+    message = rf"pictures: {ATTEMPTS + 1} rows in a row are bad: truncated picture \({ATTEMPTS + 1}, such as k0"
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match=message) as caught:
+            list(make(bad, workers=workers).batches(0, 1))
+        assert "Traceback" not in str(caught.value)
+
+
+def test_a_killed_worker_is_an_error_not_a_wait() -> None:
+    with pytest.raises(RuntimeError, match=r"a loader worker stopped: .*(Killed|exited unexpectedly)"):
+        list(make(Pictures(dict.fromkeys(range(ROWS), "kill")), workers=1, timeout=60).batches(0, 5))
+
+
+@pytest.mark.slow
+def test_a_stalled_worker_is_an_error_not_a_wait() -> None:
+    with pytest.raises(RuntimeError, match="a loader worker stopped: DataLoader timed out after 1 seconds"):
+        list(make(Pictures(dict.fromkeys(range(ROWS), "sleep")), workers=1, timeout=1).batches(0, 5))
+
+
+def test_untouched_pictures_are_exact() -> None:
+    loader = make(augment=AugmentConfig())
+    _, rows = loader.order.batch_rows(1)
+    expected = [Pictures().record(r).image for r in rows.tolist()]
+    assert torch.equal(loader.batch(1).images, torch.from_numpy(np.stack(expected)).permute(0, 3, 1, 2))  # type: ignore[arg-type]
+    png = io.BytesIO()
+    Image.fromarray(expected[0]).save(png, "PNG")  # type: ignore[arg-type]
+    assert torch.equal(loader.picture(png.getvalue(), Draw(0, 0, 0)), loader.batch(1).images[0])
+
+
+def test_augmentation_changes_with_the_epoch_only() -> None:
+    loader = make(Pictures(rows=BATCH))
+    rows = [loader.order.batch_rows(s)[1].tolist() for s in (0, 1)]
+    a, b = loader.batch(0), loader.batch(1)
+    same_row = b.images[[rows[1].index(r) for r in rows[0]]]
+    assert not torch.equal(a.images, same_row)
+    assert same(loader.batch(0), a)
+
+
+@given(st.integers(1, 30), st.integers(1, 31), st.integers(0, 99), st.integers(0, 3))
+def test_captions_of_a_picture_come_equally_often(n: int, wanted: int, row: int, seed: int) -> None:
+    captions = [str(i) for i in range(n)]
+    epochs = [choose(captions, wanted, Draw(seed, epoch, row)) for epoch in range(n)]
+    assert all(len(set(e)) == len(e) == min(n, wanted) for e in epochs)
+    assert set(Counter(c for e in epochs for c in e).values()) == {min(n, wanted)}
+
+
+def test_one_caption_is_redrawn_each_epoch_and_differs_between_rows() -> None:
+    captions = list("abcde")
+    one = {tuple(choose(captions, "one", Draw(0, e, row))[0] for e in range(5)) for row in range(200)}
+    assert all(sorted(o) == captions for o in one)
+    assert len(one) > 50
+    assert choose(captions, "all", Draw(0, 3, 4)) == captions
+    assert choose([], "one", Draw(0, 0, 0)) == []
+
+
+def test_bad_rows_are_counted_once_and_stop_a_run() -> None:
+    bad = BadRows(200, 0.01)
+    first = Skipped(4, "k4", "truncated picture")
+    assert bad.count([first, first]) == [first]
+    assert bad.count([first]) == []
+    bad.count([Skipped(5, "k5", "no caption")])
+    resumed = BadRows(200, 0.01)
+    resumed.load_state_dict(bad.state_dict())
+    for one in (bad, resumed):
+        assert len(one) == 2
+        with pytest.raises(
+            ValueError, match=r"3 of the data set's 200 rows are bad, more than the allowed 1.00%: trunc"
+        ):
+            one.count([Skipped(6, "k6", "truncated picture")])
+
+
+def test_truncated_captions_are_counted() -> None:
+    short = replace(make(), text=replace(TEXT, context=5))
+    batch = short.batch(0)
+    assert batch.texts.truncated == BATCH
+    assert batch.texts.longest == 5
+
+
+def test_evaluation_reads_every_row_once_in_order() -> None:
+    source = Pictures({2: "sample", 9: "bytes", 5: "silent"}, rows=11, side=20)
+    for workers in (0, 2):
+        parts = list(eval_batches(source, SIZE, "squash", 4, workers))
+        assert [r for p in parts for r in p.rows] == [0, 1, 3, 4, 5, 6, 7, 8, 10]
+        assert [k for p in parts for k in p.keys][:2] == ["k000", "k001"]
+        assert [s.row for p in parts for s in p.skipped] == [2, 9]
+        assert parts[0].images.shape == (3, 3, SIZE, SIZE)
+        assert parts[1].captions[1] == []
+        assert [p.labels.tolist() for p in parts if p.labels is not None] == [[0, 1, 0], [1, 2, 0, 1], [2, 1]]
+    unlabelled = Pictures(dict.fromkeys(range(3), "unlabelled"), rows=3)
+    assert next(eval_batches(unlabelled, SIZE)).labels is None
+    empty = next(eval_batches(Pictures({0: "sample"}, rows=1), SIZE))
+    assert empty.images.shape == (0, 3, SIZE, SIZE)
+
+
+def test_errors_are_sentences() -> None:
+    with pytest.raises(ValueError, match="a global batch of 8 does not divide over 3 ranks"):
+        make(ranks=3)
+    with pytest.raises(ValueError, match="pictures has 40 rows, the order was made for 41"):
+        replace(make(), order=Order(41, BATCH))
+    with pytest.raises(ValueError, match=r"a view left k0\d\d without a caption"):
+        make(views=(lambda example, fetch, draw: replace(example, captions=[]),)).batch(0)
+
+    def partly(example: Example, fetch: Fetch, draw: Draw) -> Example:
+        return replace(example, image_side={"x": torch.zeros(1)} if example.row % 2 else {})
+
+    with pytest.raises(ValueError, match="must cover every row"):
+        make(views=(partly,)).batch(0)
