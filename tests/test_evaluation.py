@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
-from kiloword.evaluation import baseline, evaluate, metrics
+from kiloword.evaluation import evaluate, metrics
 from kiloword.evaluation.retrieval import retrieval, true_relevance
 from kiloword.evaluation.zeroshot import prompts, zeroshot
 from kiloword.methods import preset
@@ -296,16 +295,3 @@ def test_class_data_in_clip_benchmarks_layout(debug: Matcher, shared: Path) -> N
     values = evaluate(debug, "zeroshot", str(shared / "wds_tf_flowers"))
     assert 0.1 < values["acc1"] < 0.35  # 5 classes, nothing learned
     assert values["skipped"] == 0
-
-
-def test_colours_alone_tell_colour_but_not_shape() -> None:
-    def accuracy(task: str) -> float:
-        train, test = open_source(f"scenes?n=600&task={task}"), open_source(f"scenes:test?n=200&task={task}")
-        return dict(baseline.classify(train, test))["acc1"]
-
-    assert accuracy("colour") > 0.8
-    assert accuracy("shape") < 0.3
-    train, test = open_source("scenes?n=300&levels=3&captions=1"), open_source("scenes:test?n=100")
-    values = dict(baseline.retrieve(train, test))
-    assert values == dict(baseline.retrieve(train, test))
-    assert 0.3 < values["image_retrieval_recall@1"] < 0.9  # chance: 0.01; the background and the colours tell much

@@ -32,7 +32,7 @@ def retrieval(
     image_of_text: Tensor,
     ks: Sequence[int] = (1, 5, 10),
     relevance: Relevance | Tensor | None = None,
-    chunk: int = 2048,
+    chunk: int = 1024,
 ) -> Iterator[tuple[str, float]]:
     """Recall@k both ways, as CLIP_benchmark defines and names it; no [I, T] is ever held.
 
@@ -58,7 +58,7 @@ def run(
     batch: int = 64,
     workers: int = 0,
     ks: Sequence[int] = (1, 5, 10),
-    chunk: int = 2048,
+    chunk: int = 1024,
     skipped: list[Skipped] | None = None,
 ) -> Iterator[tuple[str, float]]:
     """Encode a source and yield its retrieval metrics; true relevance too where the source offers it."""
@@ -160,7 +160,7 @@ def true_relevance(
     texts: Features,
     relevance: Relevance | Tensor,
     ks: Sequence[int] = (1, 5, 10),
-    chunk: int = 2048,
+    chunk: int = 1024,
 ) -> Iterator[tuple[str, float]]:
     """Retrieval of pictures where the truth is known: every picture that a text is true of counts.
 
