@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in one call of under ten minutes: steps against open_clip, then a training run.
-# Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k), BUDGET (seconds in all).
+# Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k), BUDGET (seconds in all), WORKERS.
 # Results: $OUT/gpu.jsonl, one line for the machine, then one a run; what is missing is skipped with a sentence.
 set -u
 cd "$(dirname "$0")/.."
@@ -11,10 +11,11 @@ fi
 OUT=${OUT:-bench/results}
 DATA=${DATA:-../shared/data}
 BUDGET=${BUDGET:-560}
+WORKERS=${WORKERS:-$(($(nproc) > 2 ? $(nproc) - 2 : 0))}
 RESULTS=$OUT/gpu.jsonl
 SCRATCH=$(mktemp -d)
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 trap 'rm -rf "$SCRATCH"' EXIT
-mkdir -p "$OUT"
 
 machine() {
   "$PYTHON" - <<'END'
@@ -73,8 +74,11 @@ run() { # NAME LIMIT COMMAND...
   tail -n 1 "$RESULTS"
 }
 
-step() { # SIZE BATCH [--compile]
-  run "step $*" 150 "$PYTHON" bench/step.py --size "$1" --device cuda --batch "$2" --dtype bf16 --steps 20 ${3:-}
+step() { # SIZE BATCH FLAGS...
+  local name="step $*" size=$1 batch=$2
+  shift 2
+  run "$name" 150 "$PYTHON" bench/step.py --size "$size" --device cuda --batch "$batch" \
+    --dtype bf16 --steps 20 --warmup 5 "$@"
 }
 
 train() {
@@ -85,7 +89,7 @@ train() {
   local val=()
   [ -d "$DATA/flickr8k/dev" ] && val=(--val "$DATA/flickr8k/dev")
   run "train siglip s16 30 epochs" 200 "$PYTHON" -m kiloword train siglip --size s16 \
-    --data "$DATA/flickr8k/train" "${val[@]}" --epochs 30 --out "$SCRATCH/s16"
+    --data "$DATA/flickr8k/train" "${val[@]}" --epochs 30 --out "$SCRATCH/s16" --precision bf16 --workers "$WORKERS"
   if [ -f "$SCRATCH/s16/metrics.jsonl" ]; then
     cp "$SCRATCH/s16/metrics.jsonl" "$OUT/s16-metrics.jsonl"
   fi
@@ -100,16 +104,19 @@ if ! machine >"$SCRATCH/machine" 2>"$SCRATCH/stderr"; then
   echo "skipped: no GPU that torch can use ($(tail -n 1 "$SCRATCH/stderr"))"
   exit 0
 fi
-cat "$SCRATCH/machine" | tee "$RESULTS"
+mkdir -p "$OUT"
+tee "$RESULTS" <"$SCRATCH/machine"
 
 # The figures that are quoted come first, so that a slow machine loses only the others.
 step b32 1024
 step b32 1024 --compile
 step b16 512
 step l14 256
+step b32 256 --captions 6
 train
 step b16 512 --compile
 step l14 256 --compile
+step b32 256 --captions 6 --compile
 step b32 256
 step b32 32
 step b16 1024

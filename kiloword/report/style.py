@@ -103,9 +103,9 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
   color: var(--muted); font-variant-numeric: tabular-nums; }
 .query b { color: var(--match); font-weight: 600; white-space: nowrap; }
 @media (max-width: 36rem) {
-  .data { font-size: .85rem; }
-  .data th, .data td { padding-left: .75rem; }
-  .data thead th { font-size: .8rem; }
+  .data { font-size: .8rem; }
+  .data th, .data td { padding-left: .6rem; }
+  .data thead th { font-size: .75rem; }
   .heat table { font-size: .75rem; border-spacing: 1px; }
   .heat td { min-width: 1.8rem; height: 1.9rem; padding: 0; }
   .heat th { padding: .1rem .35rem .1rem 0; }
