@@ -1,0 +1,92 @@
+"""A picture of samples: what a data set looks like, at one glance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from kiloword.data.decode import decode
+from kiloword.draw import key
+from kiloword.types import BadSample, Record, Source
+
+_COLUMNS, _ROWS = 6, 4
+_TILE, _PICTURE, _GAP = (240, 280), (240, 180), 16  # pixels: width and height, gap between tiles
+_LINES, _LINE, _FONT = 5, 17, 13  # caption lines, pixels a line, font size
+_INK, _FAINT = (20, 20, 20), (130, 130, 130)
+
+
+def contact_sheet(source: Source, path: Path) -> None:
+    """Writes a PNG of up to 24 samples with a caption each, the same ones every time; bad samples are passed over.
+
+    Errors: ValueError when no sample is readable, or the file cannot be written.
+    """
+    shown = list(_readable(source))
+    if not shown:
+        raise ValueError(f"{source.name}: none of the samples that were tried is readable.")
+    rows = -(-len(shown) // _COLUMNS)
+    size = (_GAP + _COLUMNS * (_TILE[0] + _GAP), _GAP + rows * (_TILE[1] + _GAP))
+    sheet = Image.new("RGB", size, "white")
+    for place, (picture, record) in enumerate(shown):
+        row, column = divmod(place, _COLUMNS)
+        corner = (_GAP + column * (_TILE[0] + _GAP), _GAP + row * (_TILE[1] + _GAP))
+        _tile(sheet, corner, picture, _caption(source, record), len(record.captions))
+    try:
+        sheet.save(path, "PNG")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _readable(source: Source) -> Iterator[tuple[Image.Image, Record]]:
+    """Samples in an order that the fingerprint decides; at most ten times as many are tried as are shown."""
+    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "contact sheet")))
+    found = 0
+    for row in rng.permutation(len(source))[: 10 * _COLUMNS * _ROWS].tolist():
+        try:
+            record = source.record(row)
+            picture = Image.fromarray(decode(record.image, at_least=max(_PICTURE)))
+        except BadSample:
+            continue
+        yield picture, record
+        found += 1
+        if found == _COLUMNS * _ROWS:
+            return
+
+
+def _caption(source: Source, record: Record) -> str:
+    if record.captions:
+        return record.captions[0]
+    names = getattr(source, "classnames", None) or []
+    label = record.label
+    return names[label] if label is not None and label < len(names) else f"class {label}"
+
+
+def _tile(sheet: Image.Image, corner: tuple[int, int], picture: Image.Image, caption: str, captions: int) -> None:
+    scale = min(_PICTURE[0] / picture.width, _PICTURE[1] / picture.height)
+    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
+    sheet.paste(picture.resize(size, Image.Resampling.BICUBIC), corner)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT)
+    more = f"+ {captions - 1} more" if captions > 1 else ""
+    lines = _wrap(caption, font, _LINES - bool(more))
+    x, y = corner[0], corner[1] + _PICTURE[1] + 6
+    for line in lines:
+        draw.text((x, y), line, _INK, font)
+        y += _LINE
+    draw.text((x, y), more, _FAINT, font)
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, lines: int) -> list[str]:
+    """At most `lines` lines that fit the tile; "..." where text is left out."""
+    wrapped, line, width = [], "", _TILE[0]
+    for word in text[:400].split():
+        longer = f"{line} {word}".strip()
+        if line and font.getlength(longer) > width:
+            wrapped.append(line)
+            longer = word
+        while font.getlength(longer) > width:
+            longer = longer[:-1]
+        line = longer
+    wrapped.append(line)
+    return wrapped if len(wrapped) <= lines else [*wrapped[: lines - 1], wrapped[lines - 1][:-3] + "..."]

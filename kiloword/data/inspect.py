@@ -1,0 +1,184 @@
+"""Look at a data set before training on it: `kiloword data index | check | stats SRC`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kiloword.data.contact import contact_sheet
+from kiloword.data.decode import decode, picture_size
+from kiloword.data.sources import open_source
+from kiloword.types import BadSample, Record, Skipped, Source
+
+_CHUNK = 1000  # rows that a process looks at before it reports
+_SHOWN = 20  # bad samples that are printed for each reason
+_QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
+T = TypeVar("T")
+
+
+@dataclass
+class Stats:
+    """What a data set holds. Lengths and sizes are of readable samples only."""
+
+    rows: int
+    bad: list[Skipped] = field(default_factory=list)
+    captions: list[int] = field(default_factory=list)  # of each picture
+    words: list[int] = field(default_factory=list)  # of each caption, separated by white space
+    characters: list[int] = field(default_factory=list)  # of each caption
+    widths: list[int] = field(default_factory=list)  # pixels, of each picture
+    heights: list[int] = field(default_factory=list)
+    labels: Counter[int] = field(default_factory=Counter)
+    texts: Counter[str] = field(default_factory=Counter)  # how often each caption occurs
+
+    def add(self, record: Record, size: tuple[int, int]) -> None:
+        """Count one readable sample."""
+        self.captions.append(len(record.captions))
+        self.words += [len(caption.split()) for caption in record.captions]
+        self.characters += [len(caption) for caption in record.captions]
+        self.widths.append(size[0])
+        self.heights.append(size[1])
+        self.texts.update(record.captions)
+        if record.label is not None:
+            self.labels[record.label] += 1
+
+    def duplicates(self, most: int = 10) -> list[tuple[str, int]]:
+        """The captions that occur more than once, the most frequent first."""
+        return [(text, n) for text, n in self.texts.most_common(most) if n > 1]
+
+
+def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = None) -> int:
+    """What the command line calls; prints. Returns the number of bad samples (check), damaged tars (index), or 0 (stats).
+
+    Errors: ValueError when `src` is no data set or `png` cannot be written.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    start = time.perf_counter()
+    source = open_source(src)
+    notes = getattr(source, "notes", [])
+    console.print(f"{escape(src)}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
+    console.print(f"fingerprint {source.fingerprint}")
+    if what == "index":
+        return len(notes)
+    if what == "check":
+        bad = check(source)
+        print_bad(console, bad, len(source))
+        return len(bad)
+    found = stats(source)
+    print_stats(console, found, getattr(source, "classnames", None))
+    if png:
+        contact_sheet(source, png)
+        console.print(f"samples: {escape(str(png))}")
+    return 0
+
+
+def check(source: Source, workers: int | None = None) -> list[Skipped]:
+    """Reads and decodes every sample; the bad ones with their reasons, in order of rows.
+
+    Args: workers: processes; None: as many as there are cores, none for small data sets.
+    """
+    return list(chain.from_iterable(_chunks(_check_rows, source, workers)))
+
+
+def stats(source: Source, workers: int | None = None) -> Stats:
+    """Reads every sample and the header of its picture."""
+    total = Stats(len(source))
+    for part in _chunks(_count_rows, source, workers):
+        for name in ("bad", "captions", "words", "characters", "widths", "heights"):
+            getattr(total, name).extend(getattr(part, name))
+        total.labels.update(part.labels)
+        total.texts.update(part.texts)
+    return total
+
+
+def print_bad(console: Console, bad: list[Skipped], rows: int) -> None:
+    """The bad samples by reason, and their share."""
+    reasons = Counter(skipped.reason for skipped in bad)
+    for reason, count in reasons.most_common():
+        console.print(f"{count:,} x {escape(reason)}")
+        named = [f"{s.key} (row {s.row})" for s in bad if s.reason == reason]
+        console.print("    " + escape(", ".join(named[:_SHOWN])) + (" ..." if count > _SHOWN else ""))
+    console.print(
+        f"{len(bad):,} of {rows:,} samples are bad ({len(bad) / rows:.2%})" if bad else "all samples are good"
+    )
+
+
+def print_stats(console: Console, found: Stats, classnames: list[str] | None) -> None:
+    """Counts, quantiles, classes and the most frequent captions."""
+    console.print(f"pictures {len(found.captions):,}   captions {sum(found.captions):,}   bad {len(found.bad):,}")
+    table = Table(*["", "least", "5%", "median", "95%", "most", "mean"], box=None, header_style="bold")
+    measures = {
+        "captions a picture": found.captions,
+        "words a caption": found.words,
+        "characters a caption": found.characters,
+        "picture width": found.widths,
+        "picture height": found.heights,
+    }
+    for name, values in measures.items():
+        if values:
+            cells = [f"{q:,.0f}" for q in np.quantile(values, _QUANTILES)]
+            table.add_row(name, *cells, f"{np.mean(values):,.1f}")
+    console.print(table)
+    for label, count in sorted(found.labels.items()):
+        name = classnames[label] if classnames and label < len(classnames) else ""
+        console.print(f"class {label} {escape(name)}: {count:,}")
+    if found.texts:
+        extra = sum(found.captions) - len(found.texts)
+        console.print(f"captions that repeat an earlier one: {extra:,} ({extra / sum(found.captions):.2%})")
+    for text, count in found.duplicates():
+        console.print(f"    {count:,} x {escape(text[:100])}")
+    if found.bad:
+        print_bad(console, found.bad, found.rows)
+
+
+def _chunks(work: Callable[[Source, range], T], source: Source, workers: int | None) -> Iterator[T]:
+    """`work` on consecutive ranges of rows, results in order."""
+    ranges = [range(start, min(start + _CHUNK, len(source))) for start in range(0, len(source), _CHUNK)]
+    if workers is None:
+        workers = min(os.cpu_count() or 1, len(ranges) // 10)
+    if workers < 2:
+        yield from map(partial(work, source), ranges)
+        return
+    # spawn: a fork of a process with running threads may hang
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(partial(work, source), ranges)
+
+
+def _check_rows(source: Source, rows: range) -> list[Skipped]:
+    found = (_try(source, row, lambda record: decode(record.image)) for row in rows)
+    return [bad for bad in found if isinstance(bad, Skipped)]
+
+
+def _count_rows(source: Source, rows: range) -> Stats:
+    part = Stats(len(rows))
+    for row in rows:
+        result = _try(source, row, lambda record: part.add(record, picture_size(record.image)))
+        if result:
+            part.bad.append(result)
+    return part
+
+
+def _try(source: Source, row: int, use: Callable[[Record], object]) -> Skipped | None:
+    """What is wrong with a sample, if anything."""
+    try:
+        record = source.record(row)
+        names = getattr(source, "classnames", None)
+        if names and record.label is not None and record.label >= len(names):
+            raise BadSample(f"class index {record.label}, but there are {len(names)} class names")
+        use(record)
+    except BadSample as error:
+        return Skipped(row, str(source.key(row)) if hasattr(source, "key") else str(row), str(error))
+    return None
