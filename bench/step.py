@@ -1,0 +1,252 @@
+"""One training step (forward, backward, AdamW) of ours and of open_clip's: same weights, pictures and captions.
+
+First asserts, in single precision, that loss and gradients agree; then takes turns and prints the ratios as JSON.
+
+    python bench/step.py --size b32 --device cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.interop.compat import torchvision_ready
+from kiloword.interop.open_clip import import_state, place
+from kiloword.learner import Learner
+from kiloword.method import Method
+from kiloword.methods import clip
+from kiloword.model import Model
+from kiloword.types import Batch, Texts
+
+NAMES = {
+    "s16": "ViT-S-16",
+    "b32": "ViT-B-32",
+    "b16": "ViT-B-16",
+    "l16": "ViT-L-16",
+    "l14": "ViT-L-14",
+    "h14": "ViT-H-14",
+}
+END = 49407
+# captions of Flickr8k's training split by length in CLIP's tokens, start and end included, from 4; mean 14.1
+LENGTHS = [8, 24, 132, 366, 855, 1795, 2413, 2666, 3129, 3095, 3090, 2741, 2432, 1938, 1493, 1061, 786, 611]
+LENGTHS += [420, 293, 192, 144, 89, 78, 52, 33, 25, 8, 6, 7, 6, 5, 2, 2, 1, 1]
+
+
+@dataclass
+class Given:
+    """One batch, as each side takes it."""
+
+    ours: Batch
+    pictures: Tensor  # [I, 3, H, W] normalised: open_clip's loader does that before the step
+    padded: Tensor  # [T, 77]
+
+
+@dataclass
+class Side:
+    """One contestant."""
+
+    parameters: list[torch.nn.Parameter]
+    loss: Callable[[Given], Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+def given(model: Model, images: int, captions: int, seed: int, device: str) -> Given:
+    rng = np.random.default_rng(seed)
+    size = model.config.image.size
+    pictures = torch.from_numpy(rng.integers(0, 256, (images, 3, size, size), dtype=np.uint8))
+    share = np.array(LENGTHS) / sum(LENGTHS)
+    lengths = 4 + rng.choice(len(LENGTHS), images * captions, p=share)
+    sequences = [[END - 1, *rng.integers(1, END - 1, n - 2).tolist(), END] for n in lengths]
+    padded = torch.zeros(len(sequences), 77, dtype=torch.int64)
+    for row, ids in zip(padded, sequences, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    numbers = torch.arange(images)
+    batch = Batch(
+        images=pictures,
+        texts=Texts.pack(sequences),
+        image_of_text=numbers.repeat_interleave(captions),
+        seeds=numbers,
+        position=numbers,
+        composed=torch.zeros(images, dtype=torch.bool),
+    ).to(device)
+    return Given(batch, model.normalise(batch.images), padded.to(device))
+
+
+def contestants(args: argparse.Namespace) -> tuple[Model, Side, Side, Any]:
+    """Our model, our side, theirs, their model: the same weights."""
+    torchvision_ready()
+    import open_clip
+
+    torch.manual_seed(0)
+    theirs = open_clip.create_model(NAMES[args.size], pretrained=None)
+    imported = import_state(NAMES[args.size], theirs.state_dict())
+    method: Method = clip.preset(clip.Settings())
+    ours = Model(imported.config, method.head(imported.config))
+    ours.load_state_dict(imported.state)
+    theirs, ours = theirs.to(args.device).train(), ours.to(args.device).train()
+    learner = Learner(ours, method)
+    run = torch.compile(theirs) if args.compile else theirs
+    if args.compile:
+        ours.image_tower.compile()
+        ours.text_tower.compile()
+
+    def our_loss(batch: Given) -> Tensor:
+        loss: Tensor = learner(batch.ours, {})["loss"]
+        return loss
+
+    def their_loss(batch: Given) -> Tensor:
+        if len(batch.padded) == len(batch.pictures):
+            images, texts, scale = run(batch.pictures, batch.padded)[:3]
+            return symmetric(images, texts, scale, batch.ours.image_of_text)
+        images, texts = (
+            theirs.encode_image(batch.pictures, normalize=True),
+            theirs.encode_text(batch.padded, normalize=True),
+        )
+        return symmetric(images, texts, theirs.logit_scale.exp(), batch.ours.image_of_text)
+
+    return ours, side(ours, our_loss), side(theirs, their_loss), theirs
+
+
+def side(model: torch.nn.Module, loss: Callable[[Given], Tensor]) -> Side:
+    parameters = list(model.parameters())
+    return Side(parameters, loss, torch.optim.AdamW(parameters, lr=1e-5, fused=True))
+
+
+def symmetric(images: Tensor, texts: Tensor, scale: Tensor, image_of_text: Tensor) -> Tensor:
+    """CLIP's loss; a picture's captions share its probability equally."""
+    with torch.autocast(images.device.type, enabled=False):
+        logits = scale * images.float() @ texts.float().T  # [I, T]
+        match = image_of_text[None] == torch.arange(len(images), device=images.device)[:, None]
+        by_row = -(logits.log_softmax(1) * match).sum(1) / match.sum(1)
+        return (by_row.mean() + F.cross_entropy(logits.T, image_of_text)) / 2
+
+
+def check(ours: Model, our: Side, their: Side, theirs: torch.nn.Module, batch: Given) -> dict[str, float]:
+    """Relative differences of loss and of the whole gradient; asserts that they are rounding."""
+    tf32 = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False  # their patch embedding is a convolution
+    losses = []
+    for contestant in (our, their):
+        loss = contestant.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+    torch.backends.cudnn.allow_tf32 = tf32
+    mine = {k: p.grad for k, p in ours.named_parameters()}
+    pairs = []
+    for name, parameter in theirs.named_parameters():
+        assert parameter.grad is not None
+        ours_name, gradient = place(name, parameter.grad)
+        pairs.append((mine[ours_name or name], gradient))
+    assert len(pairs) == len(mine)
+    difference = sum(float((a - b).square().sum()) for a, b in pairs if a is not None) ** 0.5
+    total = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
+    found = {"loss": abs(losses[0] - losses[1]) / losses[1], "gradient": difference / total}
+    assert found["loss"] < 1e-5, found
+    assert found["gradient"] < 1e-4, found
+    for contestant in (our, their):
+        contestant.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def step(contestant: Side, batch: Given, args: argparse.Namespace) -> float:
+    """Seconds of one step."""
+    wait(args.device)
+    began = time.perf_counter()
+    contestant.optimizer.zero_grad(set_to_none=True)
+    with cast(args):
+        loss = contestant.loss(batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    contestant.optimizer.step()
+    wait(args.device)
+    return time.perf_counter() - began
+
+
+def cast(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    return torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bf16")
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory(contestant: Side, batch: Given, args: argparse.Namespace) -> int:
+    """Bytes of a step beyond weights and optimizer: the peak on CUDA, what backward waits for on CPU."""
+    contestant.optimizer.zero_grad(set_to_none=True)
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        rest = torch.cuda.memory_allocated()
+        step(contestant, batch, args)
+        return torch.cuda.max_memory_allocated() - rest
+    own = {p.untyped_storage().data_ptr() for p in contestant.parameters}
+    saved: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), cast(args):
+        contestant.loss(batch)
+    return sum(saved.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--size", choices=NAMES, default="b32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--batch", type=int, default=32, help="pictures")
+    parser.add_argument("--captions", type=int, default=1, help="captions a picture")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each, after the warm-up")
+    parser.add_argument("--warmup", type=int, default=2)
+    args = parser.parse_args()
+    ours, our, their, theirs = contestants(args)
+    small = given(ours, min(args.batch, 8), args.captions, 1000, args.device)
+    agreement = check(ours, our, their, theirs, small)
+    # several batches, so that caption lengths change from step to step as they do in training
+    batches = [given(ours, args.batch, args.captions, seed, args.device) for seed in range(min(args.steps, 4))]
+    for n in range(args.warmup):
+        for contestant in (our, their):
+            step(contestant, batches[n % len(batches)], args)
+    seconds: dict[str, list[float]] = {"ours": [], "open_clip": []}
+    for n in range(args.steps):
+        order = [("ours", our), ("open_clip", their)]
+        for name, contestant in order if n % 2 else order[::-1]:
+            seconds[name].append(step(contestant, batches[n % len(batches)], args))
+    used = {"ours": memory(our, batches[0], args), "open_clip": memory(their, batches[0], args)}
+    ratios = [b / a for a, b in zip(seconds["ours"], seconds["open_clip"], strict=True)]
+    print(
+        json.dumps(
+            {
+                "setting": vars(args),
+                "agreement": agreement,
+                "time_ratio": round(statistics.median(ratios), 3),  # above 1: ours is faster
+                "memory_ratio": round(used["open_clip"] / used["ours"], 3),  # above 1: ours needs less
+                "pairs_per_second": {k: round(args.batch / statistics.median(v), 2) for k, v in seconds.items()},
+                "seconds": {k: [round(x, 4) for x in v] for k, v in seconds.items()},
+                "memory_mib": {k: round(v / 2**20, 1) for k, v in used.items()},
+                "memory_is": "peak beyond weights and optimizer" if args.device == "cuda" else "saved for backward",
+                "tokens_per_caption": round(len(batches[0].ours.texts.ids) / len(batches[0].ours.texts), 2),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
