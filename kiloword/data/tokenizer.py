@@ -7,60 +7,25 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 import torch
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from kiloword.data import cleaning
+from kiloword.data.roles import Roles
 from kiloword.recipes import TextConfig
 from kiloword.types import Texts
 
+REMEMBERED = 1 << 15  # captions whose ids are kept, about 1 kB each
+REMEMBERED_TOKENS = 128  # not of captions of 100 kB
 CLIP_MERGES = 49152 - 256 - 2
 CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
 # CLIP's pattern ignores case: in lower-cased text that matters for the long s alone, which folds to s.
 CLIP_WORDS = rf"{CLIP_START}|{CLIP_END}|'[sſ]|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """The ids with a meaning of their own."""
-
-    start: int
-    end: int
-    pad: int
-    mask: int
-    cls: int
-    unc: int
-    prefix: bool = True  # captions begin with `start`; SigLIP's do not
-
-    def ids(self) -> dict[str, int]:
-        """Every special id by the name of its role."""
-        return {name: value for name, value in asdict(self).items() if name != "prefix"}
-
-    def template(self) -> processors.TemplateProcessing:
-        """How a tokenizer.json keeps the roles: as the special tokens of its template, named after the role."""
-        tokens = [{"id": name, "ids": [value], "tokens": [f"<{name}>"]} for name, value in self.ids().items()]
-        return processors.TemplateProcessing(
-            single="start $A end" if self.prefix else "$A end",
-            special_tokens=tokens,  # the stub leaves out this documented form
-        )
-
-    @staticmethod
-    def read(document: dict[str, Any]) -> Roles:
-        """The roles a tokenizer.json keeps; ValueError when it is not one of ours."""
-        template = document.get("post_processor") or {}
-        ids = {name: entry["ids"][0] for name, entry in (template.get("special_tokens") or {}).items()}
-        if set(ids) != {"start", "end", "pad", "mask", "cls", "unc"}:
-            raise ValueError(
-                "this tokenizer.json was not written by kiloword: it names no start, end, pad, mask, cls and unc ids. "
-                "Train one (Tokenizer.train), or convert it (clip_tokenizer, siglip_tokenizer)."
-            )
-        return Roles(**ids, prefix="SpecialToken" in template["single"][0])
 
 
 class Tokenizer:
@@ -81,6 +46,7 @@ class Tokenizer:
         self.clean: cleaning.Clean = _clean_of(parsed["model"])
         # "<mask>" typed in a caption is text; only CLIP's pattern knows its two markers inside captions.
         self._backend.encode_special_tokens = self.clean != "clip"
+        self._known: dict[str, list[int]] = {}
         self._cleaner = cleaning.cleaner(self.clean)
 
     @staticmethod
@@ -129,12 +95,10 @@ class Tokenizer:
         room = config.context - len(head) - len(tail) - len(extra)
         if room < 1:
             raise ValueError(f"a context of {config.context} tokens leaves no room for words; ask for a longer one")
-        encoded = self._backend.encode_batch_fast([self._cleaner(c) for c in captions], add_special_tokens=False)
         flat: list[int] = []
         lengths = []
         truncated = 0
-        for one in encoded:
-            words = one.ids
+        for words in self._words(captions):
             if len(words) > room:
                 words = words[:room]
                 truncated += 1
@@ -143,6 +107,17 @@ class Tokenizer:
             lengths.append(len(caption))
             flat += caption
         return _pack(flat, lengths, truncated, config.vocab)
+
+    def _words(self, captions: Sequence[str]) -> list[list[int]]:
+        """Ids of every caption, without special tokens; captions of small data come again each few epochs."""
+        fresh = [c for c in dict.fromkeys(captions) if c not in self._known]
+        encoded = self._backend.encode_batch_fast([self._cleaner(c) for c in fresh], add_special_tokens=False)
+        new = {c: e.ids for c, e in zip(fresh, encoded, strict=True)}
+        words = [new[c] if c in new else self._known[c] for c in captions]
+        if len(self._known) > REMEMBERED:
+            self._known.clear()
+        self._known.update((c, ids) for c, ids in new.items() if len(ids) <= REMEMBERED_TOKENS)
+        return words
 
     def special(self, name: str) -> int:
         """The id of "start", "end", "pad", "mask", "cls" or "unc"; ValueError for another name."""
