@@ -20,7 +20,7 @@ COLOUR_RGB = (
     (0, 205, 225),  # cyan
     (25, 85, 245),  # blue
     (155, 55, 220),  # purple
-    (255, 115, 195),  # pink
+    (255, 95, 185),  # pink
 )
 BACKGROUND_RGB = (
     (255, 255, 255),  # white
@@ -121,7 +121,7 @@ def _circle() -> Floats:
 
 def _star() -> Floats:
     t = np.arange(10) * (np.pi / 5) - np.pi / 2
-    return _polar(np.where(np.arange(10) % 2 == 0, 1.06, 0.44), t) + np.array([0, 0.08])
+    return np.asarray(_polar(np.where(np.arange(10) % 2 == 0, 1.06, 0.44), t) + np.array([0, 0.08]))
 
 
 def _heart() -> Floats:
@@ -140,7 +140,7 @@ def _moon() -> Floats:
     big = _polar(np.full(36, 1.0), outer)
     radius = np.sin(tip) / np.sin(1.67)
     small = _polar(np.full(26, radius), inner) + np.array([np.cos(tip) - radius * np.cos(1.67), 0])
-    return np.concatenate([big, small]) + np.array([0.12, 0])
+    return np.asarray(np.concatenate([big, small]) + np.array([0.12, 0]))
 
 
 _CURVES = {"circle": _circle, "star": _star, "heart": _heart, "moon": _moon}

@@ -1,4 +1,7 @@
-"""Which scenes make up a split: a pure function of the selection, drawn in blocks."""
+"""Which scenes make up a split: a pure function of the selection, drawn in blocks.
+
+Only `random` and `integers` of the generator are used: NumPy may change the stream of its other functions.
+"""
 
 from __future__ import annotations
 
@@ -93,12 +96,12 @@ def _blocks(s: Selection) -> Iterator[Rows]:
 def _every_single(rng: np.random.Generator) -> Rows:
     things = np.indices((6, 9, 8, 8, 2, 3)).reshape(6, -1).T  # [20736, 6]
     rows = np.full((len(things), 1 + 5 * MOST), -1, np.int8)
-    rows[:, :6] = rng.permutation(things)
+    rows[:, :6] = things[rng.random(len(things)).argsort()]
     return rows
 
 
 def _block(rng: np.random.Generator, objects: tuple[int, ...]) -> Rows:
-    count = rng.choice(np.array(objects), BLOCK)
+    count = np.array(objects)[rng.integers(len(objects), size=BLOCK)]
     place = rng.random((BLOCK, 9)).argsort(1)[:, :MOST]
     place[np.arange(MOST) >= count[:, None]] = 9  # sorts last
     place.sort(1)
@@ -116,7 +119,7 @@ def _groups(base: Rows, rng: np.random.Generator) -> Rows:
     """Eight scenes for each one, [8N, 16]: every thing takes every shape once."""
     rows = base.repeat(GROUP, axis=0)
     for k in range(2, 1 + 5 * MOST, 5):
-        shapes = rng.permuted(np.tile(np.arange(GROUP, dtype=np.int8), (len(base), 1)), axis=1).reshape(-1)
+        shapes = rng.random((len(base), GROUP)).argsort(1).reshape(-1)
         rows[:, k] = np.where(rows[:, k - 1] < 0, -1, shapes)
     return rows
 
@@ -153,7 +156,8 @@ def _changed(row: Rows, attribute: int, rng: np.random.Generator) -> Rows:
     count = int((row[1::5] >= 0).sum())
     at = 5 * int(rng.integers(count)) + attribute
     if attribute == 1:
-        row[at] = rng.choice(np.setdiff1d(np.arange(9), row[1::5]))
+        free = np.setdiff1d(np.arange(9), row[1::5])
+        row[at] = free[rng.integers(len(free))]
         things = row[1 : 1 + 5 * count].reshape(count, 5)
         row[1 : 1 + 5 * count] = things[things[:, 0].argsort()].reshape(-1)
         return row

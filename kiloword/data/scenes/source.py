@@ -129,6 +129,7 @@ class ScenesSource:
         wrong = [False] * s.captions
         if s.wrong > 0:
             wrong = (self._rng(row, "wrong").random(s.captions) < s.wrong).tolist()
+            levels = [max(v, int(w)) for v, w in zip(levels, wrong, strict=True)]  # level 0 is never false
         captions: list[str] = []
         for (_, choices, style), level, false in zip(numbers, levels, wrong, strict=True):
             for again in range(8):  # a simple scene at a general level has few captions: then some repeat
@@ -141,11 +142,11 @@ class ScenesSource:
         return captions, levels, wrong
 
     def _false(self, row: int, scene: Scene, level: int, choices: int) -> Query:
-        """A caption of another row that is false here; level 0 is never false, so it becomes level 1."""
+        """What is said of another row and false here."""
         for attempt in range(1000):
             number = key(choices, "wrong", attempt)
             other = self.scene((row + 1 + number % (len(self) - 1)) % len(self))
-            query = describe(other, max(level, 1), number)
+            query = describe(other, level, number)
             if not matches(query, scene):
                 return query
         raise ValueError(f"scenes: nothing false can be said of row {row}; ask for a larger n or wrong=0")
