@@ -140,7 +140,7 @@ class Head(nn.Module):
 def _number(x: Tensor) -> float:
     """The one number of a [1] (or, in foreign weights, scalar) tensor that may be sharded."""
     full = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return float(full)
+    return float(full.detach())
 
 
 class Single(nn.Module):

@@ -1,0 +1,195 @@
+"""Pools, scores and ensembles against loops; scale and bias; precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kiloword.heads import Head, ImagePool, Single, TextPool, place_from_end
+from kiloword.model import Model, initialise
+from kiloword.recipes import HeadConfig, ModelConfig, TextConfig, sizes
+from kiloword.types import Features, Texts
+
+DEBUG = sizes()["debug"]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def head(config: ModelConfig = DEBUG, **kwargs: Any) -> Head:
+    made = Head(Single(config), **kwargs).double()
+    initialise(made, 0)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["cls", "mean", "max"])
+def test_image_pools(kind: Literal["cls", "mean", "max"]) -> None:
+    tokens = numbers(2, 3 + 4, 32)  # class token, two extra ones, four patches
+    got = ImagePool(replace(DEBUG.image, extra_tokens=2), kind)(tokens)
+    patches = tokens[:, 3:]
+    expected = {"cls": tokens[:, 0], "mean": patches.mean(1), "max": patches.max(1).values}[kind]
+    assert torch.allclose(got, expected)
+
+
+def test_map_pool_against_torch() -> None:
+    pool = ImagePool(replace(DEBUG.image, class_token=False), "map").double()
+    initialise(pool, 0)
+    tokens = numbers(3, 4, 32)
+    attend = nn.MultiheadAttention(32, DEBUG.image.heads, batch_first=True).double()
+    inner = pool.map
+    assert inner is not None
+    attend.in_proj_weight.data = torch.cat([inner.q.weight, inner.kv.weight]).detach()
+    attend.in_proj_bias.data.zero_()
+    attend.out_proj.load_state_dict(inner.out.state_dict())
+    x = attend(inner.probe.expand(3, 1, -1), tokens, tokens)[0][:, 0]
+    assert torch.allclose(pool(tokens), x + inner.mlp(inner.norm(x)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["last", "mean", "max"])
+@pytest.mark.parametrize("extra", [(), ("unc",), ("cls",), ("cls", "unc")])
+def test_text_pools(kind: Literal["last", "mean", "max"], extra: tuple[str, ...]) -> None:
+    config = TextConfig(width=8, heads=2, extra_tokens=extra)
+    texts = Texts.pack([[0] * (n + len(extra)) for n in (3, 1, 5)])
+    tokens = numbers(len(texts.ids), 8).requires_grad_()
+    rows = []
+    for part in tokens.split(texts.starts.diff().tolist()):
+        words = part[: len(part) - len(extra)]
+        last = part[len(words) + extra.index("cls")] if "cls" in extra else words[-1]
+        rows.append({"last": last, "mean": words.mean(0), "max": words.max(0).values}[kind])
+    got, expected = TextPool(config, kind)(tokens, texts), torch.stack(rows)
+    assert torch.allclose(got, expected)
+    weights = numbers(3, 8, seed=3)
+    gradients = [torch.autograd.grad((x * weights).sum(), tokens)[0] for x in (got, expected)]
+    assert torch.allclose(gradients[0], gradients[1], rtol=0, atol=1e-12)
+
+
+def test_place_from_end() -> None:
+    config = TextConfig(extra_tokens=("cls", "unc"))
+    assert [place_from_end(config, name) for name in ("cls", "unc")] == [2, 1]
+
+
+def test_features_are_unit_vectors_and_scores_their_cosines() -> None:
+    h = head(scale=5.0, bias=-3.0)
+    texts = Texts.pack([[0] * n for n in (2, 4, 3)])
+    images, words = h.image(numbers(2, 5, 32)), h.text(numbers(9, 32, seed=1), texts)
+    for f in (images, words):
+        assert torch.allclose(f["vec"].norm(dim=1), torch.ones(len(f["vec"]), dtype=torch.float64))
+    score = h.score(images, words)
+    for i in range(2):
+        for t in range(3):
+            assert score[i, t].item() == pytest.approx((images["vec"][i] @ words["vec"][t]).item())
+    assert torch.allclose(h.logits(score), 5 * score - 3)
+    assert h.log_scale.shape == (1,)
+
+
+def test_ensemble_is_the_normalised_mean() -> None:
+    h = head()
+    vec = torch.nn.functional.normalize(numbers(5, 16), dim=1)
+    group, weights = torch.tensor([0, 1, 0, 1, 1]), torch.tensor([0.5, 0.2, 0.5, 0.3, 0.5], dtype=torch.float64)
+    for w in (None, weights):
+        got = h.ensemble({"vec": vec}, group, 2, w)["vec"]
+        for c in range(2):
+            some = vec[group == c] if w is None else vec[group == c] * w[group == c, None]
+            assert torch.allclose(got[c], some.sum(0) / some.sum(0).norm())
+
+
+def test_chunks_do_not_change_scores() -> None:
+    model = Model(DEBUG, head(bias=0.0))
+    images, texts = {"vec": numbers(5, 16)}, {"vec": numbers(7, 16, seed=1)}
+    whole = model.score(images, texts)
+    assert whole.shape == (5, 7)
+    assert torch.allclose(model.score(images, texts, chunk=2), whole, rtol=0, atol=1e-14)
+
+
+def test_half_precision_features_are_scored_in_single() -> None:
+    h = head().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        vec = h.image(numbers(2, 5, 32).bfloat16())["vec"]
+        assert vec.dtype == torch.float32
+        assert h.score({"vec": vec.bfloat16()}, {"vec": vec}).dtype == torch.float32
+        assert h.logits(h.score({"vec": vec}, {"vec": vec})).dtype == torch.float32
+
+
+def test_scale_is_held_to_its_limit() -> None:
+    h = head(max_scale=100.0)
+    h.log_scale.data.fill_(5.0)
+    h.clamp_()
+    assert h.log_scale.item() == pytest.approx(math.log(100))
+    free = head()
+    free.log_scale.data.fill_(5.0)
+    free.clamp_()
+    assert free.log_scale.item() == 5.0
+
+
+def test_a_larger_loaded_scale_is_its_own_limit_also_after_a_resume() -> None:
+    h = head(max_scale=100.0)
+    foreign = {k: v for k, v in h.state_dict().items() if k != "log_limit"}
+    h.load_state_dict({**foreign, "log_scale": torch.tensor([math.log(112.3)])})
+    h.clamp_()
+    assert h.log_scale.exp().item() == pytest.approx(112.3)
+    h.log_scale.data.fill_(math.log(105.0))  # trained down, saved, resumed: the limit is still 112.3
+    resumed = head(max_scale=100.0)
+    resumed.load_state_dict(h.state_dict())
+    resumed.log_scale.data.fill_(5.0)
+    resumed.clamp_()
+    assert resumed.log_scale.exp().item() == pytest.approx(112.3)
+    unlimited = head()
+    unlimited.load_state_dict(h.state_dict())
+
+
+class Doubt(nn.Module):
+    """A stand-in for an uncertainty: one number a row, subtracted."""
+
+    def image(self, tokens: Tensor) -> Features:
+        return {"doubt": tokens[:, 0, 0]}
+
+    def text(self, tokens: Tensor, texts: Texts) -> Features:
+        return {"doubt": tokens[texts.starts[:-1], 0]}
+
+    def adjust(self, score: Tensor, images: Features, texts: Features) -> Tensor:
+        return score - images["doubt"][:, None] - texts["doubt"][None]
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
+        return {"doubt": texts["doubt"].new_zeros(n).index_add(0, group, texts["doubt"])}
+
+
+def test_an_uncertainty_wraps_any_pooling() -> None:
+    plain, doubting = head(), head(uncertainty=Doubt())
+    texts = Texts.pack([[0, 0], [0, 0, 0]])
+    image_tokens, text_tokens = numbers(2, 5, 32), numbers(5, 32, seed=1)
+    images, words = doubting.image(image_tokens), doubting.text(text_tokens, texts)
+    expected = plain.score(plain.image(image_tokens), plain.text(text_tokens, texts))
+    expected = expected - image_tokens[:, 0, 0][:, None] - text_tokens[[0, 2], 0]
+    assert torch.allclose(doubting.score(images, words), expected)
+    assert doubting.ensemble(words, torch.zeros(2, dtype=torch.int64), 1)["doubt"].shape == (1,)
+
+
+@pytest.mark.parametrize("image_pool", ["cls", "mean", "max", "map"])
+@pytest.mark.parametrize("text_pool", ["last", "mean", "max"])
+def test_every_parameter_learns(
+    image_pool: Literal["cls", "mean", "max", "map"], text_pool: Literal["last", "mean", "max"]
+) -> None:
+    config = replace(DEBUG, head=HeadConfig(dim=16, image_pool=image_pool, text_pool=text_pool))
+    model = Model(config, Head(Single(config), bias=-10.0))
+    initialise(model, 0)
+    pictures = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    texts = Texts.pack([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+    logits = model.head.logits(model.score(model.encode_image(pictures)[1], model.encode_text(texts)[1]))
+    (logits * numbers(3, 3)).sum().backward()  # type: ignore[no-untyped-call]
+    still = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert still == []
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="needs a tower with class_token"):
+        ImagePool(replace(DEBUG.image, class_token=False), "cls")
+    with pytest.raises(ValueError, match="must be the tower's width 32"):
+        Single(replace(DEBUG, head=HeadConfig(dim=16, image_projection=False)))
+    with pytest.raises(ValueError, match="cannot say what in a picture matched"):
+        head().explain({}, {})

@@ -1,0 +1,294 @@
+"""Attention and towers against slow, obvious references; initialisation; resizing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kiloword.heads import Head, Single
+from kiloword.model import Model, initialise, resize
+from kiloword.recipes import ImageConfig, ModelConfig, TextConfig, sizes
+from kiloword.towers.attention import Cache, Packing, attention
+from kiloword.towers.blocks import activate
+from kiloword.towers.image import ImageTower, fold, unfold
+from kiloword.towers.text import TextTower
+from kiloword.types import Texts
+
+
+def packed(lengths: list[int]) -> Texts:
+    return Texts.pack([list(range(n)) for n in lengths])
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def one(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Literal attention of one sequence: q [Lq, H, d], k and v [Lk, H, d]."""
+    out = torch.zeros_like(q)
+    late = len(k) - len(q)
+    for h in range(q.shape[1]):
+        for i in range(len(q)):
+            seen = i + late + 1 if causal else len(k)
+            weights = (k[:seen, h] @ q[i, h] / math.sqrt(q.shape[2])).softmax(0)
+            out[i, h] = weights @ v[:seen, h]
+    return out
+
+
+def agree(ours: Tensor, literal: Tensor, *inputs: Tensor) -> None:
+    """Values and gradients, in double precision."""
+    assert torch.allclose(ours, literal, rtol=0, atol=1e-12)
+    weights = numbers(*ours.shape, seed=9)
+    for a, b in zip(
+        torch.autograd.grad((ours * weights).sum(), inputs),
+        torch.autograd.grad((literal * weights).sum(), inputs),
+        strict=True,
+    ):
+        assert torch.allclose(a, b, rtol=0, atol=1e-11)
+
+
+lengths = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths, st.booleans())
+def test_packed_attention_is_each_text_alone(ls: list[int], causal: bool) -> None:
+    packing = Packing.of(packed(ls))
+    q, k, v = (numbers(sum(ls), 2, 4, seed=s).requires_grad_() for s in range(3))
+    literal = [one(a, b, c, causal) for a, b, c in zip(q.split(ls), k.split(ls), v.split(ls), strict=True)]
+    agree(attention(q, k, v, packing, packing, causal), torch.cat(literal), q, k, v)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths, st.integers(1, 5))
+def test_packed_texts_look_at_dense_pictures(ls: list[int], patches: int) -> None:
+    q = numbers(sum(ls), 2, 4).requires_grad_()
+    k, v = (numbers(len(ls), patches, 2, 4, seed=s).requires_grad_() for s in (1, 2))
+    literal = torch.cat([one(a, k[n], v[n], False) for n, a in enumerate(q.split(ls))])
+    agree(attention(q, k, v, Packing.of(packed(ls))), literal, q, k, v)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4))
+def test_packed_texts_look_at_packed_keys(pairs: list[tuple[int, int]]) -> None:
+    lq, lk = [a for a, _ in pairs], [b for _, b in pairs]
+    q = numbers(sum(lq), 2, 4).requires_grad_()
+    k, v = (numbers(sum(lk), 2, 4, seed=s).requires_grad_() for s in (1, 2))
+    literal = [one(a, b, c, False) for a, b, c in zip(q.split(lq), k.split(lk), v.split(lk), strict=True)]
+    agree(attention(q, k, v, Packing.of(packed(lq)), Packing.of(packed(lk))), torch.cat(literal), q, k, v)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_attention(causal: bool) -> None:
+    q, k, v = (numbers(3, 5, 2, 4, seed=s).requires_grad_() for s in range(3))
+    agree(attention(q, k, v, causal=causal), torch.stack([one(q[n], k[n], v[n], causal) for n in range(3)]), q, k, v)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ls", [[3, 5, 1], [4, 4]])
+def test_half_precision_is_near(causal: bool, ls: list[int]) -> None:
+    packing = Packing.of(packed(ls))
+    q, k, v = (numbers(sum(ls), 2, 4, seed=s) for s in range(3))
+    half = attention(*(x.bfloat16() for x in (q, k, v)), packing, packing, causal)
+    assert (half.double() - attention(q, k, v, packing, packing, causal)).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_cached_decoding_is_causal_attention(dtype: torch.dtype) -> None:
+    q, k, v = (numbers(2, 6, 2, 4, seed=s).to(dtype) for s in range(3))
+    cache, parts = Cache(), []
+    for start, stop in ((0, 3), (3, 5), (5, 6)):
+        some = [x[:, start:stop] for x in (q, k, v)]
+        parts.append(attention(some[0], some[1], some[2], causal=True, cache=cache))
+    tolerance = 1e-12 if dtype == torch.float64 else 0.02
+    assert (torch.cat(parts, 1) - attention(q, k, v, causal=True)).abs().max() < tolerance
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths)
+def test_padding_and_back(ls: list[int]) -> None:
+    packing = Packing.of(packed(ls))
+    x = numbers(sum(ls), 3)
+    padded = packing.pad(x, -1.0)
+    for row, part in zip(padded, x.split(ls), strict=True):
+        assert torch.equal(row[: len(part)], part)
+        assert (row[len(part) :] == -1).all()
+    assert torch.equal(packing.unpad(padded), x)
+    assert packing.place.tolist() == [i for n in ls for i in range(n)]
+
+
+def test_activations() -> None:
+    x = numbers(50)
+    assert torch.allclose(activate(x, "quick_gelu"), x * torch.sigmoid(1.702 * x))
+    assert torch.allclose(activate(x, "gelu"), x * (1 + torch.erf(x / math.sqrt(2))) / 2)
+    tanh = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    assert torch.allclose(activate(x, "gelu_tanh"), tanh)
+
+
+SMALL = ImageConfig(size=16, patch=4, width=16, depth=2, heads=2, mlp=32, extra_tokens=2)
+
+
+def image_tower(config: ImageConfig, mask_token: bool = False) -> ImageTower:
+    tower = ImageTower(config, mask_token).double()
+    initialise(tower, 0)
+    return tower
+
+
+def test_unfolding_reads_as_a_strided_convolution() -> None:
+    images, weight = numbers(2, 3, 8, 8), numbers(5, 3, 4, 4)
+    assert torch.allclose(
+        F.linear(unfold(images, 4), weight.flatten(1)), F.conv2d(images, weight, stride=4).flatten(2).transpose(1, 2)
+    )
+    assert torch.equal(fold(unfold(images, 4), 4), images)
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+@pytest.mark.parametrize("class_token", [True, False])
+def test_kept_patches_are_those_kept(stem: str, class_token: bool) -> None:
+    tower = image_tower(replace(SMALL, stem=stem, class_token=class_token))  # type: ignore[arg-type]
+    images = numbers(3, 3, 16, 16)
+    whole = tower(images)
+    assert whole.shape == (3, 16 + 2 + class_token, 16)
+    # all patches in another order: the same tokens in that order, since positions travel with them
+    order = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(n)) for n in range(3)])
+    before = 2 + int(class_token)
+    assert torch.allclose(tower(images, order)[:, :before], whole[:, :before])
+    assert torch.allclose(
+        tower(images, order)[:, before:], torch.stack([whole[n, before:][order[n]] for n in range(3)])
+    )
+    assert tower(images, order[:, :4]).shape[1] == before + 4
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+def test_dropped_patches_are_not_seen_and_masked_ones_hide_their_pixels(stem: str) -> None:
+    tower = image_tower(replace(SMALL, stem=stem), mask_token=True)  # type: ignore[arg-type]
+    images = numbers(2, 3, 16, 16)
+    hidden = torch.zeros(2, 16, dtype=torch.bool)
+    hidden[:, 3:9] = True
+    changed = fold(torch.where(hidden[..., None], numbers(2, 16, 48, seed=5), unfold(images, 4)), 4)
+    assert torch.equal(tower(images, masked=hidden), tower(changed, masked=hidden))
+    assert not torch.allclose(tower(images), tower(changed))
+    keep = (~hidden).nonzero()[:, 1].view(2, -1)
+    if stem == "linear":  # convolutions look a few pixels over the border
+        assert torch.equal(tower(images, keep), tower(changed, keep))
+    assert torch.equal(tower(images, keep, hidden), tower(changed, keep, hidden))
+
+
+def test_mask_token_is_trained_only_where_asked_for() -> None:
+    assert "mask_token" not in dict(image_tower(SMALL).named_parameters())
+    tower = image_tower(SMALL, mask_token=True)
+    tower(numbers(1, 3, 16, 16), masked=torch.eye(1, 16, dtype=torch.bool)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in tower.parameters())
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+def test_a_picture_does_not_depend_on_its_neighbours(stem: str) -> None:
+    tower = image_tower(replace(SMALL, stem=stem))  # type: ignore[arg-type]
+    images = numbers(3, 3, 16, 16)
+    assert torch.allclose(tower(images)[1:2], tower(images[1:2]), rtol=0, atol=1e-12)
+
+
+TEXT = TextConfig(context=8, vocab=32, width=16, depth=2, heads=2, mlp=32)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=8), min_size=1, max_size=4), st.booleans())
+def test_a_text_does_not_depend_on_its_neighbours(sequences: list[list[int]], causal: bool) -> None:
+    tower = TextTower(replace(TEXT, causal=causal)).double()
+    initialise(tower, 0)
+    alone = [tower(Texts.pack([s])) for s in sequences]
+    assert torch.allclose(tower(Texts.pack(sequences)), torch.cat(alone), rtol=0, atol=1e-10)
+
+
+def test_causal_text_does_not_see_ahead() -> None:
+    tower = TextTower(TEXT).double()
+    initialise(tower, 0)
+    a, b = tower(Texts.pack([[1, 2, 3, 4]])), tower(Texts.pack([[1, 2, 9, 9]]))
+    assert torch.allclose(a[:2], b[:2], rtol=0, atol=1e-12)
+    assert not torch.allclose(a[2:], b[2:])
+
+
+def test_errors_say_what_to_do() -> None:
+    with pytest.raises(ValueError, match="9 tokens given to a tower for 8"):
+        TextTower(TEXT)(Texts.pack([[1] * 9]))
+    with pytest.raises(ValueError, match="patch 5 does not divide"):
+        ImageTower(replace(SMALL, patch=5))
+    with pytest.raises(ValueError, match="16 cannot be split into 3 heads"):
+        ImageTower(replace(SMALL, heads=3))
+    with pytest.raises(ValueError, match=r"\(3, 8, 8\) given to a tower for \(3, 16, 16\)"):
+        image_tower(SMALL)(numbers(1, 3, 8, 8))
+
+
+def model(config: ModelConfig, seed: int = 0) -> Model:
+    made = Model(config, Head(Single(config), bias=-10.0))
+    initialise(made, seed)
+    return made
+
+
+def test_same_names_start_equal() -> None:
+    config = sizes()["debug"]
+    plain, wide = model(config), model(replace(config, image=replace(config.image, extra_tokens=3, stem="conv")))
+    other = dict(wide.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, other[name]), name
+    assert not torch.equal(plain.image_tower.positions, model(config, 1).image_tower.positions)
+    double = Model(config, Head(Single(config), bias=-10.0)).double()
+    initialise(double, 0)
+    assert torch.equal(double.text_tower.tokens.float(), plain.text_tower.tokens)
+
+
+def test_starting_deviations() -> None:
+    config = replace(sizes()["debug"], text=TextConfig(context=64, vocab=512, width=64, depth=2, heads=2, mlp=256))
+    text = model(config).text_tower
+    assert text.tokens.std().item() == pytest.approx(0.02, rel=0.05)
+    assert text.positions.std().item() == pytest.approx(0.01, rel=0.05)
+    block = text.blocks[1]
+    for got, std in (
+        (block.attention.qkv.weight, 64**-0.5),
+        (block.attention.out.weight, (4 * 64) ** -0.5),
+        (block.mlp.fc.weight, 128**-0.5),
+        (block.mlp.proj.weight, (4 * 64) ** -0.5),
+    ):
+        assert got.std().item() == pytest.approx(std, rel=0.05)
+    assert (block.norm1.weight == 1).all()
+    assert (block.mlp.fc.bias == 0).all()
+
+
+def test_pictures_are_normalised_once() -> None:
+    made = model(sizes()["debug"])
+    picture = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
+    preprocess = made.config.preprocess
+    expected = [(1 - m) / s for m, s in zip(preprocess.mean, preprocess.std, strict=True)]
+    assert made.normalise(picture)[0, :, 0, 0].tolist() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="must be uint8"):
+        made.normalise(picture.float())
+    assert not {"mean", "std"} & made.state_dict().keys()
+
+
+def test_resized_positions() -> None:
+    config = sizes()["debug"]
+    config = replace(config, image=replace(config.image, size=64, patch=8))
+    made = model(config)
+    same_config, same = resize(config, made.state_dict(), 64)
+    assert same_config == config
+    assert torch.allclose(same["image_tower.positions"], made.image_tower.positions)
+    # a constant grid stays constant, the class token's position is kept
+    state = made.state_dict()
+    state["image_tower.positions"][1:] = torch.arange(32.0)
+    larger, resized = resize(config, state, 96)
+    places = resized["image_tower.positions"]
+    assert places.shape == (1 + 12 * 12, 32)
+    assert torch.allclose(places[1:], torch.arange(32.0).expand(144, -1), atol=1e-4)
+    assert torch.equal(places[0], state["image_tower.positions"][0])
+    grown = model(larger)
+    grown.load_state_dict(resized)
+    grown.encode_image(torch.zeros(1, 3, 96, 96, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="not a multiple"):
+        resize(config, state, 97)
