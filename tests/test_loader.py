@@ -19,6 +19,7 @@ from PIL import Image
 
 from kiloword.data.captions import choose
 from kiloword.data.loader import ATTEMPTS, BadRows, Loader, eval_batches
+from kiloword.data.mixture import Mixture
 from kiloword.data.sampler import Order
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import Draw
@@ -258,6 +259,15 @@ def test_bad_rows_are_counted_once_and_stop_a_run() -> None:
             one.count([Skipped(6, "k6", "truncated picture")])
 
 
+def test_part_weights_move_on_with_the_epoch() -> None:
+    source = Mixture([Pictures(), Pictures(rows=20)], [1.0, 0.5])
+    loader = Loader(source, Order(50, 10), DataConfig(captions="all"), TEXT, SIZE, TOKENIZER)
+    for epoch in range(3):
+        seen = [c for b in loader.batches(epoch * 5, epoch * 5 + 5) for c in captions_of(b)]
+        expected = [c for r in range(50) for c in source.at(epoch).record(r).captions]
+        assert sorted(seen) == sorted(expected)
+
+
 def test_truncated_captions_are_counted() -> None:
     short = replace(make(), text=replace(TEXT, context=5))
     batch = short.batch(0)
@@ -288,6 +298,9 @@ def test_errors_are_sentences() -> None:
         replace(make(), order=Order(41, BATCH))
     with pytest.raises(ValueError, match=r"a view left k0\d\d without a caption"):
         make(views=(lambda example, fetch, draw: replace(example, captions=[]),)).batch(0)
+
+    with pytest.raises(ValueError, match="0 captions a picture"):
+        make(captions=0)
 
     def partly(example: Example, fetch: Fetch, draw: Draw) -> Example:
         return replace(example, image_side={"x": torch.zeros(1)} if example.row % 2 else {})

@@ -61,6 +61,8 @@ class Loader:
             raise ValueError(
                 f"{self.source.name} has {len(self.source)} rows, the order was made for {self.order.rows}"
             )
+        if isinstance(self.data.captions, int) and self.data.captions < 1:
+            raise ValueError(f"{self.data.captions} captions a picture; expected at least 1, 'one' or 'all'")
         natural = getattr(self.source, "natural", True)
         self._train = TrainTransform(self.image_size, self.data.augment, self.resize, self.data.decoder, natural)
         self._eval = EvalTransform(self.image_size, self.resize, self.data.decoder)
