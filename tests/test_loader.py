@@ -6,18 +6,14 @@ import io
 import os
 import signal
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
-from kiloword.data.captions import choose
 from kiloword.data.loader import ATTEMPTS, BadRows, Loader, eval_batches
 from kiloword.data.mixture import Mixture
 from kiloword.data.sampler import Order
@@ -224,23 +220,6 @@ def test_augmentation_changes_with_the_epoch_only() -> None:
     same_row = b.images[[rows[1].index(r) for r in rows[0]]]
     assert not torch.equal(a.images, same_row)
     assert same(loader.batch(0), a)
-
-
-@given(st.integers(1, 30), st.integers(1, 31), st.integers(0, 99), st.integers(0, 3))
-def test_captions_of_a_picture_come_equally_often(n: int, wanted: int, row: int, seed: int) -> None:
-    captions = [str(i) for i in range(n)]
-    epochs = [choose(captions, wanted, Draw(seed, epoch, row)) for epoch in range(n)]
-    assert all(len(set(e)) == len(e) == min(n, wanted) for e in epochs)
-    assert set(Counter(c for e in epochs for c in e).values()) == {min(n, wanted)}
-
-
-def test_one_caption_is_redrawn_each_epoch_and_differs_between_rows() -> None:
-    captions = list("abcde")
-    one = {tuple(choose(captions, "one", Draw(0, e, row))[0] for e in range(5)) for row in range(200)}
-    assert all(sorted(o) == captions for o in one)
-    assert len(one) > 50
-    assert choose(captions, "all", Draw(0, 3, 4)) == captions
-    assert choose([], "one", Draw(0, 0, 0)) == []
 
 
 def test_bad_rows_are_counted_once_and_stop_a_run() -> None:
