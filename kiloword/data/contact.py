@@ -15,7 +15,7 @@ from kiloword.types import BadSample, Record, Source
 _COLUMNS, _ROWS = 6, 4
 _TILE, _PICTURE, _GAP = (240, 280), (240, 180), 16  # pixels: width and height, gap between tiles
 _LINES, _LINE, _FONT = 5, 17, 13  # caption lines, pixels a line, font size
-_INK, _FAINT = (20, 20, 20), (130, 130, 130)
+_INK, _FAINT, _EDGE = (20, 20, 20), (130, 130, 130), (215, 215, 215)
 
 
 def contact_sheet(source: Source, path: Path) -> None:
@@ -68,6 +68,7 @@ def _tile(sheet: Image.Image, corner: tuple[int, int], picture: Image.Image, cap
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
     sheet.paste(picture.resize(size, Image.Resampling.BICUBIC), corner)
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT)
+    draw.rectangle((corner[0] - 1, corner[1] - 1, corner[0] + size[0], corner[1] + size[1]), outline=_EDGE)
     more = f"+ {captions - 1} more" if captions > 1 else ""
     lines = _wrap(caption, font, _LINES - bool(more))
     x, y = corner[0], corner[1] + _PICTURE[1] + 6

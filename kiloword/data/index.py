@@ -80,26 +80,25 @@ def scan(tar: Path) -> Index:
     rows: list[list[int]] = []
     keys: list[str] = []
     current: dict[str, int] = {}  # key -> row; members of a sample need not be neighbours
-    members = _Members(tar)
-    for key, part, offset, size in members:
-        column = 2 * PARTS.index(part)
+    members, suffixes = _Members(tar), set[tuple[int, str]]()
+    for key, suffix, offset, size in members:
         row = current.get(key)
-        if row is not None and part != "image" and rows[row][column] >= 0:
-            row = None  # the same member again: another sample of the same name
-        if row is None:
+        if row is None or (row, suffix) in suffixes:  # the same member again: another sample of the same name
             row = current[key] = len(rows)
             rows.append([-1] * (_COLUMNS - 1))
             keys.append(key)
-        if rows[row][column] < 0:
+        suffixes.add((row, suffix))
+        column = 2 * PARTS.index("image" if suffix in IMAGE_SUFFIXES else suffix)
+        if rows[row][column] < 0:  # of two pictures (.jpg and .png) the first counts
             rows[row][column : column + 2] = offset, size
     if not any(row[0] >= 0 for row in rows):
-        suffixes = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
-        raise ValueError(f"{tar} holds no pictures ({suffixes}). Expected a webdataset tar, as img2dataset writes it.")
+        kinds = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
+        raise ValueError(f"{tar} holds no pictures ({kinds}). Expected a webdataset tar, as img2dataset writes it.")
     return _build(stat, rows, keys, members.note)
 
 
 class _Members:
-    """Iterates over (key, part, offset, size) of a tar's members; afterwards `note` says what is wrong with the tar."""
+    """Iterates over (key, suffix, offset, size) of a tar's members; then `note` says what is wrong with the tar."""
 
     def __init__(self, tar: Path) -> None:
         self.path, self.note = tar, ""
@@ -139,13 +138,12 @@ class _Members:
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Key and part of a member; None for what belongs to no sample."""
+    """Key and suffix of a member; None for what belongs to no sample."""
     match = _NAME.fullmatch(name)
     if match is None or name.rsplit("/", 1)[-1].startswith("__"):
         return None
     suffix = match[2].lower()
-    part = "image" if suffix in IMAGE_SUFFIXES else suffix
-    return (match[1], part) if part in PARTS else None
+    return (match[1], suffix) if suffix in (*IMAGE_SUFFIXES, *PARTS[1:]) else None
 
 
 def _build(stat: os.stat_result, rows: list[list[int]], keys: list[str], note: str) -> Index:

@@ -61,8 +61,9 @@ class Stats:
 
 
 def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = None) -> int:
-    """What the command line calls; prints. Returns the number of bad samples (check), damaged tars (index), or 0 (stats).
+    """What the command line calls; prints.
 
+    Returns: the number of bad samples (check), of damaged tars (index), or 0 (stats).
     Errors: ValueError when `src` is no data set or `png` cannot be written.
     """
     console = Console(highlight=False, soft_wrap=True)
@@ -71,6 +72,8 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     notes = getattr(source, "notes", [])
     console.print(f"{escape(src)}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
     console.print(f"fingerprint {source.fingerprint}")
+    for note in notes:
+        console.print(escape(note))
     if what == "index":
         return len(notes)
     if what == "check":

@@ -1,0 +1,101 @@
+"""`kiloword data index | check | stats`: what is counted, named and drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tars import encode, noise, pairs, picture, write_tar
+
+from kiloword.data.contact import contact_sheet
+from kiloword.data.inspect import check, main, stats
+from kiloword.data.sources import open_source
+from kiloword.types import Skipped
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two tars: ten good samples, then four bad ones and a good one."""
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+    bad = {
+        "broken.png": picture()[:60],
+        "broken.txt": b"x",
+        "silent.png": picture(),
+        "zero.png": b"",
+        "zero.txt": b"x",
+        "latin.png": picture(),
+        "latin.txt": b"caf\xe9",
+        "wide.bmp": encode(noise(10, 30), "JPEG"),
+        "wide.txt": b"picture 1\nthree words here",
+    }
+    write_tar(tmp_path / "data" / "0.tar", pairs(10))
+    write_tar(tmp_path / "data" / "1.tar", bad)
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_check_names_every_bad_sample(folder: Path, workers: int) -> None:
+    bad = check(open_source(str(folder)), workers)
+    assert [(s.row, s.key) for s in bad] == [(10, "broken"), (11, "silent"), (12, "zero"), (13, "latin")]
+    assert bad[0].reason.startswith("cannot be decoded")
+    assert [s.reason for s in bad[1:]] == ["no caption", "the picture has zero bytes", "caption is not UTF-8"]
+
+
+def test_stats_count_what_is_there(folder: Path) -> None:
+    found = stats(open_source(str(folder)))
+    assert (found.rows, len(found.captions), sum(found.captions)) == (15, 12, 13)
+    assert [s.key for s in found.bad] == ["silent", "zero", "latin"]  # "broken" has a sound header: `check` finds it
+    assert found.words == [2] * 10 + [1] + [2, 3]
+    assert found.characters[-1] == len("three words here")
+    assert (found.widths[-1], found.heights[-1]) == (30, 10)
+    assert found.duplicates() == [("picture 1", 2)]
+
+
+def test_class_index_without_a_name_is_bad(tmp_path: Path) -> None:
+    members = {"a.png": picture(), "a.cls": b"0", "b.png": picture(), "b.cls": b"2"}
+    write_tar(tmp_path / "0.tar", members)
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    source = open_source(str(tmp_path))
+    assert check(source) == [Skipped(1, "b", "class index 2, but there are 2 class names")]
+    assert stats(source).labels == {0: 1}
+
+
+def test_main_prints_and_returns_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("index", str(folder)) == 0
+    assert "15 samples" in capsys.readouterr().out
+    assert sorted(p.name for p in folder.iterdir()) == ["0.tar", "0.tar.kwindex", "1.tar", "1.tar.kwindex"]
+    assert main("check", str(folder)) == 4
+    printed = capsys.readouterr().out
+    assert "1 x caption is not UTF-8\n    latin (row 13)" in printed
+    assert "4 of 15 samples are bad (26.67%)" in printed
+    assert main("stats", str(folder), folder / "sheet.png") == 0
+    printed = capsys.readouterr().out
+    assert "pictures 12   captions 13   bad 3" in printed
+    assert "2 x picture 1" in printed
+    assert Image.open(folder / "sheet.png").width > 1000
+
+
+def test_a_cut_tar_makes_index_return_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = (folder / "0.tar").read_bytes()
+    (folder / "0.tar").write_bytes(raw[:3000])
+    assert main("index", str(folder)) == 1
+    assert "cut at byte 3,000" in capsys.readouterr().out
+
+
+def test_contact_sheet_shows_the_pictures(tmp_path: Path) -> None:
+    red = encode(np.broadcast_to(np.uint8([200, 10, 10]), (9, 12, 3)).copy())
+    long = ("word " * 500).encode()
+    write_tar(tmp_path / "x.tar", {"a.png": red, "a.txt": long, "b.png": b"", "b.txt": b"x"})
+    source = open_source(str(tmp_path / "x.tar"))
+    contact_sheet(source, tmp_path / "a.png")
+    contact_sheet(source, tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    sheet = np.asarray(Image.open(tmp_path / "a.png"))
+    assert (sheet == [200, 10, 10]).all(-1).sum() == 240 * 180
+    with pytest.raises(ValueError, match="cannot be written"):
+        contact_sheet(source, tmp_path / "missing" / "a.png")
+    write_tar(tmp_path / "y.tar", {"b.png": b"", "b.txt": b"x"})
+    with pytest.raises(ValueError, match="none of the samples"):
+        contact_sheet(open_source(str(tmp_path / "y.tar")), tmp_path / "c.png")
