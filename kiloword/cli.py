@@ -27,7 +27,6 @@ class Train:
       kiloword train siglip --data table.csv --out runs/table --size s16 --optim.lr 1e-3 --workers 8
     """
 
-    method: Positional[str] = tyro.MISSING  # preset (`kiloword methods`), or your own module:preset
     out: Path = tyro.MISSING  # folder of the run
     data: tuple[str, ...] = ("scenes",)  # folder of tars, brace pattern, csv/tsv/parquet, picture folder, scenes
     val: str | None = None  # evaluate retrieval on this
@@ -59,9 +58,9 @@ class Train:
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
-def recipe_of(args: Train, settings: Any) -> Recipe:
+def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
     """The recipe that the flags of `train` describe, but for its length; settings: the method's own, or None."""
-    base = recipes.default(args.method, args.size, args.data)
+    base = recipes.default(method, args.size, args.data)
     data = replace(
         base.data,
         val=args.val,
@@ -78,12 +77,18 @@ def recipe_of(args: Train, settings: Any) -> Recipe:
 
 
 def _train(argv: Sequence[str]) -> None:
-    both = tyro.cli(_train_type(argv), args=argv, prog="kiloword train", description=Train.__doc__)
+    method = argv[0] if argv and not argv[0].startswith("-") else ""
+    if not method and not {"-h", "--help"} & set(argv):
+        raise ValueError(
+            "train needs a method first, e.g. kiloword train siglip --out runs/first (`kiloword methods`)."
+        )
+    rest = argv[1:] if method else argv
+    both = tyro.cli(_train_type(method, rest), args=rest, prog="kiloword train METHOD", description=Train.__doc__)
     args: Train = both.run
     from kiloword.prepare import describe, open_sources, with_length
     from kiloword.train import Options, train
 
-    recipe = recipe_of(args, both.settings)
+    recipe = recipe_of(method, args, both.settings)
     source = open_sources(recipe)
     recipe = with_length(recipe, len(source), args.steps, args.epochs, args.samples)
     if args.dry_run:
@@ -94,9 +99,8 @@ def _train(argv: Sequence[str]) -> None:
     print(f"model: {folder}")
 
 
-def _train_type(argv: Sequence[str]) -> Any:
+def _train_type(method: str, argv: Sequence[str]) -> Any:
     """`Train` with the defaults that method, size and data imply, beside the method's own settings."""
-    method = argv[0] if argv and not argv[0].startswith("-") else ""
     kind: Any = None
     if method:
         from kiloword.methods import find

@@ -29,8 +29,8 @@ def open_source(src: str, size: int | None = None) -> Source:
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
         from kiloword.data.scenes import parse_scenes
 
-        scenes: Source = parse_scenes(src, size)
-        return scenes
+        scenes = parse_scenes(src)
+        return scenes if size is None else scenes.resolution(size)
     if _RANGE.search(src):
         return _shards(src, _existing(src, [Path(p) for p in expand(src)]))
     path = Path(src).expanduser()

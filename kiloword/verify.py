@@ -1,0 +1,207 @@
+"""The conformity suite: what must hold for every method. Tests call it; users call it on their own method.
+
+The gradient of a batch may not depend on how it is cut: ranks, micro-batches, blocks of pairs, order of samples.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.multiprocessing
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kiloword import parallel
+from kiloword.accumulate import backward
+from kiloword.checkpoint import load_model, save_model
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.draw import key
+from kiloword.learner import Learner
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.optim import Optimizer
+from kiloword.recipes import MUON, ModelConfig, ModelFile, sizes
+from kiloword.types import Batch, Texts
+
+EXACT = 1e-10  # of the largest gradient, in fp64
+PICTURES = 16  # divides over 4 ranks of 4 micro-batches
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property: what was measured, and what it may be at most."""
+
+    name: str
+    value: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit  # False for NaN
+
+
+def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
+    """All checks of a preset or of a user's "module:preset", each as soon as it is known."""
+    yield Check("parameters without a gradient", _without_gradient(method), 0)
+    reference = gradients(method)
+    for micro in (2, 4):
+        yield _compare(f"{micro} micro-batches", gradients(method, micro=micro), reference)
+    for chunk in (3, 7):
+        yield _compare(f"blocks of {chunk} x {chunk} pairs", gradients(method, chunk=chunk), reference)
+    yield _compare("samples in another order", gradients(method, permute=True), reference)
+    for n in ranks:
+        if n > 1:
+            for micro in (1, 4):
+                found = gradients_over_ranks(method, n, micro)
+                yield _compare(f"{n} ranks, {micro} micro-batch{'es' if micro > 1 else ''}", found, reference)
+    yield Check("score after save and load", _save_and_load(method), 0)
+    yield Check("bf16 against fp32: 1 - cosine of gradients", _bf16(method), 0.02)
+    yield Check("toy problem: loss left after 60 steps", _toy(method), 0.25)
+
+
+def config() -> ModelConfig:
+    """A model small enough for seconds."""
+    small = sizes()["debug"]
+    return replace(small, image=replace(small.image, init_std=0.1), text=replace(small.text, init_std=0.1))
+
+
+def batch(first: int = 0, end: int = PICTURES, order: Sequence[int] | None = None) -> Batch:
+    """Pictures `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each."""
+    rows = list(order or range(PICTURES))[first:end]
+    captions = [[_tokens(row, c) for c in range(1 + row % 3)] for row in rows]
+    return Batch(
+        images=torch.stack([_noise(row, (3, 32, 32)) for row in rows]),
+        texts=Texts.pack([ids for some in captions for ids in some]),
+        image_of_text=torch.repeat_interleave(torch.tensor([len(some) for some in captions])),
+        seeds=torch.tensor([key(0, "verify", row) for row in rows]),
+        position=torch.tensor(rows),
+        composed=torch.zeros(len(rows), dtype=torch.bool),
+    )
+
+
+def _noise(row: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(row), dtype=torch.uint8)
+
+
+def _tokens(row: int, caption: int) -> list[int]:
+    generator = torch.Generator().manual_seed(key(row, caption))
+    length = int(torch.randint(2, 10, (1,), generator=generator))
+    ids: list[int] = torch.randint(6, 500, (length,), generator=generator).tolist()
+    return ids
+
+
+def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64) -> Learner:
+    slots = preset(method)
+    return Learner(build(config(), slots, seed=0), slots, chunk).to(dtype)
+
+
+def gradients(
+    method: str, micro: int = 1, chunk: int = 0, permute: bool = False, rank: int = 0, ranks: int = 1
+) -> dict[str, Tensor]:
+    """The gradient of every parameter in fp64, and the losses as "loss:NAME"."""
+    order = list(range(PICTURES))
+    if permute:
+        order = [(7 * row + 3) % PICTURES for row in order]
+    share = PICTURES // ranks
+    model = learner(method, chunk)
+    report = backward(model, batch(rank * share, (rank + 1) * share, order).split(micro))
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**found, **{f"loss:{name}": value for name, value in report.items()}}
+
+
+def gradients_over_ranks(method: str, ranks: int, micro: int) -> dict[str, Tensor]:
+    """The same, computed by gloo processes on this machine, each on its share."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "found.safetensors")
+        torch.multiprocessing.spawn(_rank, (ranks, _free_port(), method, micro, path), nprocs=ranks)
+        return load_file(path)
+
+
+def _rank(rank: int, ranks: int, port: int, method: str, micro: int, path: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    with parallel.process_group(timeout_s=120):
+        found = gradients(method, micro=micro, rank=rank, ranks=ranks)
+        if rank == 0:
+            save_file({name: value.contiguous() for name, value in found.items()}, path)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _compare(name: str, found: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:
+    """The largest difference, relative to the largest gradient (losses: to themselves)."""
+    if found.keys() != reference.keys():
+        return Check(f"{name}: other parameters have gradients", float("inf"), EXACT)
+    largest = max(float(g.abs().max()) for n, g in reference.items() if not n.startswith("loss:"))
+    errors = [
+        float((found[n] - g).abs().max()) / (max(abs(float(g)), 1e-12) if n.startswith("loss:") else largest)
+        for n, g in reference.items()
+    ]
+    return Check(name, max(errors), EXACT)
+
+
+def _without_gradient(method: str) -> float:
+    model = learner(method)
+    backward(model, [batch()])
+    return float(sum(p.grad is None or not p.grad.any() for p in model.parameters() if p.requires_grad))
+
+
+def _save_and_load(method: str) -> float:
+    """Largest change of a score."""
+    model = learner(method, dtype=torch.float32).model.eval()
+    some = batch()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        tokenizer = Tokenizer.train(["a small red star", "two blue circles"], 300)
+        file = ModelFile(method=method, settings={}, model=model.config, size="debug")
+        save_model(Path(folder), model, tokenizer, file)
+        other, _ = load_model(folder)
+        a, b = (m.score(m.encode_image(some.images)[1], m.encode_text(some.texts)[1]) for m in (model, other.eval()))
+    return float((a - b).abs().max())
+
+
+def _bf16(method: str) -> float:
+    """1 - cosine between the gradients of a step under bf16 autocast and in fp32."""
+    found = []
+    for precision in (_fp32, lambda: torch.autocast("cpu", torch.bfloat16)):
+        model = learner(method, dtype=torch.float32)
+        backward(model, [batch()], precision)
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    return 1 - float(torch.nn.functional.cosine_similarity(found[0], found[1], dim=0))
+
+
+def _fp32() -> torch.autocast:
+    return torch.autocast("cpu", enabled=False)
+
+
+def _toy(method: str) -> float:
+    """Share of the pair loss that is left after learning one batch by heart."""
+    model, steps = learner(method, dtype=torch.float32), 60
+    optimizer = Optimizer(model, replace(MUON, warmup=0.1), steps)
+    some = batch()
+    losses = []
+    for step in range(steps):
+        losses.append(float(backward(model, [some])["pair"]))
+        optimizer.step(step)
+        model.model.head.clamp_()
+    return losses[-1] / losses[0]
+
+
+def main(method: str, ranks: Sequence[int], say: Callable[[str], None] = print) -> None:
+    """Run all checks and say each. Raises: ValueError naming those that failed."""
+    failed = []
+    for check in verify(method, ranks):
+        say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g})")
+        if not check.passed:
+            failed.append(check.name)
+    if failed:
+        raise ValueError(f"{method} fails {len(failed)} of its checks: {', '.join(failed)}.")
