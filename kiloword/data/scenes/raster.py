@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kiloword.data.scenes.world import SHAPES, Scene, Thing
+from kiloword.data.scenes.world import SHAPES, Scene
 
 Floats = npt.NDArray[np.floating]
 Pixels = npt.NDArray[np.uint8]
@@ -19,13 +19,13 @@ COLOUR_RGB = (
     (20, 150, 50),  # green
     (0, 205, 225),  # cyan
     (25, 85, 245),  # blue
-    (155, 55, 220),  # purple
+    (140, 35, 210),  # purple
     (255, 95, 185),  # pink
 )
 BACKGROUND_RGB = (
     (255, 255, 255),  # white
     (0, 0, 0),  # black
-    (135, 135, 135),  # grey
+    (150, 150, 150),  # grey
     (95, 60, 35),  # brown
     (225, 208, 175),  # beige
     (15, 25, 75),  # navy
@@ -39,31 +39,27 @@ PALE = 0.35  # cover between stripes: keeps the silhouette of small things reada
 def draw(scene: Scene, size: int) -> Pixels:
     """The picture of a scene.
 
-    Args: size in pixels a side, at least 16.
+    Args: size in pixels a side, at least 24: below, small things blur.
     Returns: uint8 [size, size, 3], RGB.
     """
     picture = np.empty((size, size, 3), np.uint8)
     picture[:] = BACKGROUND_RGB[scene.background]
     for thing in scene.things:
-        y, x, patch = _patch(thing, scene.background, size)
-        picture[y : y + patch.shape[0], x : x + patch.shape[1]] = patch
+        y, x, cover = _mask(thing.shape, thing.size, thing.fill, thing.row, thing.column, size)
+        picture[y : y + cover.shape[0], x : x + cover.shape[1]] = _shades(thing.colour, scene.background)[cover]
     return picture
 
 
-@lru_cache(maxsize=4096)
-def _patch(thing: Thing, background: int, size: int) -> tuple[int, int, Pixels]:
-    """The thing before its background, uint8 [h, w, 3], and its upper left corner."""
-    y, x, alpha = _mask(thing.shape, thing.size, thing.fill, thing.row, thing.column, size)
-    behind = np.array(BACKGROUND_RGB[background], np.float32)
-    before = np.array(COLOUR_RGB[thing.colour], np.float32)
-    return y, x, (behind + alpha[:, :, None] * (before - behind) + 0.5).astype(np.uint8)
+@cache
+def _shades(colour: int, background: int) -> Pixels:
+    """From the background's colour to the thing's, [256, 3]."""
+    behind, before = np.array(BACKGROUND_RGB[background]), np.array(COLOUR_RGB[colour])
+    return np.asarray(behind + np.arange(256)[:, None] / 255 * (before - behind) + 0.5).astype(np.uint8)
 
 
-@lru_cache(maxsize=2048)
-def _mask(
-    shape: int, size: int, fill: int, row: int, column: int, side: int
-) -> tuple[int, int, npt.NDArray[np.float32]]:
-    """Cover of every pixel of the thing's cell, float32 [h, w] in [0, 1], and the cell's upper left corner."""
+@lru_cache(maxsize=432)  # all that there are at one resolution
+def _mask(shape: int, size: int, fill: int, row: int, column: int, side: int) -> tuple[int, int, Pixels]:
+    """Cover of every pixel of the thing's cell, uint8 [h, w], 255 is all, and the cell's upper left corner."""
     cell = side / 3
     y0, y1 = round(row * cell), round((row + 1) * cell)
     x0, x1 = round(column * cell), round((column + 1) * cell)
@@ -75,8 +71,8 @@ def _mask(
     if fill == 1:
         alpha *= PALE + (1 - PALE) * _stripes(y, side)[:, None]
     if fill == 2:
-        alpha -= np.clip(inside - max(STROKE * side, 1.0) + 0.5, 0, 1)
-    return y0, x0, alpha.astype(np.float32)
+        alpha -= np.clip(inside - max(STROKE * side, 1.3) + 0.5, 0, 1)
+    return y0, x0, (alpha * 255 + 0.5).astype(np.uint8)
 
 
 def _stripes(y: Floats, side: int) -> Floats:

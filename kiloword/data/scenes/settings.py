@@ -150,7 +150,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "near": (_share, _SHARE),
     "objects": (_objects, "numbers of objects from 1 to 3, as 1 or 2,3"),
     "seed": (_whole(0, 2**31 - 1), "a whole number from 0 up"),
-    "size": (_whole(16, 2048), "pixels a side, 16 to 2048"),
+    "size": (_whole(24, 2048), "pixels a side, 24 to 2048"),
     "task": (_one_of(*TASKS), "one of " + ", ".join(TASKS)),
     "wrong": (_share, _SHARE),
 }
