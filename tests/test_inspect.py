@@ -74,7 +74,8 @@ def test_main_prints_and_returns_what_is_wrong(folder: Path, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "pictures 12   captions 13   bad 3" in printed
     assert "2 x picture 1" in printed
-    assert Image.open(folder / "sheet.png").width > 1000
+    with Image.open(folder / "sheet.png") as sheet:
+        assert sheet.width > 1000
 
 
 def test_a_cut_tar_makes_index_return_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +93,8 @@ def test_contact_sheet_shows_the_pictures(tmp_path: Path) -> None:
     contact_sheet(source, tmp_path / "a.png")
     contact_sheet(source, tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    sheet = np.asarray(Image.open(tmp_path / "a.png"))
+    with Image.open(tmp_path / "a.png") as picture_of_samples:
+        sheet = np.asarray(picture_of_samples)
     assert (sheet == [200, 10, 10]).all(-1).sum() == 240 * 180
     with pytest.raises(ValueError, match="cannot be written"):
         contact_sheet(source, tmp_path / "missing" / "a.png")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tars import pairs, picture, write_tar
 
 from kiloword.data import index as index_module
 from kiloword.data.index import open_index
@@ -21,7 +22,6 @@ from kiloword.data.mixture import mix
 from kiloword.data.shards import Shards
 from kiloword.data.sources import expand, open_source
 from kiloword.types import BadSample, Record, Source
-from tars import pairs, picture, write_tar
 
 
 @pytest.fixture(autouse=True)

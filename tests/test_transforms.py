@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from tars import encode, noise
 
 from kiloword.data import decode as decode_module
 from kiloword.data.decode import Decoder, check_decoder, decode, picture_size
@@ -21,7 +22,6 @@ from kiloword.data.transforms import EvalTransform, TrainTransform, random_box
 from kiloword.draw import Draw
 from kiloword.recipes import AugmentConfig
 from kiloword.types import BadSample
-from tars import encode, noise
 
 DECODERS: tuple[Decoder, ...] = ("pillow", "opencv", "simplejpeg")
 
