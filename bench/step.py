@@ -132,13 +132,15 @@ def symmetric(images: Tensor, texts: Tensor, scale: Tensor, image_of_text: Tenso
         return (by_row.mean() + F.cross_entropy(logits.T, image_of_text)) / 2
 
 
-def check(ours: Model, our: Side, their: Side, theirs: torch.nn.Module, batch: Given) -> dict[str, float]:
+def check(ours: Model, our: Side, their: Side, theirs: torch.nn.Module, batch: Given, half: bool) -> dict[str, float]:
     """Relative differences of loss and of the whole gradient; asserts that they are rounding."""
     tf32 = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False  # their patch embedding is a convolution
     losses = []
     for contestant in (our, their):
-        loss = contestant.loss(batch)
+        contestant.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(batch.pictures.device.type, torch.bfloat16, enabled=half):
+            loss = contestant.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
     torch.backends.cudnn.allow_tf32 = tf32
@@ -152,10 +154,8 @@ def check(ours: Model, our: Side, their: Side, theirs: torch.nn.Module, batch: G
     difference = sum(float((a - b).square().sum()) for a, b in pairs if a is not None) ** 0.5
     total = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
     found = {"loss": abs(losses[0] - losses[1]) / losses[1], "gradient": difference / total}
-    assert found["loss"] < 1e-5, found
-    assert found["gradient"] < 1e-4, found
-    for contestant in (our, their):
-        contestant.optimizer.zero_grad(set_to_none=True)
+    assert found["loss"] < (1e-2 if half else 1e-5), found
+    assert found["gradient"] < (0.2 if half else 1e-4), found
     return found
 
 
@@ -216,7 +216,9 @@ def main() -> None:
     args = parser.parse_args()
     ours, our, their, theirs = contestants(args)
     small = given(ours, min(args.batch, 8), args.captions, 1000, args.device)
-    agreement = check(ours, our, their, theirs, small)
+    agreement = {"fp32": check(ours, our, their, theirs, small, half=False)}
+    if args.dtype == "bf16":  # other kernels
+        agreement["bf16"] = check(ours, our, their, theirs, small, half=True)
     # several batches, so that caption lengths change from step to step as they do in training
     batches = [given(ours, args.batch, args.captions, seed, args.device) for seed in range(min(args.steps, 4))]
     for n in range(args.warmup):

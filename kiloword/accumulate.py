@@ -6,7 +6,7 @@ Second pass: each micro-batch again, with its share of those gradients. (GradCac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -58,7 +58,7 @@ def _pair_gradients(learner: Learner, inputs: list[tuple[Features, Features]]) -
     """The pair loss over all micro-batches at once, and what each must replay."""
     images, texts = (_leaves(_concatenate([pair[side] for pair in inputs])) for side in (0, 1))
     pair, _ = learner.pair_loss(images, texts)
-    weights = [p for p in learner.model.head.parameters() if p.requires_grad]
+    weights: list[Tensor] = [p for p in learner.model.head.parameters() if p.requires_grad]
     floats = [[k for k, v in f.items() if v.requires_grad] for f in (images, texts)]
     leaves = [images[k] for k in floats[0]] + [texts[k] for k in floats[1]]
     gradients = torch.autograd.grad(pair, [*leaves, *weights], allow_unused=True)
@@ -79,9 +79,9 @@ def _leaves(features: Features) -> Features:
     return {k: v.requires_grad_() if v.is_floating_point() else v for k, v in features.items()}
 
 
-def _split(gradients: dict[str, Tensor | None], sizes: list[int]) -> list[Features]:
+def _split(gradients: Mapping[str, Tensor | None], sizes: list[int]) -> list[Features]:
     """Rows of every gradient for each micro-batch; what the score did not use is left out."""
-    known = {k: g.split(sizes) for k, g in gradients.items() if g is not None}
+    known = {k: torch.split(g, sizes) for k, g in gradients.items() if g is not None}
     return [{k: parts[n] for k, parts in known.items()} for n in range(len(sizes))]
 
 

@@ -108,7 +108,14 @@ def _train_type(method: str, argv: Sequence[str]) -> Any:
         kind = find(method)[1]
     data = _values_of(argv, "--data") or ("scenes",)
     base = recipes.default(method, (_values_of(argv, "--size") or ("tiny",))[0], data)
-    run = Train(optim=base.optim, augment=base.data.augment, model=base.model, batch=base.batch)
+    run = Train(
+        optim=base.optim,
+        augment=base.data.augment,
+        model=base.model,
+        batch=base.batch,
+        captions=base.data.captions,
+        precision=base.precision,
+    )
     settings = (kind, field(default_factory=kind)) if kind else (Annotated[None, tyro.conf.Suppress], None)
     return make_dataclass(
         "Both", [("run", Annotated[Train, arg(name="")], field(default=run)), ("settings", *settings)]
@@ -172,10 +179,14 @@ def evaluate(
     from kiloword.api import load
     from kiloword.checkpoint import write_json
     from kiloword.data.sources import open_source
+    from kiloword.types import Skipped
 
     matcher = load(model, device=device)
     source = open_source(data, size=matcher.model.config.image.size)
-    found = evaluation.evaluate(matcher, task, source, batch=batch, workers=workers)
+    skipped: list[Skipped] = []
+    found = evaluation.evaluate(matcher, task, source, skipped=skipped, batch=batch, workers=workers)
+    for one in skipped:
+        print(f"skipped {one.key}: {one.reason}", file=sys.stderr)
     for name, value in found.items():
         print(f"{name:36s} {value:.4f}" if isinstance(value, float) else f"{name:36s} {value}")
     if json is not None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ def _gather_group(group: Features, counts: Sequence[int], wire: torch.dtype | No
     widths = [v[0].numel() if len(v) else v.flatten(1).shape[1] for v in group.values()]
     return {
         k: part.reshape(len(rows), *v.shape[1:]).to(v.dtype)
-        for (k, v), part in zip(group.items(), rows.split(widths, 1), strict=True)
+        for (k, v), part in zip(group.items(), torch.split(rows, widths, 1), strict=True)
     }
 
 
@@ -122,6 +122,26 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return x
 
 
+def any_rank(*mine: bool) -> tuple[bool, ...]:
+    """Which of these is true on any rank; all ranks must ask at the same place."""
+    if ranks() == 1:
+        return mine
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return tuple(bool(n) for n in sum_over_ranks(torch.tensor([float(m) for m in mine], device=device)).tolist())
+
+
+Item = TypeVar("Item")
+
+
+def all_lists(mine: list[Item]) -> list[Item]:
+    """Every rank's items in rank order; costs one number where no rank has any."""
+    if ranks() == 1 or not any_rank(bool(mine))[0]:
+        return mine
+    out: list[list[Item]] = [[] for _ in range(ranks())]
+    dist.all_gather_object(out, mine)
+    return [item for items in out for item in items]
+
+
 def average_gradients(module: nn.Module, bucket: int = 1 << 24) -> None:
     """Mean of gradients over ranks in a fixed layout, so that a resumed run adds in the same order.
 
@@ -130,7 +150,7 @@ def average_gradients(module: nn.Module, bucket: int = 1 << 24) -> None:
     """
     if ranks() == 1:
         return
-    own = [p for p in module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
+    own: list[Tensor] = [p for p in module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
     for p in own:
         if p.grad is None:  # unused on this rank, perhaps not on another
             p.grad = torch.zeros_like(p)
@@ -138,7 +158,7 @@ def average_gradients(module: nn.Module, bucket: int = 1 << 24) -> None:
         flat = torch.cat([p.grad.flatten() for p in group if p.grad is not None])
         dist.all_reduce(flat)
         flat /= ranks()
-        for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
+        for p, part in zip(group, torch.split(flat, [p.numel() for p in group]), strict=True):
             assert p.grad is not None
             p.grad.copy_(part.view_as(p))
 

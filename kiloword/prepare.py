@@ -152,6 +152,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         rank=parallel.rank(),
         ranks=parallel.ranks(),
         workers=workers,
+        resize=recipe.model.preprocess.resize,
     )
     run = Run(
         recipe=recipe,

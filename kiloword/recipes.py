@@ -195,8 +195,10 @@ PHOTOS = AugmentConfig(crop=0.5, flip=0.5)
 def default(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)) -> Recipe:
     """The recipe that a user gets who says no more. Presets share it, so that comparisons are fair.
 
-    Raises: ValueError for an unknown size.
+    Raises: ValueError for an unknown size or method.
     """
+    from kiloword.methods import preset  # torch: only where a method is really asked for
+
     known = sizes()
     if size not in known:
         raise ValueError(f"unknown size {size!r}: expected one of {', '.join(known)}.")
@@ -207,7 +209,11 @@ def default(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)
         size=size,
         model=known[size],
         optim=MUON if small else FIELD,
-        data=DataConfig(sources=data, augment=AugmentConfig() if drawn else PHOTOS),
+        data=DataConfig(
+            sources=data,
+            captions=preset(method).captions if method else "one",
+            augment=AugmentConfig() if drawn else PHOTOS,
+        ),
         batch=128 if small else 1024,
     )
 

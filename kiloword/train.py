@@ -70,7 +70,8 @@ def _loop(run: Run, pieces: int, options: Options, stop: Callable[[], bool]) -> 
     recipe, model, precision = run.recipe, run.learner.model, _precision(run)
     saved, meter = time.perf_counter(), _Meter(run)
     for batch in meter.timed(run.loader.batches(run.step, recipe.steps)):
-        run.bad.count(batch.skipped)
+        for new in run.bad.count(parallel.all_lists(batch.skipped)):
+            run.log.say(f"skipped {new.key}: {new.reason}")
         run.truncated += batch.texts.truncated
         report = backward(run.learner, batch.to(run.device).split(pieces), precision)
         report["gradient_norm"] = run.optimizer.step(run.step)
@@ -84,8 +85,8 @@ def _loop(run: Run, pieces: int, options: Options, stop: Callable[[], bool]) -> 
             run.log.row(row)
             run.log.progress(row)
         due = run.step % options.save_every == 0 if options.save_every else time.perf_counter() - saved > SAVE_SECONDS
-        stopping = _any_rank(stop())
-        if last or stopping or _any_rank(due):
+        due, stopping = parallel.any_rank(due, stop())
+        if last or stopping or due:
             save(run)
             saved = time.perf_counter()
         if recipe.data.val and (last or (options.eval_every and run.step % options.eval_every == 0)):
@@ -107,7 +108,7 @@ def save(run: Run) -> None:
         model=recipe.model,
         size=recipe.size,
         steps=run.step,
-        data=" ".join(recipe.data.sources),
+        data=run.loader.source.name,
     )
     with _averaged(run):
         save_model(run.out / "model", run.learner.model, run.tokenizer, file)
@@ -203,16 +204,6 @@ def _averaged(run: Run) -> Iterator[None]:
         yield
     finally:
         run.average.swap(run.learner)
-
-
-def _any_rank(mine: bool) -> bool:
-    if parallel.ranks() == 1:
-        return mine
-    return bool(parallel.sum_over_ranks(torch.tensor(float(mine), device=_wire())) > 0)
-
-
-def _wire() -> str:
-    return "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
 
 
 @contextmanager

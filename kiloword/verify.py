@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from kiloword import parallel
 from kiloword.accumulate import backward
@@ -119,7 +119,7 @@ def gradients_over_ranks(method: str, ranks: int, micro: int) -> dict[str, Tenso
     """The same, computed by gloo processes on this machine, each on its share."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "found.safetensors")
-        torch.multiprocessing.spawn(_rank, (ranks, _free_port(), method, micro, path), nprocs=ranks)
+        spawn(_rank, (ranks, _free_port(), method, micro, path), nprocs=ranks)  # type: ignore[no-untyped-call]
         return load_file(path)
 
 

@@ -96,7 +96,7 @@ def test_dense_attention(causal: bool) -> None:
 def test_half_precision_is_near(causal: bool, ls: list[int]) -> None:
     packing = Packing.of(packed(ls))
     q, k, v = (numbers(sum(ls), 2, 4, seed=s) for s in range(3))
-    half = attention(*(x.bfloat16() for x in (q, k, v)), packing, packing, causal)
+    half = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), packing, packing, causal)
     assert (half.double() - attention(q, k, v, packing, packing, causal)).abs().max() < 0.03
 
 
@@ -213,6 +213,18 @@ def test_causal_text_does_not_see_ahead() -> None:
     a, b = tower(Texts.pack([[1, 2, 3, 4]])), tower(Texts.pack([[1, 2, 9, 9]]))
     assert torch.allclose(a[:2], b[:2], rtol=0, atol=1e-12)
     assert not torch.allclose(a[2:], b[2:])
+
+
+@pytest.mark.slow
+def test_towers_compile_to_one_graph_each() -> None:
+    text, image = TextTower(TEXT), image_tower(SMALL).float()
+    initialise(text, 0)
+    run_text, run_image = torch.compile(text, fullgraph=True), torch.compile(image, fullgraph=True)
+    for ls in ([3, 5], [8, 2], [4, 7, 1]):
+        sequences = packed(ls)
+        assert torch.allclose(run_text(sequences), text(sequences), atol=1e-5)
+    images = numbers(2, 3, 16, 16).float()
+    assert torch.allclose(run_image(images), image(images), atol=1e-5)
 
 
 def test_errors_say_what_to_do() -> None:

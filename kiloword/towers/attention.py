@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +15,23 @@ from kiloword.types import Texts
 class Packing:
     """Where the tokens of T packed texts stand; made once a forward pass and handed to every layer."""
 
-    starts: Tensor  # [T + 1] int64
-    longest: int
+    starts: Tensor  # [T + 1] int32, what variable-length kernels take
+    longest: int  # L
     text: Tensor  # [S] the text of each token
     place: Tensor  # [S] the token's place inside its text
+    slot: Tensor  # [S] its row among [T * L]
+    valid: Tensor  # [T, L] bool: there is a token
 
     @staticmethod
     def of(texts: Texts) -> Packing:
-        device = texts.ids.device
-        numbers = torch.arange(len(texts), device=device)
+        device, starts, longest = texts.ids.device, texts.starts, texts.longest
+        lengths = starts.diff()
         # output_size: the device need not tell how many tokens there are
-        text = torch.repeat_interleave(numbers, texts.starts.diff(), output_size=len(texts.ids))
-        place = torch.arange(len(texts.ids), device=device) - texts.starts[text]
-        return Packing(texts.starts, texts.longest, text, place)
+        text = torch.repeat_interleave(torch.arange(len(texts), device=device), lengths, output_size=len(texts.ids))
+        place = torch.arange(len(texts.ids), device=device) - starts[text]
+        # an empty text keeps one slot, so that no softmax is over nothing
+        valid = torch.arange(longest, device=device) < lengths.clamp(min=1)[:, None]
+        return Packing(starts.to(torch.int32), longest, text, place, text * longest + place, valid)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -37,19 +40,6 @@ class Packing:
     def full(self) -> bool:
         """No text is shorter than the longest: padding would add nothing."""
         return len(self.text) == len(self) * self.longest
-
-    @cached_property
-    def starts32(self) -> Tensor:  # [T + 1] int32, what variable-length kernels take
-        return self.starts.to(torch.int32)
-
-    @cached_property
-    def slot(self) -> Tensor:  # [S] row of each token in [T * L]
-        return self.text * self.longest + self.place
-
-    @cached_property
-    def valid(self) -> Tensor:  # [T, L] bool; an empty text keeps one slot, so that no softmax is over nothing
-        lengths = self.starts.diff().clamp(min=1)
-        return torch.arange(self.longest, device=self.starts.device) < lengths[:, None]
 
     def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """[S, ...] -> [T, L, ...]."""
@@ -117,13 +107,13 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing_q: Packing, packing_k: Pack
     from torch.nn.attention.varlen import varlen_attn
 
     if packing_k is not None:
-        starts, longest = packing_k.starts32, packing_k.longest
+        starts, longest = packing_k.starts, packing_k.longest
     else:
         n, longest = k.shape[:2]
         starts = torch.arange(0, (n + 1) * longest, longest, dtype=torch.int32, device=k.device)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     window = (-1, 0) if causal else (-1, -1)
-    out = varlen_attn(q, k, v, packing_q.starts32, starts, packing_q.longest, longest, window_size=window)
+    out = varlen_attn(q, k, v, packing_q.starts, starts, packing_q.longest, longest, window_size=window)
     assert isinstance(out, Tensor)
     return out
 
@@ -132,7 +122,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) 
     """q [N, Lq, H, d], k and v [N, Lk, H, d], valid [N, Lk] or None -> [N, Lq, H, d]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if valid is None else valid[:, None, None]
-    causal = causal and q.shape[2] > 1  # one query, the last: sees all
+    if q.shape[2] == 1:  # the last query: sees all; a branch, not an expression, which would be symbolic when compiled
+        causal = False
     # torch's CPU kernel is 3 to 9 times slower than plain products in half precision, and faster in single
     plain = q.device.type == "cpu" and q.dtype in (torch.float16, torch.bfloat16)
     if causal and (plain or mask is not None or q.shape[2] != k.shape[2]):
