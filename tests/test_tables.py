@@ -116,6 +116,9 @@ def test_tables_that_cannot_be_used(tmp_path: Path, content: str | bytes, messag
 def test_parquet_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"x.parquet cannot be read as a table"):
         source_of(tmp_path / "x.parquet", b"nonsense")
+    pq.write_table(pa.table({"image": ["a.png"], "caption": [3]}), tmp_path / "y.parquet")
+    with pytest.raises(ValueError, match=r"y.parquet cannot be read as a table"):
+        open_source(str(tmp_path / "y.parquet"))
 
 
 def test_parquet_with_paths(folder: Path) -> None:

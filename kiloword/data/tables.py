@@ -56,7 +56,7 @@ class Table:
         parquet = path.suffix.lower() == ".parquet"
         try:
             self._columns = _read_parquet(path, self.fingerprint) if parquet else _read_csv(path)
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise ValueError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from None
         self._order, self._starts = _group(self._columns.images)
         if not len(self):
