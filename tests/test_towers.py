@@ -216,6 +216,7 @@ def test_causal_text_does_not_see_ahead() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 def test_towers_compile_to_one_graph_each() -> None:
     text, image = TextTower(TEXT), image_tower(SMALL).float()
     initialise(text, 0)
