@@ -21,9 +21,11 @@ class Packing:
     place: Tensor  # [S] the token's place inside its text
     slot: Tensor  # [S] its row among [T * L]
     valid: Tensor  # [T, L] bool: there is a token
+    tail: int = 0  # rows behind the S tokens that belong to no text; attention gives zeros there
 
     @staticmethod
-    def of(texts: Texts) -> Packing:
+    def of(texts: Texts, multiple: int = 1) -> Packing:
+        """multiple: round the number of rows up to this, so that kernels see few shapes."""
         device, starts, longest = texts.ids.device, texts.starts, texts.longest
         lengths = starts.diff()
         # output_size: the device need not tell how many tokens there are
@@ -31,7 +33,8 @@ class Packing:
         place = torch.arange(len(texts.ids), device=device) - starts[text]
         # an empty text keeps one slot, so that no softmax is over nothing
         valid = torch.arange(longest, device=device) < lengths.clamp(min=1)[:, None]
-        return Packing(starts.to(torch.int32), longest, text, place, text * longest + place, valid)
+        tail = -len(texts.ids) % multiple
+        return Packing(starts.to(torch.int32), longest, text, place, text * longest + place, valid, tail)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -42,7 +45,8 @@ class Packing:
         return len(self.text) == len(self) * self.longest
 
     def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """[S, ...] -> [T, L, ...]."""
+        """[S + tail, ...] -> [T, L, ...]."""
+        x = x[: len(self.text)] if self.tail else x
         shape = (len(self), self.longest, *x.shape[1:])
         if self.full:
             return x.reshape(shape)
@@ -50,9 +54,10 @@ class Packing:
         return empty.index_copy(0, self.slot, x).view(shape)
 
     def unpad(self, x: Tensor) -> Tensor:
-        """[T, L, ...] -> [S, ...]."""
+        """[T, L, ...] -> [S + tail, ...]."""
         flat = x.reshape(-1, *x.shape[2:])
-        return flat if self.full else flat.index_select(0, self.slot)
+        flat = flat if self.full else flat.index_select(0, self.slot)
+        return torch.cat([flat, flat.new_zeros(self.tail, *flat.shape[1:])]) if self.tail else flat
 
 
 class Cache:

@@ -11,6 +11,16 @@ from kiloword.towers.attention import Packing
 from kiloword.towers.blocks import Block, Init
 from kiloword.types import Texts
 
+ROWS = 256  # packed rows are a multiple of this where every shape costs
+
+
+def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
+    """Half precision on CPU: each new number of rows compiles and keeps kernels, some 20 MB for three layers."""
+    half = (torch.bfloat16, torch.float16)
+    if device.type != "cpu":
+        return False
+    return dtype in half or (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in half)
+
 
 class TextTower(nn.Module):
     """Texts -> tokens."""
@@ -35,12 +45,13 @@ class TextTower(nn.Module):
             raise ValueError(
                 f"a text of {texts.longest} tokens given to a tower for {self.config.context}; truncate it first"
             )
-        packing = Packing.of(texts)
+        packing = Packing.of(texts, ROWS if _compiles_per_shape(texts.ids.device, self.tokens.dtype) else 1)
         x = F.embedding(texts.ids, self.tokens) + F.embedding(packing.place, self.positions)
+        x = F.pad(x, (0, 0, 0, packing.tail)) if packing.tail else x
         for block in self.blocks:
             x = block(x, packing, self.config.causal)
         out: Tensor = self.norm(x)
-        return out
+        return out[: len(texts.ids)]
 
     def initial(self) -> dict[str, Init]:
         std = self.config.init_std
