@@ -1,0 +1,114 @@
+"""`kiloword quickstart`: train on drawn scenes, judge the model on scenes it never saw, write a report."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from kiloword import __version__, recipes, report
+from kiloword.api import Matcher, load
+from kiloword.checkpoint import write_atomic, write_json
+from kiloword.experiments.contestants import draw_all
+from kiloword.experiments.quickstart_judge import judge
+from kiloword.experiments.quickstart_page import page
+from kiloword.experiments.quickstart_results import Facts, Results, Sizes
+from kiloword.experiments.quickstart_words import summary
+from kiloword.log import read_metrics
+from kiloword.prepare import with_length
+from kiloword.recipes import Recipe, read_config
+from kiloword.train import train
+
+
+def recipe(seed: int = 0) -> Recipe:
+    """What is trained: every number of the run, in one place."""
+    return replace(recipes.default("siglip", "tiny", ("scenes",)), steps=600, batch=128, seed=seed)
+
+
+def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
+    """Train, judge and report into `out`; the same call again goes on where it stopped. Prints a summary.
+
+    Raises: ValueError when `out` holds another run or cannot be written, or steps is less than 1.
+    """
+    results = quickstart(with_length(recipe(seed), 0, steps), out)
+    print(summary(results))
+    print(f"\nmodel    {out / 'model'}\nfigures  {out / 'results.json'}\nreport   {out / 'report.html'}")
+
+
+def quickstart(chosen: Recipe, out: Path, sizes: Sizes | None = None) -> Results:
+    """A run of a recipe on scenes, judged and reported; what was done before is not done again.
+
+    Writes `results.json`, `report.html` and `example.png` beside what `train` writes.
+    """
+    sizes = sizes or Sizes()
+    folder = train(chosen, out)
+    metrics = read_metrics(out / "metrics.jsonl")
+    results = _results(chosen, out, folder, sizes, metrics)
+    held_out = draw_all(f"scenes:test?n={sizes.retrieval}", results.judged.image_size)
+    write_atomic(out / "example.png", _png(held_out.pixels[0]))
+    report.write(out / "report.html", page(results, out, metrics, held_out))
+    return results
+
+
+def _results(chosen: Recipe, out: Path, folder: Path, sizes: Sizes, metrics: Sequence[dict[str, Any]]) -> Results:
+    """The figures of these very weights, from an earlier call where there was one."""
+    weights = hashlib.blake2b((folder / "model.safetensors").read_bytes(), digest_size=16).hexdigest()
+    version = f"{__version__}-{weights}"
+    known = _read(out / "results.json")
+    if known is not None and (known.version, known.sizes) == (version, sizes):
+        return known
+    print(f"judging the model on {sizes.pictures} scenes that it never saw", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    matcher = load(folder)
+    judged = judge(matcher, chosen.data.sources, sizes)
+    facts = _facts(chosen, matcher, metrics, time.perf_counter() - start)
+    results = Results(version=version, sizes=sizes, facts=facts, judged=judged)
+    write_json(out / "results.json", asdict(results))
+    return results
+
+
+def _read(path: Path) -> Results | None:
+    if not path.is_file():
+        return None
+    try:
+        return read_config(path, Results)
+    except ValueError as e:
+        print(f"{e} The model is judged again.", file=sys.stderr)
+        return None
+
+
+def _facts(chosen: Recipe, matcher: Matcher, metrics: Sequence[dict[str, Any]], judging_s: float) -> Facts:
+    return Facts(
+        method=chosen.method,
+        size=chosen.size,
+        data=chosen.data.sources,
+        seed=chosen.seed,
+        steps=chosen.steps,
+        batch=chosen.batch,
+        pictures=chosen.steps * chosen.batch,
+        parameters=sum(p.numel() for p in matcher.model.parameters()),
+        training_s=_training_seconds(metrics, chosen.batch),
+        judging_s=judging_s,
+    )
+
+
+def _training_seconds(metrics: Sequence[dict[str, Any]], batch: int) -> float:
+    """Time in the loop, over all the calls that a run took: a row tells the speed since the row before."""
+    rows = [row for row in metrics if "pairs_per_s" in row]
+    before = [0, *(row["step"] for row in rows[:-1])]
+    return float(sum((row["step"] - a) * batch / row["pairs_per_s"] for a, row in zip(before, rows, strict=True)))
+
+
+def _png(picture: Tensor) -> bytes:
+    """A picture [3, H, W] as a PNG file."""
+    file = io.BytesIO()
+    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file, "PNG")
+    return file.getvalue()

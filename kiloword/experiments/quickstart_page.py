@@ -1,0 +1,216 @@
+"""The report of a quickstart, from its figures: no model is needed to write it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kiloword import report
+from kiloword.experiments.contestants import Scenes
+from kiloword.experiments.quickstart_results import Compared, Found, Judged, Results
+from kiloword.experiments.quickstart_words import duration, percent, weaknesses
+
+HEADER = ("kiloword", "colours alone", "chance")
+LEVELS = {1: "One fact", 2: "One thing, or how two things lie", 3: "Whole scenes"}
+CODE = (
+    "margin:.35rem 0 1.4rem;padding:.7rem .9rem;overflow-x:auto;border-left:3px solid var(--s0);"
+    "background:rgb(var(--heat-rgb) / .1);font:.85rem/1.5 ui-monospace,Menlo,Consolas,monospace"
+)
+
+
+def page(results: Results, out: Path, metrics: Sequence[dict[str, Any]], held_out: Scenes) -> str:
+    """The whole document. Args: metrics, rows of `metrics.jsonl`; held_out, the scenes that retrieval was tested on."""
+    judged = results.judged
+    sections = [
+        ("In short", _headline(judged)),
+        ("Training", _training(results, metrics)),
+        ("Finding pictures and captions", _retrieval(results)),
+        ("Naming what it sees", _naming(results)),
+        ("Scenes that differ by shape alone", _hard(results)),
+        ("Queries and their best pictures", _gallery(judged.gallery, held_out)),
+        ("What it takes for what", _confusions(judged)),
+        ("What it still gets wrong", _wrong(judged)),
+        ("What to do next", _next(results, out, held_out.captions)),
+    ]
+    return report.page("Kiloword quickstart", _intro(results), sections)
+
+
+def _intro(results: Results) -> str:
+    f = results.facts
+    return (
+        f"A {f.method} model of {f.parameters / 1e6:.1f} million parameters started from random weights and was shown "
+        f"{f.pictures:,} drawn scenes with captions in {duration(f.training_s)}. This page tells what it can do with "
+        "scenes that it never saw.\n\n"
+        "A scene holds one to three objects of eight shapes, eight colours, two sizes and three fills. Every caption "
+        "is a logical statement, so which pictures it is true of is known exactly."
+    )
+
+
+def _headline(judged: Judged) -> str:
+    tasks = judged.tasks
+    figures = [
+        (judged.retrieval.model["image_retrieval_recall@1"], "of full captions find their own picture first"),
+        (judged.retrieval.model["text_retrieval_recall@1"], "of pictures find their own caption first"),
+        *((t.compared.model["acc1"], f"{name} right, of {len(t.classnames)}") for name, t in tasks.items()),
+    ]
+    return report.headline([(percent(value), name) for value, name in figures])
+
+
+def _training(results: Results, metrics: Sequence[dict[str, Any]]) -> str:
+    f = results.facts
+    loss = [(row["step"], row["loss"]) for row in metrics if "loss" in row]
+    said = (
+        f"{f.steps:,} steps of {f.batch} pictures, size {f.size}, seed {f.seed}, data {' '.join(f.data)}. "
+        f"Training took {duration(f.training_s)}, the tests on this page {duration(f.judging_s)}."
+    )
+    parts = [report.paragraph(said)]
+    if loss:
+        parts.append(report.line_plot({"loss": loss}, "step", "loss", smooth=1 + len(loss) // 12))
+    if validated := _validated(metrics):
+        parts.append(report.line_plot(validated, "step", "recall at 1, validation"))
+    return "".join(parts)
+
+
+def _validated(metrics: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    sides = {"text retrieval": "val/text_retrieval_recall@1", "image retrieval": "val/image_retrieval_recall@1"}
+    series = {name: [(row["step"], row[key]) for row in metrics if key in row] for name, key in sides.items()}
+    return {name: points for name, points in series.items() if len(points) > 1}
+
+
+def _row(name: str, compared: Compared, metric: str) -> list[str | float | None]:
+    return [name, compared.model[metric], compared.colours[metric], compared.chance[metric]]
+
+
+def _retrieval(results: Results) -> str:
+    j, n = results.judged, results.sizes.retrieval
+    own = [
+        _row(f"{name}, R@{k}", j.retrieval, f"{side}_retrieval_recall@{k}")
+        for side, name in (("image", "caption to picture"), ("text", "picture to caption"))
+        for k in (1, 5, 10)
+    ]
+    general = [
+        _row(f"{LEVELS[level].lower()}, {name}", compared, f"image_retrieval_true_{metric}")
+        for level, compared in ((1, j.general["1"]), (2, j.general["2"]))
+        for metric, name in (("map", "mAP"), ("recall@1", "first is true"))
+    ]
+    return (
+        report.table(own, ["full captions", *HEADER], caption=f"{n} held-out scenes, a full caption each", strong=1)
+        + report.table(general, ["general captions", *HEADER], caption=f"{n} general captions, {n} scenes", strong=1)
+        + report.paragraph(
+            "R@k: the one right answer is among the first k. A general caption is true of many pictures; all of them "
+            "count: mAP is the mean average precision of their ranking. "
+            + _colours(results, "the captions of", "Like the model, it learned from captions.")
+        )
+    )
+
+
+def _colours(results: Results, what: str, more: str) -> str:
+    return (
+        f"Colours alone: a histogram of each picture's colours, and least squares on {what} "
+        f"{results.sizes.baseline:,} training pictures. It sees neither shapes nor places. {more}"
+    )
+
+
+def _naming(results: Results) -> str:
+    rows = [
+        [name, f"{len(t.classnames)}", *_row(name, t.compared, "acc1")[1:]] for name, t in results.judged.tasks.items()
+    ]
+    caption = f"Share named right, zero-shot, {results.sizes.classes:,} held-out scenes"
+    return report.table(rows, ["", "classes", *HEADER], caption=caption, strong=2) + report.paragraph(
+        "The model never saw a label: it picks the class whose prompts, such as “a picture of something red”, fit the "
+        "picture best. Scenes hold one object, for the count one to three. "
+        + _colours(results, "the class labels of", "It is supervised, so the comparison favours it.")
+    )
+
+
+def _hard(results: Results) -> str:
+    hard, n = results.judged.hard, results.sizes.hard
+    rows = [
+        _row("caption to picture, R@1", hard, "image_retrieval_recall@1"),
+        _row("picture to caption, R@1", hard, "text_retrieval_recall@1"),
+    ]
+    return report.table(rows, ["within the group", *HEADER], caption=f"{n // 8} groups of eight scenes", strong=1) + (
+        report.paragraph(
+            "The scenes of a group have the same objects at the same places, in the same colours, sizes and fills; "
+            "every object takes each of the eight shapes once. Shapes also differ in area, which is all that a "
+            "histogram of colours can tell of them."
+        )
+    )
+
+
+def _gallery(found: Sequence[Found], held_out: Scenes) -> str:
+    pictures = held_out.pixels.permute(0, 2, 3, 1).numpy()  # [I, H, W, 3]
+    parts = [report.paragraph(f"The first five of {len(pictures)} held-out scenes. Outlined: the query is true of it.")]
+    for level, name in LEVELS.items():
+        these = [f for f in found if f.level == level]
+        counts = ", ".join(str(f.matches) for f in these)
+        parts.append(f"<h3>{escape(name)}</h3>")
+        parts.append(report.paragraph(f"True of {counts} of the {len(pictures)} scenes, in this order."))
+        parts.append(report.gallery([(f.text, [(pictures[h.row], h.score, h.match) for h in f.hits]) for f in these]))
+    return "".join(parts)
+
+
+def _confusions(judged: Judged) -> str:
+    maps = [
+        report.heat_map(
+            np.array(t.confusion, np.int64),
+            t.classnames,
+            t.classnames,
+            caption=f"{name.capitalize()}, {percent(t.compared.model['acc1'])} right",
+            column_label="named",
+        )
+        for name, t in judged.tasks.items()
+    ]
+    return report.paragraph("Each row holds the scenes of one class; a framed cell is the right answer.") + report.grid(
+        maps
+    )
+
+
+def _wrong(judged: Judged) -> str:
+    said = "".join(f"<li>{escape(sentence)}</li>" for sentence in weaknesses(judged))
+    misses = judged.misses
+    parts = [f'<ul style="max-width:42rem;margin:0 0 1.5rem;padding-left:1.2rem">{said}</ul>']
+    if misses.missed:
+        rows: list[list[str | float | None]] = [
+            [name, share, misses.anywhere[name]] for name, share in misses.same.items()
+        ]
+        parts.append(
+            report.table(
+                rows,
+                ["the same in both", "right and wrong picture", "any two pictures"],
+                caption=f"What the {misses.missed} wrong first pictures share with the right ones",
+                strong=1,
+            )
+        )
+    return "".join(parts)
+
+
+def _next(results: Results, out: Path, captions: Sequence[str]) -> str:
+    f, q = results.facts, shlex.quote
+    model, other = q(str(out / "model")), q(f"{out}-longer")
+    texts = " ".join(q(caption) for caption in captions[:3])
+    commands = [
+        (
+            "Score a picture against texts",
+            f"kiloword score {model} --images {q(str(out / 'example.png'))} --texts {texts}",
+        ),
+        ("Test it on other captions", f"kiloword eval {model} retrieval --data 'scenes:test?levels=2&captions=3'"),
+        ("Train longer", f"kiloword quickstart --out {other} --steps {2 * f.steps}"),
+        ("Train on your own pictures", "kiloword train siglip --data photos/train --val photos/dev --out runs/photos"),
+        ("Look at your data first", "kiloword data stats photos/train --png samples.png"),
+        ("Use the model in Python", _python(out, captions[0])),
+    ]
+    return "".join(f'<p>{escape(what)}</p><pre style="{CODE}">{escape(code)}</pre>' for what, code in commands)
+
+
+def _python(out: Path, caption: str) -> str:
+    return (
+        "import kiloword\n"
+        f"matcher = kiloword.load({str(out / 'model')!r})\n"
+        f"matcher.score([{str(out / 'example.png')!r}], [{caption!r}, 'something red'])  # [pictures, texts]"
+    )
