@@ -43,6 +43,7 @@ class Train:
     captions: int | Literal["one", "all"] = "one"  # of a picture in a batch: one (redrawn each epoch), all, or a number
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
     weights: tuple[float, ...] = ()  # how often each of several --data comes in an epoch
+    together: int = 1  # consecutive rows that stand in a batch together (groups of hard negatives)
     vocab: int = 4096  # most entries of the tokenizer that is trained on the captions
     bad_share: float = 0.01  # stop when a larger share of the rows is bad
     seed: int = 0
@@ -67,6 +68,7 @@ def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
         captions=args.captions,
         decoder=args.decoder,
         weights=args.weights,
+        together=args.together,
         tokenizer_vocab=args.vocab,
         bad_share=args.bad_share,
         augment=args.augment,

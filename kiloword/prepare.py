@@ -139,7 +139,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         write_json(out / "config.json", asdict(file))
     method = preset(recipe.method, recipe.settings)
     learner = _learner(recipe, method).to(device)
-    order = Order(len(source), recipe.batch, recipe.seed)
+    order = _order(recipe, source)
     loader = Loader(
         source,
         order,
@@ -170,6 +170,17 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
     resume(run)
     run.log = Log(out / "metrics.jsonl" if main else None, recipe.steps, run.step, quiet=quiet or not main)
     return run
+
+
+def _order(recipe: Recipe, source: Source) -> Order:
+    together = recipe.data.together
+    if together == 1:
+        return Order(len(source), recipe.batch, recipe.seed)
+    if recipe.batch % together:
+        raise ValueError(
+            f"groups of {together} rows do not fill a batch of {recipe.batch}: choose a multiple of {together}."
+        )
+    return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
 
 
 def _learner(recipe: Recipe, method: Method) -> Learner:

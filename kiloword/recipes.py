@@ -124,6 +124,9 @@ class DataConfig(Settings):
     weights: tuple[float, ...] = ()  # how often each source's rows come in an epoch; (): once
     val: str | None = None
     captions: int | Literal["one", "all"] = "one"  # a picture's captions in a batch: one redrawn each epoch, N, all
+    together: int = (
+        1  # consecutive rows that stand in a batch together: groups of hard negatives, where the data has them
+    )
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
     bad_share: float = 0.01  # stop when more than this share of the rows is bad
     tokenizer_vocab: int = 4096  # at most; of the tokenizer trained on the data's captions
