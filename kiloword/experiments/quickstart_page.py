@@ -13,13 +13,14 @@ import numpy as np
 from kiloword import report
 from kiloword.experiments.contestants import Scenes
 from kiloword.experiments.quickstart_results import Compared, Found, Judged, Results
-from kiloword.experiments.quickstart_words import duration, percent, weaknesses
+from kiloword.experiments.quickstart_words import SIDES, duration, percent, weaknesses
 
 HEADER = ("kiloword", "colours alone", "chance")
 LEVELS = {1: "One fact", 2: "One thing, or how two things lie", 3: "Whole scenes"}
 CODE = (
-    "margin:.35rem 0 1.4rem;padding:.7rem .9rem;overflow-x:auto;border-left:3px solid var(--s0);"
-    "background:rgb(var(--heat-rgb) / .1);font:.85rem/1.5 ui-monospace,Menlo,Consolas,monospace"
+    "margin:.35rem 0 1.4rem;padding:.7rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;"
+    "border-left:3px solid var(--s0);background:rgb(var(--heat-rgb) / .1);"
+    "font:.85rem/1.5 ui-monospace,Menlo,Consolas,monospace"
 )
 
 
@@ -27,13 +28,13 @@ def page(results: Results, out: Path, metrics: Sequence[dict[str, Any]], held_ou
     """The whole document. Args: metrics, rows of `metrics.jsonl`; held_out, the scenes that retrieval was tested on."""
     judged = results.judged
     sections = [
-        ("In short", _headline(judged)),
+        ("In short", _headline(results)),
         ("Training", _training(results, metrics)),
-        ("Finding pictures and captions", _retrieval(results)),
-        ("Naming what it sees", _naming(results)),
-        ("Scenes that differ by shape alone", _hard(results)),
+        ("Retrieval", _retrieval(results)),
+        ("Zero-shot classification", _naming(results)),
+        ("Hard set: only shapes differ", _hard(results)),
         ("Queries and their best pictures", _gallery(judged.gallery, held_out)),
-        ("What it takes for what", _confusions(judged)),
+        ("Confusions", _confusions(judged)),
         ("What it still gets wrong", _wrong(judged)),
         ("What to do next", _next(results, out, held_out.captions)),
     ]
@@ -51,14 +52,16 @@ def _intro(results: Results) -> str:
     )
 
 
-def _headline(judged: Judged) -> str:
-    tasks = judged.tasks
+def _headline(results: Results) -> str:
+    judged, f = results.judged, results.facts
     figures = [
         (judged.retrieval.model["image_retrieval_recall@1"], "of full captions find their own picture first"),
         (judged.retrieval.model["text_retrieval_recall@1"], "of pictures find their own caption first"),
-        *((t.compared.model["acc1"], f"{name} right, of {len(t.classnames)}") for name, t in tasks.items()),
+        *((t.compared.model["acc1"], f"{name} right, of {len(t.classnames)}") for name, t in judged.tasks.items()),
+        (judged.hard.model["image_retrieval_recall@1"], "right among eight that differ by shape alone"),
     ]
-    return report.headline([(percent(value), name) for value, name in figures])
+    shown = [(percent(value), name) for value, name in figures]
+    return report.headline([*shown, (duration(f.training_s + f.judging_s), "training and testing")])
 
 
 def _training(results: Results, metrics: Sequence[dict[str, Any]]) -> str:
@@ -89,9 +92,7 @@ def _row(name: str, compared: Compared, metric: str) -> list[str | float | None]
 def _retrieval(results: Results) -> str:
     j, n = results.judged, results.sizes.retrieval
     own = [
-        _row(f"{name}, R@{k}", j.retrieval, f"{side}_retrieval_recall@{k}")
-        for side, name in (("image", "caption to picture"), ("text", "picture to caption"))
-        for k in (1, 5, 10)
+        _row(f"{name}, R@{k}", j.retrieval, f"{side}_recall@{k}") for side, name in SIDES.items() for k in (1, 5, 10)
     ]
     general = [
         _row(f"{LEVELS[level].lower()}, {name}", compared, f"image_retrieval_true_{metric}")
@@ -99,14 +100,18 @@ def _retrieval(results: Results) -> str:
         for metric, name in (("map", "mAP"), ("recall@1", "first is true"))
     ]
     return (
-        report.table(own, ["full captions", *HEADER], caption=f"{n} held-out scenes, a full caption each", strong=1)
-        + report.table(general, ["general captions", *HEADER], caption=f"{n} general captions, {n} scenes", strong=1)
+        _table(own, "full captions", f"{n} held-out scenes, a full caption each")
+        + _table(general, "general captions", f"{n} general captions, the same {n} scenes")
         + report.paragraph(
             "R@k: the one right answer is among the first k. A general caption is true of many pictures; all of them "
-            "count: mAP is the mean average precision of their ranking. "
-            + _colours(results, "the captions of", "Like the model, it learned from captions.")
+            "count: mAP is the mean average precision of their ranking."
         )
+        + report.paragraph(_colours(results, "the captions of", "Like the model, it learned from captions."))
     )
+
+
+def _table(rows: Sequence[Sequence[str | float | None]], name: str, caption: str) -> str:
+    return report.table(rows, [name, *HEADER], caption=caption, strong=1, digits=3)
 
 
 def _colours(results: Results, what: str, more: str) -> str:
@@ -118,28 +123,25 @@ def _colours(results: Results, what: str, more: str) -> str:
 
 def _naming(results: Results) -> str:
     rows = [
-        [name, f"{len(t.classnames)}", *_row(name, t.compared, "acc1")[1:]] for name, t in results.judged.tasks.items()
+        _row(f"{name}, {len(t.classnames)} classes", t.compared, "acc1") for name, t in results.judged.tasks.items()
     ]
-    caption = f"Share named right, zero-shot, {results.sizes.classes:,} held-out scenes"
-    return report.table(rows, ["", "classes", *HEADER], caption=caption, strong=2) + report.paragraph(
-        "The model never saw a label: it picks the class whose prompts, such as “a picture of something red”, fit the "
-        "picture best. Scenes hold one object, for the count one to three. "
-        + _colours(results, "the class labels of", "It is supervised, so the comparison favours it.")
+    return (
+        _table(rows, "accuracy", f"{results.sizes.classes:,} held-out scenes for each row")
+        + report.paragraph(
+            "The model never saw a label: it picks the class whose prompts, such as “a picture of something red”, fit "
+            "the picture best. Scenes hold one object, for the count one to three."
+        )
+        + report.paragraph(_colours(results, "the class labels of", "It is supervised, which favours it."))
     )
 
 
 def _hard(results: Results) -> str:
     hard, n = results.judged.hard, results.sizes.hard
-    rows = [
-        _row("caption to picture, R@1", hard, "image_retrieval_recall@1"),
-        _row("picture to caption, R@1", hard, "text_retrieval_recall@1"),
-    ]
-    return report.table(rows, ["within the group", *HEADER], caption=f"{n // 8} groups of eight scenes", strong=1) + (
-        report.paragraph(
-            "The scenes of a group have the same objects at the same places, in the same colours, sizes and fills; "
-            "every object takes each of the eight shapes once. Shapes also differ in area, which is all that a "
-            "histogram of colours can tell of them."
-        )
+    rows = [_row(f"{name}, R@1", hard, f"{side}_recall@1") for side, name in SIDES.items()]
+    return _table(rows, "within the group", f"{n // 8} groups of eight held-out scenes") + report.paragraph(
+        "The scenes of a group have the same objects at the same places, in the same colours, sizes and fills; every "
+        "object takes each of the eight shapes once. Shapes also differ in area, which is all that a histogram of "
+        "colours can tell of them."
     )
 
 
@@ -148,11 +150,15 @@ def _gallery(found: Sequence[Found], held_out: Scenes) -> str:
     parts = [report.paragraph(f"The first five of {len(pictures)} held-out scenes. Outlined: the query is true of it.")]
     for level, name in LEVELS.items():
         these = [f for f in found if f.level == level]
-        counts = ", ".join(str(f.matches) for f in these)
-        parts.append(f"<h3>{escape(name)}</h3>")
-        parts.append(report.paragraph(f"True of {counts} of the {len(pictures)} scenes, in this order."))
+        counts = [str(f.matches) for f in these]
+        parts.append(f'<h3 style="margin:2.5rem 0 .5rem;font-size:1.05rem">{escape(name)}</h3>')
+        parts.append(report.paragraph(f"They are true of {_and(counts)} of the {len(pictures)} scenes."))
         parts.append(report.gallery([(f.text, [(pictures[h.row], h.score, h.match) for h in f.hits]) for f in these]))
     return "".join(parts)
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def _confusions(judged: Judged) -> str:
@@ -172,7 +178,7 @@ def _confusions(judged: Judged) -> str:
 
 
 def _wrong(judged: Judged) -> str:
-    said = "".join(f"<li>{escape(sentence)}</li>" for sentence in weaknesses(judged))
+    said = "".join(f'<li style="margin:0 0 .6rem">{escape(sentence)}</li>' for sentence in weaknesses(judged))
     misses = judged.misses
     parts = [f'<ul style="max-width:42rem;margin:0 0 1.5rem;padding-left:1.2rem">{said}</ul>']
     if misses.missed:
@@ -182,9 +188,10 @@ def _wrong(judged: Judged) -> str:
         parts.append(
             report.table(
                 rows,
-                ["the same in both", "right and wrong picture", "any two pictures"],
+                ["the same in both", "wrong and right", "any two pictures"],
                 caption=f"What the {misses.missed} wrong first pictures share with the right ones",
                 strong=1,
+                digits=3,
             )
         )
     return "".join(parts)

@@ -9,7 +9,7 @@ import numpy as np
 from kiloword.experiments.quickstart_results import Compared, Judged, Metrics, Misses, Results, Task
 
 BLIND, SURE = 0.15, 0.95  # share of the way from chance to perfect: below, hardly better than luck; above, not an error
-SIDES = {"text_retrieval": "captions for a picture", "image_retrieval": "pictures for a caption"}
+SIDES = {"image_retrieval": "caption to picture", "text_retrieval": "picture to caption"}
 
 
 def weaknesses(judged: Judged) -> list[str]:
@@ -31,7 +31,7 @@ def skill(compared: Compared, metric: str = "acc1") -> float:
 def _of_task(name: str, task: Task) -> str:
     acc, chance = task.compared.model["acc1"], task.compared.chance["acc1"]
     if skill(task.compared) < BLIND:
-        start = f"It hardly sees {name}: {percent(acc)} right, where guessing gives {percent(chance)}."
+        start = f"It can hardly tell the {name}: {percent(acc)} right, where guessing gives {percent(chance)}."
     else:
         start = f"It names the {name} of {percent(acc)} of the scenes correctly."
     return " ".join([start, *_confused(task)])
@@ -62,9 +62,9 @@ def _of_misses(misses: Misses) -> Iterator[str]:
     if not misses.missed:
         return
     yield (
-        f"{misses.missed} of {misses.captions} full descriptions find first a picture that they are false of. "
-        f"Those pictures agree with the right one most often in {_named(misses.same, best=True)}, "
-        f"least often in {_named(misses.same, best=False)}."
+        f"{misses.missed} of {misses.captions} full captions find first a picture that they are false of. "
+        f"What those have in common with the right picture most often: {_named(misses.same, best=True)}; "
+        f"least often: {_named(misses.same, best=False)}."
     )
 
 
@@ -76,20 +76,18 @@ def _named(shares: Metrics, best: bool) -> str:
 def _of_colours(judged: Judged) -> Iterator[str]:
     """Where the model has not earned its keep."""
     pairs = {f"the {name}": (t.compared, "acc1") for name, t in judged.tasks.items()}
-    pairs |= {f"full descriptions, {SIDES[s]}": (judged.retrieval, f"{s}_recall@1") for s in SIDES}
+    pairs |= {f"full captions, {SIDES[s]}": (judged.retrieval, f"{s}_recall@1") for s in SIDES}
     pairs["captions of one fact"] = (judged.general["1"], "image_retrieval_true_map")
     pairs["captions of one thing"] = (judged.general["2"], "image_retrieval_true_map")
     pairs["scenes that differ by shape"] = (judged.hard, "image_retrieval_recall@1")
     ahead = [name for name, (c, metric) in pairs.items() if c.colours[metric] > c.model[metric]]
     if ahead:
-        yield f"A histogram of colours, which learned from labels or captions, does better at: {'; '.join(ahead)}."
+        yield f"A histogram of colours, which learned from captions or labels, does better at: {'; '.join(ahead)}."
 
 
 def percent(share: float) -> str:
-    """0.123 -> "12%"; what is neither none nor all never reads as such."""
-    if 0 < share < 0.005 or 0.995 < share < 1:
-        return f"{100 * share:.1f}%"
-    return f"{100 * share:.0f}%"
+    """0.125 -> "12.5%": three digits, so that what is nearly all or nothing does not read as such."""
+    return f"{100 * share:.3g}%"
 
 
 def duration(seconds: float) -> str:
@@ -102,8 +100,8 @@ def summary(results: Results) -> str:
     """What a terminal shows: what was trained, and the main figures as columns."""
     f, j = results.facts, results.judged
     rows: list[tuple[str, ...]] = [("", "kiloword", "colours*", "chance")]
-    for side, name in (("image", "caption to picture"), ("text", "picture to caption")):
-        rows += [_cells(f"{name}, R@{k}", j.retrieval, f"{side}_retrieval_recall@{k}") for k in (1, 5)]
+    for side, name in SIDES.items():
+        rows += [_cells(f"{name}, R@{k}", j.retrieval, f"{side}_recall@{k}") for k in (1, 5)]
     rows += [_cells(f"{name}, {len(t.classnames)} classes", t.compared, "acc1") for name, t in j.tasks.items()]
     rows.append(_cells("shape alone differs, R@1 of 8", j.hard, "image_retrieval_recall@1"))
     return (
