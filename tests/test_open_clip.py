@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kiloword.checkpoint import load_model, read_model_file
 from kiloword.heads import Head, Single
 from kiloword.interop.compat import torchvision_ready
-from kiloword.interop.open_clip import Imported, import_state, place, read
+from kiloword.interop.open_clip import Imported, import_state, main, place, read
 from kiloword.interop.open_clip_config import model_config
 from kiloword.model import Model
 from kiloword.recipes import ModelConfig, sizes
@@ -190,3 +191,48 @@ def test_read_takes_tensors_only(tmp_path: Path) -> None:
     torch.save({"model": nn.Linear(1, 1)}, tmp_path / "b.pt")
     with pytest.raises(ValueError, match="cannot be read as plain tensors"):
         read(tmp_path / "b.pt")
+
+
+def small(monkeypatch: pytest.MonkeyPatch, config: ModelConfig, bias: bool) -> dict[str, Tensor]:
+    """A made-up family of open_clip's layout and debug size: its weights, and `model_config` that knows it."""
+    monkeypatch.setattr("kiloword.interop.open_clip.model_config", lambda _: config)
+    width, text = config.image.width, config.text
+    state = {
+        "logit_scale": torch.tensor(math.log(112.3)),
+        "visual.class_embedding": torch.ones(width),
+        "visual.conv1.weight": torch.ones(width, 3, config.image.patch, config.image.patch),
+        "text.token_embedding.weight": torch.ones(text.vocab, text.width),
+        "unheard.of": torch.ones(1),
+    }
+    return {**state, "logit_bias": torch.tensor(-12.9)} if bias else state
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_import_writes_a_folder_and_says_what_happened(
+    bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = sizes()["debug"]
+    config = replace(config, text=replace(config.text, vocab=49408))
+    torch.save(small(monkeypatch, config, bias), tmp_path / "w.pt")
+    main("ViT-X", tmp_path / "w.pt", tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "left over: unheard.of" in said
+    assert "new: text_tower.positions" in said
+    model, tokenizer = load_model(tmp_path / "out")
+    assert read_model_file(tmp_path / "out").method == ("siglip" if bias else "clip")
+    assert model.head.log_scale.exp().item() == pytest.approx(112.3)
+    model.head.clamp_()
+    assert model.head.log_scale.exp().item() == pytest.approx(112.3)
+    assert model.head.bias is None or model.head.bias.item() == pytest.approx(-12.9)
+    assert (model.text_tower.tokens == 1).all()
+    assert model.text_tower.positions.std() > 0
+    assert tokenizer.special("end") == 49407
+    with pytest.raises(ValueError, match="not an empty folder"):
+        main("ViT-X", tmp_path / "w.pt", tmp_path / "out")
+
+
+def test_a_siglip_asks_for_its_vocabulary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.save(small(monkeypatch, sizes()["debug"], bias=True), tmp_path / "w.pt")
+    with pytest.raises(ValueError, match=r"put the tokenizer\.json"):
+        main("ViT-X", tmp_path / "w.pt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

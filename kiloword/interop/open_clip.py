@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kiloword.heads import Head, Single
+from kiloword.interop import folder
 from kiloword.interop.open_clip_config import model_config
 from kiloword.model import Model
 from kiloword.recipes import ModelConfig
@@ -186,3 +187,10 @@ def _reshape(theirs: str, value: Tensor) -> Tensor:
     if theirs == "visual.trunk.pos_embed":
         return value[0]
     return value.flatten() if theirs == "visual.trunk.attn_pool.latent" else value
+
+
+def main(name: str, path: Path, out: Path) -> None:
+    """Write a model folder from a file of open_clip's weights, and say what became of each part."""
+    imported = import_state(name, read(path))
+    folder.write(imported, path, out, name)
+    folder.show(imported.report, out)

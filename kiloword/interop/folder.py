@@ -1,0 +1,71 @@
+"""Foreign weights -> a model folder of ours: what `kiloword import` does."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from kiloword.checkpoint import save_model
+from kiloword.data.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.recipes import ModelFile
+
+if TYPE_CHECKING:
+    from kiloword.interop.open_clip import Imported, Report
+
+CLIP_VOCAB = 49408
+
+
+def write(imported: Imported, weights: Path, out: Path, name: str) -> None:
+    """Save imported weights with the tokenizer they were trained with.
+
+    Args: weights: the file they came from; a SigLIP's tokenizer.json is looked for beside it.
+    Raises: ValueError when `out` is in use or the tokenizer is missing.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
+    tokenizer = _tokenizer(imported, weights)
+    model = build(imported.config, preset(imported.method), seed=0)
+    model.load_state_dict({**model.state_dict(), **imported.state})
+    file = ModelFile(method=imported.method, settings={}, model=imported.config, data=f"open_clip {name}")
+    save_model(out, model, tokenizer, file)
+
+
+def _tokenizer(imported: Imported, weights: Path) -> Tokenizer:
+    if imported.config.text.vocab == CLIP_VOCAB:
+        return clip_tokenizer()
+    found = weights.with_name("tokenizer.json")
+    if not found.is_file():
+        raise ValueError(
+            f"a SigLIP needs its vocabulary: put the tokenizer.json that is published with the weights beside {weights}"
+        )
+    try:
+        return siglip_tokenizer(found)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{found} is damaged ({error}); copy it again") from error
+
+
+def show(report: Report, out: Path) -> None:
+    """Print what was loaded, what is new and what was left over, part by part."""
+    table = Table("part", "loaded", "new", box=None, header_style="bold", pad_edge=False)
+    loaded, new = (Counter(_part(n) for n in names) for names in (report.loaded, report.new))
+    for part in dict.fromkeys([*loaded, *new]):
+        table.add_row(part, str(loaded[part]), str(new[part]))
+    table.add_row("left over", str(len(report.left_over)), "")
+    console = Console(highlight=False)
+    console.print(table)
+    for title, names in (("new", report.new), ("left over", report.left_over)):
+        for name in names:
+            console.print(f"{title}: {name}", markup=False)
+    console.print(f"written: {out}", markup=False)
+
+
+def _part(name: str) -> str:
+    """ "image_tower.blocks.3.mlp.fc.weight" -> "image_tower.blocks"."""
+    return ".".join(name.split(".")[:2])
