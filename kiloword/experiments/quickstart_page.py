@@ -200,7 +200,7 @@ def _wrong(judged: Judged) -> str:
 def _next(results: Results, out: Path, captions: Sequence[str]) -> str:
     f, q = results.facts, shlex.quote
     model, other = q(str(out / "model")), q(f"{out}-longer")
-    texts = " ".join(q(caption) for caption in captions[:3])
+    texts = " ".join(q(caption) for caption in captions[:2])
     commands = [
         (
             "Score a picture against texts",

@@ -86,8 +86,8 @@ def _of_colours(judged: Judged) -> Iterator[str]:
 
 
 def percent(share: float) -> str:
-    """0.125 -> "12.5%": three digits, so that what is nearly all or nothing does not read as such."""
-    return f"{100 * share:.3g}%"
+    """0.125 -> "12.5%", 0.999 -> "99.9%": what nearly all of a thousand are does not read as all."""
+    return f"{round(100 * share, 1):g}%"
 
 
 def duration(seconds: float) -> str:
