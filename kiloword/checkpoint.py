@@ -20,6 +20,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from kiloword.device import choose
 from kiloword.recipes import ModelFile, read_config
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def load_model(folder: Path | str, device: str = "cpu", dtype: str = "fp32") -> 
     from kiloword.methods import preset
     from kiloword.model import build
 
-    folder = Path(folder)
+    device, folder = choose(device), Path(folder)
     file = read_model_file(folder)
     model = build(file.model, preset(file.method, file.settings), seed=0)
     load_weights(model, read_tensors(folder / "model.safetensors"), str(folder))
@@ -130,7 +131,10 @@ def save_state(folder: Path, step: int, tensors: dict[str, Tensor], numbers: dic
     write_json(folder / f"step-{step:09d}.json", {"step": step, "checksum": _checksum(data), **numbers})
     for old in _states(folder)[KEEP:]:
         old.unlink()
-        old.with_suffix(".safetensors").unlink(missing_ok=True)
+    whole = {path.stem for path in _states(folder)}
+    for path in [*folder.glob("step-*.safetensors"), *folder.glob(".*.tmp")]:  # of old states, or cut by a crash
+        if path.stem not in whole:
+            path.unlink()
 
 
 def load_state(folder: Path, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

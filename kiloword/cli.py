@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
@@ -300,6 +301,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             app.cli(args=argv or ["--help"], prog="kiloword", description="Image-text models, many to many.")
     except ValueError as e:
         print(f"kiloword: {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BrokenPipeError:  # `kiloword ... | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as e:
+        print(f"kiloword: {e.strerror or e}{f': {e.filename}' if e.filename else ''}.", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("kiloword: interrupted.", file=sys.stderr)

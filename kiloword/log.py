@@ -27,8 +27,11 @@ class Log:
     def row(self, values: dict[str, Any]) -> None:
         """Append one row to the file; values must be plain numbers or strings, "step" among them."""
         if self.path is not None:
-            with self.path.open("a") as f:
-                f.write(json.dumps(values) + "\n")
+            try:
+                with self.path.open("a") as f:
+                    f.write(json.dumps(values) + "\n")
+            except OSError as e:
+                raise ValueError(f"cannot write {self.path}: {e.strerror}. The last state is kept.") from e
 
     def progress(self, values: dict[str, Any]) -> None:
         """Show the step: a line that rewrites itself on a terminal, else one at most every few seconds."""

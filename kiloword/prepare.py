@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,11 +23,12 @@ from kiloword.method import Method
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.optim import Average, Optimizer
+from kiloword.ranges import check
 from kiloword.recipes import Recipe, Settings, read_config
 from kiloword.types import Source
 
 TOKENIZER_ROWS = 50_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
-FREE = ("micro", "chunk")  # settings that change speed, not the mathematics: a resumed run may have others
+FREE = ("micro", "chunk", "data.val", "data.bad_share")  # what changes no weight: a resumed run may have others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ def with_length(
     recipe: Recipe, rows: int, steps: int | None = None, epochs: float | None = None, samples: int | None = None
 ) -> Recipe:
     """The recipe with its number of steps. Raises: ValueError when more than one length is given, or it is none."""
+    check(recipe)
     given = {k: v for k, v in (("--steps", steps), ("--epochs", epochs), ("--samples", samples)) if v is not None}
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} both say how long to train: give one of them.")
@@ -79,7 +82,8 @@ def with_length(
         steps = samples // recipe.batch
     steps = recipe.steps if steps is None else steps
     if steps < 1:
-        raise ValueError(f"{' '.join(f'{k} {v:g}' for k, v in given.items())} is {steps} steps: expected at least 1.")
+        length = " ".join(f"{k} {v:g}" for k, v in given.items())
+        raise ValueError(f"{length} is {steps} steps of batch {recipe.batch} on {rows} pictures: expected at least 1.")
     return replace(recipe, steps=steps)
 
 
@@ -117,7 +121,7 @@ def resolve(recipe: Recipe, source: Source, folder: Path) -> tuple[Recipe, Token
         file = read_model_file(recipe.init)
         image = replace(file.model.image, size=recipe.model.image.size)
         return replace(recipe, model=replace(file.model, image=image)), Tokenizer.load(recipe.init)
-    if (folder / "tokenizer.json").is_file():
+    if holds_run(folder.parent):
         tokenizer = Tokenizer.load(folder)
     else:
         tokenizer = Tokenizer.train(captions_of(source), recipe.data.tokenizer_vocab)
@@ -130,6 +134,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
 
     Raises: ValueError when `out` holds another recipe's run (says what differs) or cannot be written.
     """
+    make_folder(out)
     recipe, tokenizer = resolve(recipe, source, out / "model")
     file = RunFile(recipe=recipe, data_fingerprint=source.fingerprint)
     check_same_run(out, file, extend)
@@ -208,14 +213,29 @@ def _start_from(model: Any, recipe: Recipe) -> None:
     load_weights(model, {**{k: v for k, v in own.items() if k not in known}, **known}, recipe.init)
 
 
+def make_folder(out: Path) -> None:
+    """Raises: ValueError when a run cannot be written there."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: expected a folder to be made, or one that holds this run.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"--out {out} cannot be made ({e.strerror}): choose another folder.") from e
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {out} cannot be written: choose another folder, or change its permissions.")
+
+
+def holds_run(out: Path) -> bool:
+    """Something was trained there; a run that failed before it saved anything leaves its folder to any other."""
+    trained = (out / "model" / "model.safetensors").exists() or any((out / "state").glob("step-*.json"))
+    return trained and (out / "config.json").exists()
+
+
 def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     """Raises: ValueError when `out` holds a run of another recipe or of other data."""
-    path = out / "config.json"
-    if not path.exists():
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"--out {out} is a file: expected a folder to be made, or one that holds this run.")
+    if not holds_run(out):
         return
-    there = read_config(path, RunFile)
+    there = read_config(out / "config.json", RunFile)
     differences = _differences(asdict(there), asdict(file))
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     differences = {k: v for k, v in differences.items() if k not in free}

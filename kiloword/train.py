@@ -19,7 +19,9 @@ from kiloword import parallel
 from kiloword.accumulate import backward
 from kiloword.checkpoint import save_model, save_state
 from kiloword.data.sources import open_source
+from kiloword.device import choose
 from kiloword.prepare import Run, micro_batches, open_sources, prepare, state_of
+from kiloword.ranges import check
 from kiloword.recipes import ModelFile, Recipe
 from kiloword.types import Source
 
@@ -51,7 +53,8 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     """
     options = options or Options()
     with parallel.process_group(), _stop_signals() as stop:
-        device = _device(options.device)
+        device = choose(options.device)
+        check(recipe)
         pieces = micro_batches(recipe)
         run = prepare(
             recipe,
@@ -87,6 +90,7 @@ def _loop(run: Run, pieces: int, options: Options, stop: Callable[[], bool]) -> 
         due = run.step % options.save_every == 0 if options.save_every else time.perf_counter() - saved > SAVE_SECONDS
         due, stopping = parallel.any_rank(due, stop())
         if last or stopping or due:
+            meter.check_finite()
             save(run)
             saved = time.perf_counter()
         if recipe.data.val and (last or (options.eval_every and run.step % options.eval_every == 0)):
@@ -155,11 +159,11 @@ class _Meter:
         self._reports.append({k: v.detach() for k, v in report.items()})
         self._pairs += pairs
         if self.run.device.type == "cpu":
-            self._check_finite()
+            self.check_finite()
 
     def row(self) -> dict[str, Any]:
         """Means since the last row, and where things stand. Raises: ValueError on a loss that is no number."""
-        self._check_finite()
+        self.check_finite()
         run, head = self.run, self.run.learner.model.head
         means = {k: float(torch.stack([r[k] for r in self._reports]).mean()) for k in self._reports[0]}
         seconds = time.perf_counter() - self._start
@@ -173,22 +177,15 @@ class _Meter:
         self._reset()
         return row
 
-    def _check_finite(self) -> None:
+    def check_finite(self) -> None:
         for n, report in enumerate(reversed(self._reports[-1:] if self.run.device.type == "cpu" else self._reports)):
             loss, norm = float(report["loss"]), float(report["gradient_norm"])
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise ValueError(
                     f"step {self.run.step - n}: loss is {loss} and gradient norm {norm}. The last good state in "
-                    f"{self.run.out / 'state'} is kept; try a smaller --optim.lr or --optim.clip 1."
+                    f"{self.run.out / 'state'} is kept; start again with "
+                    "a smaller --optim.lr or --optim.clip 1, in another --out."
                 )
-
-
-def _device(asked: str) -> str:
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device is {asked}, but this torch ({torch.__version__}) sees no CUDA device: use cpu.")
-    return asked
 
 
 def _precision(run: Run) -> Callable[[], AbstractContextManager[object]]:

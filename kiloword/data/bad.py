@@ -35,7 +35,7 @@ class BadRows:
         if len(self) > self.share * self.rows:
             raise ValueError(
                 f"{len(self)} of the data set's {self.rows} rows are bad, more than the allowed {self.share:.2%}: "
-                f"{reasons(self._seen.values())}. Look with `kiloword data check`, or allow more with --data.bad-share."
+                f"{reasons(self._seen.values())}. Look with `kiloword data check`, or allow more with --bad-share."
             )
         return new
 

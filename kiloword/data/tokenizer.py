@@ -141,9 +141,12 @@ class Tokenizer:
         return (text.replace("</w>", " ") if self.clean == "clip" else text).strip()
 
     def save(self, folder: str | Path) -> None:
-        """Write `folder/tokenizer.json`."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "tokenizer.json").write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        """Write `folder/tokenizer.json`; a reader sees the old file or the new one."""
+        path = Path(folder) / "tokenizer.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        temporary.replace(path)
 
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:

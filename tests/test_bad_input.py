@@ -1,0 +1,488 @@
+"""What users get wrong, and what goes wrong around them: one sentence and exit code 2, or a counted, named skip."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tars import encode, noise, pairs, picture, write_tar
+
+from kiloword.checkpoint import load_state
+from kiloword.cli import main
+from kiloword.log import read_metrics
+
+SCENES = "scenes?n=64"  # few, so that the tokenizer is trained at once
+SMALL = ["--size", "debug", "--batch", "8", "--steps", "4", "--log-every", "1", "--vocab", "300"]
+Refused = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command line that must fail; returns its one sentence."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        said = capsys.readouterr().err
+        assert end.value.code == 2, said
+        assert "Traceback" not in said
+        last = said.strip().splitlines()[-1]
+        assert last.startswith("kiloword: "), said
+        assert len(last) < 600
+        return last
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of four steps."""
+    out = tmp_path_factory.mktemp("run")
+    main(train(SCENES, out, "--save-every", 2))
+    return out
+
+
+@pytest.fixture
+def model(a_run: Path, tmp_path: Path) -> Path:
+    """A copy of its model folder, to be damaged."""
+    return Path(shutil.copytree(a_run / "model", tmp_path / "model"))
+
+
+def train(data: Path | str, out: Path, *more: object) -> list[str]:
+    return ["train", "siglip", *SMALL, "--data", str(data), "--out", str(out), *map(str, more)]
+
+
+def commands(data: Path | str, model: Path, tmp_path: Path) -> list[list[str]]:
+    """Every verb that reads a data set."""
+    looks = [["data", what, str(data)] for what in ("index", "check", "stats")]
+    evals = [["eval", str(model), task, "--data", str(data)] for task in ("retrieval", "zeroshot")]
+    return [train(data, tmp_path / "out"), *looks, *evals]
+
+
+# Data sets
+
+
+def test_missing_folder(refused: Refused, model: Path, tmp_path: Path) -> None:
+    for words in commands(tmp_path / "none", model, tmp_path):
+        assert "no such file or folder" in refused(*words)
+    assert "are missing" in refused(*train(tmp_path / "{0..3}.tar", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_empty_folder(refused: Refused, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for words in commands(tmp_path / "empty", model, tmp_path):
+        assert "is an empty folder" in refused(*words)
+
+
+def test_unreadable_folder(refused: Refused, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user without permission: the tests may run as root, who has all."""
+    write_tar(tmp_path / "data" / "0.tar", pairs(4))
+
+    real = os.listdir
+
+    def listdir(path: Any = ".") -> list[str]:
+        if path == tmp_path / "data":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr("os.listdir", listdir)
+    for words in commands(tmp_path / "data", model, tmp_path):
+        said = refused(*words)
+        assert "Permission denied" in said
+        assert str(tmp_path / "data") in said
+
+
+def test_tar_without_pictures(refused: Refused, model: Path, tmp_path: Path) -> None:
+    write_tar(tmp_path / "data" / "0.tar", {"a.txt": b"a dog", "b.txt": b"a cat"})
+    for words in commands(tmp_path / "data", model, tmp_path):
+        assert "holds no pictures" in refused(*words)
+
+
+def test_no_tar_at_all(refused: Refused, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "0.tar").write_bytes(b"<html>not found</html>" * 100)
+    assert "cannot be read as a plain tar" in refused(*train(tmp_path / "0.tar", tmp_path / "out"))
+    (tmp_path / "words.xyz").write_text("a dog")
+    assert "unknown kind of file" in refused(*train(tmp_path / "words.xyz", tmp_path / "out"))
+
+
+def test_tar_cut_in_the_middle(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Complete samples are used, the cut one is a named skip."""
+    tar = write_tar(tmp_path / "data" / "0.tar", pairs(120))
+    whole = tar.read_bytes()
+    place = whole.index(b"0099.png") + 700  # inside a picture
+    tar.write_bytes(whole[:place])
+    main(train(tmp_path / "data", tmp_path / "out", "--batch", 100, "--bad-share", 0.02))
+    said = capsys.readouterr().err
+    assert "0099" in said
+    assert "the tar ends in the middle of this sample" in said
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["skipped"] == 1
+    with pytest.raises(SystemExit) as end:
+        main(["data", "check", str(tmp_path / "data")])
+    assert end.value.code == 1
+    assert "1 of 100 samples are bad" in capsys.readouterr().out
+
+
+def huge_png(side: int) -> bytes:
+    """The header of a picture that nobody should decode."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+BAD = {
+    "empty.png": (b"", b"x", "the picture has zero bytes"),
+    "huge.png": (huge_png(20_000), b"x", "picture has 400,000,000 pixels, more than 80,000,000"),
+    "notes.jpg": (b"this is no picture", b"x", "not a picture in a known format"),
+    "torn.png": (picture()[:60], b"x", "cannot be decoded"),
+    "silent.png": (picture(), b"", "no caption"),
+    "blank.png": (picture(), b" \n\t\n", "no caption"),
+    "latin.png": (picture(), "café".encode("latin-1"), "caption is not UTF-8"),
+}
+
+
+def bad_members(names: list[str]) -> dict[str, bytes]:
+    members = {}
+    for name in names:
+        image, caption, _ = BAD[name]
+        members |= {name: image, name.split(".")[0] + ".txt": caption}
+    return members
+
+
+@pytest.mark.parametrize("decoder", ["pillow", "opencv", "simplejpeg"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_named_and_replaced(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, decoder: str, workers: int
+) -> None:
+    if workers and decoder != "pillow":
+        pytest.skip("one decoder is enough")
+    write_tar(tmp_path / "data" / "0.tar", pairs(93) | bad_members(list(BAD)))
+    more = ("--batch", 100, "--steps", 1, "--bad-share", 0.1, "--decoder", decoder, "--workers", workers)
+    main(train(tmp_path / "data", tmp_path / "out", *more))
+    said = capsys.readouterr().err
+    for name, (_, _, reason) in BAD.items():
+        assert f"{name.split('.')[0]}: {reason}" in said
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]["skipped"] == len(BAD)
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_too_many_bad_samples_stop_the_run(refused: Refused, tmp_path: Path, name: str) -> None:
+    write_tar(tmp_path / "data" / "0.tar", pairs(24) | bad_members([name]))
+    said = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 25))
+    assert f"1 of the data set's 25 rows are bad, more than the allowed 1.00%: {BAD[name][2]}" in said
+    assert name.split(".")[0] in said
+    assert "--bad-share" in said
+
+
+def test_only_bad_samples(refused: Refused, tmp_path: Path) -> None:
+    write_tar(tmp_path / "data" / "0.tar", bad_members(list(BAD)))
+    said = refused(*train(tmp_path / "data", tmp_path / "out", "--batch", 4))
+    assert "bad" in said
+
+
+def test_wrong_extension_is_no_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    members = {"a.png": encode(noise(20, 20), "JPEG"), "a.txt": b"x", "b.bmp": picture(), "b.txt": b"y"}
+    write_tar(tmp_path / "data" / "0.tar", pairs(6) | members)
+    main(["data", "check", str(tmp_path / "data")])
+    assert "all samples are good" in capsys.readouterr().out
+
+
+def test_caption_of_100_kb_is_truncated_and_counted(tmp_path: Path) -> None:
+    write_tar(tmp_path / "data" / "0.tar", pairs(7) | {"long.png": picture(), "long.txt": b"word " * 20_000})
+    main(train(tmp_path / "data", tmp_path / "out"))
+    row = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
+    assert row["truncated"] == 4
+    assert row["skipped"] == 0
+
+
+def test_table_without_the_columns(refused: Refused, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("picture,words\na.jpg,a dog\n")
+    for words in commands(tmp_path / "table.csv", model, tmp_path):
+        said = refused(*words)
+        assert "has the columns picture, words. Expected `image` (or `filepath`) and `caption`" in said
+    (tmp_path / "empty.csv").write_text("")
+    assert "has the columns none" in refused(*train(tmp_path / "empty.csv", tmp_path / "out"))
+
+
+def test_fewer_pictures_than_a_batch(refused: Refused, tmp_path: Path) -> None:
+    write_tar(tmp_path / "data" / "0.tar", pairs(7))
+    assert "batch" in refused(*train(tmp_path / "data", tmp_path / "out"))
+    epochs = train(tmp_path / "data", tmp_path / "out", "--steps", "None", "--epochs", 1)
+    assert "--epochs 1 is 0 steps of batch 8 on 7 pictures" in refused(*epochs)
+
+
+# Names
+
+
+def test_unknown_names(refused: Refused, a_run: Path, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "out")
+    assert "unknown method 'siglop'" in (said := refused("train", "siglop", *out))
+    assert "Did you mean siglip?" in said
+    assert "unknown size 'huge': expected one of debug, tiny" in refused("train", "siglip", "--size", "huge", *out)
+    assert "retrieval" in refused("eval", a_run / "model", "retreival", "--data", "scenes:test?n=8")
+    assert "cannot load method nowhere:preset" in refused("train", "nowhere:preset", *out)
+    assert "unknown method" in refused("verify", "siglop")
+    assert "train needs a method first" in refused("train", *out)
+    assert "scenes" in refused("train", "siglip", "--data", "scenes:tset", *out)
+    assert "cuda" in refused("train", "siglip", "--device", "cuda:99", *out)
+    assert "cuda" in refused("eval", a_run / "model", "retrieval", "--data", "scenes:test?n=8", "--device", "cuda:99")
+    assert "device" in refused("eval", a_run / "model", "retrieval", "--data", "scenes:test?n=8", "--device", "gpu")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "siglip", "--no-such-flag", "1", "--out", "x"],
+        ["train", "siglip", "--steps", "many", "--out", "x"],
+        ["train", "siglip"],
+        ["eval"],
+        ["retrain"],
+        ["data", "watch", "scenes"],
+    ],
+)
+def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--steps", "0"], "expected at least 1"),
+        (["--epochs", "3"], "--steps and --epochs both say how long"),
+        (["--batch", "0"], "--batch is 0: expected at least 1"),
+        (["--micro", "3"], "micro 3 does not divide"),
+        (["--captions", "0"], "captions"),
+        (["--workers", "-1"], "workers"),
+        (["--weights", "1", "2"], "weights"),
+        (["--vocab", "10"], "vocab"),
+        (["--model.image.patch", "7"], "patch 7 does not divide"),
+        (["--model.image.heads", "5"], "heads"),
+        (["--augment.crop", "2"], "--augment.crop is 2.0: expected 0.001 to 1"),
+        (["--optim.lr", "nan"], "--optim.lr is nan: expected at least 0"),
+    ],
+)
+def test_impossible_settings(refused: Refused, tmp_path: Path, flags: list[str], says: str) -> None:
+    assert says in refused(*train(SCENES, tmp_path / "out", *flags))
+
+
+# Model folders
+
+
+def uses(model: Path, tmp_path: Path) -> list[list[str]]:
+    """Every verb that reads a model folder."""
+    (tmp_path / "a.png").write_bytes(picture())
+    return [
+        ["eval", str(model), "retrieval", "--data", "scenes:test?n=8"],
+        ["score", str(model), "--images", str(tmp_path / "a.png"), "--texts", "x"],
+        train(SCENES, tmp_path / "out", "--init", model),
+    ]
+
+
+def test_no_model_folder(refused: Refused, a_run: Path, tmp_path: Path) -> None:
+    for words in uses(tmp_path / "none", tmp_path):
+        assert "is not a folder" in refused(*words)
+    for words in uses(a_run, tmp_path):
+        assert f"Did you mean {a_run / 'model'}?" in refused(*words)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_model_folder_lacks_a_file(refused: Refused, model: Path, tmp_path: Path, name: str) -> None:
+    (model / name).unlink()
+    for words in uses(model, tmp_path):
+        assert f"has no {name}" in refused(*words)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise"])
+def test_model_folder_is_damaged(refused: Refused, model: Path, tmp_path: Path, name: str, damage: str) -> None:
+    raw = (model / name).read_bytes()
+    (model / name).write_bytes({"cut": raw[: len(raw) // 2], "empty": b"", "noise": os.urandom(500)}[damage])
+    for words in uses(model, tmp_path):
+        assert str(model / name) in refused(*words)
+
+
+def test_config_with_an_unknown_key(refused: Refused, model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["model"]["image"]["colour"] = "red"
+    (model / "config.json").write_text(json.dumps(config))
+    for words in uses(model, tmp_path):
+        said = refused(*words)
+        assert "model.image.colour" in said
+        assert str(model / "config.json") in said
+
+
+def test_config_of_other_weights(refused: Refused, model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["model"]["head"]["dim"] = 8
+    (model / "config.json").write_text(json.dumps(config))
+    for words in uses(model, tmp_path):
+        assert "do not fit its config: head." in refused(*words)
+
+
+def test_pictures_to_score(refused: Refused, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    score = ["score", model, "--texts", "x", "--images"]
+    assert "cannot read picture" in refused(*score, tmp_path / "none.png")
+    assert "not a picture in a known format" in refused(*score, tmp_path / "b.png")
+
+
+# The folder of a run
+
+
+def test_out_cannot_be_written(refused: Refused, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "is a file: expected a folder" in refused(*train(SCENES, tmp_path / "file"))
+    assert "cannot be made (Not a directory)" in refused(*train(SCENES, tmp_path / "file" / "below"))
+    assert "--out /proc/none cannot be made" in refused(*train(SCENES, Path("/proc/none")))
+    json_out = ("--data", "scenes:test?n=4", "--json", tmp_path / "file" / "r.json")
+    assert "cannot write" in refused("eval", model, "retrieval", *json_out)
+
+
+def test_out_holds_another_run(refused: Refused, a_run: Path, tmp_path: Path) -> None:
+    before = {p: p.read_bytes() for p in a_run.rglob("*") if p.is_file()}
+    said = refused(*train(SCENES, a_run, "--optim.lr", 0.5, "--seed", 3))
+    assert "optim.lr is 0.004 there, 0.5 here; seed is 0 there, 3 here" in said
+    assert "holds another run" in said
+    assert "method is 'siglip' there, 'clip' here" in refused("train", "clip", *SMALL, "--data", SCENES, "--out", a_run)
+    assert "Use --extend" in refused(*train(SCENES, a_run, "--steps", 9))
+    assert "data.sources is ('scenes?n=64',) there" in refused(*train("scenes?n=64&seed=2", a_run))
+    assert before == {p: p.read_bytes() for p in a_run.rglob("*") if p.is_file()}
+
+
+def test_a_run_that_never_saved_is_in_nobody_s_way(refused: Refused, tmp_path: Path) -> None:
+    """What the message asks for can be done with the same --out."""
+    write_tar(tmp_path / "data" / "0.tar", pairs(15) | bad_members(["empty.png"]))
+    words = train(tmp_path / "data", tmp_path / "out", "--batch", 16)
+    assert "allow more with --bad-share" in refused(*words)
+    main([*words, "--bad-share", "0.1", "--optim.lr", "1e-3"])
+    main([*words, "--bad-share", "0.2", "--optim.lr", "1e-3"])  # a finished run, and nothing that changes it
+
+
+def test_run_of_a_damaged_config(refused: Refused, a_run: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(a_run, tmp_path / "out"))
+    (out / "config.json").write_text('{"recipe": ')
+    assert f"{out / 'config.json'} cannot be used" in refused(*train(SCENES, out))
+
+
+def test_all_states_damaged(refused: Refused, a_run: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(a_run, tmp_path / "out"))
+    for state in (out / "state").glob("*.safetensors"):
+        state.write_bytes(b"x")
+    assert "all are damaged" in refused(*train(SCENES, out, "--save-every", 2))
+
+
+# While training
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """From the `after`-th file on, nothing can be written any more."""
+    real, done = os.fsync, []
+
+    def fsync(handle: int) -> None:
+        done.append(handle)
+        if len(done) > after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr("os.fsync", fsync)
+
+
+@pytest.mark.parametrize("after", [4, 12, 13, 14, 15, 16, 17, 20, 21, 22, 23])
+def test_disk_full_while_saving(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Whatever file it hits, what was saved before is whole, and the run goes on when there is room."""
+    words = train(SCENES, tmp_path / "out", "--save-every", 1)
+    with monkeypatch.context() as patch:
+        full_disk(patch, after)
+        said = refused(*words)
+    assert "No space left on device" in said
+    assert "What was there before is kept" in said
+    assert not list(tmp_path.rglob("*.tmp"))
+    spoken: list[str] = []
+    found = load_state(tmp_path / "out" / "state", spoken.append)
+    assert not spoken
+    assert (found is None) == (after < 8)
+    main(words)
+    assert [row["step"] for row in read_metrics(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_metrics_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
+    assert "metrics.jsonl" in refused(*train(SCENES, tmp_path / "out"))
+
+
+def test_loss_that_is_no_number(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kiloword.train as loop
+
+    real, calls = loop.backward, []
+
+    def backward(*args: Any) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        report = real(*args)
+        return {**report, "loss": report["loss"] * float("nan")} if len(calls) == 3 else report
+
+    words = train(SCENES, tmp_path / "out", "--save-every", 1, "--log-every", 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "backward", backward)
+        said = refused(*words)
+    assert "step 3: loss is nan" in said
+    found = load_state(tmp_path / "out" / "state", print)
+    assert found is not None
+    assert found[1]["step"] == 2
+    assert all(bool(value.isfinite().all()) for value in found[0].values())
+    main(words)
+
+
+def test_learning_rate_of_a_million(refused: Refused, tmp_path: Path) -> None:
+    flags = ("--steps", 60, "--save-every", 1, "--optim.name", "adamw", "--optim.lr", 1e6, "--optim.clip", 0)
+    assert "loss is" in refused(*train(SCENES, tmp_path / "out", *flags))
+
+
+def test_interrupt_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [sys.executable, "-m", "kiloword", *train(SCENES, out, "--steps", 100_000, "--workers", 1)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        wait_for((out / "metrics.jsonl").exists, process)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+    assert "Traceback" not in said
+    assert "The same command goes on from there" in said.strip().splitlines()[-1]
+    found = load_state(out / "state", print)
+    assert found is not None
+    step = found[1]["step"]
+    assert f"after step {step}" in said
+    main(train(SCENES, out, "--steps", step + 2, "--extend"))
+    assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == list(range(1, step + 3))
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert process.poll() is None, "ended by itself"
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.02)
