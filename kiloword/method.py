@@ -72,5 +72,6 @@ class Method:
     views: tuple[View, ...] = ()
     terms: Mapping[str, tuple[float, Callable[[ModelConfig], nn.Module]]] = field(default_factory=dict)
     captions: int | Literal["one", "all"] = "one"
-    shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # what the method asks of the towers
+    shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # what the method asks of the two towers
+    towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(default_factory=dict)  # more: `Model.more`
     prepare: Callable[[Model, Iterator[Batch]], None] | None = None  # before step 1: bias search, teachers

@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 class Model(nn.Module):
     """Pictures and texts to features and scores.
 
-    Args: mask_token: the image tower owns a token that replaces masked patches.
+    Args: more: further towers that a method asks for (decoders); saved and sharded like the two.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, config: ModelConfig, head: Head, mask_token: bool = False) -> None:
+    def __init__(self, config: ModelConfig, head: Head, more: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.config = config
-        self.image_tower = ImageTower(config.image, mask_token)
+        self.image_tower = ImageTower(config.image)
         self.text_tower = TextTower(config.text)
         self.head = head
+        self.more = nn.ModuleDict(more or {})
         self.register_buffer("mean", torch.tensor(config.preprocess.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(config.preprocess.std).view(3, 1, 1), persistent=False)
 
@@ -74,10 +75,10 @@ class Model(nn.Module):
         return torch.cat(rows)
 
 
-def build(config: ModelConfig, method: Method, seed: int = 0, mask_token: bool = False) -> Model:
+def build(config: ModelConfig, method: Method, seed: int = 0) -> Model:
     """A fresh model of a method."""
     config = method.shape(config)
-    model = Model(config, method.head(config), mask_token)
+    model = Model(config, method.head(config), {name: make(config) for name, make in method.towers.items()})
     initialise(model, seed)
     return model
 

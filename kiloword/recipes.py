@@ -30,6 +30,7 @@ class ImageConfig(Settings):
     stem_bias: bool = False
     class_token: bool = True
     extra_tokens: int = 0  # learned tokens after the class token: registers, mixture tokens, uncertainty token
+    mask_token: bool = False  # a learned token that can replace patches; only where a method trains it
     pre_norm: bool = True  # layer norm before the first block (CLIP)
     activation: Activation = "gelu"
     norm_eps: float = 1e-5

@@ -136,7 +136,7 @@ SMALL = ImageConfig(size=16, patch=4, width=16, depth=2, heads=2, mlp=32, extra_
 
 
 def image_tower(config: ImageConfig, mask_token: bool = False) -> ImageTower:
-    tower = ImageTower(config, mask_token).double()
+    tower = ImageTower(replace(config, mask_token=mask_token)).double()
     initialise(tower, 0)
     return tower
 

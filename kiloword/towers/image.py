@@ -37,12 +37,9 @@ class ConvStem(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """Pictures -> tokens.
+    """Pictures -> tokens."""
 
-    Args: mask_token: own a learned token that can replace patches (only where something trains it).
-    """
-
-    def __init__(self, config: ImageConfig, mask_token: bool = False) -> None:
+    def __init__(self, config: ImageConfig) -> None:
         super().__init__()
         if config.size % config.patch:
             raise ValueError(f"patch {config.patch} does not divide the picture size {config.size}")
@@ -52,7 +49,7 @@ class ImageTower(nn.Module):
         self.stem = ConvStem(config) if config.stem == "conv" else None
         self.class_token = nn.Parameter(torch.empty(width)) if config.class_token else None
         self.extra_tokens = nn.Parameter(torch.empty(config.extra_tokens, width)) if config.extra_tokens else None
-        self.mask_token = nn.Parameter(torch.empty(width)) if mask_token else None
+        self.mask_token = nn.Parameter(torch.empty(width)) if config.mask_token else None
         self.positions = nn.Parameter(torch.empty(places, width))  # class token first; extra tokens have none
         self.pre_norm = nn.LayerNorm(width, config.norm_eps) if config.pre_norm else None
         self.blocks = nn.ModuleList(
