@@ -43,7 +43,7 @@ def _resized(model: Model, size: int) -> Model:
     if size == model.config.image.size:
         return model
     config, state = resize(model.config, model.state_dict(), size)
-    other = Model(config, model.head, model.more)
+    other = Model(config, model.head, dict(model.more.items()))
     other.load_state_dict(state)
     some = next(model.parameters())
     return other.to(some.device, some.dtype)
