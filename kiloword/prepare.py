@@ -21,7 +21,7 @@ from kiloword.learner import Learner
 from kiloword.log import Log
 from kiloword.method import Method
 from kiloword.methods import preset
-from kiloword.model import build
+from kiloword.model import Model, build
 from kiloword.optim import Average, Optimizer
 from kiloword.ranges import check
 from kiloword.recipes import Recipe, Settings, read_config
@@ -143,7 +143,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         tokenizer.save(out / "model")
         write_json(out / "config.json", asdict(file))
     method = preset(recipe.method, recipe.settings)
-    learner = _learner(recipe, method).to(device)
+    learner, started = _learner(recipe, method)
+    learner.to(device)
     order = _order(recipe, source)
     loader = Loader(
         source,
@@ -169,10 +170,12 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         loader=loader,
         order=order,
         bad=BadRows(len(source), recipe.data.bad_share),
-        log=Log(None, recipe.steps, quiet=True),
+        log=Log(None, recipe.steps, quiet=quiet or not main),
         device=torch.device(device),
     )
     resume(run)
+    if started and run.step == 0:
+        run.log.say(started)
     run.log = Log(out / "metrics.jsonl" if main else None, recipe.steps, run.step, quiet=quiet or not main)
     return run
 
@@ -188,18 +191,18 @@ def _order(recipe: Recipe, source: Source) -> Order:
     return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
 
 
-def _learner(recipe: Recipe, method: Method) -> Learner:
+def _learner(recipe: Recipe, method: Method) -> tuple[Learner, str]:
+    """The learner with its first weights, and a sentence about those that were loaded (empty when all are new)."""
     model = build(recipe.model, method, recipe.seed)
-    if recipe.init is not None:
-        _start_from(model, recipe)
+    started = "" if recipe.init is None else _start_from(model, recipe)
     learner = Learner(model, method, recipe.chunk)
     frozen = {"none": (), "image": ("image_tower",), "text": ("text_tower",)}[recipe.freeze]
     for tower in frozen:
         getattr(model, tower).requires_grad_(False)
-    return learner.double() if recipe.precision == "fp64" else learner
+    return learner.double() if recipe.precision == "fp64" else learner, started
 
 
-def _start_from(model: Any, recipe: Recipe) -> None:
+def _start_from(model: Model, recipe: Recipe) -> str:
     """Weights of another model folder; what the method adds stays fresh, what it lacks is left over: both are named."""
     from kiloword.model import resize
 
@@ -210,7 +213,12 @@ def _start_from(model: Any, recipe: Recipe) -> None:
         _, weights = resize(file.model, weights, recipe.model.image.size)
     own = model.state_dict()
     known = {k: v for k, v in weights.items() if k in own}
-    load_weights(model, {**{k: v for k, v in own.items() if k not in known}, **known}, recipe.init)
+    new, left = [k for k in own if k not in known], [k for k in weights if k not in own]
+    load_weights(model, {**{k: own[k] for k in new}, **known}, recipe.init)
+    return (
+        f"started from {recipe.init}: {len(known)} tensors loaded; new: {', '.join(new) or 'none'}; "
+        f"left over: {', '.join(left) or 'none'}."
+    )
 
 
 def make_folder(out: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -25,6 +26,11 @@ class Scenes:
     source: ScenesSource
     pixels: Tensor  # uint8 [N, 3, H, W]
     captions: list[str]  # [N], the first of each scene
+
+    @cached_property
+    def colours(self) -> Tensor:
+        """Histograms [N, BINS^3]."""
+        return histogram(self.pixels)
 
 
 def draw_all(src: str, size: int) -> Scenes:
@@ -85,13 +91,12 @@ class Colours:
         return images["vec"] @ texts["vec"].T
 
 
-def colour_classes(known: Tensor, labels: Tensor, pixels: Tensor, classes: int) -> Tensor:
+def colour_classes(known: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Tensor:
     """Scores [N, C] of pictures for classes, by least squares from histograms, as `evaluation.baseline.classify`.
 
-    Args: known uint8 [M, 3, H, W] and labels [M] to learn from; pixels uint8 [N, 3, H, W] to score.
+    Args: histograms known [M, BINS^3] with labels [M] to learn from; asked [N, BINS^3] to score.
     """
-    weights = ridge(_constant(histogram(known)), one_hot(labels, classes).double())
-    return _constant(histogram(pixels)) @ weights
+    return _constant(asked) @ ridge(_constant(known), one_hot(labels, classes).double())
 
 
 def _constant(colours: Tensor) -> Tensor:

@@ -49,16 +49,18 @@ def quickstart(chosen: Recipe, out: Path, sizes: Sizes | None = None) -> Results
     Writes `results.json`, `report.html` and `example.png` beside what `train` writes.
     """
     sizes = sizes or Sizes()
+    start = time.perf_counter()
     folder = train(chosen, out)
     metrics = read_metrics(out / "metrics.jsonl")
-    results = _results(chosen, out, folder, sizes, metrics)
+    training_s = max(time.perf_counter() - start, _seconds_in_loop(metrics, chosen.batch))
+    results = _results(chosen, out, folder, sizes, training_s)
     held_out = draw_all(f"scenes:test?n={sizes.retrieval}", results.judged.image_size)
     write_atomic(out / "example.png", _png(held_out.pixels[0]))
     report.write(out / "report.html", page(results, out, metrics, held_out))
     return results
 
 
-def _results(chosen: Recipe, out: Path, folder: Path, sizes: Sizes, metrics: Sequence[dict[str, Any]]) -> Results:
+def _results(chosen: Recipe, out: Path, folder: Path, sizes: Sizes, training_s: float) -> Results:
     """The figures of these very weights, from an earlier call where there was one."""
     weights = hashlib.blake2b((folder / "model.safetensors").read_bytes(), digest_size=16).hexdigest()
     version = f"{__version__}-{weights}"
@@ -69,7 +71,7 @@ def _results(chosen: Recipe, out: Path, folder: Path, sizes: Sizes, metrics: Seq
     start = time.perf_counter()
     matcher = load(folder)
     judged = judge(matcher, chosen.data.sources, sizes)
-    facts = _facts(chosen, matcher, metrics, time.perf_counter() - start)
+    facts = _facts(chosen, matcher, training_s, time.perf_counter() - start)
     results = Results(version=version, sizes=sizes, facts=facts, judged=judged)
     write_json(out / "results.json", asdict(results))
     return results
@@ -85,7 +87,7 @@ def _read(path: Path) -> Results | None:
         return None
 
 
-def _facts(chosen: Recipe, matcher: Matcher, metrics: Sequence[dict[str, Any]], judging_s: float) -> Facts:
+def _facts(chosen: Recipe, matcher: Matcher, training_s: float, judging_s: float) -> Facts:
     return Facts(
         method=chosen.method,
         size=chosen.size,
@@ -95,13 +97,13 @@ def _facts(chosen: Recipe, matcher: Matcher, metrics: Sequence[dict[str, Any]], 
         batch=chosen.batch,
         pictures=chosen.steps * chosen.batch,
         parameters=sum(p.numel() for p in matcher.model.parameters()),
-        training_s=_training_seconds(metrics, chosen.batch),
+        training_s=training_s,
         judging_s=judging_s,
     )
 
 
-def _training_seconds(metrics: Sequence[dict[str, Any]], batch: int) -> float:
-    """Time in the loop, over all the calls that a run took: a row tells the speed since the row before."""
+def _seconds_in_loop(metrics: Sequence[dict[str, Any]], batch: int) -> float:
+    """Time that the steps took, in all the calls that a resumed run had: a row tells the speed since the row before."""
     rows = [row for row in metrics if "pairs_per_s" in row]
     before = [0, *(row["step"] for row in rows[:-1])]
     return float(sum((row["step"] - a) * batch / row["pairs_per_s"] for a, row in zip(before, rows, strict=True)))

@@ -106,7 +106,7 @@ def _tasks(matcher: Matcher, sizes: Sizes, size: int) -> dict[str, Task]:
     found: dict[str, Task] = {}
     for group in (("colour", "shape", "fill"), ("count",)):
         test = draw_all(f"scenes:test?task={group[0]}&n={sizes.classes}", size)
-        train = draw_all(f"scenes?task={group[0]}&n={sizes.baseline}", size)
+        train = draw_all(f"scenes?task={group[0]}&n={sizes.baseline}&captions=1", size)
         images = matcher.encode_image(test.pixels)
         for name in group:
             found[name] = _task(matcher, name, images, test, train)
@@ -119,7 +119,7 @@ def _task(matcher: Matcher, name: str, images: Features, test: Scenes, train: Sc
     prompts = classifier(matcher.model, matcher.tokenizer, task.classnames, task.templates)
     scores = {
         "model": matcher.score(images, prompts),
-        "colours": colour_classes(train.pixels, _labels(name, train), test.pixels, classes),
+        "colours": colour_classes(train.colours, _labels(name, train), test.colours, classes),
         "chance": torch.zeros(len(labels), classes),
     }
     true = torch.nn.functional.one_hot(labels, classes).bool()

@@ -57,7 +57,10 @@ def _headline(results: Results) -> str:
     figures = [
         (judged.retrieval.model["image_retrieval_recall@1"], "of full captions find their own picture first"),
         (judged.retrieval.model["text_retrieval_recall@1"], "of pictures find their own caption first"),
-        *((t.compared.model["acc1"], f"{name} right, of {len(t.classnames)}") for name, t in judged.tasks.items()),
+        *(
+            (t.compared.model["acc1"], f"{name} right, of {len(t.classnames)} classes")
+            for name, t in judged.tasks.items()
+        ),
         (judged.hard.model["image_retrieval_recall@1"], "right among eight that differ by shape alone"),
     ]
     shown = [(percent(value), name) for value, name in figures]
@@ -73,7 +76,7 @@ def _training(results: Results, metrics: Sequence[dict[str, Any]]) -> str:
     )
     parts = [report.paragraph(said)]
     if loss:
-        parts.append(report.line_plot({"loss": loss}, "step", "loss", smooth=1 + len(loss) // 12))
+        parts.append(report.line_plot({"loss": loss}, "step", "loss", smooth=1 + len(loss) // 30))
     if validated := _validated(metrics):
         parts.append(report.line_plot(validated, "step", "recall at 1, validation"))
     return "".join(parts)
