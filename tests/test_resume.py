@@ -1,0 +1,190 @@
+"""2N steps = N steps, a crash, and N more: every tensor, every row."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kiloword.train as loop
+from kiloword import recipes
+from kiloword.checkpoint import load_state
+from kiloword.log import read_metrics
+from kiloword.recipes import AugmentConfig, Recipe
+from kiloword.train import Options, train
+
+TIMED = ("pairs_per_s", "data_wait")
+EVERY = Options(log_every=1, save_every=4, quiet=True)
+
+
+class PowerCut(Exception):
+    """Ends a run where nothing can be saved any more."""
+
+
+def recipe(steps: int = 12, **more: Any) -> Recipe:
+    """Everything that a state must hold: Muon and AdamW, an average, random crops, several captions, micro-batches."""
+    base = recipes.default("siglip", "debug", ("scenes?n=64&captions=3",))
+    data = replace(base.data, tokenizer_vocab=300, augment=AugmentConfig(jitter=0.5))
+    optim = replace(base.optim, ema=0.9)
+    return replace(base, data=data, optim=optim, batch=16, micro=8, steps=steps, seed=5, **more)
+
+
+def state(out: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    found = load_state(out / "state", pytest.fail)
+    assert found is not None
+    return found
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(out / "metrics.jsonl")]
+
+
+def assert_same(out: Path, reference: Path) -> None:
+    """Weights, optimizer, average, counters, the model folder and all rows of metrics."""
+    (tensors, numbers), (expected, expected_numbers) = state(out), state(reference)
+    kinds = {name.split(":")[0] for name in expected if name.startswith("optimizer/")}
+    assert kinds >= {"optimizer/momentum_buffer", "optimizer/exp_avg", "optimizer/exp_avg_sq", "optimizer/step"}
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert tensors[name].dtype == value.dtype
+        assert torch.equal(tensors[name], value), name
+    assert numbers == {**expected_numbers, "checksum": numbers["checksum"]}
+    model, other = (load_file(folder / "model" / "model.safetensors") for folder in (out, reference))
+    assert model.keys() == other.keys()
+    assert all(torch.equal(model[name], other[name]) for name in other)
+    assert rows(out) == rows(reference)
+
+
+def cut_at(monkeypatch: pytest.MonkeyPatch, step: int, run: Recipe, out: Path, workers: int = 0) -> None:
+    """Run until the middle of `step` (from 1), where the lights go out."""
+    real, calls = loop.backward, []
+
+    def backward(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == step:
+            raise PowerCut
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "backward", backward)
+        with pytest.raises(PowerCut):
+            train(run, out, options=replace(EVERY, workers=workers))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of twelve steps that nothing interrupts."""
+    out = tmp_path_factory.mktemp("whole")
+    train(recipe(), out, options=EVERY)
+    return out
+
+
+@pytest.mark.parametrize("step", [2, 5, 7, 12])
+def test_a_cut_run_goes_on_as_if_nothing_had_been(
+    step: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_at(monkeypatch, step, recipe(), tmp_path)
+    train(recipe(), tmp_path, options=EVERY)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 13))
+    assert_same(tmp_path, whole)
+
+
+def test_other_workers_and_other_saving(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_at(monkeypatch, 7, recipe(), tmp_path)
+    train(recipe(), tmp_path, options=replace(EVERY, workers=2, save_every=0))
+    assert_same(tmp_path, whole)
+
+
+def test_a_finished_run_is_left_as_it_is(whole: Path) -> None:
+    before = {p: p.read_bytes() for p in whole.rglob("*.*") if p.is_file()}
+    train(recipe(), whole, options=EVERY)
+    assert before == {p: p.read_bytes() for p in whole.rglob("*.*") if p.is_file()}
+
+
+def test_damaged_newest_state(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one before takes over, and the run says so."""
+    cut_at(monkeypatch, 10, recipe(), tmp_path)
+    newest = tmp_path / "state" / "step-000000008.safetensors"
+    raw = bytearray(newest.read_bytes())
+    raw[-1] ^= 1
+    newest.write_bytes(raw)
+    train(recipe(), tmp_path, options=replace(EVERY, quiet=False))
+    assert "state step-000000008 is damaged (its checksum differs): falling back" in capsys.readouterr().err
+    assert_same(tmp_path, whole)
+
+
+def test_extend(tmp_path: Path) -> None:
+    """A longer run goes on from the shorter one's end; its schedule is the longer one's from there."""
+    train(recipe(4), tmp_path, options=EVERY)
+    first = rows(tmp_path)
+    with pytest.raises(ValueError, match=r"steps is 4 there, 8 here.*Use --extend"):
+        train(recipe(8), tmp_path, options=EVERY)
+    train(recipe(8), tmp_path, options=replace(EVERY, extend=True))
+    assert rows(tmp_path)[:4] == first
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 9))
+    assert json.loads((tmp_path / "config.json").read_text())["recipe"]["steps"] == 8
+    train(recipe(8), tmp_path, options=EVERY)
+
+
+def test_another_recipe_is_refused(whole: Path) -> None:
+    for other, says in (
+        (replace(recipe(), seed=6), "seed is 5 there, 6 here"),
+        (replace(recipe(), method="clip"), "method is 'siglip' there, 'clip' here"),
+        (replace(recipe(), optim=replace(recipe().optim, lr=0.5)), "optim.lr is 0.004 there, 0.5 here"),
+        (replace(recipe(), batch=32), "batch is 16 there, 32 here"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            train(other, whole, options=EVERY)
+    train(replace(recipe(), micro=4), whole, options=EVERY)  # changes speed alone
+
+
+def test_files_that_a_crash_left_are_cleared(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / ".step-000000003.safetensors.77.tmp").write_bytes(b"x" * 1000)
+    (tmp_path / "state" / "step-000000003.safetensors").write_bytes(b"x" * 1000)
+    train(recipe(), tmp_path, options=EVERY)
+    kept = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert kept == [f"step-{n:09d}.{kind}" for n in (8, 12) for kind in ("json", "safetensors")]
+    assert_same(tmp_path, whole)
+
+
+@pytest.mark.slow
+def test_kill_minus_9_at_three_moments(tmp_path: Path) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    run = "train siglip --data scenes?n=512 --size debug --batch 16 --steps 60 --log-every 1 --save-every 3"
+    words = [sys.executable, "-m", "kiloword", *run.split(), "--out"]
+    subprocess.run([*words, str(tmp_path / "whole")], check=True, capture_output=True)
+    out = tmp_path / "killed"
+    for workers, moment in zip((0, 2, 0), sorted(rng.sample(range(1, 58), 3)), strict=True):
+        done = kill_after([*words, str(out), "--workers", str(workers)], out, moment, rng.random() / 20)
+        print(f"killed at step {done}, {workers} workers")
+    subprocess.run([*words, str(out), "--workers", "2"], check=True, capture_output=True)
+    assert [row["step"] for row in rows(out)] == list(range(1, 61))
+    assert_same(out, tmp_path / "whole")
+
+
+def kill_after(words: list[str], out: Path, step: int, delay: float) -> int:
+    """Kill the run and its workers some milliseconds after `step`; returns the last step that it logged."""
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+        while not (found := rows(out)) or found[-1]["step"] < step:
+            assert process.poll() is None, "ended by itself"
+            time.sleep(0.002)
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    return int(rows(out)[-1]["step"])
