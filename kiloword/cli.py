@@ -207,15 +207,16 @@ def score(model: Positional[str], images: tuple[Path, ...], texts: tuple[str, ..
         device: cpu or cuda.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from kiloword.api import load
 
     scores = load(model, device=device).score(list(images), list(texts))
-    table = Table("picture", *texts)
+    table = Table("picture", *map(escape, texts))
     for path, row in zip(images, scores.tolist(), strict=True):
         best = max(row)
-        table.add_row(path.name, *(f"[bold]{s:.3f}[/bold]" if s == best else f"{s:.3f}" for s in row))
+        table.add_row(escape(path.name), *(f"[bold]{s:.3f}[/bold]" if s == best else f"{s:.3f}" for s in row))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 

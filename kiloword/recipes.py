@@ -100,6 +100,9 @@ class OptimConfig(Settings):
     final_lr: float = 0.0  # share of lr at the end of the cosine
     clip: float = 1.0  # gradient norm; 0: no clipping
     scale_lr: float = 1.0  # factor for the head's scale and bias
+    text_lr: float = (
+        1.0  # factor for the text tower, which else forgets words before the image tower sees what they name
+    )
     ema: float = 0.0  # decay of an average of the weights that is evaluated and saved; 0: none
 
 
@@ -201,8 +204,6 @@ def default(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)
 
     Raises: ValueError for an unknown size or method.
     """
-    from kiloword.methods import preset  # torch: only where a method is really asked for
-
     known = sizes()
     if size not in known:
         raise ValueError(f"unknown size {size!r}: expected one of {', '.join(known)}.")
@@ -215,11 +216,17 @@ def default(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)
         optim=MUON if small else FIELD,
         data=DataConfig(
             sources=data,
-            captions=preset(method).captions if method else "one",
+            captions=_captions_of(method) if method else "one",
             augment=AugmentConfig() if drawn else PHOTOS,
         ),
         batch=128 if small else 1024,
     )
+
+
+def _captions_of(method: str) -> int | Literal["one", "all"]:
+    from kiloword.methods import preset  # brings torch: only where a method is really asked for
+
+    return preset(method).captions
 
 
 @dataclass(frozen=True, kw_only=True)
