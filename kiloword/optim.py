@@ -34,17 +34,19 @@ def decays(name: str, p: Tensor) -> bool:
 
 
 def groups(parameters: Iterable[tuple[str, Tensor]], config: OptimConfig) -> dict[str, list[tuple[str, Tensor]]]:
-    """Names of groups ("muon", "decay", "plain", "scale") -> trainable parameters with names, in order."""
-    out: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "decay": [], "plain": [], "scale": []}
+    """Names of groups ("muon", "decay", "plain", "scale"; those of the text tower with "text " before them) ->
+    trainable parameters with names, in order."""
+    out: dict[str, list[tuple[str, Tensor]]] = {}
     for name, p in parameters:
         if not p.requires_grad:
             continue
         if name.endswith(("head.log_scale", "head.bias")):
-            out["scale"].append((name, p))
+            kind = "scale"
         elif config.name == "muon" and is_hidden_matrix(name, p):
-            out["muon"].append((name, p))
+            kind = "muon"
         else:
-            out["decay" if decays(name, p) else "plain"].append((name, p))
+            kind = "decay" if decays(name, p) else "plain"
+        out.setdefault(f"text {kind}" if "text_tower." in name else kind, []).append((name, p))
     return out
 
 
@@ -102,22 +104,23 @@ class Optimizer:
         self.config, self.steps = config, steps
         named = groups(module.named_parameters(), config)
         self.names = {p: name for members in named.values() for name, p in members}
-        adam = [
-            {"params": [p for _, p in named[g]], "lr": config.lr * lr, "weight_decay": decay}
-            for g, lr, decay in (
-                ("decay", 1.0, config.weight_decay),
-                ("plain", 1.0, 0.0),
-                ("scale", config.scale_lr, 0),
-            )
-            if named[g]
-        ]
+        adam: list[dict[str, Any]] = []
+        muon: list[dict[str, Any]] = []
+        for group, members in named.items():
+            factor = config.text_lr if group.startswith("text ") else 1.0
+            parameters = [p for _, p in members]
+            if group.endswith("muon"):
+                muon.append({"params": parameters, "lr": config.muon_lr * factor})
+                continue
+            factor *= config.scale_lr if group == "scale" else 1.0
+            decay = config.weight_decay if group.endswith("decay") else 0.0
+            adam.append({"params": parameters, "lr": config.lr * factor, "weight_decay": decay})
         self.parts: list[torch.optim.Optimizer] = []
         if adam:
             betas = (config.beta1, config.beta2)
             self.parts.append(torch.optim.AdamW(adam, lr=config.lr, betas=betas, eps=config.eps, fused=True))
-        if named["muon"]:
-            matrices = [p for _, p in named["muon"]]
-            self.parts.append(Muon(matrices, config.muon_lr, config.momentum, config.muon_weight_decay))
+        if muon:
+            self.parts.append(Muon(muon, config.muon_lr, config.momentum, config.muon_weight_decay))
         self.base = [[g["lr"] for g in part.param_groups] for part in self.parts]
 
     def step(self, step: int) -> Tensor:
