@@ -25,9 +25,9 @@ from kiloword.model import Model, build
 from kiloword.optim import Average, Optimizer
 from kiloword.ranges import check
 from kiloword.recipes import Recipe, Settings, read_config
-from kiloword.types import Source
+from kiloword.types import BadSample, Source
 
-TOKENIZER_ROWS = 50_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
+TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
 FREE = ("micro", "chunk", "data.val", "data.bad_share")  # what changes no weight: a resumed run may have others
 
 
@@ -103,14 +103,12 @@ def describe(recipe: Recipe, source: Source, out: Path) -> str:
 
 
 def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
-    """Captions of up to `most` rows spread over the source, without decoding a picture; bad rows give none."""
-    from kiloword.types import BadSample
-
+    """Captions of about `most` rows spread over the source, without decoding a picture where it can; bad rows give none."""
+    read = getattr(source, "captions", None) or (lambda row: source.record(row).captions)
     stride = max(1, len(source) // most)
-    read = getattr(source, "captions", None)
     for row in range(0, len(source), stride):
         try:
-            yield from read(row) if read else source.record(row).captions
+            yield from read(row)
         except BadSample:
             continue
 

@@ -99,6 +99,10 @@ class ScenesSource:
         """Which captions are true of which rows' pictures, bool [T, I]; ValueError outside the language."""
         return relevance(captions, self.rows[np.asarray(rows, np.int64)])
 
+    def captions(self, row: int) -> list[str]:
+        """Captions of a row, without drawing its picture."""
+        return self._captions(row, self.scene(row))[0]
+
     def record(self, row: int) -> Record:
         """Picture, captions, label and truth of a row; the same whenever and wherever it is asked for."""
         scene = self.scene(row)
