@@ -103,7 +103,7 @@ def describe(recipe: Recipe, source: Source, out: Path) -> str:
 
 
 def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
-    """Captions of about `most` rows spread over the source, without decoding a picture where it can; bad rows give none."""
+    """Captions of about `most` rows spread over the source, without a picture where it can; bad rows give none."""
     read = getattr(source, "captions", None) or (lambda row: source.record(row).captions)
     stride = max(1, len(source) // most)
     for row in range(0, len(source), stride):
