@@ -151,9 +151,11 @@ def _compare(name: str, found: dict[str, Tensor], reference: dict[str, Tensor]) 
 
 
 def _without_gradient(method: str) -> float:
+    """How many parameters have none, or one that is nothing but rounding (a bias that softmax cancels)."""
     model = learner(method)
     backward(model, [batch()])
-    return float(sum(p.grad is None or not p.grad.any() for p in model.parameters() if p.requires_grad))
+    found = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in model.parameters() if p.requires_grad]
+    return float(sum(g <= EXACT * max(found) for g in found))
 
 
 def _save_and_load(method: str) -> float:

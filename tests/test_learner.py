@@ -1,0 +1,278 @@
+"""Losses, learner, accumulation and optimizer against slow, literal references."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.accumulate import backward
+from kiloword.heads import Head, Single
+from kiloword.learner import Learner
+from kiloword.losses import Blocks, sigmoid_loss, softmax_loss
+from kiloword.method import Method, annotated
+from kiloword.methods import preset
+from kiloword.model import build, initialise
+from kiloword.optim import Average, Muon, Optimizer, schedule
+from kiloword.recipes import OptimConfig, sizes
+from kiloword.types import Batch, Encoded, Features, Pairs, Positives
+from kiloword.verify import batch, learner
+
+CONFIG = sizes()["debug"]
+NAMES = ("clip", "siglip")
+
+
+# Pair losses
+
+
+def literal_softmax(logits: Tensor, y: Tensor) -> Tensor:
+    """arXiv:2103.00020, figure 3; several positives share a row's (a column's) probability equally."""
+
+    def one_way(z: Tensor, y: Tensor) -> Tensor:
+        total = z.new_zeros(())
+        for i in range(len(z)):
+            positives = [t for t in range(len(z[i])) if y[i, t]]
+            for t in positives:
+                total = total - (z[i, t] - torch.log(sum(torch.exp(v) for v in z[i]))) / len(positives)
+        return total / len(z)
+
+    return (one_way(logits, y) + one_way(logits.T, y.T)) / 2
+
+
+def literal_sigmoid(logits: Tensor, y: Tensor) -> Tensor:
+    """arXiv:2303.15343, eq. 1: mean over pictures of the sum over texts of -log 1 / (1 + exp(-z logit)), z = +-1."""
+    total = logits.new_zeros(())
+    for i in range(logits.shape[0]):
+        for t in range(logits.shape[1]):
+            z = 1 if y[i, t] else -1
+            total = total + torch.log(1 + torch.exp(-z * logits[i, t]))
+    return total / len(logits)
+
+
+def some(pred: Callable[[Tensor, Tensor], Tensor]) -> Positives:
+    """Positives that a rule on the positions decides."""
+    return lambda pairs: pred(pairs.images["position"][:, None], pairs.texts["position"][None]).to(pairs.logits.dtype)
+
+
+POSITIVES: dict[str, Positives] = {
+    "annotated": annotated,  # several texts a picture
+    "mined": some(lambda i, t: (i - t) % 3 == 0),  # several pictures a text as well
+    "few": some(lambda i, t: (i == t) & (i != 2)),  # a picture, and its texts, without any
+}
+
+
+def features(n: int, position: list[int], seed: int) -> Features:
+    vec = torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return {"vec": F.normalize(vec, dim=1).requires_grad_(), "position": torch.tensor(position)}
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2, 3, 100])
+@pytest.mark.parametrize("which", list(POSITIVES))
+@pytest.mark.parametrize(("loss", "literal"), [(softmax_loss, literal_softmax), (sigmoid_loss, literal_sigmoid)])
+def test_pair_loss_and_its_gradients(loss: Any, literal: Any, which: str, chunk: int) -> None:
+    images, texts = features(5, [0, 1, 2, 3, 4], 0), features(8, [0, 0, 1, 2, 2, 3, 4, 4], 1)
+    head = Head(Single(CONFIG), scale=7.0, bias=-2.0).double()
+    initialise(head, 0)
+    parameters = [images["vec"], texts["vec"], head.log_scale, head.bias]
+    total = loss(Blocks(head, images, texts, chunk), POSITIVES[which])
+    found = torch.autograd.grad(total.sum / total.count, parameters, allow_unused=True)
+
+    logits = head.log_scale.exp() * (images["vec"] @ texts["vec"].T) + head.bias
+    y = POSITIVES[which](Pairs(logits, images["position"][:, None] == texts["position"], images, texts))
+    expected = literal(logits, y)
+    assert float((total.sum / total.count).detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    for mine, reference in zip(found, torch.autograd.grad(expected, parameters), strict=True):
+        assert (mine - reference).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("loss", [softmax_loss, sigmoid_loss])
+def test_large_logits_stay_finite(loss: Any) -> None:
+    images, texts = features(3, [0, 1, 2], 0), features(3, [0, 1, 2], 1)
+    head = Head(Single(CONFIG), scale=1e4, bias=0.0).double()
+    initialise(head, 0)
+    total = loss(Blocks(head, images, texts), annotated)
+    assert total.sum.isfinite()
+    assert torch.autograd.grad(total.sum, [images["vec"]])[0].isfinite().all()
+
+
+# Learner and accumulation
+
+
+class Words(nn.Module):
+    """A term with a parameter, whose count differs between micro-batches: mean square of the text tokens."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def count(self, batch: Batch) -> Tensor:
+        return torch.tensor(len(batch.texts.ids))
+
+    def forward(self, model: Any, batch: Batch, encoded: Encoded) -> Tensor:
+        return (self.gain * encoded.text_tokens).square().mean(1).sum()
+
+
+def with_term(name: str, weight: float = 0.3) -> Method:
+    return replace(preset(name), terms={"words": (weight, Words)})
+
+
+def reference_gradients(name: str, some: Batch) -> tuple[dict[str, Tensor], Tensor]:
+    """One plain forward pass, one autograd: no blocks, no replay, no known gradients."""
+    learned = Learner(build(CONFIG, with_term(name), 0), with_term(name)).double()
+    model = learned.model
+    images = model.encode_image(some.images)[1]["vec"]
+    tokens, texts = model.encode_text(some.texts)
+    y = torch.arange(len(some))[:, None] == some.image_of_text
+    logits = model.head.logits(images @ texts["vec"].T)
+    pair = {"clip": literal_softmax, "siglip": literal_sigmoid}[name](logits, y)
+    term = (learned.terms["words"].gain * tokens).square().mean()
+    loss = pair + 0.3 * term
+    loss.backward()
+    return {n: p.grad for n, p in learned.named_parameters() if p.grad is not None}, loss.detach()
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_step_against_plain_autograd(name: str, micro: int) -> None:
+    some = batch(0, 8)
+    expected, loss = reference_gradients(name, some)
+    learned = Learner(build(CONFIG, with_term(name), 0), with_term(name), chunk=3).double()
+    report = backward(learned, some.split(micro))
+    assert float(report["loss"]) == pytest.approx(float(loss), rel=1e-12)
+    assert float(report["pair"] + 0.3 * report["words"]) == pytest.approx(float(loss), rel=1e-12)
+    found = {n: p.grad for n, p in learned.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    largest = max(float(g.abs().max()) for g in expected.values())
+    for n, gradient in expected.items():
+        assert (found[n] - gradient).abs().max() < 1e-10 * largest, n
+
+
+def test_frozen_tower_keeps_its_weights() -> None:
+    learned = learner("siglip", dtype=torch.float32)
+    learned.model.image_tower.requires_grad_(False)
+    before = {n: p.clone() for n, p in learned.named_parameters()}
+    optimizer = Optimizer(learned, OptimConfig(name="muon"), 4)
+    for step in range(2):
+        backward(learned, batch(0, 8).split(2))
+        optimizer.step(step)
+    moved = {n.split(".")[1] for n, p in learned.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {"text_tower", "head"}
+
+
+# How weights change
+
+
+def matrices(*shapes: tuple[int, int]) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator) / 8) for shape in shapes]
+
+
+def test_muon_is_torch_s_muon() -> None:
+    """To the rounding of its products in bfloat16; a fused [3 W, W] is three matrices."""
+    shapes = [(32, 32), (32, 32), (64, 32), (32, 64), (96, 32)]
+    ours = matrices(*shapes)
+    theirs = [nn.Parameter(piece.clone()) for p in ours for piece in p.detach().chunk(3 if p.shape == (96, 32) else 1)]
+    settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
+    mine, reference = Muon(ours, **settings), torch.optim.Muon(theirs, **settings)
+    start = [p.detach().clone() for p in theirs]
+    for step in range(3):
+        gradients = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in ours]
+        for p, g in zip(ours, gradients, strict=True):
+            p.grad = g
+        split = [piece for g in gradients for piece in g.chunk(3 if g.shape == (96, 32) else 1)]
+        for p, g in zip(theirs, split, strict=True):
+            p.grad = g.clone()
+        mine.step()
+        reference.step()
+    flat = [piece for p in ours for piece in p.detach().chunk(3 if p.shape == (96, 32) else 1)]
+    for a, b, s in zip(flat, theirs, start, strict=True):
+        moved = (b.detach() - s).abs().max()
+        assert moved > 0.01
+        assert (a - b.detach()).abs().max() < 0.03 * moved
+
+
+def test_muon_s_update_is_nearly_orthogonal() -> None:
+    [p] = matrices((48, 48))
+    before = p.detach().clone()
+    p.grad = torch.randn(48, 48, generator=torch.Generator().manual_seed(1))
+    Muon([p], lr=1.0).step()
+    values = torch.linalg.svdvals(before - p.detach())
+    assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
+
+
+@pytest.mark.parametrize("warmup", [0.1, 10])
+def test_schedule(warmup: float) -> None:
+    config = OptimConfig(warmup=warmup, final_lr=0.2)
+    factors = [schedule(step, 100, config) for step in range(101)]
+    assert factors[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    assert factors[10] == pytest.approx(1.0)
+    assert factors[55] == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 2)) / 2)
+    assert factors[100] == pytest.approx(0.2)
+    assert all(a >= b for a, b in pairwise(factors[10:]))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_who_decays_and_who_is_orthogonalised(name: Any) -> None:
+    learned = learner("siglip", dtype=torch.float32)
+    config = OptimConfig(name=name, lr=1e-3, muon_lr=0.02, weight_decay=0.1, muon_weight_decay=0.05, scale_lr=3.0)
+    optimizer = Optimizer(learned, config, 10)
+    seen: dict[str, tuple[str, float, float]] = {}
+    for part in optimizer.parts:
+        for group in part.param_groups:
+            for p in group["params"]:
+                assert optimizer.names[p] not in seen
+                seen[optimizer.names[p]] = type(part).__name__, group["lr"], group["weight_decay"]
+    assert seen.keys() == {n for n, _ in learned.named_parameters()}
+    for n, p in learned.named_parameters():
+        plain = p.dim() < 2 or n.endswith(("positions", "class_token", "text_tower.tokens"))
+        hidden = ".blocks." in n and p.dim() == 2
+        if n in ("model.head.log_scale", "model.head.bias"):
+            assert seen[n] == ("AdamW", pytest.approx(3e-3), 0)
+        elif hidden and name == "muon":
+            assert seen[n] == ("Muon", 0.02, 0.05)
+        else:
+            assert seen[n] == ("AdamW", 1e-3, 0 if plain else 0.1), n
+
+
+def test_clipping() -> None:
+    learned = learner("clip", dtype=torch.float32)
+    optimizer = Optimizer(learned, OptimConfig(clip=0.5), 10)
+    for p in learned.parameters():
+        p.grad = torch.ones_like(p)
+    n = sum(p.numel() for p in learned.parameters())
+    assert float(optimizer.clip()) == pytest.approx(n**0.5, rel=1e-5)
+    after = torch.cat([p.grad.flatten() for p in learned.parameters() if p.grad is not None])
+    assert float(after.norm()) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_scale_is_held_to_its_limit() -> None:
+    head = learner("clip", dtype=torch.float32).model.head
+    with torch.no_grad():
+        head.log_scale.fill_(9.0)
+    head.clamp_()
+    assert float(head.log_scale.detach().exp()) == pytest.approx(100.0)
+
+
+def test_average_of_weights() -> None:
+    module = nn.Linear(3, 2, bias=False)
+    average = Average(module, decay=0.5)
+    expected = module.weight.detach().clone()
+    for step in range(8):
+        with torch.no_grad():
+            module.weight.fill_(float(step))
+        average.update(module, step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * step
+    assert average.shadow["weight"] == pytest.approx(expected)
+    average.swap(module)
+    assert module.weight.detach() == pytest.approx(expected)
+    average.swap(module)
+    assert (module.weight == 7).all()
+    assert not Average(module, 0.0).shadow

@@ -1,0 +1,126 @@
+"""The conformity suite passes for what is right, and fails for what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kiloword.cli import main
+from kiloword.verify import verify
+
+RIGHT = """
+from dataclasses import replace
+from kiloword.methods import preset as built_in
+
+def preset():
+    return replace(built_in("siglip"), name="mine")
+"""
+HEADER = """
+import torch
+from dataclasses import replace
+from kiloword.heads import Head, Single
+from kiloword.losses import softmax_loss
+from kiloword.methods import preset as built_in
+from kiloword.types import Total
+
+def sigmoid(pairs, positives, weigh, count):
+    def loss(block, rows, columns):
+        y, z = positives(block), block.logits
+        weight = weigh(rows, columns).to(z)
+        value = torch.nn.functional.softplus(z) - y * z
+        return (weight * value).sum(), weight * (z.sigmoid() - y)
+
+    total = pairs.total(loss)
+    return Total(total, total.new_tensor(float(count)))
+
+def height(part):
+    return part.stop - part.start
+"""
+# What people get wrong, and the check that must notice.
+WRONG = {
+    "mean of block means": (
+        """
+def loss(pairs, positives):
+    return sigmoid(pairs, positives, lambda r, c: torch.tensor(1.0 / height(r)), len(list(pairs.blocks())))
+
+def preset():
+    return replace(built_in("siglip"), pair_loss=loss)
+""",
+        "blocks of 3 x 3 pairs",
+    ),
+    "weights by place in the batch": (
+        """
+def loss(pairs, positives):
+    weigh = lambda r, c: 1 + torch.arange(r.start, r.stop)[:, None] % 2
+    return sigmoid(pairs, positives, weigh, pairs.shape[0])
+
+def preset():
+    return replace(built_in("siglip"), pair_loss=loss)
+""",
+        "samples in another order",
+    ),
+    "a bias that softmax cannot teach": (
+        """
+def preset():
+    return replace(built_in("clip"), head=lambda config: Head(Single(config), bias=0.0))
+""",
+        "parameters without a gradient",
+    ),
+    "texts counted on every rank": (
+        """
+def loss(pairs, positives):
+    return sigmoid(pairs, positives, lambda r, c: torch.ones(()), pairs.shape[1])
+
+def preset():
+    return replace(built_in("siglip"), pair_loss=loss)
+""",
+        "2 ranks, 1 micro-batch",
+    ),
+}
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A user's file on PYTHONPATH, which the processes of the ranks see too."""
+    name = f"own_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(request.param)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return f"{name}:preset"
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_presets_over_two_ranks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["verify", name, "--ranks", "2"])
+    said = capsys.readouterr().out
+    assert said.count("ok  ") == len(said.splitlines()) == 11
+    assert "2 ranks, 4 micro-batches" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_presets_over_four_ranks(name: str) -> None:
+    checks = list(verify(name, ranks=(1, 2, 4)))
+    assert not [check for check in checks if not check.passed]
+    assert len(checks) == 13
+
+
+@pytest.mark.parametrize("module", [RIGHT], indirect=True, ids=["right"])
+def test_a_user_s_own_method(module: str) -> None:
+    assert all(check.passed for check in verify(module, ranks=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("module", "notices"),
+    [(HEADER + code, check) for code, check in WRONG.values()],
+    indirect=["module"],
+    ids=list(WRONG),
+)
+def test_a_wrong_method_fails(module: str, notices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["verify", module, "--ranks", "2" if "rank" in notices else "1"])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert f"FAIL  {notices}" in said.out
+    assert notices in said.err.splitlines()[-1]
