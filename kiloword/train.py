@@ -100,11 +100,12 @@ def _loop(run: Run, pieces: int, options: Options, stop: Callable[[], bool]) -> 
 
 
 def save(run: Run) -> None:
-    """State and model folder, by rank 0; the model is the average where there is one."""
+    """Model folder and state, by rank 0; the model is the average where there is one.
+
+    The state comes last: a crash between the two repeats some steps, and never leaves a finished run without its model.
+    """
     if parallel.rank():
         return
-    tensors, numbers = state_of(run)
-    save_state(run.out / "state", run.step, tensors, numbers)
     recipe = run.recipe
     file = ModelFile(
         method=recipe.method,
@@ -116,6 +117,8 @@ def save(run: Run) -> None:
     )
     with _averaged(run):
         save_model(run.out / "model", run.learner.model, run.tokenizer, file)
+    tensors, numbers = state_of(run)
+    save_state(run.out / "state", run.step, tensors, numbers)
 
 
 def validate(run: Run) -> dict[str, float]:
