@@ -140,7 +140,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) 
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # scaled before the product: [Lq, d] is less than [Lq, Lk]
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     mixed: Tensor = scores.softmax(-1).to(v.dtype) @ v
