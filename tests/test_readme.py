@@ -1,0 +1,97 @@
+"""What the README shows works as it stands there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from tars import pairs, picture, write_tar
+
+from kiloword.cli import main
+from kiloword.methods import names
+from kiloword.verify import verify
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+
+
+def python(first_words: str) -> str:
+    """The block of code that begins with this comment."""
+    found = re.search(rf"```python\n(# {first_words}.*?)```", README, re.DOTALL)
+    assert found, f"the README has lost its example '{first_words}'"
+    return found[1]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> Path:
+    """A folder with what the README's commands are about."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for part in ("train", "dev"):
+        write_tar(tmp_path / "photos" / part / "0.tar", pairs(12))
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "table.csv").write_text("image,caption\na.png,a thing\n")
+    (tmp_path / "mine.py").write_text(python("mine.py"))
+    for model in ("quickstart", "runs/photos"):
+        shutil.copytree(trained, tmp_path / model / "model")
+    (tmp_path / "quickstart" / "example.png").write_bytes(picture())
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    words = "train siglip --data scenes?n=64 --size debug --batch 8 --steps 2 --vocab 300 --out"
+    main([*words.split(), str(out)])
+    return out / "model"
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("kiloword ")])
+def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training is planned rather than done, with a batch that the few pictures here fill."""
+    words = shlex.split(command)[1:]
+    if words[0] in ("import", "verify"):
+        pytest.skip("has tests of its own")
+    if words[0] == "train":
+        words = [w for n, w in enumerate(words) if w != "--batch" and words[n - 1] != "--batch"]
+        words += ["--batch", "4", "--dry-run"]
+    main(words)
+    assert capsys.readouterr().out
+
+
+def test_make_knows_its_targets() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    asked = [line.split()[1] for line in COMMANDS if line.startswith("make ")]
+    assert asked == ["quickstart", "check"]
+    assert set(asked) <= set(targets)
+
+
+def test_score_in_five_lines(place: Path) -> None:
+    code = python("Score")
+    assert len(code.splitlines()) == 5
+    found: dict[str, object] = {}
+    exec(code, found)
+    assert found["scores"].shape == found["chances"].shape == (1, 2)  # type: ignore[attr-defined]
+
+
+def test_own_method_conforms(place: Path) -> None:
+    assert all(check.passed for check in verify("mine:preset", ranks=(1,)))
+
+
+def test_table_of_presets_is_true() -> None:
+    rows = re.findall(r"^\| `([\w+-]+)` \|.*\| ([\w ]+) \|$", README, re.MULTILINE)
+    assert [name for name, state in rows if state == "built"] == names()
+    assert {state for _, state in rows} <= {"built", "to come"}
+
+
+def test_files_that_it_names_exist() -> None:
+    tree = README.split("## Where things are")[1]
+    words = re.findall(r"(?:\w+/)*\w+\.py|\b\w+/(?= )", tree)
+    assert len(words) > 15
+    for word in words:
+        assert (ROOT / word).exists() or (ROOT / "kiloword" / word).exists(), word
