@@ -99,7 +99,8 @@ def _train(argv: Sequence[str]) -> None:
         return
     names = ("workers", "device", "log_every", "save_every", "eval_every", "extend")
     folder = train(recipe, args.out, source, Options(**{name: getattr(args, name) for name in names}))
-    print(f"model: {folder}")
+    if os.environ.get("RANK", "0") == "0":  # of torchrun
+        print(f"model: {folder}")
 
 
 def _train_type(method: str, argv: Sequence[str]) -> Any:
