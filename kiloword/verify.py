@@ -188,7 +188,7 @@ def _fp32() -> torch.autocast:
 def _toy(method: str) -> float:
     """Share of the pair loss that is left after learning one batch by heart."""
     model, steps = learner(method, dtype=torch.float32), 60
-    optimizer = Optimizer(model, replace(MUON, warmup=0.1), steps)
+    optimizer = Optimizer(model, replace(MUON, lr=4e-3, muon_lr=0.02, warmup=0.1), steps)
     some = batch()
     losses = []
     for step in range(steps):
