@@ -36,7 +36,7 @@ def recipe(seed: int = 0) -> Recipe:
     """
     levels = "levels=1:1,2:1,3:6"
     base = recipes.default("clip", "tiny", (f"scenes?{levels}", f"scenes?hard=shape&{levels}"))
-    return replace(base, data=replace(base.data, together=8), steps=1700, seed=seed)
+    return replace(base, data=replace(base.data, together=8), steps=1500, seed=seed)
 
 
 def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
