@@ -20,7 +20,7 @@ from kiloword.method import Method
 from kiloword.methods import names, preset
 from kiloword.model import Model
 from kiloword.recipes import ImageConfig, ModelConfig, TextConfig, sizes
-from kiloword.towers.image import extra
+from kiloword.towers.image import extra, stem_plan
 
 _WIDE = 140  # columns where the output is no terminal
 
@@ -77,10 +77,14 @@ def parameters(config: ModelConfig, method: str = "clip") -> int:
 
 
 def image_flops(config: ModelConfig) -> int:
-    """Arithmetic of one picture's forward pass: matrix products, two a multiply-add; stem "linear", pool "cls"."""
+    """Arithmetic of one picture's forward pass: matrix products, two a multiply-add; any pool but "map"."""
     image = config.image
     patches = (image.size // image.patch) ** 2
     stem = 2 * patches * 3 * image.patch**2 * image.width
+    side = image.size
+    for before, after, kernel, stride in stem_plan(image) if image.stem == "conv" else ():
+        side //= stride
+        stem += 2 * side**2 * before * after * kernel**2
     return stem + _blocks(image, patches + extra(image)) + 2 * image.width * config.head.dim
 
 

@@ -14,6 +14,16 @@ def extra(config: ImageConfig) -> int:
     return int(config.class_token) + config.extra_tokens
 
 
+def stem_plan(config: ImageConfig) -> list[tuple[int, int, int, int]]:
+    """The convolutions of a "conv" stem: channels in and out, kernel and stride; the last makes a token of a patch."""
+    plan, patch, channels = [], config.patch, 3
+    for out in (config.width // 8, config.width // 4):
+        if patch % 2 == 0 and patch > 2:
+            plan.append((channels, out, 3, 2))
+            patch, channels = patch // 2, out
+    return [*plan, (channels, config.width, patch, patch)]
+
+
 class ConvStem(nn.Module):
     """A few strided 3x3 convolutions, then one that makes a token of each patch: [I, 3, H, W] -> [I, P, W].
 
@@ -22,13 +32,11 @@ class ConvStem(nn.Module):
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
+        *fine, (channels, width, kernel, stride) = stem_plan(config)
         layers: list[nn.Module] = []
-        patch, channels = config.patch, 3
-        for out in (config.width // 8, config.width // 4):
-            if patch % 2 == 0 and patch > 2:
-                layers += [nn.Conv2d(channels, out, 3, 2, 1, bias=False), nn.GroupNorm(1, out), nn.GELU()]
-                patch, channels = patch // 2, out
-        layers.append(nn.Conv2d(channels, config.width, patch, patch, bias=False))
+        for before, after, size, step in fine:
+            layers += [nn.Conv2d(before, after, size, step, 1, bias=False), nn.GroupNorm(1, after), nn.GELU()]
+        layers.append(nn.Conv2d(channels, width, kernel, stride, bias=False))
         self.layers = nn.Sequential(*layers)
 
     def forward(self, images: Tensor) -> Tensor:
