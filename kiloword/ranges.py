@@ -27,7 +27,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "data.together": (1, _ANY),
     "data.augment.crop": (0.001, 1),
     "data.augment.ratio": (1, 100),
-    **{f"data.augment.{name}": (0, 1) for name in ("flip", "jitter", "grayscale", "blur")},
+    **{f"data.augment.{name}": (0, 1) for name in ("flip", "jitter", "grayscale", "blur", "drop_words")},
 }
 
 

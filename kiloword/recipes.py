@@ -108,7 +108,7 @@ class OptimConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Settings):
-    """Changes to training pictures, drawn per (seed, epoch, row)."""
+    """Changes to training pictures and captions, drawn per (seed, epoch, row)."""
 
     crop: float = 1.0  # least share of the area that RandomResizedCrop keeps; 1: no random crop
     ratio: float = 4 / 3  # greatest aspect ratio of a crop; the least is its inverse
@@ -118,6 +118,7 @@ class AugmentConfig(Settings):
     grayscale: float = 0.0  # probability
     blur: float = 0.0  # probability of a Gaussian blur
     blur_sigma: tuple[float, float] = (0.1, 2.0)  # pixels
+    drop_words: float = 0.0  # probability that a word of a caption is left out; at least one stays
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kiloword.data.captions import choose
+from kiloword.data.captions import choose, drop_words
 from kiloword.draw import Draw
 
 
@@ -26,3 +26,13 @@ def test_one_caption_is_redrawn_each_epoch_and_differs_between_rows() -> None:
     assert len(one) > 50
     assert choose(captions, "all", Draw(0, 3, 4)) == captions
     assert choose([], "one", Draw(0, 0, 0)) == []
+
+
+def test_dropped_words_are_keyed_and_never_all() -> None:
+    captions = ["a dog runs over the wide green grass", "dog"]
+    first = drop_words(captions, 0.5, Draw(0, 0, 0))
+    assert first == drop_words(captions, 0.5, Draw(0, 0, 0))
+    assert first != drop_words(captions, 0.5, Draw(0, 1, 0))
+    assert drop_words(captions, 1.0, Draw(0, 0, 0)) == captions
+    kept = [len(drop_words(captions, 0.25, Draw(0, epoch, 0))[0].split()) for epoch in range(400)]
+    assert 5.7 < sum(kept) / 400 < 6.3  # three quarters of eight

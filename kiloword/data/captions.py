@@ -12,6 +12,20 @@ from kiloword.draw import Draw, key
 _LEHMER = 20  # 20! < 2^63: one key holds a whole permutation
 
 
+def drop_words(captions: Sequence[str], share: float, draw: Draw) -> list[str]:
+    """Captions without a keyed choice of their words; where none would stay, the caption as it was.
+
+    Against learning captions by heart: each epoch sees other words of them.
+    """
+    rng = draw.rng("words")
+    out = []
+    for caption in captions:
+        words = caption.split()
+        kept = [word for word, luck in zip(words, rng.random(len(words)), strict=True) if luck >= share]
+        out.append(" ".join(kept) or caption)
+    return out
+
+
 def choose(captions: Sequence[str], how: int | Literal["one", "all"], draw: Draw) -> list[str]:
     """One, N distinct (fewer where there are fewer), or all captions of the row that `draw` names.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kiloword.data.bad import BadRows, reasons
-from kiloword.data.captions import choose
+from kiloword.data.captions import choose, drop_words
 from kiloword.data.sampler import Order, Rows, share
 from kiloword.data.steps import in_order
 from kiloword.data.tokenizer import Tokenizer
@@ -178,6 +178,8 @@ class Reader:
         captions = choose(record.captions, loader.data.captions, draw if draw.row == row else replace(draw, row=row))
         if not captions:
             raise BadSample("no caption")
+        if loader.train and loader.data.augment.drop_words > 0:
+            captions = drop_words(captions, loader.data.augment.drop_words, draw)
         return Example(record.key, row, loader.picture(record.image, draw), captions)
 
 
