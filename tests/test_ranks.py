@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-TRAIN = ["train", "siglip", "--size", "debug", "--data", "scenes?levels=1&n=200", "--steps", "6", "--batch", "16", "--model.text.context", "48"]
+TRAIN = ["train", "siglip", "--size", "debug", "--data", "scenes?levels=1&n=200", "--steps", "6", "--batch", "16"]
 
 
 def launch(ranks: int, out: Path, *more: str) -> dict[str, torch.Tensor]:
