@@ -156,9 +156,10 @@ def softmax_loss(pairs: PairBlocks, positives: Positives) -> Total:
         row_share = y / row_count[rows, None].clamp_min(1)
         column_share = y / column_count[None, columns].clamp_min(1) * balance
         value = (row_share * (by_row - block.logits) + column_share * (by_column - block.logits)).sum() / 2
-        has_row = (row_count[rows, None] > 0).to(y.dtype)
-        has_column = (column_count[None, columns] > 0).to(y.dtype) * balance
-        pull = (block.logits - by_row).exp() * has_row + (block.logits - by_column).exp() * has_column
+        row_mass = row_count / row_count.clamp_min(1)  # what the shares add up to: 1, less where positives are soft
+        column_mass = column_count / column_count.clamp_min(1) * balance
+        pull = (block.logits - by_row).exp() * row_mass[rows, None]
+        pull = pull + (block.logits - by_column).exp() * column_mass[None, columns]
         return value, (pull - row_share - column_share) / 2
 
     total = pairs.total(loss)

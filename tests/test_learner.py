@@ -93,6 +93,21 @@ def test_pair_loss_and_its_gradients(loss: Any, literal: Any, which: str, chunk:
 
 
 @pytest.mark.parametrize("loss", [softmax_loss, sigmoid_loss])
+def test_gradient_of_soft_positives(loss: Any) -> None:
+    """Positives may lie anywhere in [0, 1], their sum over a row below 1."""
+    images, texts = features(3, [0, 1, 2], 0), features(4, [0, 1, 1, 2], 1)
+    head = Head(Single(CONFIG), scale=2.0).double()
+    initialise(head, 0)
+
+    def value(image: Tensor, text: Tensor) -> Tensor:
+        pairs = Blocks(head, {**images, "vec": image}, {**texts, "vec": text}, 2)
+        out: Tensor = loss(pairs, lambda p: 0.4 * annotated(p)).sum
+        return out
+
+    assert torch.autograd.gradcheck(value, (images["vec"], texts["vec"]))
+
+
+@pytest.mark.parametrize("loss", [softmax_loss, sigmoid_loss])
 def test_large_logits_stay_finite(loss: Any) -> None:
     images, texts = features(3, [0, 1, 2], 0), features(3, [0, 1, 2], 1)
     head = Head(Single(CONFIG), scale=1e4, bias=0.0).double()
