@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import pkgutil
+import sys
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -33,11 +35,17 @@ def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
     if kind is None:
         if settings:
             raise ValueError(f"{name} takes no settings, but got {', '.join(settings)}.")
-        return make()
+        return _checked(name, make())
     try:
-        return make(parse(settings or {}, kind))
+        return _checked(name, make(parse(settings or {}, kind)))
     except ValueError as e:
         raise ValueError(f"settings of {name}: {e}") from e
+
+
+def _checked(name: str, made: Any) -> Method:
+    if not isinstance(made, Method):
+        raise ValueError(f"{name} returned a {type(made).__name__}: expected a kiloword.method.Method.")
+    return made
 
 
 def find(name: str) -> tuple[Callable[..., Method], type | None]:
@@ -54,12 +62,21 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
 
 
 def _own(module_name: str, function: str) -> tuple[Callable[..., Method], type | None]:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # as `python -m` does; the installed command looks beside itself only
     try:
         make = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError) as e:
         raise ValueError(
-            f"cannot load method {module_name}:{function} ({e}): expected an importable module (is its folder on "
-            f"PYTHONPATH?) with a function {function} that returns a kiloword.method.Method."
+            f"cannot load method {module_name}:{function} ({e}): expected an importable module (in this folder, or "
+            f"on PYTHONPATH) with a function {function} that returns a kiloword.method.Method."
         ) from e
     parameters = list(inspect.signature(make).parameters)
-    return make, typing.get_type_hints(make)[parameters[0]] if parameters else None
+    kind = typing.get_type_hints(make).get(parameters[0]) if parameters else None
+    if parameters and kind is None:
+        raise ValueError(
+            f"{module_name}:{function} takes {parameters[0]!r} of no known type: annotate it with a settings "
+            "dataclass, or take no argument."
+        )
+    return make, kind
