@@ -129,7 +129,10 @@ class Matcher:
 
     def _pixel(self, image: Any, place: int) -> Tensor:
         if isinstance(image, Image.Image):
-            return self.preprocess(image)
+            try:
+                return self.preprocess(image)
+            except BadSample as error:
+                raise ValueError(f"cannot use picture {place}: {error}") from error
         if not isinstance(image, str | Path):
             raise ValueError(f"encode_image got {_kind(image)} as picture {place}: expected a Pillow image or a path")
         try:

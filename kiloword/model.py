@@ -124,7 +124,7 @@ def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple
     Raises: ValueError when the patch does not divide the size.
     """
     patch = config.image.patch
-    if size % patch:
+    if size < patch or size % patch:
         raise ValueError(f"picture size {size} is not a multiple of the patch size {patch}")
     name = "image_tower.positions"
     places, first = state[name], int(config.image.class_token)

@@ -110,6 +110,7 @@ def test_a_model_in_training_stays_in_training(matcher: Matcher) -> None:
         (torch.zeros(2, 3, 32, 32), "torch.float32 tensor.*expected torch.uint8"),
         (torch.zeros(3, 32, 32, dtype=torch.uint8), r"\[3, 32, 32\]: expected torch.uint8 \[I, 3, 32, 32\]"),
         (torch.zeros(2, 3, 64, 64, dtype=torch.uint8), r"\[2, 3, 64, 64\]: expected"),
+        ([Image.new("F", (8, 8))], "cannot use picture 0: floating-point"),
         (["no/such/picture.png"], "cannot read picture no/such/picture.png: No such file"),
     ],
 )
@@ -125,6 +126,13 @@ def test_wrong_pictures_get_a_sentence(matcher: Matcher, images: object, message
 def test_wrong_texts_get_a_sentence(matcher: Matcher, texts: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         matcher.encode_text(texts)  # type: ignore[arg-type]
+
+
+def test_wrong_sizes_of_batches_and_pictures_get_a_sentence(matcher: Matcher, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a batch of -1 rows"):
+        matcher.encode_image([picture(0)], batch=-1)
+    with pytest.raises(ValueError, match="picture size 0 is not a multiple"):
+        kiloword.load(save(matcher, tmp_path), size=0)
 
 
 def test_a_file_that_is_no_picture_is_named(matcher: Matcher, tmp_path: Path) -> None:

@@ -166,6 +166,9 @@ def test_prompts() -> None:
         prompts(["cat"], "a {c}")
     with pytest.raises(ValueError, match="no class names"):
         prompts([], ["a {c}"])
+    for names in ("cat", [1, 2]):
+        with pytest.raises(ValueError, match="must be a list of strings"):
+            prompts(names, ["a {c}"])  # type: ignore[arg-type]
 
 
 class KnownModel(torch.nn.Module):

@@ -220,6 +220,8 @@ def eval_batches(
 
     Errors: RuntimeError when a worker died or stalled.
     """
+    if batch < 1:
+        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
     make = partial(_eval_batch, source, EvalTransform(image_size, resize), batch)
     return in_order(make, range(-(-len(source) // batch)), workers)
 

@@ -30,6 +30,8 @@ def join(parts: Sequence[Features]) -> Features:
 
 def chunks(n: int, size: int) -> Iterator[slice]:
     """Slices of at most `size` that cover n rows."""
+    if size < 1:
+        raise ValueError(f"a batch of {size} rows; expected at least 1")
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))
 

@@ -24,6 +24,8 @@ Templates = Sequence[str] | Mapping[str, Sequence[str]]
 
 def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str], list[int]]:
     """All prompts, class by class, and the class index of each."""
+    if isinstance(classnames, str) or not all(isinstance(name, str) for name in classnames):
+        raise ValueError(f"class names must be a list of strings, got {classnames!r}")
     if not classnames:
         raise ValueError("no class names came: at least one is needed")
     if isinstance(templates, Mapping):
