@@ -200,6 +200,7 @@ def sizes() -> dict[str, ModelConfig]:
 MUON = OptimConfig(name="muon", lr=1e-3, muon_lr=5e-3, scale_lr=3.0)  # four times that: faster, but blind to shape
 FIELD = OptimConfig(lr=5e-4, weight_decay=0.2, beta2=0.98, eps=1e-6, warmup=2000, clip=1.0)  # CLIP's at ViT sizes
 PHOTOS = AugmentConfig(crop=0.5, flip=0.5)
+FEW_PHOTOS = AugmentConfig(crop=0.4, flip=0.5, jitter=0.3, drop_words=0.1)  # thousands, seen dozens of times
 
 
 def default(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)) -> Recipe:
@@ -211,19 +212,21 @@ def default(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)
     if size not in known:
         raise ValueError(f"unknown size {size!r}: expected one of {', '.join(known)}.")
     small = size in ("debug", "tiny")
+    optim = MUON if small else FIELD
     drawn = all(d == "scenes" or d.startswith(("scenes:", "scenes?")) for d in data)
     return Recipe(
         method=method,
         size=size,
         model=known[size],
-        optim=MUON if small else FIELD,
+        optim=optim if drawn or not small else replace(optim, weight_decay=0.3, ema=0.998),
         precision="bf16" if size == "tiny" else "fp32",  # tiny is for CPUs, where it is twice as fast and as good
         data=DataConfig(
             sources=data,
             captions=_captions_of(method) if method else "one",
-            augment=AugmentConfig() if drawn else PHOTOS,
+            augment=AugmentConfig() if drawn else FEW_PHOTOS if small else PHOTOS,
         ),
-        batch=64 if small else 1024,
+        steps=1000 if drawn else 2000,
+        batch=(64 if drawn else 128) if small else 1024,
     )
 
 
