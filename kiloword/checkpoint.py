@@ -147,11 +147,16 @@ def load_state(folder: Path, warn: Callable[[str], None]) -> tuple[dict[str, Ten
             if _checksum(data) != numbers["checksum"]:
                 raise ValueError("its checksum differs")
             return load_tensors(data), numbers
-        except (OSError, ValueError, KeyError, SafetensorError) as e:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
             warn(f"state {path.stem} is damaged ({e}): falling back to the one before.")
     if states:
         raise ValueError(f"no state in {folder} can be read: all are damaged. Start again with another --out.")
     return None
+
+
+def steps_done(folder: Path) -> int:
+    """Steps of the newest state; 0 where there is none."""
+    return max((int(path.stem.removeprefix("step-")) for path in _states(folder)), default=0)
 
 
 def _states(folder: Path) -> list[Path]:

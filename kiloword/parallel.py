@@ -130,6 +130,20 @@ def any_rank(*mine: bool) -> tuple[bool, ...]:
     return tuple(bool(n) for n in sum_over_ranks(torch.tensor([float(m) for m in mine], device=device)).tolist())
 
 
+def add_up(mine: int) -> int:
+    """The sum of a number over ranks."""
+    if ranks() == 1:
+        return mine
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return int(sum_over_ranks(torch.tensor(mine, device=device)))
+
+
+def wait() -> None:
+    """Until every rank is here."""
+    if ranks() > 1:
+        dist.barrier()
+
+
 Item = TypeVar("Item")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,20 +23,11 @@ from kiloword.methods import preset
 from kiloword.model import Model, build
 from kiloword.optim import Average, Optimizer
 from kiloword.ranges import check
-from kiloword.recipes import Recipe, Settings, read_config
+from kiloword.recipes import Recipe
+from kiloword.run_folder import RunFile, check_same_run, holds_run, make_folder
 from kiloword.types import BadSample, Source
 
 TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
-FREE = ("micro", "chunk", "data.val", "data.bad_share")  # what changes no weight: a resumed run may have others
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFile(Settings):
-    """`config.json` of a run: the whole resolved recipe and what it ran on."""
-
-    recipe: Recipe
-    data_fingerprint: str
-    format: str = "kiloword-run-1"
 
 
 @dataclass
@@ -68,6 +58,11 @@ def open_sources(recipe: Recipe) -> Source:
     return mix(sources, recipe.data.weights or (1.0,) * len(sources))
 
 
+def open_val(recipe: Recipe) -> Source | None:
+    """The validation data of a recipe, if it has any."""
+    return None if recipe.data.val is None else open_source(recipe.data.val, size=recipe.model.image.size)
+
+
 def with_length(
     recipe: Recipe, rows: int, steps: int | None = None, epochs: float | None = None, samples: int | None = None
 ) -> Recipe:
@@ -76,6 +71,8 @@ def with_length(
     given = {k: v for k, v in (("--steps", steps), ("--epochs", epochs), ("--samples", samples)) if v is not None}
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} both say how long to train: give one of them.")
+    if epochs is not None and not math.isfinite(epochs):
+        raise ValueError(f"--epochs is {epochs}: expected a number.")
     if epochs is not None:
         steps = round(epochs * (rows // recipe.batch))
     elif samples is not None:
@@ -90,9 +87,11 @@ def with_length(
 def describe(recipe: Recipe, source: Source, out: Path) -> str:
     """What a run would do, in a few lines."""
     epochs = recipe.steps * recipe.batch / len(source)
+    val = open_val(recipe)
     lines = [
         f"method     {recipe.method} {recipe.settings or ''}",
         f"data       {' '.join(recipe.data.sources)}: {len(source)} pictures",
+        *([] if val is None else [f"val        {val.name}: {len(val)} pictures"]),
         f"length     {recipe.steps} steps of {recipe.batch} pictures, {epochs:.1f} epochs",
         f"towers     {recipe.size}: {recipe.model.image}; {recipe.model.text}",
         f"optimizer  {recipe.optim}",
@@ -172,6 +171,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         device=torch.device(device),
     )
     resume(run)
+    if run.step == 0 and holds_run(out):
+        run.log.say(f"{out} holds a model but no state to go on from: the run starts again.")
     if started and run.step == 0:
         run.log.say(started)
     run.log = Log(out / "metrics.jsonl" if main else None, recipe.steps, run.step, quiet=quiet or not main)
@@ -217,50 +218,6 @@ def _start_from(model: Model, recipe: Recipe) -> str:
         f"started from {recipe.init}: {len(known)} tensors loaded; new: {', '.join(new) or 'none'}; "
         f"left over: {', '.join(left) or 'none'}."
     )
-
-
-def make_folder(out: Path) -> None:
-    """Raises: ValueError when a run cannot be written there."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file: expected a folder to be made, or one that holds this run.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(f"--out {out} cannot be made ({e.strerror}): choose another folder.") from e
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out} cannot be written: choose another folder, or change its permissions.")
-
-
-def holds_run(out: Path) -> bool:
-    """Something was trained there; a run that failed before it saved anything leaves its folder to any other."""
-    trained = (out / "model" / "model.safetensors").exists() or any((out / "state").glob("step-*.json"))
-    return trained and (out / "config.json").exists()
-
-
-def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
-    """Raises: ValueError when `out` holds a run of another recipe or of other data."""
-    if not holds_run(out):
-        return
-    there = read_config(out / "config.json", RunFile)
-    differences = _differences(asdict(there), asdict(file))
-    free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
-    differences = {k: v for k, v in differences.items() if k not in free}
-    if not differences:
-        return
-    shown = "; ".join(f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here" for k, (a, b) in differences.items())
-    hint = " Use --extend to run it for another length." if set(differences) == {"recipe.steps"} else ""
-    raise ValueError(f"--out {out} holds another run: {shown}. Choose another folder, or repeat its settings.{hint}")
-
-
-def _differences(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
-    """Where two plain values differ: dotted path -> both."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        out: dict[str, tuple[Any, Any]] = {}
-        for k in [*a, *(k for k in b if k not in a)]:
-            out |= _differences(a.get(k), b.get(k), f"{at}.{k}" if at else k)
-        return out
-    same = json.dumps(a) == json.dumps(b)  # tuples and lists are one thing on disk
-    return {} if same else {at: (a, b)}
 
 
 def resume(run: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -18,9 +19,9 @@ import torch
 from kiloword import parallel
 from kiloword.accumulate import backward
 from kiloword.checkpoint import save_model, save_state
-from kiloword.data.sources import open_source
 from kiloword.device import choose
-from kiloword.prepare import Run, micro_batches, open_sources, prepare, state_of
+from kiloword.log import read_metrics
+from kiloword.prepare import Run, micro_batches, open_sources, open_val, prepare, state_of
 from kiloword.ranges import check
 from kiloword.recipes import ModelFile, Recipe
 from kiloword.types import Source
@@ -40,6 +41,12 @@ class Options:
     extend: bool = False  # the recipe may have another number of steps than the run in `out`
     quiet: bool = False
 
+    def __post_init__(self) -> None:
+        for name, least in (("workers", 0), ("log_every", 1), ("save_every", 0), ("eval_every", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}: expected at least {least}.")
+
 
 class Stopped(ValueError):
     """The run ended before its last step; its state is saved."""
@@ -56,6 +63,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
         device = choose(options.device)
         check(recipe)
         pieces = micro_batches(recipe)
+        open_val(recipe)  # a wrong name is said now, not after hours of training
         run = prepare(
             recipe,
             Path(out),
@@ -72,10 +80,12 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
 def _loop(run: Run, pieces: int, options: Options, stop: Callable[[], bool]) -> None:
     recipe, model, precision = run.recipe, run.learner.model, _precision(run)
     saved, meter = time.perf_counter(), _Meter(run)
+    if recipe.data.val and run.step == recipe.steps and not _validated(run):
+        run.log.row({"step": run.step, **validate(run)})
     for batch in meter.timed(run.loader.batches(run.step, recipe.steps)):
         for new in run.bad.count(parallel.all_lists(batch.skipped)):
             run.log.say(f"skipped {new.key}: {new.reason}")
-        run.truncated += batch.texts.truncated
+        run.truncated += parallel.add_up(batch.texts.truncated)
         report = backward(run.learner, batch.to(run.device).split(pieces), precision)
         report["gradient_norm"] = run.optimizer.step(run.step)
         model.head.clamp_()
@@ -96,6 +106,7 @@ def _loop(run: Run, pieces: int, options: Options, stop: Callable[[], bool]) -> 
         if recipe.data.val and (last or (options.eval_every and run.step % options.eval_every == 0)):
             run.log.row({"step": run.step, **validate(run)})
         if stopping and not last:
+            parallel.wait()  # torchrun ends all ranks when one is gone: not before the state is written
             raise Stopped(f"stopped after step {run.step}; the state is saved. The same command goes on from there.")
 
 
@@ -126,8 +137,8 @@ def validate(run: Run) -> dict[str, float]:
     from kiloword.api import Matcher
     from kiloword.evaluation import evaluate
 
-    assert run.recipe.data.val is not None
-    source = open_source(run.recipe.data.val, size=run.recipe.model.image.size)
+    source = open_val(run.recipe)
+    assert source is not None
     run.learner.eval()
     with _averaged(run):
         found = evaluate(Matcher(run.learner.model, run.tokenizer), "retrieval", source)
@@ -135,6 +146,13 @@ def validate(run: Run) -> dict[str, float]:
     at_1 = ", ".join(f"{k} {found[k]:.3f}" for k in ("text_retrieval_recall@1", "image_retrieval_recall@1"))
     run.log.say(f"val at step {run.step}: {at_1}")
     return {f"val/{k}": v for k, v in found.items() if isinstance(v, float)}
+
+
+def _validated(run: Run) -> bool:
+    """Its metrics hold the last step's validation: a run that was killed before may have ended without."""
+    rows = read_metrics(run.out / "metrics.jsonl") if parallel.rank() == 0 else []
+    found = any(row["step"] == run.step and any(name.startswith("val/") for name in row) for row in rows)
+    return parallel.any_rank(found)[0]
 
 
 class _Meter:
@@ -208,14 +226,17 @@ def _averaged(run: Run) -> Iterator[None]:
 
 @contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask the loop to stop after its step; a second Ctrl-C ends at once."""
+    """Ctrl-C and SIGTERM ask the loop to stop after its step; a second Ctrl-C ends at once.
+
+    Not under torchrun: it hands on each Ctrl-C that the terminal has sent already, and ends what does not stop itself.
+    """
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if asked and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
         asked.append(number)
 

@@ -273,6 +273,10 @@ def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
     ("flags", "says"),
     [
         (["--steps", "0"], "expected at least 1"),
+        (["--val", "no/such/data"], "no/such/data: no such file or folder"),
+        (["--log-every", "0"], "--log-every is 0: expected at least 1"),
+        (["--save-every", "-1"], "--save-every is -1: expected at least 0"),
+        (["--together", "0"], "--together is 0: expected at least 1"),
         (["--epochs", "3"], "--steps and --epochs both say how long"),
         (["--batch", "0"], "--batch is 0: expected at least 1"),
         (["--micro", "3"], "micro 3 does not divide"),
@@ -288,6 +292,13 @@ def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_impossible_settings(refused: Refused, tmp_path: Path, flags: list[str], says: str) -> None:
     assert says in refused(*train(SCENES, tmp_path / "out", *flags))
+    assert not (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("epochs", ["inf", "nan"])
+def test_endless_training(refused: Refused, tmp_path: Path, epochs: str) -> None:
+    said = refused("train", "siglip", "--data", SCENES, "--out", tmp_path / "out", "--batch", 8, "--epochs", epochs)
+    assert f"--epochs is {epochs}" in said
 
 
 # Model folders
@@ -383,10 +394,38 @@ def test_a_run_that_never_saved_is_in_nobody_s_way(refused: Refused, tmp_path: P
     main([*words, "--bad-share", "0.2", "--optim.lr", "1e-3"])  # a finished run, and nothing that changes it
 
 
+def test_a_run_cannot_end_before_where_it_is(refused: Refused, a_run: Path) -> None:
+    before = (a_run / "config.json").read_bytes()
+    assert "has done 4 steps already: it cannot end after 2" in refused(*train(SCENES, a_run, "--steps", 2, "--extend"))
+    assert "Use --extend" not in refused(*train(SCENES, a_run, "--steps", 2))
+    assert (a_run / "config.json").read_bytes() == before
+
+
+def test_run_without_its_config(refused: Refused, a_run: Path, tmp_path: Path) -> None:
+    """Nothing says whose state it is: it is not continued under another recipe."""
+    out = Path(shutil.copytree(a_run, tmp_path / "out"))
+    (out / "config.json").unlink()
+    assert "lacks its config.json" in refused(*train(SCENES, out, "--seed", 3))
+
+
+def test_run_without_its_states(capsys: pytest.CaptureFixture[str], a_run: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(a_run, tmp_path / "out"))
+    shutil.rmtree(out / "state")
+    main(train(SCENES, out))
+    assert "no state to go on from: the run starts again" in capsys.readouterr().err
+
+
 def test_run_of_a_damaged_config(refused: Refused, a_run: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(a_run, tmp_path / "out"))
     (out / "config.json").write_text('{"recipe": ')
     assert f"{out / 'config.json'} cannot be used" in refused(*train(SCENES, out))
+
+
+def test_newest_state_is_no_object(capsys: pytest.CaptureFixture[str], a_run: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(a_run, tmp_path / "out"))
+    (out / "state" / "step-000000004.json").write_text("null")
+    main(train(SCENES, out, "--save-every", 2))
+    assert "step-000000004 is damaged" in capsys.readouterr().err
 
 
 def test_all_states_damaged(refused: Refused, a_run: Path, tmp_path: Path) -> None:

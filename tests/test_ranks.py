@@ -10,7 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-TRAIN = ["train", "siglip", "--size", "debug", "--data", "scenes?levels=1&n=200", "--steps", "6", "--batch", "16"]
+from kiloword.log import read_metrics
+
+TRAIN = [
+    "train",
+    "siglip",
+    "--size",
+    "debug",
+    "--data",
+    "scenes?levels=1&n=200",
+    "--steps",
+    "6",
+    "--batch",
+    "16",
+    "--model.text.context",
+    "5",
+]
 
 
 def launch(ranks: int, out: Path, *more: str) -> dict[str, torch.Tensor]:
@@ -26,6 +41,8 @@ def test_two_ranks_make_the_model_that_one_makes(tmp_path: Path) -> None:
     one = launch(1, tmp_path / "one", "--precision", "fp64")
     two = launch(2, tmp_path / "two", "--precision", "fp64")
     pieces = launch(2, tmp_path / "pieces", "--precision", "fp64", "--micro", "4")
+    cut = [read_metrics(tmp_path / out / "metrics.jsonl")[-1]["truncated"] for out in ("one", "two")]
+    assert cut[0] == cut[1] > 0
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6, msg=name)
         torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-6, msg=name)

@@ -106,6 +106,34 @@ def test_other_workers_and_other_saving(whole: Path, tmp_path: Path, monkeypatch
     assert_same(tmp_path, whole)
 
 
+def test_a_run_killed_in_its_last_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(run: Any) -> Any:
+        raise PowerCut
+
+    some = recipe(steps=2)
+    some = replace(some, data=replace(some.data, val="scenes:test?n=8"))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "validate", cut)
+        with pytest.raises(PowerCut):
+            train(some, tmp_path, options=EVERY)
+    for _ in range(2):
+        train(some, tmp_path, options=EVERY)
+        assert ["val/image_retrieval_recall@1" in row for row in rows(tmp_path)] == [False, False, True]
+
+
+def test_signals_that_torchrun_repeats_do_not_cut_the_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with loop._stop_signals() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert stop()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    with loop._stop_signals():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
 def test_a_finished_run_is_left_as_it_is(whole: Path) -> None:
     before = {p: p.read_bytes() for p in whole.rglob("*.*") if p.is_file()}
     train(recipe(), whole, options=EVERY)

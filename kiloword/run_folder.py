@@ -1,0 +1,72 @@
+"""The folder of a run: may it be written, does it hold a run, and is it this one?"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kiloword.checkpoint import steps_done
+from kiloword.recipes import Recipe, Settings, read_config
+
+FREE = ("micro", "chunk", "data.val", "data.bad_share")  # what changes no weight: a resumed run may have others
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFile(Settings):
+    """`config.json` of a run: the whole resolved recipe and what it ran on."""
+
+    recipe: Recipe
+    data_fingerprint: str
+    format: str = "kiloword-run-1"
+
+
+def make_folder(out: Path) -> None:
+    """Raises: ValueError when a run cannot be written there."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file: expected a folder to be made, or one that holds this run.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"--out {out} cannot be made ({e.strerror}): choose another folder.") from e
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {out} cannot be written: choose another folder, or change its permissions.")
+
+
+def holds_run(out: Path) -> bool:
+    """Something was trained there; a run that failed before it saved anything leaves its folder to any other."""
+    return (out / "model" / "model.safetensors").exists() or any((out / "state").glob("step-*.json"))
+
+
+def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
+    """Raises: ValueError when `out` holds a run of another recipe or of other data."""
+    if not holds_run(out):
+        return
+    if not (out / "config.json").is_file():
+        raise ValueError(f"--out {out} holds a run that lacks its config.json: put it back, or choose another folder.")
+    there = read_config(out / "config.json", RunFile)
+    differences = _differences(asdict(there), asdict(file))
+    free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
+    differences = {k: v for k, v in differences.items() if k not in free}
+    done, steps = steps_done(out / "state"), file.recipe.steps
+    if not differences and steps < done:
+        raise ValueError(f"--out {out} has done {done} steps already: it cannot end after {steps}.")
+    if not differences:
+        return
+    shown = "; ".join(f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here" for k, (a, b) in differences.items())
+    longer = set(differences) == {"recipe.steps"} and steps >= done
+    hint = " Use --extend to run it for another length." if longer else ""
+    raise ValueError(f"--out {out} holds another run: {shown}. Choose another folder, or repeat its settings.{hint}")
+
+
+def _differences(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
+    """Where two plain values differ: dotted path -> both."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        out: dict[str, tuple[Any, Any]] = {}
+        for k in [*a, *(k for k in b if k not in a)]:
+            out |= _differences(a.get(k), b.get(k), f"{at}.{k}" if at else k)
+        return out
+    same = json.dumps(a) == json.dumps(b)  # tuples and lists are one thing on disk
+    return {} if same else {at: (a, b)}
