@@ -40,7 +40,7 @@ class Train:
     chunk: int = 0  # rows and columns of pairs a block; 0: chosen
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"
     freeze: Literal["none", "image", "text"] = "none"  # a tower that stays as it is
-    init: str | None = None  # model folder to start from
+    init: str | None = None  # model folder to start from; brings its towers and picture size
     captions: int | Literal["one", "all"] = "one"  # of a picture in a batch: one (redrawn each epoch), all, or a number
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
     weights: tuple[float, ...] = ()  # how often each of several --data comes in an epoch
@@ -88,10 +88,12 @@ def _train(argv: Sequence[str]) -> None:
     rest = argv[1:] if method else argv
     both = tyro.cli(_train_type(method, rest), args=rest, prog="kiloword train METHOD", description=Train.__doc__)
     args: Train = both.run
+    from kiloword import start
     from kiloword.prepare import describe, open_sources, with_length
     from kiloword.train import Options, train
 
     recipe = recipe_of(method, args, both.settings)
+    start.check(recipe)
     source = open_sources(recipe)
     recipe = with_length(recipe, len(source), args.steps, args.epochs, args.samples)
     if args.dry_run:
@@ -104,15 +106,15 @@ def _train(argv: Sequence[str]) -> None:
 
 
 def _train_type(method: str, argv: Sequence[str]) -> Any:
-    """`Train` with the defaults that method, size and data imply, beside the method's own settings."""
+    """`Train` with the defaults that method, size, data and init imply, beside the method's own settings."""
     kind: Any = None
     if method:
         from kiloword.methods import find
 
         kind = find(method)[1]
-    data = _values_of(argv, "--data") or ("scenes",)
-    base = recipes.default(method, (_values_of(argv, "--size") or ("tiny",))[0], data)
+    base = _defaults(method, argv)
     run = Train(
+        size=base.size,
         optim=base.optim,
         augment=base.data.augment,
         model=base.model,
@@ -124,6 +126,16 @@ def _train_type(method: str, argv: Sequence[str]) -> Any:
     return make_dataclass(
         "Both", [("run", Annotated[Train, arg(name="")], field(default=run)), ("settings", *settings)]
     )
+
+
+def _defaults(method: str, argv: Sequence[str]) -> Recipe:
+    data = _values_of(argv, "--data") or ("scenes",)
+    size, init = ((_values_of(argv, flag) or (None,))[0] for flag in ("--size", "--init"))
+    if init is None:
+        return recipes.default(method, size or "tiny", data)
+    from kiloword import start
+
+    return start.defaults(method, init, size, data)
 
 
 def _values_of(argv: Sequence[str], flag: str) -> tuple[str, ...]:

@@ -211,11 +211,13 @@ def _start_from(model: Model, recipe: Recipe) -> str:
     if file.model.image.size != recipe.model.image.size:
         _, weights = resize(file.model, weights, recipe.model.image.size)
     own = model.state_dict()
+    size = f" (pictures of {recipe.model.image.size} pixels instead of {file.model.image.size})"
+    size = size if file.model.image.size != recipe.model.image.size else ""
     known = {k: v for k, v in weights.items() if k in own}
     new, left = [k for k in own if k not in known], [k for k in weights if k not in own]
     load_weights(model, {**{k: own[k] for k in new}, **known}, recipe.init)
     return (
-        f"started from {recipe.init}: {len(known)} tensors loaded; new: {', '.join(new) or 'none'}; "
+        f"started from {recipe.init}{size}: {len(known)} tensors loaded; new: {', '.join(new) or 'none'}; "
         f"left over: {', '.join(left) or 'none'}."
     )
 

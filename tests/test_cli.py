@@ -162,6 +162,22 @@ def test_start_from_a_model(model: Path, tmp_path: Path) -> None:
     assert (out / "model" / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
 
 
+def test_a_model_to_start_from_brings_its_towers(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "siglip", "--data", "scenes?n=64", "--batch", 8, "--steps", 1, "--init", model, "--out", tmp_path]
+    run(*words, "--dry-run")
+    said = capsys.readouterr().out
+    assert "towers     debug: ImageConfig(size=32, patch=16, width=32" in said
+    run(*words, "--model.image.size", 48)
+    assert "(pictures of 48 pixels instead of 32)" in capsys.readouterr().err
+    for flag, value in (("--model.text.context", 16), ("--model.head.dim", 8)):
+        with pytest.raises(SystemExit) as end:
+            run(*words, flag, value)
+        assert end.value.code == 2
+        assert f"{flag} is {value}, but" in capsys.readouterr().err
+
+
 def test_eval_prints_and_writes_the_same(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("eval", model, "retrieval", "--data", "scenes:test?n=16", "--json", tmp_path / "r.json")
     found = json.loads((tmp_path / "r.json").read_text())

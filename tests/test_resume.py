@@ -171,7 +171,7 @@ def test_another_recipe_is_refused(whole: Path) -> None:
     for other, says in (
         (replace(recipe(), seed=6), "seed is 5 there, 6 here"),
         (replace(recipe(), method="clip"), "method is 'siglip' there, 'clip' here"),
-        (replace(recipe(), optim=replace(recipe().optim, lr=0.5)), "optim.lr is 0.004 there, 0.5 here"),
+        (replace(recipe(), optim=replace(recipe().optim, lr=0.5)), "optim.lr is 0[.0-9]+ there, 0.5 here"),
         (replace(recipe(), batch=32), "batch is 16 there, 32 here"),
     ):
         with pytest.raises(ValueError, match=says):
