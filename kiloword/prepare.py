@@ -13,6 +13,7 @@ import torch
 from kiloword import parallel
 from kiloword.checkpoint import load_state, load_weights, read_model_file, read_tensors, write_json
 from kiloword.data.loader import BadRows, Loader
+from kiloword.data.loader import read as record
 from kiloword.data.sampler import Order
 from kiloword.data.sources import mix, open_source
 from kiloword.data.tokenizer import Tokenizer
@@ -103,7 +104,7 @@ def describe(recipe: Recipe, source: Source, out: Path) -> str:
 
 def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
     """Captions of about `most` rows spread over the source, without a picture where it can; bad rows give none."""
-    read = getattr(source, "captions", None) or (lambda row: source.record(row).captions)
+    read = getattr(source, "captions", None) or (lambda row: record(source, row).captions)
     stride = max(1, len(source) // most)
     for row in range(0, len(source), stride):
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from PIL import Image
 from tars import encode, noise
 
 import kiloword
+from kiloword import recipes
 from kiloword.checkpoint import read_model_file
 from kiloword.data.own import Own
+from kiloword.log import read_metrics
+from kiloword.train import train
 from kiloword.types import BadSample
 
 WORDS = ["red", "green", "blue", "grey", "dark", "pale", "warm", "cold"]
@@ -79,6 +83,24 @@ def test_fingerprint_follows_the_data() -> None:
     assert Own(Photos()).fingerprint == Own(Photos()).fingerprint
     assert len({Own(Photos(kind, n)).fingerprint for kind, n in (("pillow", 24), ("pillow", 23), ("array", 24))}) == 3
     assert Own(Photos(), fingerprint="v2").fingerprint == "v2"
+
+
+class Holes(Photos):
+    """Rows 3 and 23 cannot be read, row 5 has no caption; the first and the last are in the fingerprint."""
+
+    def __getitem__(self, i: int) -> tuple[Any, str | list[str]]:
+        if i in (3, 23):
+            raise KeyError("lost")
+        picture, captions = super().__getitem__(i)
+        return picture, None if i == 5 else captions  # type: ignore[return-value]
+
+
+def test_rows_that_raise_are_bad_samples(tmp_path: Path) -> None:
+    """While the tokenizer is trained, and in the fingerprint, too."""
+    run = recipes.default("siglip", "debug", data=("own",))
+    run = replace(run, steps=3, batch=8, data=replace(run.data, bad_share=0.2))
+    train(run, tmp_path, source=Own(Holes()))
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped"] == 3
 
 
 def test_bad_samples_have_a_reason(tmp_path: Path) -> None:

@@ -159,6 +159,16 @@ def test_damage_in_the_middle_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
     assert f"damaged at byte {third:,}" in caplog.text
 
 
+@pytest.mark.parametrize("more", [bytes(1 << 21), b"a second tar"])
+def test_what_stands_behind_the_end_is_told(tmp_path: Path, more: bytes) -> None:
+    tar = write_tar(tmp_path / "x.tar", pairs(2))
+    assert not Shards("x", [tar]).notes
+    with tarfile.open(tar) as file:
+        end = max(member.offset_data + 512 for member in file)
+    tar.write_bytes(tar.read_bytes() + more)
+    assert f"ended at byte {end:,}; what follows is not read" in Shards("x", [tar]).notes[0]
+
+
 def test_what_is_no_plain_tar_of_pictures(tmp_path: Path) -> None:
     for name, content in {
         "empty.tar": b"",
@@ -295,6 +305,16 @@ def test_class_data_in_clip_benchmarks_layout(tmp_path: Path) -> None:
         assert isinstance(source, Shards)
         assert (source.classnames, source.templates) == (["cat", "red fox"], ["a photo of a {c}."])
         assert source.labels.tolist() == [1, 0] == [source.record(row).label for row in range(2)]
+
+
+@pytest.mark.parametrize(("names", "line"), [("", 1), ("cat\n\ndog\n", 2)])
+def test_an_empty_class_name_moves_no_other(tmp_path: Path, names: str, line: int) -> None:
+    write_tar(tmp_path / "test" / "0.tar", {"a.png": picture(), "a.cls": b"0"})
+    (tmp_path / "classnames.txt").write_text("\ufeffcat\r\nred fox\r\n\n", encoding="utf-8", newline="")
+    assert open_source(str(tmp_path)).classnames == ["cat", "red fox"]  # type: ignore[attr-defined]
+    (tmp_path / "classnames.txt").write_text(names)
+    with pytest.raises(ValueError, match=f"classnames.txt: line {line} is empty"):
+        open_source(str(tmp_path))
 
 
 def test_mixture_counts_every_row_as_its_weight_says(tmp_path: Path) -> None:

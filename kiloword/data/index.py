@@ -24,6 +24,7 @@ from kiloword.data.sample import IMAGE_SUFFIXES
 
 PARTS = ("image", "txt", "json", "cls")
 _SUFFIX = ".kwindex"
+_PADDING = 1 << 20  # zeros that may stand behind the end; tar itself writes at most 10 kB
 _COLUMNS = 2 * len(PARTS) + 1
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # key: up to the first dot of the base name, folders included
 
@@ -128,13 +129,20 @@ class _Members:
         self.note = self._ending(tar)
 
     def _ending(self, tar: tarfile.TarFile) -> str:
-        """A whole tar ends with a block of zeros; `tarfile` takes damage for the end, without a word."""
+        """A whole tar ends with blocks of zeros; `tarfile` takes damage for the end, without a word.
+
+        Behind the end may stand a second tar (`cat a.tar b.tar`), or the zeros of a download that never finished.
+        """
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         block = tar.fileobj.read(tarfile.BLOCKSIZE)
         if len(block) < tarfile.BLOCKSIZE:
             return f"cut at byte {self.path.stat().st_size:,}"
-        return f"damaged at byte {tar.offset:,}; what follows is not read" if any(block) else ""
+        if any(block):
+            return f"damaged at byte {tar.offset:,}; what follows is not read"
+        rest = tar.fileobj.read(_PADDING)
+        more = any(rest) or len(rest) == _PADDING
+        return f"ended at byte {tar.offset:,}; what follows is not read" if more else ""
 
 
 def _split(name: str) -> tuple[str, str] | None:

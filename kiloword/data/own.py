@@ -55,15 +55,23 @@ class Own:
 
     def captions(self, row: int) -> list[str]:
         """Captions; what the data set itself does for a picture is done, but nothing is decoded here."""
-        return _captions(self.dataset[row][1])
+        return self._sample(row)[1]
 
     def record(self, row: int) -> Record:
         """The sample as bytes or pixels. Raises BadSample with the reason."""
-        picture, captions = self.dataset[row]
-        found = _captions(captions)
-        if not found:
+        picture, captions = self._sample(row)
+        if not captions:
             raise BadSample("no caption")
-        return Record(str(row), _stored(picture), found)
+        return Record(str(row), _stored(picture), captions)
+
+    def _sample(self, row: int) -> tuple[Any, list[str]]:
+        try:
+            picture, captions = self.dataset[row]
+            return picture, _captions(captions)
+        except (BadSample, MemoryError):
+            raise
+        except Exception as error:  # a user's class may raise anything; see `kiloword.data.loader.read`
+            raise BadSample(f"{type(error).__name__}: {error}"[:200]) from error
 
 
 def _check_form(sample: Any, name: str) -> None:

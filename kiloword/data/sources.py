@@ -100,11 +100,14 @@ def _shards(src: str, tars: list[Path]) -> Shards:
 
 
 def _lines(folder: Path, name: str) -> list[str] | None:
-    """The lines of a file in the folder or its parent; None without such a file."""
+    """The lines of a file in the folder or its parent; None without one. Errors: ValueError for an empty one."""
     for path in (folder / name, folder.absolute().parent / name):
         if path.is_file():
             try:
-                return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+                lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").strip().split("\n")]
             except UnicodeDecodeError:
                 raise ValueError(f"{path} is not UTF-8.") from None
+            if not all(lines):  # class indices count lines: an empty one left out would move all that follow
+                raise ValueError(f"{path}: line {lines.index('') + 1} is empty. Expected text in every line.")
+            return lines
     return None
