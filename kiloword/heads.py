@@ -70,7 +70,8 @@ class Head(nn.Module):
         self.log_scale = nn.Parameter(torch.empty(1))
         self.bias = None if bias is None else nn.Parameter(torch.empty(1))
         self._start = (math.log(scale), bias or 0.0)
-        self._limit = math.inf if max_scale is None else math.log(max_scale)
+        # rounded as the buffer is, or a resumed run in double precision would have another limit
+        self._limit = math.inf if max_scale is None else float(torch.tensor(math.log(max_scale), device="cpu"))
         self.register_buffer("log_limit", None if max_scale is None else torch.tensor([self._limit]))
 
     def image(self, tokens: Tensor) -> Features:

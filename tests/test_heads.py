@@ -116,6 +116,19 @@ def test_half_precision_features_are_scored_in_single() -> None:
         assert h.logits(h.score({"vec": vec}, {"vec": vec})).dtype == torch.float32
 
 
+def test_limit_of_the_scale_is_the_same_after_loading() -> None:
+    """In double precision too: a resumed run is held to the same number."""
+    h, resumed = head(max_scale=100.0), head(max_scale=100.0)
+    with torch.no_grad():
+        h.log_scale.fill_(1.0)
+    resumed.load_state_dict(h.state_dict())
+    for one in (h, resumed):
+        with torch.no_grad():
+            one.log_scale.fill_(9.0)
+        one.clamp_()
+    assert torch.equal(h.log_scale, resumed.log_scale)
+
+
 def test_scale_is_held_to_its_limit() -> None:
     h = head(max_scale=100.0)
     h.log_scale.data.fill_(5.0)
