@@ -56,6 +56,8 @@ def read(path: str | Path) -> dict[str, Tensor]:
         raw = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, UnpicklingError):  # torch's own message advises to run the file's code
+            first = "it is damaged, or holds more than tensors"
         raise ValueError(
             f"{path} cannot be read as plain tensors ({first}); give a .safetensors file or a .pt of a state dict"
         ) from error
