@@ -39,6 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> Pat
     (tmp_path / "mine.py").write_text(python("mine.py"))
     for model in ("quickstart", "runs/photos"):
         shutil.copytree(trained, tmp_path / model / "model")
+    shutil.copytree(trained, tmp_path / "models" / "b32")
     (tmp_path / "quickstart" / "example.png").write_bytes(picture())
     return tmp_path
 
