@@ -188,6 +188,8 @@ def _order(recipe: Recipe, source: Source) -> Order:
         raise ValueError(
             f"groups of {together} rows do not fill a batch of {recipe.batch}: choose a multiple of {together}."
         )
+    if len(source) % together:  # a shorter group would move all behind it over the edges of batches
+        raise ValueError(f"{source.name}: {len(source)} rows are no whole number of groups of {together}.")
     return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
 
 
