@@ -190,23 +190,23 @@ def matrices(*shapes: tuple[int, int]) -> list[nn.Parameter]:
 
 
 def test_muon_is_torch_s_muon() -> None:
-    """To the rounding of its products in bfloat16; a fused [3 W, W] is three matrices."""
-    shapes = [(32, 32), (32, 32), (64, 32), (32, 64), (96, 32)]
+    """To the rounding of its products in bfloat16; a fused [3 W, W] is three matrices, an MLP of that shape is one."""
+    shapes = [(32, 32), (32, 32), (64, 32), (32, 64), (96, 32), (96, 32)]
     ours = matrices(*shapes)
-    theirs = [nn.Parameter(piece.clone()) for p in ours for piece in p.detach().chunk(3 if p.shape == (96, 32) else 1)]
+    theirs = [nn.Parameter(piece.clone()) for p in ours for piece in p.detach().chunk(3 if p is ours[-1] else 1)]
     settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
-    mine, reference = Muon(ours, **settings), torch.optim.Muon(theirs, **settings)
+    mine, reference = Muon(ours, **settings, stacked=ours[-1:]), torch.optim.Muon(theirs, **settings)
     start = [p.detach().clone() for p in theirs]
     for step in range(3):
         gradients = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in ours]
         for p, g in zip(ours, gradients, strict=True):
             p.grad = g
-        split = [piece for g in gradients for piece in g.chunk(3 if g.shape == (96, 32) else 1)]
+        split = [piece for g in gradients for piece in g.chunk(3 if g is gradients[-1] else 1)]
         for p, g in zip(theirs, split, strict=True):
             p.grad = g.clone()
         mine.step()
         reference.step()
-    flat = [piece for p in ours for piece in p.detach().chunk(3 if p.shape == (96, 32) else 1)]
+    flat = [piece for p in ours for piece in p.detach().chunk(3 if p is ours[-1] else 1)]
     for a, b, s in zip(flat, theirs, start, strict=True):
         moved = (b.detach() - s).abs().max()
         assert moved > 0.01
