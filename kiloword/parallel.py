@@ -24,7 +24,7 @@ def ranks() -> int:
 
 
 @contextmanager
-def process_group(timeout_s: int = 600) -> Iterator[None]:
+def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
     """Join the group that torchrun announces in the environment; with a single process, do nothing.
 
     Leaves through a barrier: gloo processes that exit while a peer still talks abort in half of the runs.
@@ -32,7 +32,7 @@ def process_group(timeout_s: int = 600) -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield
         return
-    cuda = torch.cuda.is_available()
+    cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))

@@ -59,8 +59,8 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     Returns: the model folder. Raises: ValueError (bad recipe, data or folder; NaN loss), Stopped (Ctrl-C).
     """
     options = options or Options()
-    with parallel.process_group(), _stop_signals() as stop:
-        device = choose(options.device)
+    device = choose(options.device)
+    with parallel.process_group(device), _stop_signals() as stop:
         check(recipe)
         pieces = micro_batches(recipe)
         open_val(recipe)  # a wrong name is said now, not after hours of training
