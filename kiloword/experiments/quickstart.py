@@ -36,7 +36,7 @@ def recipe(seed: int = 0) -> Recipe:
     Softmax, since general captions (levels 1 and 2) match many scenes of a batch, which a sigmoid loss takes amiss.
     """
     base = recipes.default("clip", "tiny", ("scenes?hard=shape&levels=1:1,2:1,3:6",))
-    return replace(base, data=replace(base.data, together=4), steps=1600, seed=seed)
+    return replace(base, data=replace(base.data, together=4), steps=1400, seed=seed)
 
 
 def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
