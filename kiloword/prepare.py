@@ -143,21 +143,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
     method = preset(recipe.method, recipe.settings)
     learner, started = _learner(recipe, method)
     learner.to(device)
-    order = _order(recipe, source)
-    loader = Loader(
-        source,
-        order,
-        recipe.data,
-        recipe.model.text,
-        recipe.model.image.size,
-        tokenizer,
-        views=method.views,
-        seed=recipe.seed,
-        rank=parallel.rank(),
-        ranks=parallel.ranks(),
-        workers=workers,
-        resize=recipe.model.preprocess.resize,
-    )
+    loader = _loader(recipe, source, method, tokenizer, workers)
     run = Run(
         recipe=recipe,
         out=out,
@@ -166,7 +152,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         average=Average(learner, recipe.optim.ema),
         tokenizer=tokenizer,
         loader=loader,
-        order=order,
+        order=loader.order,
         bad=BadRows(len(source), recipe.data.bad_share),
         log=Log(None, recipe.steps, quiet=quiet or not main),
         device=torch.device(device),
@@ -178,6 +164,24 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         run.log.say(started)
     run.log = Log(out / "metrics.jsonl" if main else None, recipe.steps, run.step, quiet=quiet or not main)
     return run
+
+
+def _loader(recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, workers: int) -> Loader:
+    """This rank's batches."""
+    return Loader(
+        source,
+        _order(recipe, source),
+        recipe.data,
+        recipe.model.text,
+        recipe.model.image.size,
+        tokenizer,
+        views=method.views,
+        seed=recipe.seed,
+        rank=parallel.rank(),
+        ranks=parallel.ranks(),
+        workers=workers,
+        resize=recipe.model.preprocess.resize,
+    )
 
 
 def _order(recipe: Recipe, source: Source) -> Order:
