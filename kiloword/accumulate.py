@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kiloword.learner import Learner, Replay
+from kiloword.losses import learns
 from kiloword.parallel import average_gradients, ranks, sum_over_ranks
 from kiloword.types import Batch, Features
 
@@ -42,22 +43,25 @@ def _accumulate(
 ) -> list[dict[str, Tensor]]:
     with torch.no_grad(), precision():
         inputs = [learner.pair_inputs(learner.encode(b), b) for b in micro]
-    pair, replays = _pair_gradients(learner, inputs)
+    found, replays = _pair_gradients(learner, inputs)
     pieces = []
     for batch, replay in zip(micro, replays, strict=True):
         with precision():
             out = learner(batch, counts, replay)
         out["loss"].backward()
-        share = pair / len(micro)  # "pair" was a surrogate here: report the loss itself
-        loss = out["loss"].detach() + (share - out["pair"].detach()) * ranks()
-        pieces.append({**out, "pair": share, "loss": loss})
+        shares = {name: value / len(micro) for name, value in found.items()}
+        loss = out["loss"].detach() + (shares["pair"] - out["pair"].detach()) * ranks()  # "pair" was a surrogate here
+        pieces.append({**out, **shares, "loss": loss})
     return pieces
 
 
-def _pair_gradients(learner: Learner, inputs: list[tuple[Features, Features]]) -> tuple[Tensor, list[Replay]]:
-    """The pair loss over all micro-batches at once, and what each must replay."""
+def _pair_gradients(
+    learner: Learner, inputs: list[tuple[Features, Features]]
+) -> tuple[dict[str, Tensor], list[Replay]]:
+    """The pair loss (and what is reported with it) over all micro-batches at once, and what each must replay."""
     images, texts = (_leaves(_concatenate([pair[side] for pair in inputs])) for side in (0, 1))
-    pair, _ = learner.pair_loss(images, texts)
+    found = learner.pair_loss(images, texts)
+    pair = found["pair"]
     weights: list[Tensor] = [p for p in learner.model.head.parameters() if p.requires_grad]
     floats = [[k for k, v in f.items() if v.requires_grad] for f in (images, texts)]
     leaves = [images[k] for k in floats[0]] + [texts[k] for k in floats[1]]
@@ -68,7 +72,7 @@ def _pair_gradients(learner: Learner, inputs: list[tuple[Features, Features]]) -
     image_parts = _split(by_image, [len(i["vec"]) for i, _ in inputs])
     text_parts = _split(by_text, [len(t["vec"]) for _, t in inputs])
     replays = [Replay(i, t, by_weight) for i, t in zip(image_parts, text_parts, strict=True)]
-    return pair.detach(), replays
+    return {name: value.detach() for name, value in found.items()}, replays
 
 
 def _concatenate(parts: list[Features]) -> Features:
@@ -76,7 +80,7 @@ def _concatenate(parts: list[Features]) -> Features:
 
 
 def _leaves(features: Features) -> Features:
-    return {k: v.requires_grad_() if v.is_floating_point() else v for k, v in features.items()}
+    return {k: v.requires_grad_() if learns(k, v) else v for k, v in features.items()}
 
 
 def _split(gradients: Mapping[str, Tensor | None], sizes: list[int]) -> list[Features]:

@@ -15,6 +15,8 @@ from kiloword.towers.blocks import Init, Mlp
 from kiloword.towers.image import extra
 from kiloword.types import Features, Texts
 
+BLOCK = 4096  # rows and columns of pairs scored at once unless a pooling knows better: 64 MB of fp32 logits
+
 
 def at_least_float(x: Tensor) -> Tensor:
     """Half precision becomes single; single and double stay."""
@@ -68,11 +70,16 @@ class Head(nn.Module):
         self.pooling = pooling
         self.uncertainty = uncertainty
         self.log_scale = nn.Parameter(torch.empty(1))
+        self.rescale(scale, bias, max_scale)
+
+    def rescale(self, scale: float, bias: float | None = None, max_scale: float | None = None) -> Head:
+        """Another start and limit of scale and bias, before the weights are filled: another pair loss wants its own."""
         self.bias = None if bias is None else nn.Parameter(torch.empty(1))
         self._start = (math.log(scale), bias or 0.0)
         # rounded as the buffer is, or a resumed run in double precision would have another limit
         self._limit = math.inf if max_scale is None else float(torch.tensor(math.log(max_scale), device="cpu"))
         self.register_buffer("log_limit", None if max_scale is None else torch.tensor([self._limit]))
+        return self
 
     def image(self, tokens: Tensor) -> Features:
         """Tokens [I, E + P, W] -> features of pictures."""
@@ -98,6 +105,11 @@ class Head(nn.Module):
             score = self.pooling.score(images, texts)
             return score if self.uncertainty is None else self.uncertainty.adjust(score, images, texts)
 
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        """Rows and columns of pairs that are scored at once: the pooling's own `block`, where pairs cost much memory."""
+        own = getattr(self.pooling, "block", None)
+        return (BLOCK, BLOCK) if own is None else own(images, texts)
+
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None = None) -> Features:
         """Prompts of a class -> one row a class.
 
@@ -115,6 +127,11 @@ class Head(nn.Module):
         """exp(log_scale) * score + bias."""
         scaled = at_least_float(self.log_scale).exp() * score
         return scaled if self.bias is None else scaled + at_least_float(self.bias)
+
+    def score_of(self, logits: Tensor) -> Tensor:
+        """The scores that logits were made of."""
+        shifted = logits if self.bias is None else logits - at_least_float(self.bias)
+        return shifted / at_least_float(self.log_scale).exp()
 
     @torch.no_grad()
     def clamp_(self) -> None:

@@ -11,7 +11,7 @@ from kiloword.losses import Blocks
 from kiloword.method import Method
 from kiloword.model import Model
 from kiloword.parallel import gather_features, ranks, sum_over_ranks
-from kiloword.types import Batch, Encoded, Features
+from kiloword.types import Batch, Encoded, Features, Total
 
 
 @dataclass
@@ -57,13 +57,33 @@ class Learner(nn.Module):
         texts |= {f"text_side.{name}": value for name, value in batch.text_side.items()}
         return images, texts
 
-    def pair_loss(self, images: Features, texts: Features) -> tuple[Tensor, Tensor]:
-        """This rank's share of the mean pair loss (shares add up over ranks), and the mean's count."""
+    def pair_loss(self, images: Features, texts: Features) -> dict[str, Tensor]:
+        """ "pair": this rank's share of the mean pair loss; shares add up over ranks. With views, also what `_apart` says.
+
+        Args: as `pair_inputs` makes them.
+        """
         with torch.autocast(images["vec"].device.type, enabled=False):
             pairs = Blocks(self.model.head, images, gather_features(texts), self.chunk)
             total = self.method.pair_loss(pairs, self.method.positives)
-        count = sum_over_ranks(total.count)
-        return total.sum / count, count
+            shares = {"pair": total.sum / sum_over_ranks(total.count)}
+            if self.method.views:
+                shares |= self._apart(pairs, total, images["mineable"])
+        return shares
+
+    @torch.no_grad()
+    def _apart(self, pairs: Blocks, total: Total, plain: Tensor) -> dict[str, Tensor]:
+        """Shares of the loss by picture and of the score with one's own texts, plain [I] and composed examples apart.
+
+        Not a number where the batch has none of a kind.
+        """
+        assert total.rows is not None
+        own = self.model.head.score_of(pairs.own / pairs.own_texts)
+        found = {}
+        for name, chosen in (("plain", plain), ("composed", ~plain)):
+            count = sum_over_ranks(chosen.sum().to(own.dtype))
+            found[f"pair_{name}"] = (total.rows * chosen).sum() / count
+            found[f"score_{name}"] = (own * chosen).sum() / count
+        return found
 
     def counts(self, batches: list[Batch]) -> dict[str, Tensor]:
         """What the terms' sums are divided by: added over micro-batches and ranks before dividing."""
@@ -85,7 +105,7 @@ class Learner(nn.Module):
         encoded = self.encode(batch)
         images, texts = self.pair_inputs(encoded, batch)
         out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in self.terms.items()}
-        out["pair"] = self.pair_loss(images, texts)[0] if replay is None else replay.surrogate(images, texts)
+        out |= self.pair_loss(images, texts) if replay is None else {"pair": replay.surrogate(images, texts)}
         weighted = [self.method.terms[name][0] * out[name] for name in self.terms]
         out["loss"] = torch.stack([out["pair"], *weighted]).sum() * ranks()
         return out

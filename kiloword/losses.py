@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from kiloword.heads import Head
     from kiloword.method import PairBlocks
 
-BLOCK = 4096  # rows and columns of a block unless the recipe says otherwise: 64 MB of fp32 logits
-
 BlockLoss = Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]
-"""Value (scalar) of one block and its gradient by the logits [i, t]."""
+"""Values [i] of one block, by picture, and the gradient of their sum by the logits [i, t]."""
 
 
 class _WithGradient(torch.autograd.Function):
@@ -44,47 +42,58 @@ class Blocks:
 
     def __init__(self, head: Head, images: Features, texts: Features, chunk: int = 0) -> None:
         """images: this rank's, every value [I, ...] with "position" [I]; texts: every rank's, "position" [T]
-        is the place of the picture that the text was written for; chunk: rows and columns a block, 0: chosen."""
+        is the place of the picture that the text was written for; chunk: rows and columns a block, 0: the head's."""
         self.head, self.images, self.texts = head, images, texts
-        self.chunk = chunk or BLOCK
         self.shape = (len(images["vec"]), len(texts["vec"]))
+        self.step = (chunk, chunk) if chunk else head.block(images, texts)
+        self.rows, self.own, self.own_texts = (images["vec"].new_zeros(self.shape[0]) for _ in range(3))
+        self._whole = self.shape[0] <= self.step[0] and self.shape[1] <= self.step[1]
         self._weights = [p for p in head.parameters() if p.requires_grad]
         self._only: tuple[Pairs, list[Tensor]] | None = None  # a single block is scored once, not once a pass
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of every block."""
-        for i in range(0, self.shape[0], self.chunk):
-            for t in range(0, self.shape[1], self.chunk):
+        for i in range(0, self.shape[0], self.step[0]):
+            for t in range(0, self.shape[1], self.step[1]):
                 yield (
-                    slice(i, min(i + self.chunk, self.shape[0])),
-                    slice(t, min(t + self.chunk, self.shape[1])),
+                    slice(i, min(i + self.step[0], self.shape[0])),
+                    slice(t, min(t + self.step[1], self.shape[1])),
                 )
 
     def block(self, rows: slice, columns: slice) -> Pairs:
         """One block, logits without gradient."""
-        if max(self.shape) <= self.chunk:
+        if self._whole:
             return self._scored(rows, columns)[0]
         with torch.no_grad():
             return self._pairs(*self._leaves(rows, columns))
 
     def total(self, loss: BlockLoss) -> Tensor:
-        """Sum of `loss` over all blocks, with gradients for features and head weights."""
+        """Sum of `loss` over all blocks, with gradients for features and head weights; `rows` and `own` are filled."""
         inputs = [*self._floats(self.images), *self._floats(self.texts), *self._weights]
+        self.rows, self.own, self.own_texts = (torch.zeros_like(self.rows) for _ in range(3))
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-            values = [loss(self.block(r, c), r, c)[0] for r, c in self.blocks()]
-            return torch.stack(values).sum()
+            for rows, columns in self.blocks():
+                pairs = self.block(rows, columns)
+                self._note(pairs, loss(pairs, rows, columns)[0], rows)
+            return self.rows.sum()
         sums: list[Tensor | None] = [torch.zeros_like(x) if x.requires_grad else None for x in inputs]
-        value = torch.zeros((), dtype=self.images["vec"].dtype, device=self.images["vec"].device)
         for rows, columns in self.blocks():
-            value = value + self._add_gradients(loss, rows, columns, sums)
-        out: Tensor = _WithGradient.apply(value, sums, *inputs)  # type: ignore[no-untyped-call]
+            self._add_gradients(loss, rows, columns, sums)
+        out: Tensor = _WithGradient.apply(self.rows.sum(), sums, *inputs)  # type: ignore[no-untyped-call]
         return out
 
-    def _add_gradients(self, loss: BlockLoss, rows: slice, columns: slice, sums: list[Tensor | None]) -> Tensor:
-        """Value of one block; its gradients are added to `sums` (images, texts, weights) in place."""
+    def _note(self, pairs: Pairs, values: Tensor, rows: slice) -> None:
+        """Each picture's part of the loss, the sum of its own texts' logits, and their number."""
+        self.rows[rows] += values.detach()
+        self.own[rows] += (pairs.logits.detach() * pairs.annotated).sum(1)
+        self.own_texts[rows] += pairs.annotated.sum(1)
+
+    def _add_gradients(self, loss: BlockLoss, rows: slice, columns: slice, sums: list[Tensor | None]) -> None:
+        """The gradients of one block are added to `sums` (images, texts, weights) in place."""
         pairs, leaves = self._scored(rows, columns)
         with torch.no_grad():
-            value, by_logits = loss(pairs, rows, columns)
+            values, by_logits = loss(pairs, rows, columns)
+        self._note(pairs, values, rows)
         targets = [*leaves, *self._weights]
         gradients = torch.autograd.grad(pairs.logits, targets, by_logits, allow_unused=True)
         self._only = None
@@ -94,7 +103,6 @@ class Blocks:
                 continue
             part = total[rows] if n < n_images else total[columns] if n < len(leaves) else total
             part += gradient
-        return value.detach()
 
     def _scored(self, rows: slice, columns: slice) -> tuple[Pairs, list[Tensor]]:
         """A block whose logits carry a graph to the returned leaves (images, then texts)."""
@@ -104,15 +112,13 @@ class Blocks:
             images, texts = self._leaves(rows, columns)
             leaves = [*self._floats(images), *self._floats(texts)]
             scored = (self._pairs(images, texts), leaves)
-        if max(self.shape) <= self.chunk:
+        if self._whole:
             self._only = scored
         return scored
 
     def _leaves(self, rows: slice, columns: slice) -> tuple[Features, Features]:
         def cut(features: Features, part: slice) -> Features:
-            return {
-                k: v[part].detach().requires_grad_() if v.is_floating_point() else v[part] for k, v in features.items()
-            }
+            return {k: v[part].detach().requires_grad_() if learns(k, v) else v[part] for k, v in features.items()}
 
         return cut(self.images, rows), cut(self.texts, columns)
 
@@ -122,7 +128,12 @@ class Blocks:
 
     @staticmethod
     def _floats(features: Features) -> Iterator[Tensor]:
-        return (v for v in features.values() if v.is_floating_point())
+        return (v for k, v in features.items() if learns(k, v))
+
+
+def learns(name: str, value: Tensor) -> bool:
+    """Whether a feature can have a gradient: side features are constants."""
+    return value.is_floating_point() and "_side." not in name
 
 
 def sigmoid_loss(pairs: PairBlocks, positives: Positives) -> Total:
@@ -133,11 +144,11 @@ def sigmoid_loss(pairs: PairBlocks, positives: Positives) -> Total:
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         y = positives(block)  # [i, t]
-        value = F.softplus(block.logits).sum() - (y * block.logits).sum()  # = -y logsig(z) - (1 - y) logsig(-z)
-        return value, block.logits.sigmoid() - y
+        values = F.softplus(block.logits) - y * block.logits  # = -y logsig(z) - (1 - y) logsig(-z)
+        return values.sum(1), block.logits.sigmoid() - y
 
     total = pairs.total(loss)
-    return Total(total, total.new_tensor(float(pairs.shape[0])))
+    return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
 
 
 def softmax_loss(pairs: PairBlocks, positives: Positives) -> Total:
@@ -155,15 +166,15 @@ def softmax_loss(pairs: PairBlocks, positives: Positives) -> Total:
         by_row, by_column = row_norm[rows, None], column_norm[None, columns]
         row_share = y / row_count[rows, None].clamp_min(1)
         column_share = y / column_count[None, columns].clamp_min(1) * balance
-        value = (row_share * (by_row - block.logits) + column_share * (by_column - block.logits)).sum() / 2
+        values = (row_share * (by_row - block.logits) + column_share * (by_column - block.logits)).sum(1) / 2
         row_mass = row_count / row_count.clamp_min(1)  # what the shares add up to: 1, less where positives are soft
         column_mass = column_count / column_count.clamp_min(1) * balance
         pull = (block.logits - by_row).exp() * row_mass[rows, None]
         pull = pull + (block.logits - by_column).exp() * column_mass[None, columns]
-        return value, (pull - row_share - column_share) / 2
+        return values, (pull - row_share - column_share) / 2
 
     total = pairs.total(loss)
-    return Total(total, total.new_tensor(float(pairs.shape[0])))
+    return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
 
 
 def _normalisers(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor, Tensor, Tensor]:

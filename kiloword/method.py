@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from kiloword.types import Batch, Encoded, Pairs, Positives, Total, View
 
 if TYPE_CHECKING:
     from kiloword.heads import Head
+    from kiloword.learner import Learner
     from kiloword.model import Model
 
 
@@ -24,6 +25,7 @@ class PairBlocks(Protocol):
     """What a pair loss pulls: all pairs of local pictures and every rank's texts, a block at a time."""
 
     shape: tuple[int, int]  # local pictures, every rank's texts
+    rows: Tensor  # [I] after `total`: each picture's part of it
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of every block."""
@@ -34,7 +36,7 @@ class PairBlocks(Protocol):
         ...
 
     def total(self, loss: Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]) -> Tensor:
-        """Sum over all blocks of `loss`, which returns a block's value and its gradient by the logits [i, t]."""
+        """Sum over all blocks of `loss`, which returns a block's values [i] and its gradient by the logits [i, t]."""
         ...
 
 
@@ -59,6 +61,13 @@ def annotated(pairs: Pairs) -> Tensor:
     return pairs.annotated.to(pairs.logits.dtype)
 
 
+Prepare = Callable[["Learner", Iterator[Batch]], str]
+"""Changes parameters before training, equally on every rank; batches come on the learner's device, without end.
+
+Returns a sentence for the log.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """Five slots. Replace one (`dataclasses.replace`) and you have a new method."""
@@ -74,4 +83,15 @@ class Method:
     captions: int | Literal["one", "all"] = "one"
     shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # what the method asks of the two towers
     towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(default_factory=dict)  # more: `Model.more`
-    prepare: Callable[[Model, Iterator[Batch]], None] | None = None  # before step 1: bias search, teachers
+    needs: tuple[str, ...] = ()  # names of side features; "truth": which pictures of the batch a text is true of
+    prepare: Prepare | None = None  # before the first step of a fresh run: bias search
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One slot's filling that any method may take: `llip+compose+mined` is a preset and two pieces."""
+
+    slot: str  # one piece a slot: "views", "positives", "pair loss", "pooling", "uncertainty", ...
+    summary: str  # one line for `kiloword methods`
+    settings: type  # its own frozen settings dataclass
+    apply: Callable[[Method, Any], Method]  # takes the method and the settings; ValueError says what cannot mix

@@ -62,14 +62,14 @@ class Model(nn.Module):
         tokens = self.text_tower(texts)
         return tokens, self.head.text(tokens, texts)
 
-    def score(self, images: Features, texts: Features, chunk: int = 1024) -> Tensor:
-        """[I, T], computed in blocks of `chunk` rows and columns: higher is a better match."""
-        rows = []
-        for i in range(0, len(images["vec"]), chunk):
-            some = {k: v[i : i + chunk] for k, v in images.items()}
+    def score(self, images: Features, texts: Features) -> Tensor:
+        """[I, T], computed in blocks of the head's choice: higher is a better match."""
+        rows, (down, across) = [], self.head.block(images, texts)
+        for i in range(0, len(images["vec"]), down):
+            some = {k: v[i : i + down] for k, v in images.items()}
             blocks = [
-                self.head.score(some, {k: v[j : j + chunk] for k, v in texts.items()})
-                for j in range(0, len(texts["vec"]), chunk)
+                self.head.score(some, {k: v[j : j + across] for k, v in texts.items()})
+                for j in range(0, len(texts["vec"]), across)
             ]
             rows.append(torch.cat(blocks, 1))
         return torch.cat(rows)

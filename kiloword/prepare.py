@@ -15,6 +15,7 @@ from kiloword.checkpoint import load_state, load_weights, read_model_file, read_
 from kiloword.data.loader import BadRows, Loader
 from kiloword.data.loader import read as record
 from kiloword.data.sampler import Order
+from kiloword.data.side import SideTable
 from kiloword.data.sources import mix, open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.learner import Learner
@@ -162,6 +163,9 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         run.log.say(f"{out} holds a model but no state to go on from: the run starts again.")
     if started and run.step == 0:
         run.log.say(started)
+    if run.step == 0 and method.prepare is not None:
+        run.log.say(method.prepare(learner, (b.to(run.device) for b in loader.batches())))
+        run.average = Average(learner, recipe.optim.ema)  # of what was prepared
     run.log = Log(out / "metrics.jsonl" if main else None, recipe.steps, run.step, quiet=quiet or not main)
     return run
 
@@ -176,12 +180,30 @@ def _loader(recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer
         recipe.model.image.size,
         tokenizer,
         views=method.views,
+        sides=_sides(recipe, method),
+        truth="truth" in method.needs,
         seed=recipe.seed,
         rank=parallel.rank(),
         ranks=parallel.ranks(),
         workers=workers,
         resize=recipe.model.preprocess.resize,
     )
+
+
+def _sides(recipe: Recipe, method: Method) -> list[SideTable]:
+    """The recipe's side tables. Raises: ValueError when the method needs one that is not there."""
+    sides = [SideTable(path) for path in recipe.data.side]
+    names = [side.name for side in sides]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"two side tables are named {twice[0]!r}: give each a name of its own when it is made.")
+    missing = [name for name in method.needs if name not in (*names, "truth")]
+    if missing:
+        raise ValueError(
+            f"{recipe.method} needs features named {missing[0]!r} beside the data: make them once by `kiloword embed "
+            f"MODEL --data SRC --out DIR`, then train with --side DIR."
+        )
+    return sides
 
 
 def _order(recipe: Recipe, source: Source) -> Order:

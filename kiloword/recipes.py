@@ -128,6 +128,9 @@ class DataConfig(Settings):
     sources: tuple[str, ...] = ("scenes",)
     weights: tuple[float, ...] = ()  # how often each source's rows come in an epoch; (): once
     val: str | None = None
+    extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the pictures' own
+    raw_captions: bool = True  # whether the pictures' own captions stay beside the extra ones
+    side: tuple[str, ...] = ()  # side tables of features (`kiloword embed`), joined by key
     captions: int | Literal["one", "all"] = "one"  # a picture's captions in a batch: one redrawn each epoch, N, all
     together: int = (
         1  # consecutive rows that stand in a batch together: groups of hard negatives, where the data has them

@@ -186,9 +186,13 @@ class _Meter:
         """Means since the last row, and where things stand. Raises: ValueError on a loss that is no number."""
         self.check_finite()
         run, head = self.run, self.run.learner.model.head
-        means = {k: float(torch.stack([r[k] for r in self._reports]).mean()) for k in self._reports[0]}
+        means = {k: float(torch.stack([r[k] for r in self._reports]).nanmean()) for k in self._reports[0]}
         seconds = time.perf_counter() - self._start
-        row: dict[str, Any] = {"step": run.step, "epoch": run.step * run.recipe.batch / run.order.rows, **means}
+        row: dict[str, Any] = {
+            "step": run.step,
+            "epoch": run.step * run.recipe.batch / run.order.rows,
+            **{k: v for k, v in means.items() if not math.isnan(v)},
+        }
         row["scale"] = float(head.log_scale.detach().exp())
         if head.bias is not None:
             row["bias"] = float(head.bias.detach())

@@ -80,7 +80,12 @@ class Fetch(Protocol):
 
 
 View = Callable[[Example, Fetch, Draw], Example]
-"""Changes one example (mixes it with another, rewrites its captions). `draw` is keyed by (seed, epoch, row)."""
+"""Changes one example (mixes it with another, rewrites its captions). `draw` is keyed by (seed, epoch, row).
+
+A view that must know the data set (which row is nearest to which) also has `bind(source) -> View`, called once before
+training. A view that mixes pictures or captions sets `composed`, so that nobody mines stale features for it, and keeps
+one row of every `text_side` value for each of its captions.
+"""
 
 
 @dataclass
@@ -208,3 +213,4 @@ class Total:
 
     sum: Tensor  # scalar, with gradient
     count: Tensor  # scalar; depends on the batch alone, never on parameters
+    rows: Tensor | None = None  # [I] each local picture's part of the sum, without gradient

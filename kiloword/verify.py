@@ -26,7 +26,7 @@ from kiloword.learner import Learner
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.optim import Optimizer
-from kiloword.recipes import MUON, ModelConfig, ModelFile, sizes
+from kiloword.recipes import MUON, DataConfig, ModelConfig, ModelFile, sizes
 from kiloword.types import Batch, Texts
 
 EXACT = 1e-10  # of the largest gradient, in fp64
@@ -50,6 +50,8 @@ def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
     """All checks of a preset or of a user's "module:preset", each as soon as it is known."""
     yield Check("parameters without a gradient", _without_gradient(method), 0)
     reference = gradients(method)
+    if preset(method).views:
+        yield Check("bytes of a batch that views make otherwise on other ranks or workers", _views(method), 0)
     for micro in (2, 4):
         yield _compare(f"{micro} micro-batches", gradients(method, micro=micro), reference)
     for chunk in (3, 7):
@@ -71,18 +73,50 @@ def config() -> ModelConfig:
     return replace(small, image=replace(small.image, init_std=0.1), text=replace(small.text, init_std=0.1))
 
 
-def batch(first: int = 0, end: int = PICTURES, order: Sequence[int] | None = None) -> Batch:
-    """Pictures `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each."""
-    rows = list(order or range(PICTURES))[first:end]
+def batch(first: int = 0, end: int = PICTURES, order: Sequence[int] | None = None, method: str = "siglip") -> Batch:
+    """Pictures `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
+
+    It carries the side features that the method needs; where the method has views, each fifth picture counts as composed.
+    """
+    rows, slots = list(order or range(PICTURES))[first:end], preset(method)
     captions = [[_tokens(row, c) for c in range(1 + row % 3)] for row in rows]
+    image_side, text_side = _sides(slots.needs, rows)
     return Batch(
         images=torch.stack([_noise(row, (3, 32, 32)) for row in rows]),
         texts=Texts.pack([ids for some in captions for ids in some]),
         image_of_text=torch.repeat_interleave(torch.tensor([len(some) for some in captions])),
         seeds=torch.tensor([key(0, "verify", row) for row in rows]),
         position=torch.tensor(rows),
-        composed=torch.zeros(len(rows), dtype=torch.bool),
+        composed=torch.tensor([bool(slots.views) and row % 5 == 0 for row in rows]),
+        image_side=image_side,
+        text_side=text_side,
     )
+
+
+def _sides(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Side features as a loader joins them: of a few directions alone, so that any threshold finds and leaves pairs."""
+    image_side, text_side = {}, {}
+    for name in needs:
+        if name == "truth":
+            known = [_uniform("truth", row, c, size=PICTURES) < 0.2 for row in rows for c in range(1 + row % 3)]
+            text_side[name] = torch.stack(known)
+            continue
+        texts = [torch.stack([_direction(name, row + c) for c in range(1 + row % 3)]) for row in rows]
+        image_side[name] = torch.stack([_direction(name, row) for row in rows])
+        image_side[f"{name}.texts"] = torch.stack([own.mean(0) for own in texts])
+        text_side[name] = torch.cat(texts)
+    return image_side, text_side
+
+
+def _direction(name: str, row: int) -> Tensor:
+    """[8] unit norm: one of four directions, a little blurred."""
+    return torch.nn.functional.normalize(
+        _uniform(name, row % 4, size=8) + 0.2 * _uniform(name, "own", row, size=8), dim=0
+    )
+
+
+def _uniform(*parts: int | str, size: int) -> Tensor:
+    return torch.rand(size, generator=torch.Generator().manual_seed(key(*parts)))
 
 
 def _noise(row: int, shape: tuple[int, ...]) -> Tensor:
@@ -110,7 +144,7 @@ def gradients(
         order = [(7 * row + 3) % PICTURES for row in order]
     share = PICTURES // ranks
     model = learner(method, chunk)
-    report = backward(model, batch(rank * share, (rank + 1) * share, order).split(micro))
+    report = backward(model, batch(rank * share, (rank + 1) * share, order, method).split(micro))
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {**found, **{f"loss:{name}": value for name, value in report.items()}}
 
@@ -153,9 +187,32 @@ def _compare(name: str, found: dict[str, Tensor], reference: dict[str, Tensor]) 
 def _without_gradient(method: str) -> float:
     """How many parameters have none, or one that is nothing but rounding (a bias that softmax cancels)."""
     model = learner(method)
-    backward(model, [batch()])
+    backward(model, [batch(method=method)])
     found = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in model.parameters() if p.requires_grad]
     return float(sum(g <= EXACT * max(found) for g in found))
+
+
+def _views(method: str) -> float:
+    """Bytes that differ between a batch of scenes made on one rank, and on two ranks with a worker."""
+    from kiloword.data.loader import Loader
+    from kiloword.data.sampler import Order
+    from kiloword.data.sources import open_source
+
+    source, model = open_source("scenes:train?scenes=64", 32), config()
+    tokenizer = Tokenizer.train([c for row in range(64) for c in source.record(row).captions], 500)
+
+    def made(rank: int, ranks: int, workers: int) -> Batch:
+        loader = Loader(
+            source, Order(64, PICTURES, 0), DataConfig(), model.text, 32, tokenizer,
+            views=preset(method).views, rank=rank, ranks=ranks, workers=workers,
+        )  # fmt: skip
+        return next(loader.batches(1, 2))
+
+    whole, parts = made(0, 1, 0), [made(rank, 2, 1) for rank in (0, 1)]
+    images, ids = (torch.cat(x) for x in ([p.images for p in parts], [p.texts.ids for p in parts]))
+    if len(ids) != len(whole.texts.ids):
+        return float("inf")
+    return float((images != whole.images).sum() + (ids != whole.texts.ids).sum())
 
 
 def _save_and_load(method: str) -> float:
@@ -176,7 +233,7 @@ def _bf16(method: str) -> float:
     found = []
     for precision in (_fp32, lambda: torch.autocast("cpu", torch.bfloat16)):
         model = learner(method, dtype=torch.float32)
-        backward(model, [batch()], precision)
+        backward(model, [batch(method=method)], precision)
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     return 1 - float(torch.nn.functional.cosine_similarity(found[0], found[1], dim=0))
 
@@ -189,7 +246,7 @@ def _toy(method: str) -> float:
     """Share of the pair loss that is left after learning one batch by heart."""
     model, steps = learner(method, dtype=torch.float32), 60
     optimizer = Optimizer(model, replace(MUON, lr=4e-3, muon_lr=0.02, warmup=0.1), steps)
-    some = batch()
+    some = batch(method=method)
     losses = []
     for step in range(steps):
         losses.append(float(backward(model, [some])["pair"]))

@@ -15,6 +15,7 @@ from torch import Tensor
 from kiloword.data.bad import BadRows, reasons
 from kiloword.data.captions import choose, drop_words
 from kiloword.data.sampler import Order, Rows, share
+from kiloword.data.side import SideTable
 from kiloword.data.steps import in_order
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.data.transforms import EvalTransform, TrainTransform
@@ -32,8 +33,11 @@ class Loader:
     """One rank's share of every global batch; a batch is a pure function of its step.
 
     Args: order decides the rows; data, how pictures are read and which captions come; text, how captions are packed;
-    views change examples, in order; train False: pictures as for evaluation, no views; timeout in seconds a step.
-    Errors: ValueError when the batch does not divide over the ranks, or the order is of other data.
+    views change examples, in order; sides, tables of features that join the examples; truth: texts also carry which
+    pictures of the global batch they are true of; train False: pictures as for evaluation, no views; timeout in seconds
+    a step.
+    Errors: ValueError when the batch does not divide over the ranks, the order or a side table is of other data, or the
+    source knows no truth.
     """
 
     source: Source
@@ -43,6 +47,8 @@ class Loader:
     image_size: int
     tokenizer: Tokenizer
     views: Sequence[View] = ()
+    sides: Sequence[SideTable] = ()
+    truth: bool = False
     seed: int = 0
     rank: int = 0
     ranks: int = 1
@@ -63,6 +69,13 @@ class Loader:
             )
         if isinstance(self.data.captions, int) and self.data.captions < 1:
             raise ValueError(f"{self.data.captions} captions a picture; expected at least 1, 'one' or 'all'")
+        if self.truth and not hasattr(self.source, "relevance"):
+            raise ValueError(
+                f"{self.source.name} does not know which texts are true of which pictures: only scenes do."
+            )
+        for side in self.sides:
+            side.check(self.source)
+        self.views = [view.bind(self.source) if hasattr(view, "bind") else view for view in self.views]
         natural = getattr(self.source, "natural", True)
         self._train = TrainTransform(self.image_size, self.data.augment, self.resize, self.data.decoder, natural)
         self._eval = EvalTransform(self.image_size, self.resize, self.data.decoder)
@@ -89,11 +102,18 @@ class Loader:
         examples, seeds = [], []
         for row in mine.tolist():
             example, draw = reader.readable(row, Draw(self.seed, epoch, row))
+            if self.truth:
+                example.text_side["truth"] = self._truth(example, rows)
             for view in self.views if self.train else ():
                 example = view(example, reader, draw)
             examples.append(example)
             seeds.append(draw.sample_seed)
         return self._pack(examples, seeds, self.rank * len(mine), reader.skipped)
+
+    def _truth(self, example: Example, rows: Rows) -> Tensor:
+        """[captions, B] bool: of which pictures of the global batch each caption is true."""
+        known: np.ndarray = self.source.relevance(example.captions, rows.tolist())  # type: ignore[attr-defined]
+        return torch.from_numpy(known)
 
     def picture(self, image: bytes | np.ndarray, draw: Draw) -> Tensor:
         """uint8 [3, H, W]; no work when nothing is to be changed."""
@@ -178,9 +198,12 @@ class Reader:
         captions = choose(record.captions, loader.data.captions, draw if draw.row == row else replace(draw, row=row))
         if not captions:
             raise BadSample("no caption")
+        example = Example(record.key, row, loader.picture(record.image, draw), captions)
+        for side in loader.sides:
+            side.join(example)  # before words are dropped: features are those of whole captions
         if loader.train and loader.data.augment.drop_words > 0:
-            captions = drop_words(captions, loader.data.augment.drop_words, draw)
-        return Example(record.key, row, loader.picture(record.image, draw), captions)
+            example.captions = drop_words(captions, loader.data.augment.drop_words, draw)
+        return example
 
 
 def read(source: Source, row: int) -> Record:

@@ -1,22 +1,27 @@
 """One file a method: the pieces of its paper, its settings and its preset. A file here is a preset on the command line.
 
 A method module has `Settings` (a frozen dataclass) and `preset(settings) -> Method`; the same is asked of a user's own
-`module:preset`, whose `preset` names its settings class in its annotation or takes no argument.
+`module:preset`, whose `preset` names its settings class in its annotation or takes no argument. `PIECES`, if it has any,
+are fillings of slots that other methods may take: "llip+compose+mined" is the preset llip with two pieces, whose
+settings are those of llip and, under the pieces' names, theirs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import inspect
 import os
 import pkgutil
+import re
 import sys
 import typing
 from collections.abc import Callable
 from typing import Any
 
-from kiloword.method import Method
+from kiloword import recipes
+from kiloword.method import Method, Piece
 from kiloword.recipes import parse
 
 FILES = {"pcme++": "pcmepp"}  # where the name is no Python name; else "-" becomes "_"
@@ -29,8 +34,17 @@ def names() -> list[str]:
     return [back.get(f, f.replace("_", "-")) for f in files]
 
 
+def pieces() -> dict[str, Piece]:
+    """What may follow a method's name after "+", by name."""
+    files = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+    return {name: piece for file in files for name, piece in getattr(file, "PIECES", {}).items()}
+
+
 def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
-    """The method of a name, or of "module:preset". Raises: ValueError for an unknown name or setting."""
+    """The method of a name, of "module:preset", or of either with pieces ("llip+compose").
+
+    Raises: ValueError for an unknown name or setting, or for pieces that do not go together.
+    """
     make, kind = find(name)
     if kind is None:
         if settings:
@@ -50,6 +64,9 @@ def _checked(name: str, made: Any) -> Method:
 
 def find(name: str) -> tuple[Callable[..., Method], type | None]:
     """The preset function and its settings class (None when it takes no argument)."""
+    base, *added = re.split(r"\+(?=[^+])", name)  # "pcme++" is one name
+    if added:
+        return _mixed(name, base, added)
     module_name, _, function = name.partition(":")
     if function:
         return _own(module_name, function)
@@ -59,6 +76,47 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
         raise ValueError(f"unknown method {name!r}: expected {', '.join(names())}, or your own module:preset.{hint}")
     module = importlib.import_module(f"{__name__}.{FILES.get(name, name.replace('-', '_'))}")
     return module.preset, module.Settings
+
+
+def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method], type]:
+    """A preset with pieces; its settings are the base's, and one field a piece."""
+    make, kind = find(base)
+    chosen = _chosen(base, added)
+    fields: list[Any] = [
+        (_python(word), piece.settings, dataclasses.field(default_factory=piece.settings))
+        for word, piece in chosen.items()
+    ]
+    mixed = dataclasses.make_dataclass("Settings", fields, bases=(kind or recipes.Settings,), frozen=True, kw_only=True)
+    mixed.__module__ = __name__
+
+    def build(settings: Any) -> Method:
+        own = {} if kind is None else {f.name: getattr(settings, f.name) for f in dataclasses.fields(kind)}
+        method = make() if kind is None else make(kind(**own))
+        for word, piece in chosen.items():
+            method = piece.apply(method, getattr(settings, _python(word)))
+        return dataclasses.replace(method, name=name)
+
+    return build, mixed
+
+
+def _chosen(base: str, added: list[str]) -> dict[str, Piece]:
+    known = pieces()
+    for word in added:
+        if word not in known:
+            near = difflib.get_close_matches(word, known, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{base} cannot be mixed with {word!r}: expected {', '.join(known)}.{hint}")
+    by_slot: dict[str, str] = {}
+    for word in added:
+        slot = known[word].slot
+        if slot in by_slot:
+            raise ValueError(f"{by_slot[slot]} and {word} both fill the slot {slot!r} of {base}: choose one.")
+        by_slot[slot] = word
+    return {word: known[word] for word in added}
+
+
+def _python(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def _own(module_name: str, function: str) -> tuple[Callable[..., Method], type | None]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kiloword import recipes
 from kiloword.heads import Head, Single
 from kiloword.losses import softmax_loss
-from kiloword.method import Method
+from kiloword.method import Method, Piece
 from kiloword.recipes import ModelConfig
 
 
@@ -28,3 +28,15 @@ def preset(settings: Settings) -> Method:
         head=head,
         pair_loss=softmax_loss,
     )
+
+
+def softmax(method: Method, settings: Settings) -> Method:
+    """A method with CLIP's loss, scale and limit; several positives share a row's and a column's probability."""
+
+    def head(config: ModelConfig) -> Head:
+        return method.head(config).rescale(settings.scale, max_scale=settings.max_scale)
+
+    return replace(method, pair_loss=softmax_loss, head=head)
+
+
+PIECES = {"softmax": Piece(slot="pair loss", summary="symmetric softmax", settings=Settings, apply=softmax)}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kiloword import recipes
 from kiloword.heads import Head, Single
 from kiloword.losses import sigmoid_loss
-from kiloword.method import Method
+from kiloword.method import Method, Piece
 from kiloword.recipes import ModelConfig
 
 
@@ -28,3 +28,15 @@ def preset(settings: Settings) -> Method:
         head=head,
         pair_loss=sigmoid_loss,
     )
+
+
+def sigmoid(method: Method, settings: Settings) -> Method:
+    """A method with SigLIP's loss, scale and bias."""
+
+    def head(config: ModelConfig) -> Head:
+        return method.head(config).rescale(settings.scale, settings.bias)
+
+    return replace(method, pair_loss=sigmoid_loss, head=head)
+
+
+PIECES = {"sigmoid": Piece(slot="pair loss", summary="a yes-or-no question a pair", settings=Settings, apply=sigmoid)}
