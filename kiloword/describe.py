@@ -17,7 +17,7 @@ from rich.table import Table
 from kiloword import __version__
 from kiloword.heads import Head
 from kiloword.method import Method
-from kiloword.methods import names, preset
+from kiloword.methods import names, pieces, preset
 from kiloword.model import Model
 from kiloword.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.towers.image import extra, stem_plan
@@ -31,6 +31,11 @@ def methods_table() -> None:
     table = _table(*columns, "summary")
     for name in names():
         table.add_row(*(escape(cell) for cell in slots(preset(name)).values()))
+    _print(table)
+    table = _table("piece", "slot", "summary")
+    for name, piece in pieces().items():
+        table.add_row(escape(name), piece.slot, escape(piece.summary))
+    print("Pieces fill a slot of another method: kiloword train siglip+NAME, or by the flag of the slot (--views NAME).")
     _print(table)
 
 

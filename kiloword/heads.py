@@ -106,7 +106,7 @@ class Head(nn.Module):
             return score if self.uncertainty is None else self.uncertainty.adjust(score, images, texts)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
-        """Rows and columns of pairs that are scored at once: the pooling's own `block`, where pairs cost much memory."""
+        """Rows and columns of pairs that are scored at once; a pooling whose pairs cost memory has its own `block`."""
         own = getattr(self.pooling, "block", None)
         return (BLOCK, BLOCK) if own is None else own(images, texts)
 

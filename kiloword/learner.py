@@ -58,7 +58,7 @@ class Learner(nn.Module):
         return images, texts
 
     def pair_loss(self, images: Features, texts: Features) -> dict[str, Tensor]:
-        """ "pair": this rank's share of the mean pair loss; shares add up over ranks. With views, also what `_apart` says.
+        """Shares that add up over ranks: "pair", the mean pair loss, and with views what `_apart` says.
 
         Args: as `pair_inputs` makes them.
         """

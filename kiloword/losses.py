@@ -84,6 +84,11 @@ class Blocks:
 
     def _note(self, pairs: Pairs, values: Tensor, rows: slice) -> None:
         """Each picture's part of the loss, the sum of its own texts' logits, and their number."""
+        if values.shape != self.rows[rows].shape:
+            raise ValueError(
+                f"a pair loss returned values {list(values.shape)} for {len(self.rows[rows])} pictures: expected one a "
+                "picture, summed over its texts."
+            )
         self.rows[rows] += values.detach()
         self.own[rows] += (pairs.logits.detach() * pairs.annotated).sum(1)
         self.own_texts[rows] += pairs.annotated.sum(1)

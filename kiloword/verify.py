@@ -76,7 +76,7 @@ def config() -> ModelConfig:
 def batch(first: int = 0, end: int = PICTURES, order: Sequence[int] | None = None, method: str = "siglip") -> Batch:
     """Pictures `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
 
-    It carries the side features that the method needs; where the method has views, each fifth picture counts as composed.
+    It carries the side features that the method needs; where the method has views, some pictures count as composed.
     """
     rows, slots = list(order or range(PICTURES))[first:end], preset(method)
     captions = [[_tokens(row, c) for c in range(1 + row % 3)] for row in rows]

@@ -12,14 +12,15 @@ import pytest
 from tars import pairs, picture, write_tar
 
 from kiloword import __version__
-from kiloword.cli import Train, main
+from kiloword.cli import main
+from kiloword.cli_train import Train
 from kiloword.recipes import sizes
 
 RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3", "--vocab", "300"]
 
 # Every setting has a place below --optim, --augment or --model: a flag up here is a decision, not a habit.
 FLAGS = (
-    "out data val size steps epochs samples batch micro chunk precision freeze init captions decoder weights together "
+    "out data val views positives pair_loss pooling side extra_captions raw_captions size steps epochs samples batch micro chunk precision freeze init captions decoder weights together "
     "vocab bad_share seed workers device log_every save_every eval_every extend dry_run optim augment model"
 )
 VERBS = "train quickstart eval score data verify import methods sizes doctor"

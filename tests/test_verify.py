@@ -29,7 +29,7 @@ def sigmoid(pairs, positives, weigh, count):
         y, z = positives(block), block.logits
         weight = weigh(rows, columns).to(z)
         value = torch.nn.functional.softplus(z) - y * z
-        return (weight * value).sum(), weight * (z.sigmoid() - y)
+        return (weight * value).sum(1), weight * (z.sigmoid() - y)
 
     total = pairs.total(loss)
     return Total(total, total.new_tensor(float(count)))

@@ -1,9 +1,10 @@
 """One file a method: the pieces of its paper, its settings and its preset. A file here is a preset on the command line.
 
 A method module has `Settings` (a frozen dataclass) and `preset(settings) -> Method`; the same is asked of a user's own
-`module:preset`, whose `preset` names its settings class in its annotation or takes no argument. `PIECES`, if it has any,
-are fillings of slots that other methods may take: "llip+compose+mined" is the preset llip with two pieces, whose
-settings are those of llip and, under the pieces' names, theirs.
+`module:preset`, whose `preset` names its settings class in its annotation or takes no argument.
+
+`PIECES` of a module are fillings of slots that other methods may take: "llip+compose+mined" is the preset llip with two
+pieces; its settings are those of llip and, under the pieces' names, theirs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,94 @@
+"""Methods made of a preset and pieces: names, settings, flags, and what may not go together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kiloword.cli import main
+from kiloword.cli_train import mixed
+from kiloword.describe import slots
+from kiloword.losses import sigmoid_loss, softmax_loss
+from kiloword.methods import names, pieces, preset
+from kiloword.model import build
+from kiloword.recipes import sizes
+
+DEBUG = sizes()["debug"]
+
+
+def test_a_piece_replaces_its_slot_and_no_other() -> None:
+    mix, base = preset("clip+sigmoid"), preset("clip")
+    assert (mix.name, mix.pair_loss, base.pair_loss) == ("clip+sigmoid", sigmoid_loss, softmax_loss)
+    same = set(slots(mix).items()) & set(slots(base).items())
+    assert {name for name, _ in same} == set(slots(base)) - {"method", "pair loss"}
+
+
+def test_settings_of_a_mix_are_the_base_s_and_its_pieces_own() -> None:
+    method = preset("clip+sigmoid", {"scale": 5.0, "sigmoid": {"scale": 2.0, "bias": -3.0}})
+    head = build(DEBUG, method, 0).head
+    assert head.bias is not None
+    assert (head.log_scale.exp().item(), head.bias.item()) == (pytest.approx(2.0), -3.0)
+
+
+def test_a_scale_that_softmax_limits_is_limited_in_a_mix_too() -> None:
+    head = build(DEBUG, preset("siglip+softmax"), 0).head
+    assert head.bias is None
+    head.log_scale.data.fill_(9.0)
+    head.clamp_()
+    assert head.log_scale.exp().item() == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("clip+softmx", "cannot be mixed with 'softmx'.*Did you mean softmax"),
+        ("clip+sigmoid+softmax", "sigmoid and softmax both fill the slot 'pair loss' of clip"),
+        ("pcme+++softmax", "unknown method 'pcme\\+\\+'"),
+        ("clp+softmax", "unknown method 'clp'.*Did you mean clip"),
+    ],
+)
+def test_what_cannot_mix_gets_a_sentence(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        preset(name)
+
+
+def test_unknown_settings_of_a_piece_are_refused() -> None:
+    with pytest.raises(ValueError, match="sigmoid.*bais"):
+        preset("clip+sigmoid", {"sigmoid": {"bais": -3.0}})
+
+
+def test_flags_name_pieces() -> None:
+    assert mixed("clip", ["--pair-loss", "sigmoid", "--out", "x"]) == "clip+sigmoid"
+    assert mixed("clip", ["--pair_loss=sigmoid"]) == "clip+sigmoid"
+    assert mixed("clip", ["--out", "x"]) == "clip"
+    with pytest.raises(ValueError, match="--views is 'sigmoid': expected"):
+        mixed("clip", ["--views", "sigmoid"])
+
+
+def test_a_mix_trains_from_the_command_line_and_its_model_loads(tmp_path: Path) -> None:
+    run = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "2", "--vocab", "300"]
+    main(["train", "clip", "--pair-loss", "sigmoid", "--settings.sigmoid.bias", "-4", *run, "--out", str(tmp_path)])
+    file = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert file["method"] == "clip+sigmoid" and file["settings"]["sigmoid"]["bias"] == -4
+    main(["score", str(tmp_path / "model"), "--images", str(_picture(tmp_path)), "--texts", "a red star"])
+
+
+def _picture(folder: Path) -> Path:
+    from PIL import Image
+
+    Image.new("RGB", (40, 30), "red").save(folder / "red.png")
+    return folder / "red.png"
+
+
+def test_every_piece_fits_some_method_and_says_what_it_is() -> None:
+    for name, piece in pieces().items():
+        assert piece.summary and name.isascii()
+        fitting = []
+        for base in names():
+            try:
+                fitting.append(preset(f"{base}+{name}"))
+            except ValueError as refusal:
+                assert len(str(refusal)) > 20
+        assert fitting, f"no method takes {name}"
