@@ -303,7 +303,7 @@ def test_size_of_the_src_goes_before_the_models() -> None:
         ("scenes:foo", "train, val, test"),
         ("scenes:", "train, val, test"),
         ("scenery", "expected scenes"),
-        ("scenes?colour=1", "options: captions, hard, heldout, levels"),
+        ("scenes?colour=1", "options: captions, hard, heldout, inner, levels"),
         ("scenes?n=0", "n=0: expected a number of pictures, 1 to"),
         ("scenes?n=1&n=2", "twice"),
         ("scenes?size=8", "24 to 2048"),
@@ -318,6 +318,7 @@ def test_size_of_the_src_goes_before_the_models() -> None:
         ("scenes?task=shape&objects=2", "leave out objects="),
         ("scenes?hard=colour", "expected shape"),
         ("scenes?hard=shape&n=12", "not a multiple"),
+        ("scenes?hard=shape&inner=1", "choose one"),
         ("scenes?hard=shape&near=0.1", "neither"),
         ("scenes?wrong=0.1&n=1", "has none"),
         ("scenes?&", "no option ''"),
@@ -374,6 +375,42 @@ def test_solid_things_have_their_colour() -> None:
         assert tuple(picture[10, 10]) == COLOUR_RGB[3]
 
 
+@pytest.mark.parametrize(("side", "n"), [(64, 200), (50, 40), (97, 40)])
+def test_inner_things_lie_within_every_centre_half(side: int, n: int) -> None:
+    source = parse_scenes(f"scenes:test?inner=1&n={n}", side)
+    for row in range(n):
+        picture, ground = source.record(row).image.astype(int), BACKGROUND_RGB[source.scene(row).background]
+        rows, columns = np.nonzero((picture != ground).any(-1))
+        assert len(rows)
+        for place in (rows, columns):
+            assert side / 4 <= place.min() < place.max() + 1 <= 3 * side / 4
+
+
+def test_inner_scenes_are_the_same_ones() -> None:
+    inner, plain = parse_scenes("scenes:test?inner=1&n=50"), parse_scenes("scenes:test?n=50")
+    np.testing.assert_array_equal(inner.rows, plain.rows)
+    np.testing.assert_array_equal(inner.record(3).image[16:48, 16:48], plain.resolution(32).record(3).image)
+    assert inner.fingerprint != plain.fingerprint
+
+
+def test_inner_captions_are_true_and_of_things_alone() -> None:
+    source = parse_scenes("scenes?inner=1&levels=0,1,2,3&wrong=0.2&n=300")
+    levels = set()
+    for row in range(len(source)):
+        record = source.record(row)
+        true = source.relevance(record.captions, [row])[:, 0]
+        np.testing.assert_array_equal(true, ~np.array(record.info["wrong"]))
+        for caption, level, wrong in zip(record.captions, record.info["levels"], record.info["wrong"], strict=True):
+            query = parse(caption)
+            assert query is not None
+            assert query.relation is query.count is query.background is None
+            assert all(p.row is p.column is None for p in query.things)
+            if level == 3 and not wrong:
+                assert len(query.things) == len(source.scene(row).things)
+            levels.add(level)
+    assert levels == {0, 1, 2, 3}
+
+
 def test_scenes_v1_is_frozen() -> None:
     """Quoted figures stand on this world. If it must change, it gets another version."""
     digest = hashlib.blake2b(digest_size=8)
@@ -390,4 +427,5 @@ def test_scenes_v1_is_frozen() -> None:
             digest.update("\n".join([record.key, *record.captions, repr(record.info)]).encode())
             total += float(record.image.mean())
     assert digest.hexdigest() == "7b863d56b4efb00f"
+    assert parse_scenes("scenes").fingerprint == "scenes-v1-5d536c354736738c"  # runs are resumed by it
     assert total / 240 == pytest.approx(99.95, abs=0.05)  # last bits of sines may differ between machines

@@ -19,6 +19,9 @@ _SEVERAL_FACTS = (
     ("colour", "shape", "place"),
     ("colour", "shape", "background"),
 )
+_OF_A_THING = ("shape", "colour", "size", "fill")
+_ONE_OF_A_THING = tuple(f for f in _ONE_FACT if f in _OF_A_THING)
+_SEVERAL_OF_A_THING = tuple(facts for facts in _SEVERAL_FACTS if set(facts) <= set(_OF_A_THING))
 _TWO_THINGS = ("colour shape", "shape colour", "colour colour", "shape shape")
 
 
@@ -31,6 +34,20 @@ def describe(scene: Scene, level: int, choices: int) -> Query:
     """
     pick = Choice(choices)
     return (_anything, _one_fact, _one_thing, _everything)[level](scene, pick)
+
+
+def describe_things(scene: Scene, level: int, choices: int) -> Query:
+    """As `describe`, but of shape, colour, size and fill alone: true of every part of the picture that shows the things.
+
+    Args: level 0: true of every scene; 1: one fact of a thing; 2: most facts of a thing; 3: every thing, all its facts.
+    """
+    pick = Choice(choices)
+    if level == 0:
+        return _anything(scene, pick)
+    if level == 3:
+        return Query(tuple(_facts(t, _OF_A_THING) for t in scene.things))
+    facts = (pick(_ONE_OF_A_THING),) if level == 1 else pick(_SEVERAL_OF_A_THING)
+    return Query((_facts(pick(scene.things), facts),))
 
 
 def _anything(scene: Scene, pick: Choice) -> Query:

@@ -50,6 +50,18 @@ def draw(scene: Scene, size: int) -> Pixels:
     return picture
 
 
+def draw_inner(scene: Scene, size: int) -> Pixels:
+    """The scene in the middle of a picture: nothing but background outside 1/4 to 3/4 of both sides.
+
+    Args: size in pixels a side, at least 48. Returns: uint8 [size, size, 3], RGB.
+    """
+    margin = -(-size // 4)
+    picture = np.empty((size, size, 3), np.uint8)
+    picture[:] = BACKGROUND_RGB[scene.background]
+    picture[margin : size - margin, margin : size - margin] = draw(scene, size - 2 * margin)
+    return picture
+
+
 @cache
 def _shades(colour: int, background: int) -> Pixels:
     """From the background's colour to the thing's, [256, 3]."""

@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kiloword.data.scenes.captions import describe
+from kiloword.data.scenes.captions import describe, describe_things
 from kiloword.data.scenes.grammar import parse, render
 from kiloword.data.scenes.query import Bools, Query, matches, truth_table
-from kiloword.data.scenes.raster import draw
+from kiloword.data.scenes.raster import draw, draw_inner
 from kiloword.data.scenes.sample import GROUP, Drawn, draw_scenes
 from kiloword.data.scenes.settings import Settings, parse_settings
 from kiloword.data.scenes.tasks import TASKS, label
@@ -58,7 +58,8 @@ class ScenesSource:
         self.settings = settings or Settings()
         self.name = name
         # of scenes and captions; the size of the drawing is left out, as a photo's size would be
-        self.fingerprint = f"{VERSION}-{key(repr(replace(self.settings, size=0))):016x}"
+        inner = "inner" if self.settings.inner else ""
+        self.fingerprint = f"{VERSION}-{key(repr(replace(self.settings, size=0)) + inner):016x}"
 
     def __reduce__(self) -> tuple[type[ScenesSource], tuple[Settings, str]]:
         return ScenesSource, (self.settings, self.name)
@@ -114,7 +115,7 @@ class ScenesSource:
         if self.settings.selection.hard:
             info["group"] = row // GROUP
         task = self.settings.task
-        picture = draw(scene, self.settings.size)
+        picture = (draw_inner if self.settings.inner else draw)(scene, self.settings.size)
         return Record(self._key(row), picture, captions, label(task, scene) if task else None, info)
 
     def _key(self, row: int) -> str:
@@ -137,7 +138,7 @@ class ScenesSource:
         captions: list[str] = []
         for (_, choices, style), level, false in zip(numbers, levels, wrong, strict=True):
             for again in range(8):  # a simple scene at a general level has few captions: then some repeat
-                said = self._false(row, scene, level, choices) if false else describe(scene, level, choices)
+                said = self._false(row, scene, level, choices) if false else self._describe(scene, level, choices)
                 caption = render(said, style)
                 if caption not in captions:
                     break
@@ -145,12 +146,15 @@ class ScenesSource:
             captions.append(caption)
         return captions, levels, wrong
 
+    def _describe(self, scene: Scene, level: int, choices: int) -> Query:
+        return (describe_things if self.settings.inner else describe)(scene, level, choices)
+
     def _false(self, row: int, scene: Scene, level: int, choices: int) -> Query:
         """What is said of another row and false here."""
         for attempt in range(1000):
             number = key(choices, "wrong", attempt)
             other = self.scene((row + 1 + number % (len(self) - 1)) % len(self))
-            query = describe(other, level, number)
+            query = self._describe(other, level, number)
             if not matches(query, scene):
                 return query
         raise ValueError(f"scenes: nothing false can be said of row {row}; ask for a larger n or wrong=0")
