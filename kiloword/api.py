@@ -91,6 +91,14 @@ class Matcher:
         with inference(self.model):
             return self.model.score(pictures, captions)
 
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """How well picture n matches text n, for features of N pictures and N texts: [N]."""
+        n, t = len(images["vec"]), len(texts["vec"])
+        if n != t:
+            raise ValueError(f"score_pairs got {n} pictures and {t} texts: expected one text a picture")
+        with inference(self.model):
+            return self.model.head.score_pairs(images, texts)
+
     def classify(
         self, images: Features | Pictures, names: Sequence[str], templates: Templates = ("a photo of a {c}.",)
     ) -> Tensor:

@@ -105,6 +105,19 @@ class Head(nn.Module):
             score = self.pooling.score(images, texts)
             return score if self.uncertainty is None else self.uncertainty.adjust(score, images, texts)
 
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """[n], picture i with text i of n pictures and n texts; a pooling's own `score_pairs` does it at once."""
+        own = getattr(self.pooling, "score_pairs", None)
+        if own is not None and self.uncertainty is None:
+            with torch.autocast(images["vec"].device.type, enabled=False):
+                pairs: Tensor = own(images, texts)
+                return pairs
+
+        def row(features: Features, n: int) -> Features:
+            return {name: value[n : n + 1] for name, value in features.items()}
+
+        return torch.cat([self.score(row(images, n), row(texts, n))[0] for n in range(len(images["vec"]))])
+
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs that are scored at once; a pooling whose pairs cost memory has its own `block`."""
         own = getattr(self.pooling, "block", None)
@@ -189,6 +202,9 @@ class Single(nn.Module):
 
     def score(self, images: Features, texts: Features) -> Tensor:
         return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
         """The normalised (weighted) mean of the unit vectors of a class (arXiv:2103.00020, section 3.1.4)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,9 +59,13 @@ def run(
     workers: int = 0,
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = 1024,
+    shortlist: int | None = None,
     skipped: list[Skipped] | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """Encode a source and yield its retrieval metrics; true relevance too where the source offers it."""
+    """Encode a source and yield its retrieval metrics; true relevance too where the source offers it.
+
+    Args: shortlist: score only so many items a query exactly, the nearest by "vec"; None: all of them.
+    """
     bad = [] if skipped is None else skipped
     captioned: list[Features] = []
     captions: list[str] = []
@@ -79,7 +83,13 @@ def run(
     truth = getattr(source, "relevance", None)
     relevance = None if truth is None else lambda c: truth(captions[c], places)
     texts = matcher.encode_text(captions)
-    yield from retrieval(matcher.score, join(captioned), texts, torch.tensor(picture), ks, relevance, chunk)
+    images, own = join(captioned), torch.tensor(picture)
+    if shortlist is None:
+        yield from retrieval(matcher.score, images, texts, own, ks, relevance, chunk)
+    else:
+        from kiloword.evaluation.shortlist import shortlisted
+
+        yield from shortlisted(matcher.score_pairs, images, texts, own, shortlist, ks, relevance)
 
 
 def check_pairs(images: Features, texts: Features, image_of_text: Tensor) -> None:
@@ -169,10 +179,20 @@ def true_relevance(
     true of some picture; the others, if any, are counted as `image_retrieval_true_unmatched`.
     """
     n, t = len(images["vec"]), len(texts["vec"])
+    panels = (
+        (c, torch.cat([score(rows(images, r), rows(texts, c)) for r in chunks(n, chunk)]).T)
+        for c in chunks(t, max(1, PANEL // n))
+    )
+    yield from true_means(panels, t, relevance, ks)
+
+
+def true_means(
+    panels: Iterable[tuple[slice, Tensor]], t: int, relevance: Relevance | Tensor, ks: Sequence[int]
+) -> Iterator[tuple[str, float]]:
+    """What `true_relevance` yields, of the scores of t texts: rows of texts, and their scores [rows, I]."""
     sums: dict[str, float] = {}
     answerable = 0
-    for c in chunks(t, max(1, PANEL // n)):
-        panel = torch.cat([score(rows(images, r), rows(texts, c)) for r in chunks(n, chunk)]).T  # [t, I]
+    for c, panel in panels:
         truth = torch.as_tensor(relevance[c] if isinstance(relevance, Tensor) else relevance(c))
         if truth.shape != panel.shape:
             raise ValueError(f"relevance came as {tuple(truth.shape)}; {tuple(panel.shape)} (texts, pictures) expected")
