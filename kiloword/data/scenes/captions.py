@@ -37,9 +37,9 @@ def describe(scene: Scene, level: int, choices: int) -> Query:
 
 
 def describe_things(scene: Scene, level: int, choices: int) -> Query:
-    """As `describe`, but of shape, colour, size and fill alone: true of every part of the picture that shows the things.
+    """As `describe`, but of shape, colour, size and fill alone: true of any part that shows the things.
 
-    Args: level 0: true of every scene; 1: one fact of a thing; 2: most facts of a thing; 3: every thing, all its facts.
+    Args: level 0: true of every scene; 1: one fact; 2: several facts of one thing; 3: every thing with all its facts.
     """
     pick = Choice(choices)
     if level == 0:
