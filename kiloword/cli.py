@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from kiloword import __version__
 
@@ -41,7 +41,12 @@ def evaluate(
     model: Positional[str],
     task: Positional[str],
     data: str,
+    with_: Annotated[tuple[str, ...], arg(name="with")] = (),
+    shortlist: int | None = None,
+    of: Literal["tower", "vec"] | None = None,
+    samples: int | None = None,
     json: Path | None = None,
+    html: Path | None = None,
     batch: int = 256,
     workers: int = 0,
     device: str = "cpu",
@@ -50,29 +55,22 @@ def evaluate(
 
     Args:
         model: model folder (OUT/model of a run).
-        task: retrieval or zeroshot.
+        task: retrieval, zeroshot or spectrum.
         data: test data; for zeroshot with .cls labels and classnames.txt, or scenes:test?task=colour.
+        with_: more model folders, evaluated on the same data and shown beside the first.
+        shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
+        of: spectrum: tower (what the image tower puts out, the default) or vec.
+        samples: spectrum: pictures, 5000 if not given.
         json: also write the numbers to this file.
+        html: spectrum: write a page with the plots.
         batch: pictures at a time.
         workers: loader processes.
         device: cpu or cuda.
     """
-    from kiloword import evaluation
-    from kiloword.api import load
-    from kiloword.checkpoint import write_json
-    from kiloword.data.sources import open_source
-    from kiloword.types import Skipped
+    from kiloword.evaluation.command import main as run
 
-    matcher = load(model, device=device)
-    source = open_source(data, size=matcher.model.config.image.size)
-    skipped: list[Skipped] = []
-    found = evaluation.evaluate(matcher, task, source, skipped=skipped, batch=batch, workers=workers)
-    for one in skipped:
-        print(f"skipped {one.key}: {one.reason}", file=sys.stderr)
-    for name, value in found.items():
-        print(f"{name:36s} {value:.4f}" if isinstance(value, float) else f"{name:36s} {value}")
-    if json is not None:
-        write_json(json, found)
+    options = {"shortlist": shortlist, "of": of, "samples": samples, "batch": batch, "workers": workers}
+    run([model, *with_], task, data, json, html, device, **options)
 
 
 @app.command

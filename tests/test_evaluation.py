@@ -105,6 +105,8 @@ def test_blocks_stay_small() -> None:
 @given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 9), st.sampled_from([1, 6]))
 def test_true_relevance_equals_all_scores_at_once(seed: int, pictures: int, captions: int, decimals: int) -> None:
     images, texts = features(pictures, seed, decimals), features(captions, seed + 1, decimals)
+    if decimals == 1:  # eighths: their products are exact, so that ties are ties in blocks of any shape
+        images, texts = ({k: (8 * v).round() / 8 for k, v in side.items()} for side in (images, texts))
     truth = torch.rand(captions, pictures, generator=torch.Generator().manual_seed(seed)) < 0.3
     truth[0, 0] = True
     values = dict(true_relevance(cosine, images, texts, lambda c: truth[c].numpy(), (1, 3), chunk=5))
@@ -266,7 +268,7 @@ def test_zeroshot_on_a_source() -> None:
         (
             "retrival",
             Greys([["1"]], [0]),
-            r"unknown task 'retrival'; known: retrieval, zeroshot. Did you mean retrieval\?",
+            r"unknown task 'retrival'; known: retrieval, spectrum, zeroshot. Did you mean retrieval\?",
         ),
         ("retrieval", Greys([[], []], [0, 1]), "greys has no captions.*zeroshot"),
         ("zeroshot", Greys([["1"]], [0]), "greys has no class names.*classnames.txt"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 
 TASKS = {
     "retrieval": "kiloword.evaluation.retrieval",
+    "spectrum": "kiloword.evaluation.spectrum",
     "zeroshot": "kiloword.evaluation.zeroshot",
 }
 
@@ -22,13 +25,10 @@ def evaluate(
     """Judge a model by one task on one data set.
 
     Args: task one of TASKS; source as on the command line, or opened; options of the task's `run` (batch, workers,
-    ks, classnames, templates). Bad rows are left out, named in the list `skipped` if given.
+    ks, shortlist, classnames, templates, of, samples). Bad rows are left out, named in the list `skipped` if given.
     Returns: metrics by name, and how many rows were left out as "skipped".
     """
-    if task not in TASKS:
-        close = difflib.get_close_matches(task, TASKS, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}.{hint}")
+    check(task, options)
     if isinstance(source, str):
         from kiloword.data.sources import open_source
 
@@ -37,3 +37,16 @@ def evaluate(
     before = len(bad)
     values = dict(import_module(TASKS[task]).run(matcher, source, skipped=bad, **options))
     return {**values, "skipped": float(len(bad) - before)}
+
+
+def check(task: str, options: Iterable[str]) -> None:
+    """Refuse an unknown task, and options that the task does not have."""
+    if task not in TASKS:
+        close = difflib.get_close_matches(task, TASKS, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}.{hint}")
+    parameters = inspect.signature(import_module(TASKS[task]).run).parameters
+    known = [name for name in parameters if name not in ("matcher", "source", "skipped")]
+    strange = [name for name in options if name not in known]
+    if strange:
+        raise ValueError(f"the task {task} has no option {strange[0]}; it has: {', '.join(known)}.")

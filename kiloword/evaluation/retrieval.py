@@ -83,13 +83,13 @@ def run(
     truth = getattr(source, "relevance", None)
     relevance = None if truth is None else lambda c: truth(captions[c], places)
     texts = matcher.encode_text(captions)
-    images, own = join(captioned), torch.tensor(picture)
+    images, image_of_text = join(captioned), torch.tensor(picture)
     if shortlist is None:
-        yield from retrieval(matcher.score, images, texts, own, ks, relevance, chunk)
+        yield from retrieval(matcher.score, images, texts, image_of_text, ks, relevance, chunk)
     else:
         from kiloword.evaluation.shortlist import shortlisted
 
-        yield from shortlisted(matcher.score_pairs, images, texts, own, shortlist, ks, relevance)
+        yield from shortlisted(matcher.score_pairs, images, texts, image_of_text, shortlist, ks, relevance)
 
 
 def check_pairs(images: Features, texts: Features, image_of_text: Tensor) -> None:

@@ -1,0 +1,73 @@
+"""The verb `eval`: one task on one data set, for one model or several beside each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from kiloword import evaluation
+from kiloword.types import Skipped
+
+Found = Mapping[str, float]
+
+
+def main(
+    models: Sequence[str],
+    task: str,
+    data: str,
+    json: Path | None = None,
+    html: Path | None = None,
+    device: str = "cpu",
+    **options: Any,
+) -> None:
+    """Evaluate, print, and write what is asked for.
+
+    Args: models: their folders; json: of one model its values by name, of several `{model: values}`; html: a page,
+    where the task has one; options of the task's `run`, None: its own default.
+    """
+    from kiloword.api import load
+    from kiloword.checkpoint import write_json
+    from kiloword.data.sources import open_source
+    from kiloword.report import write
+
+    given = {name: value for name, value in options.items() if value is not None}
+    evaluation.check(task, given)
+    page = getattr(import_module(evaluation.TASKS[task]), "report", None)
+    if html is not None and page is None:
+        raise ValueError(f"the task {task} has no page to write: leave --html away, or use --json.")
+    found: dict[str, Found] = {}
+    for name, folder in zip(labels(models), models, strict=True):
+        matcher = load(folder, device=device)
+        skipped: list[Skipped] = []
+        source = open_source(data, size=matcher.model.config.image.size)
+        found[name] = evaluation.evaluate(matcher, task, source, skipped=skipped, **given)
+        for one in skipped:
+            print(f"skipped {one.key}: {one.reason}", file=sys.stderr)
+    _print(task, found)
+    if json is not None:
+        write_json(json, found if len(found) > 1 else next(iter(found.values())))
+    if html is not None and page is not None:
+        write(html, page(found, data))
+
+
+def labels(models: Sequence[str]) -> list[str]:
+    """Short names of model folders: the run's folder where that tells them apart, else the whole path."""
+    if len(set(models)) < len(models):
+        raise ValueError(f"one model is named twice: {', '.join(models)}")
+    short = [(path.parent if path.name == "model" else path).name for path in map(Path, models)]
+    return short if len(set(short)) == len(short) and all(short) else list(models)
+
+
+def _print(task: str, found: Mapping[str, Found]) -> None:
+    brief = getattr(import_module(evaluation.TASKS[task]), "brief", None)
+    width = max(10, *map(len, found))
+    if len(found) > 1:
+        print(" " * 36, *(f"{name:>{width}s}" for name in found))
+    names = dict.fromkeys(name for values in found.values() for name in values)
+    for name in names:
+        if brief is None or brief(name):
+            shown = (f"{values[name]:.4f}" if name in values else "-" for values in found.values())
+            print(f"{name:36s}", *(f"{value:>{width}s}" if len(found) > 1 else value for value in shown))

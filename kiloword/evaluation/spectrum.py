@@ -1,0 +1,177 @@
+"""How many directions the picture features use: `kiloword eval MODEL spectrum` (arXiv:2405.00740, section 7, figure 5).
+
+The singular values of the covariance of what the image tower puts out, as arXiv:2110.09348 measures collapse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kiloword.data.loader import eval_batches
+from kiloword.draw import key
+from kiloword.evaluation.features import inference
+from kiloword.heads import Single
+from kiloword.report import line_plot, page, paragraph, table
+from kiloword.report.parts import Cell
+from kiloword.towers.image import extra
+from kiloword.types import Record, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.model import Model
+
+Of = Literal["tower", "vec"]
+VALUE = "singular_value@"
+NOTHING = 1e-12  # of the largest singular value: what is smaller is rounding
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    of: Of = "tower",
+    samples: int = 5000,
+    batch: int = 64,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Yield `effective_rank`, `dimensions`, `vectors` and every `singular_value@k`, k from 1, the largest first.
+
+    Args: of: "tower", the paper's: what the image tower puts out and the head reads, [W] each; all mixture tokens of a
+    picture count as vectors of their own, a pooled picture is one. "vec": the pictures' "vec" [D].
+    samples: so many pictures, drawn by the data set's fingerprint; all of them where there are fewer.
+    """
+    bad = [] if skipped is None else skipped
+    if samples < 1:
+        raise ValueError(f"a spectrum of {samples} pictures; expected at least 2")
+    some = _Some(source, _chosen(source, samples))
+    count, spread = covariance(_outputs(matcher, some, of, batch, workers, bad))
+    if count < 2:
+        raise ValueError(f"{source.name}: {count} usable vectors; a covariance needs at least 2")
+    values = singular_values(spread)
+    yield "effective_rank", effective_rank(values)
+    yield "dimensions", float(len(values))
+    yield "vectors", float(count)
+    for k, value in enumerate(values.tolist(), start=1):
+        yield f"{VALUE}{k}", value
+
+
+def covariance(parts: Iterable[Tensor]) -> tuple[int, Tensor]:
+    """Of vectors that come in parts [n, W]: how many they are, and their covariance [W, W] in double precision."""
+    count, first, sums, products = 0, None, torch.zeros(()), torch.zeros(())
+    for part in parts:
+        x = part.double()
+        first = x.mean(0) if first is None else first  # or a mean far from zero would cancel digits
+        x = x - first
+        count, sums, products = count + len(x), sums + x.sum(0), products + x.T @ x
+    return count, (products - sums.outer(sums) / max(count, 1)) / max(count - 1, 1)
+
+
+def singular_values(spread: Tensor) -> Tensor:
+    """Of a covariance [W, W]: [W], the largest first; at least 0."""
+    return torch.linalg.eigvalsh(spread).flip(0).clamp(min=0)
+
+
+def effective_rank(values: Tensor) -> float:
+    """exp of the entropy of singular values that were scaled to sum to 1 (Roy and Vetterli, 2007): 1 to their number.
+
+    The values are those of the covariance, squares of those of the centred features; 0 where all are 0.
+    """
+    total = float(values.sum())
+    return math.exp(float(torch.special.entr(values / total).sum())) if total > 0 else 0.0
+
+
+def _chosen(source: Source, samples: int) -> list[int]:
+    """Rows of a source, ascending: the same ones for every model."""
+    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "spectrum")))
+    return sorted(rng.permutation(len(source))[:samples].tolist())
+
+
+@dataclass(frozen=True)
+class _Some:
+    """Some rows of a source."""
+
+    source: Source
+    rows: Sequence[int]
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def record(self, row: int) -> Record:
+        return self.source.record(self.rows[row])
+
+
+def _outputs(
+    matcher: Matcher, some: _Some, of: Of, batch: int, workers: int, skipped: list[Skipped]
+) -> Iterator[Tensor]:
+    """Vectors of every picture, a batch at a time: [n, W], or [n, D] of "vec"."""
+    model = matcher.model
+    device = next(model.parameters()).device
+    for part in eval_batches(some, model.config.image.size, model.config.preprocess.resize, batch, workers):
+        skipped += [replace(one, row=some.rows[one.row]) for one in part.skipped]
+        if part.rows:
+            with inference(model):
+                tokens, features = model.encode_image(part.images.to(device))
+                yield features["vec"] if of == "vec" else tower_output(model, tokens).flatten(0, 1)
+
+
+def tower_output(model: Model, tokens: Tensor) -> Tensor:
+    """What the head reads of the tower's tokens [I, E + P, W]: [I, N, W], N 1 or the number of mixture tokens."""
+    pooling = model.head.pooling
+    if isinstance(pooling, Single):
+        pooled: Tensor = pooling.image_pool(tokens)
+        return pooled[:, None]
+    mixture = extra(model.config.image)
+    return tokens[:, :mixture] if mixture else tokens
+
+
+def brief(name: str) -> bool:
+    """Whether a value belongs on a screen: of the singular values the 1st, 2nd, 4th, 8th, ..."""
+    if not name.startswith(VALUE):
+        return True
+    k = int(name.removeprefix(VALUE))
+    return k & (k - 1) == 0
+
+
+def report(found: Mapping[str, Mapping[str, float]], data: str) -> str:
+    """A page that shows the spectra of several models in one plot: model -> what `run` yields."""
+    spectra = {model: _spectrum(values) for model, values in found.items()}
+    relative = {model: [(k, v / points[0][1]) for k, v in points] for model, points in spectra.items()}
+    rows: list[list[Cell]] = [
+        [m, v["effective_rank"], int(v["dimensions"]), int(v["vectors"])] for m, v in found.items()
+    ]
+    intro = (
+        f"Singular values of the covariance of picture features on {data}. The slower they fall, the more directions "
+        "the features use. The effective rank is exp of the entropy of the values scaled to sum to 1."
+    )
+    numbers = table(rows, ["model", "effective rank", "dimensions", "vectors"], digits=1)
+    note = paragraph(f"Values below {NOTHING:.0e} of the largest are rounding, and left out.")
+    plots = [
+        ("Singular values", line_plot(spectra, "rank", "singular value", log_y=True)),
+        ("Against the largest", line_plot(relative, "rank", "share of the largest", log_y=True) + note),
+    ]
+    return page("Spectrum of picture features", intro, [("Effective rank", numbers), *plots])
+
+
+def _spectrum(values: Mapping[str, float]) -> list[tuple[float, float]]:
+    """Points (k, value) that are not rounding."""
+    points = [(float(n.removeprefix(VALUE)), v) for n, v in values.items() if n.startswith(VALUE)]
+    seen = [(k, v) for k, v in points if v > NOTHING * points[0][1]]
+    if not seen:
+        raise ValueError("all pictures have the same features: there is no spectrum to draw")
+    return seen
