@@ -15,11 +15,12 @@ from kiloword.recipes import ModelConfig
 class Settings(recipes.Settings):
     scale: float = 1 / 0.07  # initial factor of the cosine
     max_scale: float = 100.0  # upper limit while training; a larger loaded scale stays as it is
+    fixed_scale: bool = False  # the scale does not learn, so that ablations differ in nothing else
 
 
 def preset(settings: Settings) -> Method:
     def head(config: ModelConfig) -> Head:  # no bias: softmax gives it no gradient
-        return Head(Single(config), scale=settings.scale, max_scale=settings.max_scale)
+        return _fixed(Head(Single(config), scale=settings.scale, max_scale=settings.max_scale), settings)
 
     return Method(
         name="clip",
@@ -34,9 +35,14 @@ def softmax(method: Method, settings: Settings) -> Method:
     """A method with CLIP's loss, scale and limit; several positives share a row's and a column's probability."""
 
     def head(config: ModelConfig) -> Head:
-        return method.head(config).rescale(settings.scale, max_scale=settings.max_scale)
+        return _fixed(method.head(config).rescale(settings.scale, max_scale=settings.max_scale), settings)
 
     return replace(method, pair_loss=softmax_loss, head=head)
+
+
+def _fixed(head: Head, settings: Settings) -> Head:
+    head.log_scale.requires_grad_(not settings.fixed_scale)
+    return head
 
 
 PIECES = {"softmax": Piece(slot="pair loss", summary="symmetric softmax", settings=Settings, apply=softmax)}

@@ -1,0 +1,66 @@
+"""CLIP-C: CLIP with some examples composed of two. Source: arXiv:2407.01408."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from kiloword.data.views import (
+    Compose,
+    ComposeSettings,
+    Cutmix,
+    CutmixSettings,
+    Mixup,
+    MixupSettings,
+    Stylistic,
+    StylisticSettings,
+)
+from kiloword.method import Method, Piece
+from kiloword.methods import clip
+from kiloword.types import View
+
+Own = TypeVar("Own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ComposeSettings, clip.Settings):
+    """CLIP's and those of `compose`."""
+
+
+def preset(settings: Settings) -> Method:
+    base = clip.preset(_only(settings, clip.Settings))
+    made = _viewed(Compose)(base, _only(settings, ComposeSettings))
+    return replace(
+        made,
+        name="clip-c",
+        source="arXiv:2407.01408",
+        summary="CLIP, some examples composed of two halves",
+    )
+
+
+def _only(settings: Any, kind: type[Own]) -> Own:
+    """The part of the settings that one class knows."""
+    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})  # type: ignore[arg-type]
+
+
+def _viewed(view: Callable[[Any], View]) -> Callable[[Method, Any], Method]:
+    def apply(method: Method, settings: Any) -> Method:
+        if method.views:
+            known = ", ".join(type(v).__name__.lower() for v in method.views)
+            raise ValueError(f"{method.name} has the views {known} already: choose one way of mixing examples.")
+        return replace(method, views=(view(settings),))
+
+    return apply
+
+
+def _piece(summary: str, settings: type, view: Callable[[Any], View]) -> Piece:
+    return Piece(slot="views", summary=summary, settings=settings, apply=_viewed(view))
+
+
+PIECES = {
+    "compose": _piece("halves of two pictures, both captions", ComposeSettings, Compose),
+    "mixup": _piece("two pictures blended, both captions", MixupSettings, Mixup),
+    "cutmix": _piece("a crop of one picture on another, both captions", CutmixSettings, Cutmix),
+    "stylistic": _piece("two crops of one picture, its caption twice", StylisticSettings, Stylistic),
+}
