@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from PIL import Image, ImageDraw
 
 from kiloword import report
 from kiloword.report.gallery import picture_data
+from kiloword.report.histogram import bins, doubling
 from kiloword.report.plot import linear_axis, log_axis
 from kiloword.report.style import DARK, LIGHT, SERIES, rgb
 
@@ -88,7 +90,9 @@ def demo() -> str:
         ("In short", report.headline([*key, ("2 min 41 s", "training on 2 cores")])),
         (
             "Training",
-            report.line_plot({"loss": loss}, "step", "loss", smooth=15) + report.line_plot(recall, "step", "R@1"),
+            report.line_plot({"loss": loss}, "step", "loss", smooth=15)
+            + report.line_plot(recall, "step", "R@1")
+            + report.histogram({"annotated": [1, 4, 9, 3], "random": [7, 3, 1, 0]}, [0, 0.1, 0.2, 0.3, 0.4], "S", "%"),
         ),
         ("Retrieval", report.table(rows, ["metric", "kiloword", "goal", "colour histogram", "verdict"], strong=1)),
         ("Queries", report.gallery(found)),
@@ -219,6 +223,49 @@ def test_smooth_line_is_the_mean_of_neighbours() -> None:
     assert heights == pytest.approx([3, 2, 4, 5, 7.5], abs=0.01)
 
 
+def test_log_x_spaces_factors_evenly() -> None:
+    points = [(1, 0.0), (10, 5.0), (100, 10.0)]
+    assert paths(report.line_plot({"a": points}, "x", "y", log_x=True)) == ["M0.0 1000.0L500.0 500.0L1000.0 0.0"]
+    with pytest.raises(ValueError, match="series 'a' has values of 0 or less"):
+        report.line_plot({"a": [(0, 1.0), (1, 1.0)]}, "x", "y", log_x=True)
+
+
+def test_histogram_draws_every_bin_from_the_floor() -> None:
+    (path,) = paths(report.histogram({"a": [10, 0, 5]}, [0, 1, 2, 4], "x", "y"))
+    assert path == "M0.0 1000.0V0.0H250.0V1000.0H500.0V500.0H1000.0V1000.0"
+    named = report.histogram({"a": [10, 0, 5]}, [0, 1, 2, 4], "x", "y", names=True)
+    assert paths(named) == ["M0.0 1000.0V0.0H333.3V1000.0H666.7V500.0H1000.0V1000.0"]
+    assert re.findall(r'dy="1.6em" text-anchor="middle">([^<]+)<', named) == ["0", "1", "2–3"]
+
+
+@pytest.mark.parametrize(
+    ("series", "edges", "message"),
+    [
+        ({"a": [1.0]}, [0, 1, 2], "1 heights for 2 bins"),
+        ({"a": [-1.0]}, [0, 1], "negative or not finite"),
+        ({"a": [1.0, 1.0]}, [0, 1, 1], "must ascend"),
+        ({str(i): [1.0] for i in range(SERIES + 1)}, [0, 1], "room for 6 series, got 7"),
+    ],
+)
+def test_histogram_refuses(series: dict[str, list[float]], edges: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        report.histogram(series, edges, "x", "y")
+
+
+@given(st.lists(finite, min_size=1, max_size=20))
+def test_bins_hold_their_values(values: list[float]) -> None:
+    edges = bins(values)
+    assert 2 <= len(edges) <= 62
+    slack = 1e-9 * max(abs(e) for e in edges)
+    assert all(edges[0] - slack <= v <= edges[-1] + slack for v in values)
+    assert all(a < b for a, b in itertools.pairwise(edges))
+
+
+def test_doubling_bins() -> None:
+    assert doubling(0) == [0, 1, 2]
+    assert doubling(4) == [0, 1, 2, 4, 8]
+
+
 def test_series_differ_without_colour() -> None:
     html = report.line_plot({f"line {i}": [(0, i), (1, i)] for i in range(SERIES)}, "x", "y")
     dashes = re.findall(r"stroke-dasharray:([\d a-z]+)", html)
@@ -278,6 +325,16 @@ def test_gallery_says_match_in_words_and_keeps_the_order() -> None:
     assert (first.get("class"), second.get("class")) == ("small", None)
     with pytest.raises(ValueError, match=r"float64 \(2, 2, 3\), expected uint8"):
         report.gallery([("a", [(np.zeros((2, 2, 3)), 0.0, False)])])
+
+
+def test_gallery_is_silent_where_nobody_knows_and_cards_hold_their_words() -> None:
+    html = report.gallery([("a cat", [(drawn(0), 0.9, None)])])
+    assert Reader(html).all("img")[0]["alt"] == "Picture 1 for “a cat”, score 0.90"
+    assert "match" not in html
+    html = report.card([(drawn(0), NASTY), (drawn(1, 128), "own")], [NASTY], strong=NASTY)
+    reader = Reader(html)
+    assert [(a["alt"], a.get("class")) for a in reader.all("img")] == [(NASTY, "small"), ("own", None)]
+    assert reader.text == NASTY + "own" + NASTY + NASTY
 
 
 def test_write_replaces_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,21 @@
 """Self-contained HTML reports: every piece is a pure function from numbers and pictures to a string."""
 
-from kiloword.report.gallery import gallery
+from kiloword.report.gallery import card, gallery
+from kiloword.report.histogram import histogram
 from kiloword.report.page import page, write
 from kiloword.report.parts import grid, headline, heat_map, paragraph, table
 from kiloword.report.plot import line_plot
 
-__all__ = ["gallery", "grid", "headline", "heat_map", "line_plot", "page", "paragraph", "table", "write"]
+__all__ = [
+    "card",
+    "gallery",
+    "grid",
+    "headline",
+    "heat_map",
+    "histogram",
+    "line_plot",
+    "page",
+    "paragraph",
+    "table",
+    "write",
+]

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-Hit = tuple[npt.NDArray[np.uint8], float, bool]
-"""A picture [H, W, 3], its score, and whether it truly matches the query."""
+Hit = tuple[npt.NDArray[np.uint8], float, bool | None]
+"""A picture [H, W, 3], its score, and whether it truly matches the query; None: nobody knows."""
 
 SMALL = 96  # pixels: pictures below are enlarged with hard edges, as the model saw them
 
@@ -23,6 +23,25 @@ def gallery(queries: Sequence[tuple[str, Sequence[Hit]]]) -> str:
     Errors: ValueError when a picture is not uint8 [H, W, 3].
     """
     return "".join(_query(text, hits) for text, hits in queries)
+
+
+def card(pictures: Sequence[tuple[npt.NDArray[np.uint8], str]], lines: Sequence[str], *, strong: str = "") -> str:
+    """Pictures side by side, each with words below it, above lines of plain text; `strong` is the first, large.
+
+    Errors: ValueError when a picture is not uint8 [H, W, 3].
+    """
+    shown = "".join(
+        f'<div><img{_size(picture)} src="{picture_data(picture)}" alt="{escape(words)}" width="{picture.shape[1]}" '
+        f'height="{picture.shape[0]}"><span>{escape(words)}</span></div>'
+        for picture, words in pictures
+    )
+    first = f"<blockquote>{escape(strong)}</blockquote>" if strong else ""
+    below = "".join(f"<div>{escape(line)}</div>" for line in lines)
+    return f'<figure class="card"><div>{shown}</div><figcaption>{first}{below}</figcaption></figure>'
+
+
+def _size(picture: npt.NDArray[np.uint8]) -> str:
+    return ' class="small"' if max(picture.shape[:2]) < SMALL else ""
 
 
 def picture_data(picture: npt.NDArray[np.uint8]) -> str:
@@ -45,10 +64,10 @@ def _query(text: str, hits: Sequence[Hit]) -> str:
 def _hit(rank: int, text: str, hit: Hit) -> str:
     picture, score, match = hit
     height, width = picture.shape[:2]
-    alt = escape(f"Picture {rank} for “{text}”, score {score:.2f}, {'a match' if match else 'no match'}")
-    size = ' class="small"' if max(height, width) < SMALL else ""
-    badge = "<b>✓ match</b>" if match else "<span>no match</span>"
+    known = "" if match is None else ", a match" if match else ", no match"
+    alt = escape(f"Picture {rank} for “{text}”, score {score:.2f}{known}")
+    badge = "" if match is None else "<b>✓ match</b>" if match else "<span>no match</span>"
     return (
-        f'<li{" class=match" if match else ""}><img{size} src="{picture_data(picture)}" alt="{alt}" '
+        f'<li{" class=match" if match else ""}><img{_size(picture)} src="{picture_data(picture)}" alt="{alt}" '
         f'width="{width}" height="{height}"><div>{badge}<span>{score:.2f}</span></div></li>'
     )

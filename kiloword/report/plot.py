@@ -29,22 +29,32 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def line_plot(series: Mapping[str, Points], x_label: str, y_label: str, log_y: bool = False, *, smooth: int = 0) -> str:
+def line_plot(
+    series: Mapping[str, Points],
+    x_label: str,
+    y_label: str,
+    log_y: bool = False,
+    *,
+    log_x: bool = False,
+    smooth: int = 0,
+) -> str:
     """A line plot with axes, ticks and, for more than one series, a legend.
 
     Args: series name -> (x, y) points in the order of drawing, at most 6 series; a non-finite y breaks its line;
-    log_y has a logarithmic y axis; smooth > 1 draws the mean of that many neighbours over a faint line of the points.
-    Errors: ValueError for no finite point, too many series, or a y of 0 or less on a logarithmic axis.
+    log_x and log_y make an axis logarithmic; smooth > 1 draws the mean of that many neighbours over a faint line of
+    the points.
+    Errors: ValueError for no finite point, too many series, or values of 0 or less on a logarithmic axis.
     """
-    _check(series, log_y)
+    _check(series, log_x, log_y)
     finite = [point for points in series.values() for point in points if math.isfinite(point[1])]
-    x = linear_axis([p[0] for p in finite], widen=False)
+    across = [p[0] for p in finite]
+    x = log_axis(across) if log_x else linear_axis(across, widen=False)
     y = (log_axis if log_y else linear_axis)([p[1] for p in finite])
     lines = "".join(_series(i, points, x, y, smooth) for i, points in enumerate(series.values()))
     label = escape(_summary(series, x_label, y_label))
     return (
-        f'<figure class="plot">{_legend(list(series))}<div class="frame">'
-        f'<svg class="axes" role="img" aria-label="{label}">{_scales(x, y, x_label, y_label)}'
+        f'<figure class="plot">{legend(list(series))}<div class="frame">'
+        f'<svg class="axes" role="img" aria-label="{label}">{scales(x, y, x_label, y_label)}'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%" overflow="visible">'
         f"{lines}</svg></svg></div></figure>"
     )
@@ -82,17 +92,18 @@ def _step(span: float) -> float:
     return min((m * power for m in (1, 2, 5, 10)), key=lambda step: abs(span / step - 5))
 
 
-def _check(series: Mapping[str, Points], log_y: bool) -> None:
+def _check(series: Mapping[str, Points], log_x: bool, log_y: bool) -> None:
     if len(series) > SERIES:
         raise ValueError(f"a plot has room for {SERIES} series, got {len(series)}: split them over several plots")
     if not any(math.isfinite(y) for points in series.values() for _, y in points):
         raise ValueError("nothing to plot: no series has a point with a finite value")
     for name, points in series.items():
-        if log_y and any(y <= 0 for _, y in points):
+        if any((log_x and x <= 0) or (log_y and y <= 0) for x, y in points):
             raise ValueError(f"series {name!r} has values of 0 or less, which a logarithmic axis cannot show")
 
 
-def _scales(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
+def scales(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
+    """Rules, ticks, numbers and names of both axes."""
     rows = "".join(
         f'<line class="rule" x1="0" x2="100%" y1="{at}%" y2="{at}%"/>'
         f'<text x="0" dx="-10" y="{at}%" dy=".33em" text-anchor="end">{_number(tick)}</text>'
@@ -151,7 +162,8 @@ def _means(points: Points, width: int) -> list[tuple[float, float]]:
     return means
 
 
-def _legend(names: Sequence[str]) -> str:
+def legend(names: Sequence[str]) -> str:
+    """Names beside samples of their lines; nothing for a single one."""
     if len(names) < 2:
         return ""
     items = "".join(

@@ -78,6 +78,7 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
 .plot .rule { stroke: var(--rule); stroke-width: 1; }
 .plot .tick { fill: var(--muted); }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; vector-effect: non-scaling-stroke; }
+.line.step { fill-opacity: .12; stroke-width: 1.5; }
 .line.raw { stroke-width: 1; opacity: .35; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1.5rem;
   margin: 0 0 .75rem; padding: 0; font-size: .9rem; }
@@ -102,6 +103,13 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
 .query li > div { display: flex; flex-wrap: wrap; gap: 0 .6rem; margin-top: .5rem; font-size: .8rem; line-height: 1.4;
   color: var(--muted); font-variant-numeric: tabular-nums; }
 .query b { color: var(--match); font-weight: 600; white-space: nowrap; }
+.card > div { display: flex; gap: .6rem; }
+.card > div > div { flex: 1 1 0; min-width: 0; font-size: .75rem; line-height: 1.4; color: var(--muted); }
+.card img { display: block; width: 100%; height: auto; aspect-ratio: 1; object-fit: contain; border-radius: 3px;
+  background: var(--rule); margin-bottom: .3rem; }
+.card .small { image-rendering: pixelated; }
+.card blockquote { margin: 0 0 .4rem; font-size: 1.05rem; line-height: 1.35; color: var(--ink); }
+.card figcaption { padding: .6rem 0 0; font-size: .8rem; line-height: 1.45; overflow-wrap: anywhere; }
 @media (max-width: 36rem) {
   .data { font-size: .8rem; }
   .data th, .data td { padding-left: .6rem; }
