@@ -1,0 +1,184 @@
+"""The script that runs arms: resumes, skips what is finished, tells changed losses, prints means and spreads."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kiloword import recipes
+from kiloword.checkpoint import steps_done
+from kiloword.experiments import arms_rows as rows
+from kiloword.experiments.arms import main
+from kiloword.experiments.arms_table import spread
+from kiloword.log import read_metrics
+from kiloword.recipes import Recipe
+
+STUB = """
+from dataclasses import replace
+from kiloword import evaluation, recipes
+from kiloword.experiments.arms import Arm, Experiment, main
+
+def judge(matcher):
+    found = evaluation.evaluate(matcher, "retrieval", "scenes:test?n=20")
+    return {"recall": found["text_retrieval_recall@10"]}
+
+def arms(options):
+    base = recipes.default("siglip", "debug", ("scenes?n=64",))
+    base = replace(base, batch=8, steps=3, data=replace(base.data, tokenizer_vocab=300))
+    return [
+        Arm(name="plain", recipe=base, judge=judge),
+        Arm(name="other", recipe=replace(base, settings={"bias": -5.0}), judge=judge),
+    ]
+
+EXPERIMENT = Experiment(module="stub", title="A stub", arms=arms, columns={"R@10": "recall"})
+
+if __name__ == "__main__":
+    main(EXPERIMENT)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the stub, importable here and in the processes that are started."""
+    folder = tmp_path_factory.mktemp("experiment")
+    (folder / "stub.py").write_text(STUB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        patch.syspath_prepend(folder)
+        yield folder
+
+
+def run(place: Path, *words: str) -> None:
+    """The script in this process; its runs are processes of their own unless `--only` names one."""
+    main(importlib.import_module("stub").EXPERIMENT, ["--out", str(place / "out"), *words])
+
+
+@pytest.fixture(scope="module")
+def found(place: Path) -> list[rows.Row]:
+    run(place, "--seeds", "0", "--arms", "plain")
+    run(place, "--only", "plain:1")
+    return rows.read(place / "out")
+
+
+def test_every_arm_and_seed_has_a_row(place: Path, found: list[rows.Row]) -> None:
+    assert sorted((r["arm"], r["seed"]) for r in found) == [("plain", 0), ("plain", 1)]
+    for row in found:
+        assert (row["steps"], row["pictures"], row["losses_of"]) == (3, 24, 3)
+        assert row["cpu_s"] > 0
+        assert row["train_s"] > 0
+    assert found[0]["losses"] != found[1]["losses"]
+    assert not list((place / "out").glob("*/state"))
+
+
+def test_finished_rows_are_skipped_and_told(
+    place: Path, found: list[rows.Row], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (place / "out" / "results.jsonl").read_bytes()
+    run(place, "--seeds", "0", "1", "--arms", "plain")
+    assert (place / "out" / "results.jsonl").read_bytes() == before
+    said = capsys.readouterr()
+    assert "2 of 2 runs are finished, 0 to do" in said.err
+    values = [r["metrics"]["recall"] for r in found]
+    assert f"| plain | {sum(values) / 2:.3f} ({min(values):.3f}..{max(values):.3f}) |" in said.out
+    run(place, "--table", "--seeds", "0", "7")
+    said = capsys.readouterr()
+    one = next(r["metrics"]["recall"] for r in found if r["seed"] == 0)
+    assert f"| plain | {one:.3f} |" in said.out
+    assert "| other | - | - | 0 |" in said.out
+
+
+def test_check_tells_changed_losses(place: Path, found: list[rows.Row], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(place, "--check", "--only", "plain:0")
+    assert ended.value.code == 0
+    assert "plain, seed 0: the first 3 losses are those of" in capsys.readouterr().out
+    path = place / "out" / "results.jsonl"
+    kept = path.read_text()
+    path.write_text("".join(json.dumps(r | {"losses": "0" * 16}) + "\n" for r in found))
+    with pytest.raises(SystemExit) as ended:
+        run(place, "--check", "--only", "plain:0")
+    path.write_text(kept)
+    assert ended.value.code == 1
+    assert "the first 3 losses are NOT those of" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_killed_script_goes_on_and_a_check_stops_early(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--seeds", "3", "--arms", "other", "--steps", "4000")
+    command = [sys.executable, "-m", "stub", "--out", str(place / "out"), *words]
+    folder = place / "out" / f"other-3-{rows.recipe_hash(replace(other(), steps=4000))}"
+    done = 0
+    first: list[float] = []
+    for signal_ in (signal.SIGTERM, signal.SIGINT):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        until = time.monotonic() + 60
+        while last_step(folder) < done + 20 and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal_)
+        process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert not first or rows.losses(folder) == first  # resumed: the steps before the state are not computed again
+        first = rows.losses(folder)
+        assert done + 20 <= steps_done(folder / "state") < 4000
+        done = steps_done(folder / "state")
+    assert "goes on from there" in (folder / "log.txt").read_text()
+    assert not [r for r in rows.read(place / "out") if r["seed"] == 3]
+    row = {"arm": "other", "seed": 3, "recipe": folder.name[-12:], "commit": "0123456789", "dirty": False}
+    rows.append(place / "out", row | {"losses": rows.losses_hash(first), "losses_of": 20})
+    run(place, "--check", *words)
+    rows.append(place / "out", row | {"losses": rows.losses_hash(first[1:]), "losses_of": 20})
+    with pytest.raises(SystemExit) as ended:
+        run(place, "--check", *words)
+    assert ended.value.code == 2
+    assert "rows of other are of code that computed other losses" in capsys.readouterr().err
+
+
+def last_step(folder: Path) -> int:
+    return max((row["step"] for row in read_metrics(folder / "metrics.jsonl")), default=0)
+
+
+def other() -> Recipe:
+    return importlib.import_module("stub").arms(None)[1].recipe  # type: ignore[no-any-return]
+
+
+def test_a_failed_run_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(place, "--arms", "plain", "--seeds", "0", "--batch", "7000")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "1 of 1 runs failed: " in said
+    assert "log.txt" in said
+    with pytest.raises(SystemExit) as ended:
+        run(place, "--arms", "plane")
+    assert ended.value.code == 2
+    assert "no arm 'plane': expected plain, other" in capsys.readouterr().err
+
+
+def test_recipe_hashes() -> None:
+    recipe = recipes.default("siglip", "debug", ("scenes?n=64",))
+    assert rows.recipe_hash(recipe) == rows.recipe_hash(replace(recipe, seed=5))
+    others = [replace(recipe, steps=7), replace(recipe, settings={"bias": -5.0}), replace(recipe, freeze="image")]
+    assert len({rows.recipe_hash(r) for r in [recipe, *others]}) == 4
+
+
+def test_a_cut_line_loses_itself_alone(tmp_path: Path) -> None:
+    rows.append(tmp_path, {"arm": "a"})
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"arm": "b", "se')
+    rows.append(tmp_path, {"arm": "c"})
+    assert rows.read(tmp_path) == [{"arm": "a"}, {"arm": "c"}]
+
+
+def test_spread() -> None:
+    assert spread([0.25, 0.5, 0.75]) == "0.500 (0.250..0.750)"
+    assert spread([0.25]) == "0.250"
+    assert spread([]) == "-"
