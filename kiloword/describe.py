@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 
 import torch
@@ -22,7 +23,7 @@ from kiloword.model import Model
 from kiloword.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.towers.image import extra, stem_plan
 
-_WIDE = 140  # columns where the output is no terminal
+_WIDE = 180  # columns where the output is no terminal
 
 
 def methods_table() -> None:
@@ -35,7 +36,9 @@ def methods_table() -> None:
     table = _table("piece", "slot", "summary")
     for name, piece in pieces().items():
         table.add_row(escape(name), piece.slot, escape(piece.summary))
-    print("Pieces fill a slot of another method: kiloword train siglip+NAME, or by the flag of the slot (--views NAME).")
+    print(
+        "Pieces fill a slot of another method: kiloword train siglip+NAME, or by the flag of the slot (--views NAME)."
+    )
     _print(table)
 
 
@@ -165,6 +168,7 @@ def _head(method: Method, config: ModelConfig) -> Head:
 
 def _word(thing: object | Callable[..., object]) -> str:
     """A slot's content by its name: a function's, else its class's."""
+    thing = thing.func if isinstance(thing, partial) else thing
     name = getattr(thing, "__name__", type(thing).__name__)
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).replace("_", " ").lower().strip()
 

@@ -64,7 +64,9 @@ class Learner(nn.Module):
         """
         with torch.autocast(images["vec"].device.type, enabled=False):
             pairs = Blocks(self.model.head, images, gather_features(texts), self.chunk)
-            total = self.method.pair_loss(pairs, self.method.positives)
+            positives = self.method.positives
+            positives = positives.bind(pairs) if hasattr(positives, "bind") else positives
+            total = self.method.pair_loss(pairs, positives)
             shares = {"pair": total.sum / sum_over_ranks(total.count)}
             if self.method.views:
                 shares |= self._apart(pairs, total, images["mineable"])

@@ -7,13 +7,13 @@ through the head's score into features and head weights at once and frees the bl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.parallel import stack_over_ranks, sum_over_ranks
+from kiloword.parallel import ranks, stack_over_ranks, sum_over_ranks
 from kiloword.types import Features, Pairs, Positives, Total
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class Blocks:
     def __init__(self, head: Head, images: Features, texts: Features, chunk: int = 0) -> None:
         """images: this rank's, every value [I, ...] with "position" [I]; texts: every rank's, "position" [T]
         is the place of the picture that the text was written for; chunk: rows and columns a block, 0: the head's."""
-        self.head, self.images, self.texts = head, images, texts
+        column = torch.arange(len(texts["vec"]), device=texts["vec"].device)
+        self.head, self.images, self.texts = head, images, {**texts, "column": column}
         self.shape = (len(images["vec"]), len(texts["vec"]))
         self.step = (chunk, chunk) if chunk else head.block(images, texts)
         self.rows, self.own, self.own_texts = (images["vec"].new_zeros(self.shape[0]) for _ in range(3))
@@ -141,10 +142,13 @@ def learns(name: str, value: Tensor) -> bool:
     return value.is_floating_point() and "_side." not in name
 
 
-def sigmoid_loss(pairs: PairBlocks, positives: Positives) -> Total:
-    """SigLIP: every pair is a yes-or-no question; any number of positives. Mean over pictures.
+def sigmoid_loss(
+    pairs: PairBlocks, positives: Positives, reduction: Literal["pictures", "texts"] = "pictures"
+) -> Total:
+    """SigLIP: every pair is a yes-or-no question; any number of positives. Mean over pictures, or over texts (FFF).
 
-    Source: arXiv:2303.15343, eq. 1 (logit s x + b with b < 0; the printed sign of the bias is a typo).
+    Source: arXiv:2303.15343, eq. 1 (logit s x + b with b < 0; the printed sign of the bias is a typo); over texts,
+    arXiv:2405.10286, eq. 3 (the same typo).
     """
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
@@ -153,33 +157,46 @@ def sigmoid_loss(pairs: PairBlocks, positives: Positives) -> Total:
         return values.sum(1), block.logits.sigmoid() - y
 
     total = pairs.total(loss)
-    return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
+    # counts are added over ranks, each of which sees every text
+    count = pairs.shape[0] if reduction == "pictures" else pairs.shape[1] / ranks()
+    return Total(total, total.new_tensor(float(count)), pairs.rows)
 
 
-def softmax_loss(pairs: PairBlocks, positives: Positives) -> Total:
+def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apart", "together"] = "apart") -> Total:
     """CLIP: symmetric InfoNCE, the mean of picture-to-text (mean over pictures) and text-to-picture (over texts).
 
     Several positives of a row or column share its probability equally. Columns are normalised over all ranks by
     one gather of one number per text, so pictures stay local. Source: arXiv:2103.00020, figure 3.
+
+    Args: anchors: "apart" as said; "together", one mean over pictures and texts: with several texts a picture, theirs
+    is the larger part (SupCon).
     """
     row_norm, column_norm, row_count, column_count = _normalisers(pairs, positives)
-    images = sum_over_ranks(row_norm.new_tensor(float(pairs.shape[0])))
-    balance = images / pairs.shape[1]  # the count is pictures: rescale the mean over texts to it
+    by_picture, by_text = anchor_weights(pairs, anchors, row_norm)
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         y = positives(block)
         by_row, by_column = row_norm[rows, None], column_norm[None, columns]
-        row_share = y / row_count[rows, None].clamp_min(1)
-        column_share = y / column_count[None, columns].clamp_min(1) * balance
-        values = (row_share * (by_row - block.logits) + column_share * (by_column - block.logits)).sum(1) / 2
-        row_mass = row_count / row_count.clamp_min(1)  # what the shares add up to: 1, less where positives are soft
-        column_mass = column_count / column_count.clamp_min(1) * balance
+        row_share = y / row_count[rows, None].clamp_min(1) * by_picture
+        column_share = y / column_count[None, columns].clamp_min(1) * by_text
+        values = (row_share * (by_row - block.logits) + column_share * (by_column - block.logits)).sum(1)
+        row_mass = row_count / row_count.clamp_min(1) * by_picture  # what the shares add up to: less where y is soft
+        column_mass = column_count / column_count.clamp_min(1) * by_text
         pull = (block.logits - by_row).exp() * row_mass[rows, None]
         pull = pull + (block.logits - by_column).exp() * column_mass[None, columns]
-        return values, (pull - row_share - column_share) / 2
+        return values, pull - row_share - column_share
 
     total = pairs.total(loss)
     return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
+
+
+def anchor_weights(pairs: PairBlocks, anchors: Literal["apart", "together"], like: Tensor) -> tuple[Tensor, Tensor]:
+    """What a picture's and a text's part of a symmetric loss weigh where the count is pictures: two scalars."""
+    images = sum_over_ranks(like.new_tensor(float(pairs.shape[0])))
+    if anchors == "apart":
+        return like.new_tensor(0.5), 0.5 * (images / pairs.shape[1])
+    share = images / (images + pairs.shape[1])
+    return share, share
 
 
 def _normalisers(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor, Tensor, Tensor]:

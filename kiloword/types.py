@@ -200,11 +200,14 @@ class Pairs:
     logits: Tensor  # [i, t]
     annotated: Tensor  # [i, t] bool: the text was written for the picture
     images: Features  # beside the head's: "position" [i], "mineable" [i] bool, side features "image_side.NAME"
-    texts: Features  # likewise, of the picture that the text was written for, and "text_side.NAME"
+    texts: Features  # likewise, of the picture that the text was written for, "text_side.NAME", and "column" [t]
 
 
 Positives = Callable[[Pairs], Tensor]
-"""Which pairs of a block match: [i, t] in [0, 1]."""
+"""Which pairs of a block match: [i, t] in [0, 1].
+
+Positives that must see all pairs before they judge one also have `bind(blocks) -> Positives`, called once a step.
+"""
 
 
 @dataclass

@@ -93,8 +93,8 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
     def build(settings: Any) -> Method:
         own = {} if kind is None else {f.name: getattr(settings, f.name) for f in dataclasses.fields(kind)}
         method = make() if kind is None else make(kind(**own))
-        for word, piece in chosen.items():
-            method = piece.apply(method, getattr(settings, _python(word)))
+        for word in sorted(chosen, key=lambda word: chosen[word].slot != "pair loss"):  # others ask what the loss is
+            method = chosen[word].apply(method, getattr(settings, _python(word)))
         return dataclasses.replace(method, name=name)
 
     return build, mixed
