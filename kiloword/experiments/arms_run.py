@@ -102,7 +102,9 @@ def _start(arm: Arm, recipe: Recipe, folder: Path, options: Options) -> None:
 
 def _loop_s(folder: Path, batch: int) -> float:
     """A row of every step tells the speed of that step, whatever call it was made in."""
-    return sum(batch / row["pairs_per_s"] for row in read_metrics(folder / "metrics.jsonl") if "pairs_per_s" in row)
+    return sum(
+        batch / float(row["pairs_per_s"]) for row in read_metrics(folder / "metrics.jsonl") if "pairs_per_s" in row
+    )
 
 
 def check_one(options: Options, arm: Arm, seed: int) -> bool:
@@ -115,7 +117,7 @@ def check_one(options: Options, arm: Arm, seed: int) -> bool:
         folder = Path(temporary)
         with _stop_after(folder, row["losses_of"]), suppress(train.Stopped):
             _start(arm, replace(arm.recipe, seed=seed), folder, options)
-        same = rows.losses_hash(rows.losses(folder)[: row["losses_of"]]) == row["losses"]
+        same = rows.losses_hash(rows.losses(folder)[: row["losses_of"]]) == str(row["losses"])
     at = row["commit"][:7] + ("+" if row["dirty"] else "")
     print(f"{arm.name}, seed {seed}: the first {row['losses_of']} losses are {'' if same else 'NOT '}those of {at}")
     return same
