@@ -15,6 +15,7 @@ from kiloword.data.decode import to_rgb
 from kiloword.data.transforms import EvalTransform
 from kiloword.evaluation.features import chunks, encode_texts, inference, join
 from kiloword.evaluation.zeroshot import Templates, classifier
+from kiloword.explain import Explanation, Maps, explain, together
 from kiloword.types import BadSample, Features
 
 if TYPE_CHECKING:
@@ -98,6 +99,23 @@ class Matcher:
             raise ValueError(f"score_pairs got {n} pictures and {t} texts: expected one text a picture")
         with inference(self.model):
             return self.model.head.score_pairs(images, texts)
+
+    def explain(
+        self, images: Pictures, texts: Features | Sequence[str], maps: Maps = "last", batch: int = 16
+    ) -> Explanation:
+        """Where on every picture every text looks, and how it mixes the picture's tokens: see `Explanation`.
+
+        Args: maps: how a token's map is read off the image tower, "last" by the last block's attention, "rollout" by
+        that of all blocks (arXiv:2005.00928).
+        """
+        self._check_images(images)
+        captions = texts if isinstance(texts, dict) else self.encode_text(texts)
+        with inference(self.model):
+            parts = [
+                explain(self.model, self._pixels(images[part], part.start).to(self._device), captions, maps)
+                for part in chunks(len(images), batch)
+            ]
+        return together(parts)
 
     def classify(
         self, images: Features | Pictures, names: Sequence[str], templates: Templates = ("a photo of a {c}.",)

@@ -74,13 +74,22 @@ def evaluate(
 
 
 @app.command
-def score(model: Positional[str], images: tuple[Path, ...], texts: tuple[str, ...], device: str = "cpu") -> None:
+def score(
+    model: Positional[str],
+    images: tuple[Path, ...],
+    texts: tuple[str, ...],
+    explain: Path | None = None,
+    maps: Literal["last", "rollout"] = "last",
+    device: str = "cpu",
+) -> None:
     """Score pictures against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
 
     Args:
         model: model folder.
         images: picture files.
         texts: captions to compare with.
+        explain: folder for a PNG a picture, which shows where each text looks, and weights.json.
+        maps: with explain, attention of the image tower's last block, or rolled out over all blocks.
         device: cpu or cuda.
     """
     from rich.console import Console
@@ -89,12 +98,50 @@ def score(model: Positional[str], images: tuple[Path, ...], texts: tuple[str, ..
 
     from kiloword.api import load
 
-    scores = load(model, device=device).score(list(images), list(texts))
+    matcher = load(model, device=device)
+    scores = matcher.score(list(images), list(texts))
     table = Table("picture", *map(escape, texts))
     for path, row in zip(images, scores.tolist(), strict=True):
         best = max(row)
         table.add_row(escape(path.name), *(f"[bold]{s:.3f}[/bold]" if s == best else f"{s:.3f}" for s in row))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+    if explain is not None:
+        from kiloword.report.inside import write
+
+        for line in write(explain, matcher, images, texts, maps):
+            print(line)
+
+
+@app.command
+def embed(
+    model: Positional[str],
+    data: tuple[str, ...],
+    out: Path,
+    name: str = "teacher",
+    extra_captions: tuple[str, ...] = (),
+    batch: int = 64,
+    workers: int = 0,
+    device: str = "auto",
+    precision: Literal["fp32", "bf16"] = "fp32",
+    dtype: Literal["fp16", "fp32"] = "fp16",
+) -> None:
+    """Features of a data set, once: kiloword embed runs/first/model --data photos/train --out features
+
+    Args:
+        model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (a CLIP as transformers saves it).
+        data: what `train --data` takes.
+        out: side table to write, for `train --side`; the same command again goes on after an interruption.
+        name: of the features, where one run takes several side tables.
+        extra_captions: parquet tables (key, captions) whose captions are embedded too.
+        batch: pictures at a time.
+        workers: loader processes.
+        device: auto, cpu, cuda, cuda:N.
+        precision: of the computation.
+        dtype: of the features in the table.
+    """
+    from kiloword.embed import main as run
+
+    run(model, data, out, name, extra_captions, batch, workers, device, precision, dtype)
 
 
 @app.command

@@ -265,6 +265,14 @@ class MapPool(nn.Module):
         out: Tensor = x + self.mlp(self.norm(x))
         return out
 
+    def look(self, patches: Tensor) -> Tensor:
+        """How much the probe looks at each patch, mean over heads: [I, P, W] -> [I, P], sums to 1."""
+        heads = self.config.heads
+        q = self.q(self.probe).view(heads, -1)
+        k = self.kv(patches).unflatten(-1, (2, heads, -1))[..., 0, :, :]
+        logits: Tensor = torch.einsum("hd,iphd->ihp", at_least_float(q), at_least_float(k)) * q.shape[-1] ** -0.5
+        return logits.softmax(-1).mean(1)
+
     def initial(self) -> dict[str, Init]:
         return {"probe": Init(std=self.config.init_std or self.config.width**-0.5)}
 

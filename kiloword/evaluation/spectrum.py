@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -76,7 +76,8 @@ def covariance(parts: Iterable[Tensor]) -> tuple[int, Tensor]:
 
 def singular_values(spread: Tensor) -> Tensor:
     """Of a covariance [W, W]: [W], the largest first; at least 0."""
-    return torch.linalg.eigvalsh(spread).flip(0).clamp(min=0)
+    values: Tensor = torch.linalg.eigvalsh(spread)
+    return values.flip(0).clamp(min=0)
 
 
 def effective_rank(values: Tensor) -> float:
@@ -94,20 +95,12 @@ def _chosen(source: Source, samples: int) -> list[int]:
     return sorted(rng.permutation(len(source))[:samples].tolist())
 
 
-@dataclass(frozen=True)
 class _Some:
     """Some rows of a source."""
 
-    source: Source
-    rows: Sequence[int]
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def fingerprint(self) -> str:
-        return self.source.fingerprint
+    def __init__(self, source: Source, rows: Sequence[int]) -> None:
+        self.source, self.rows = source, rows
+        self.name, self.fingerprint = source.name, source.fingerprint
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -1,0 +1,105 @@
+"""What `kiloword score --explain DIR` writes: a figure a picture, and all numbers as weights.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kiloword.checkpoint import write_json
+from kiloword.data.transforms import EvalTransform
+from kiloword.explain import Explanation, Maps
+from kiloword.report.overlay import SIDE, Pixels, Row, TokenMap, figure
+from kiloword.towers.image import extra
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+TOP = 4  # tokens a text that are shown
+
+
+def write(
+    folder: Path, matcher: Matcher, images: Sequence[Path], texts: Sequence[str], maps: Maps = "last"
+) -> list[str]:
+    """Explain every pair, write `folder`/PICTURE.png for each picture and `folder`/weights.json.
+
+    Returns: lines for the screen, one a pair: its score, entropy of the weights, heaviest tokens.
+    Errors: ValueError when a picture cannot be read or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made: {error.strerror}; choose another folder for --explain.") from error
+    found = matcher.explain(list(images), texts, maps)
+    names = token_names(matcher, found)
+    lines, pictures = [found.about], []
+    for i, (path, file) in enumerate(zip(images, file_names(images), strict=True)):
+        pairs = [_pair(found, i, t, text, names) for t, text in enumerate(texts)]
+        rows = [_row(found, i, t, pair) for t, pair in enumerate(pairs)]
+        figure(_large(matcher, path), path.name, found.about, rows).save(folder / file)
+        pictures.append({"picture": str(path), "figure": file, "texts": pairs})
+        lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
+    write_json(folder / "weights.json", {"about": found.about, "maps": maps, "tokens": names, "pictures": pictures})
+    return [*lines, f"{len(images)} figures and weights.json: {folder}"]
+
+
+def file_names(images: Sequence[Path]) -> list[str]:
+    """A name a picture; pictures of one name from several folders are numbered."""
+    names: list[str] = []
+    for path in images:
+        name, n = f"{path.stem}.png", 2
+        while name in names:
+            name, n = f"{path.stem}-{n}.png", n + 1
+        names.append(name)
+    return names
+
+
+def token_names(matcher: Matcher, found: Explanation) -> list[str]:
+    """What the tokens that are mixed are called; numbers count from 0, as in the arrays."""
+    if found.weights is None:
+        return []
+    config, columns = matcher.model.config.image, found.grid[1]
+    first = extra(config)
+    names = ["class token" if config.class_token and n == 0 else f"token {n}" for n in range(first)]
+    patches = [f"patch {n // columns}, {n % columns}" for n in range(found.grid[0] * columns)]
+    return [*names, *patches][: found.weights.shape[-1]]
+
+
+def _pair(found: Explanation, i: int, t: int, text: str, names: Sequence[str]) -> dict[str, Any]:
+    """The numbers of one picture and one text."""
+    pair: dict[str, Any] = {"text": text, "score": float(found.scores[i, t])}
+    if found.weights is not None and found.shares is not None and found.entropy is not None:
+        shares = found.shares[i, t]
+        order = shares.argsort(descending=True, stable=True)[:TOP].tolist()
+        pair["entropy"] = float(found.entropy[i, t])
+        pair["top"] = [{"token": names[n], "place": n, "share": float(shares[n])} for n in order]
+        pair["weights"] = found.weights[i, t].tolist()
+    return pair
+
+
+def _row(found: Explanation, i: int, t: int, pair: dict[str, Any]) -> Row:
+    looks = found.maps[i, t].view(found.grid).cpu().numpy()
+    if found.weights is None or found.tokens is None:
+        return Row(pair["text"], f"score {pair['score']:.3f}", looks)
+    tokens = [
+        TokenMap(one["token"], one["share"], found.tokens[i, one["place"]].view(found.grid).cpu().numpy())
+        for one in pair["top"]
+    ]
+    note = f"score {pair['score']:.3f}, entropy {pair['entropy']:.2f} (0: one token, 1: all alike)"
+    return Row(pair["text"], note, looks, tokens, found.weights[i, t].cpu().numpy())
+
+
+def _line(pair: dict[str, Any]) -> str:
+    said = f"“{pair['text']}”  score {pair['score']:.3f}"
+    if "top" not in pair:
+        return said
+    tops = ", ".join(f"{one['token']} {one['share']:.0%}" for one in pair["top"])
+    return f"{said}  entropy {pair['entropy']:.2f}  {tops}"
+
+
+def _large(matcher: Matcher, path: Path) -> Pixels:
+    """The part of the picture that the model sees, in more pixels than it gets: uint8 [H, W, 3]."""
+    pixels: Pixels = (
+        EvalTransform(2 * SIDE, matcher.model.config.preprocess.resize)(path.read_bytes()).permute(1, 2, 0).numpy()
+    )
+    return pixels
