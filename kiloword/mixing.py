@@ -1,0 +1,241 @@
+"""Cosines of text-conditioned pictures: the kernels of contextual pooling (arXiv:2405.00740, eq. 1 and 2).
+
+With row vectors, values V_m [N, d] of a picture, mixing weights p_m [N] of a pair and C = concat_m(p_m V_m), the
+picture as a text sees it is z = C W_O, and against the text's unit target t
+
+    cosine = z . t / |z|,     z . t = C . y  with  y = t W_O^T,     |z|^2 = C A C^T  with  A = W_O W_O^T.
+
+"direct" computes C of every pair; "gram" never does: with u = V_m . y_m and the picture's Gram matrix G = V A V^T it
+needs the weights alone, C . y = sum p u and |z|^2 = p G p^T, which is less work where M N < D and a picture meets many
+texts. Both work on tiles of pairs and leave for backward only what is scaled by the pairs' own gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Form = Literal["direct", "gram"]
+
+TILE = 1 << 18  # weights of a tile on a CPU: 1 MB in single precision, so that its dozen passes stay in the cache
+KEPT = {"cpu": 1 << 26, "cuda": 1 << 28}  # numbers that a block may keep for backward: 256 MB and 1 GB
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides the cost of a pair."""
+
+    tokens: int  # N, mixture tokens (and patches) of a picture
+    heads: int  # M
+    dim: int  # D = M d
+
+    @property
+    def weights(self) -> int:
+        return self.tokens * self.heads
+
+
+def choose(sizes: Sizes, texts: int) -> Form:
+    """The form that is faster for so many texts a picture.
+
+    Counted in multiplications, forward and backward: a pair costs 4 (D^2 - (M N)^2) more in the direct form, a
+    picture's Gram matrix 6 (N D^2 + (M N)^2 d) once.
+    """
+    n, w, d = sizes.tokens, sizes.weights, sizes.dim
+    once = 6 * (n * d * d + w * w * d // sizes.heads)
+    return "gram" if 4 * (d * d - w * w) * texts > once else "direct"
+
+
+def block(sizes: Sizes, form: Form, device: str) -> tuple[int, int]:
+    """Rows and columns of pairs to score at once, such that what backward needs of them is bounded.
+
+    Long columns share a picture's Gram matrix, long rows a text's y; their ratio makes both cost the same.
+    """
+    n, w, d = sizes.tokens, sizes.weights, sizes.dim
+    pairs = KEPT.get(device, KEPT["cuda"]) // (2 * w + (2 * d if form == "direct" else 0))
+    ratio = n + w * w / (sizes.heads * d)
+    columns = max(1, int((pairs * ratio) ** 0.5))
+    return max(1, pairs // columns), columns
+
+
+def cosine(
+    keys: Tensor, values: Tensor, query: Tensor, target: Tensor, out: Tensor, factor: float, form: Form
+) -> Tensor:
+    """Cosine of every picture, mixed for every text, with the text's target: [i, t].
+
+    Args: keys, values [i, N, M, d]; query [t, M, d]; target [t, D] unit; out [D, D], W_O transposed, as a linear
+    layer holds it; factor: of the products of queries and keys.
+    """
+    heads, dim = query.shape[1], target.shape[1]
+    y = (target @ out).view(-1, heads, dim // heads)  # [t, M, d]
+    square = out.T @ out  # A [D, D]
+    if form == "gram":
+        square = grams(values, square)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (keys, values, query, y, square))
+    result: Tensor = _Cosine.apply(keys, values, query * factor, y, square, form, keep)  # type: ignore[no-untyped-call]
+    return result
+
+
+def weights(keys: Tensor, query: Tensor, factor: float) -> Tensor:
+    """Mixing weights [i, t, M, N] of eq. 1, each head's summing to one."""
+    return torch.einsum("inmd,tmd->itmn", keys, query * factor).softmax(-1)
+
+
+def grams(values: Tensor, square: Tensor) -> Tensor:
+    """Inner products of a picture's projected values, head by head: [i, M N, M N] of values [i, N, M, d], A [D, D]."""
+    i, n, m, d = values.shape
+    spread = torch.einsum("inmd,mdke->imnke", values, square.view(m, d, m, d))
+    return torch.einsum("imnke,ilke->imnkl", spread, values).reshape(i, m * n, m * n)
+
+
+@dataclass
+class _Kept:
+    """What backward needs of one tile; every product with the gradient g of the cosines is left to it."""
+
+    rows: slice
+    columns: slice
+    by_logit: Tensor  # [r, M, N, c] derivative of the cosine by the attention's logits
+    mixed: Tensor  # [r, M N or D, c] weights (gram) or C (direct), over |z|
+    pull: Tensor  # [r, c] the cosine; zero where |z|^2 was held, so that only the rest has a gradient
+    weights: Tensor | None = None  # direct: [r, M, N, c]
+    by_mixed: Tensor | None = None  # direct: [r, M, d, c] derivative of the cosine by C
+
+
+class _Cosine(torch.autograd.Function):
+    """Both forms; the last axis of every tile is texts, so that all passes run along it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor, form: Form, keep: bool
+    ) -> Tensor:
+        ctx.save_for_backward(keys, values, query, y, square)
+        ctx.form, ctx.kept = form, []
+        result = keys.new_empty(len(keys), len(query))
+        tile = _gram_tile if form == "gram" else _direct_tile
+        for rows, columns in _tiles(keys, len(query)):
+            result[rows, columns], kept = tile(rows, columns, keys, values, query, y, square)
+            if keep:
+                ctx.kept.append(kept)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        given = ctx.saved_tensors
+        sums = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given)
+        add = _add_gram if ctx.form == "gram" else _add_direct
+        for kept in ctx.kept:
+            mine = g[kept.rows, kept.columns]
+            _add_attention(kept, mine, given, sums)
+            add(kept, mine, given, sums)
+        return *sums, None, None
+
+
+def _tiles(keys: Tensor, texts: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns that are worked on at once: what fits a CPU's cache, all of the block elsewhere."""
+    pictures, per_pair = len(keys), keys.shape[1] * keys.shape[2]
+    most = max(1, TILE // per_pair) if keys.device.type == "cpu" else pictures * texts
+    across = max(1, min(texts, most))
+    down = max(1, most // across)
+    for i in range(0, pictures, down):
+        for t in range(0, texts, across):
+            yield slice(i, min(i + down, pictures)), slice(t, min(t + across, texts))
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[r, N, M, d] -> [M, r N, d], no copy."""
+    return x.flatten(0, 1).transpose(0, 1)
+
+
+def _against(x: Tensor, texts: Tensor) -> Tensor:
+    """Products of x [r, N, M, d] and texts [c, M, d]: [r, M, N, c]."""
+    r, n, m, _ = x.shape
+    return torch.bmm(_by_head(x), texts.permute(1, 2, 0)).view(m, r, n, -1).transpose(0, 1)
+
+
+def _attend(keys: Tensor, query: Tensor) -> Tensor:
+    """Mixing weights [r, M, N, c], contiguous."""
+    return torch.softmax(_against(keys, query), 2).contiguous()
+
+
+def _norms(squared: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """1 / |z| [r, c], and where |z|^2 stands above its rounding; there and above it has a gradient.
+
+    Args: squared [r, c]; scale [r, 1], the size of what was added up in it.
+    """
+    floor = torch.finfo(squared.dtype).eps * scale + torch.finfo(squared.dtype).tiny ** 0.5
+    return squared.maximum(floor).rsqrt(), squared > floor
+
+
+def _through_softmax(weights: Tensor, by_weight: Tensor) -> Tensor:
+    """Derivative by the logits [r, M, N, c] of the derivative by the weights."""
+    product = weights * by_weight
+    return product.addcmul_(weights, product.sum(2, keepdim=True), value=-1)
+
+
+def _gram_tile(
+    rows: slice, columns: slice, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, gram: Tensor
+) -> tuple[Tensor, _Kept]:
+    phi = _attend(keys[rows], query[columns])
+    flat = phi.flatten(1, 2)  # [r, M N, c]
+    u = _against(values[rows], y[columns]).flatten(1, 2)
+    w = torch.bmm(gram[rows], flat)
+    scale = values.shape[2] * gram[rows].diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
+    inverse, free = _norms((flat * w).sum(1), scale)
+    result = (flat * u).sum(1) * inverse
+    pull = result * free
+    e = (u * inverse[:, None]).addcmul_(w, (pull * inverse.square())[:, None], value=-1)
+    by_logit = _through_softmax(phi, e.view_as(phi))
+    return result, _Kept(rows, columns, by_logit, flat.mul_(inverse[:, None]), pull)
+
+
+def _direct_tile(
+    rows: slice, columns: slice, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor
+) -> tuple[Tensor, _Kept]:
+    phi = _attend(keys[rows], query[columns])
+    v = values[rows].transpose(1, 2)  # [r, M, N, d]
+    c = torch.matmul(v.mT, phi).flatten(1, 2)  # [r, D, c]
+    w = torch.bmm(square.expand(len(c), -1, -1), c)
+    towards = y[columns].flatten(1).T  # [D, c]
+    scale = values[rows].square().mean((1, 2, 3))[:, None] * square.trace() * values.shape[2]
+    inverse, free = _norms((c * w).sum(1), scale)
+    result = (c * towards).sum(1) * inverse
+    pull = result * free
+    e = (towards * inverse[:, None]).addcmul_(w, (pull * inverse.square())[:, None], value=-1)
+    e = e.view(len(e), values.shape[2], -1, e.shape[2])
+    by_logit = _through_softmax(phi, torch.matmul(v, e))
+    return result, _Kept(rows, columns, by_logit, c.mul_(inverse[:, None]), pull, phi, e)
+
+
+def _add_attention(kept: _Kept, g: Tensor, given: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+    """Gradients by keys and queries."""
+    by_logit = (kept.by_logit * g[:, None, None]).transpose(0, 1).flatten(1, 2)  # [M, r N, c]
+    keys, query = given[0][kept.rows], given[2][kept.columns]
+    _by_head(sums[0][kept.rows]).add_(torch.bmm(by_logit, query.transpose(0, 1)))
+    sums[2][kept.columns] += torch.bmm(by_logit.mT, _by_head(keys)).transpose(0, 1)
+
+
+def _add_gram(kept: _Kept, g: Tensor, given: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+    """Gradients by values, y and Gram matrices."""
+    values, y = given[1][kept.rows], given[3][kept.columns]
+    scaled = kept.mixed * g[:, None]  # [r, M N, c]
+    by_head = scaled.view_as(kept.by_logit).transpose(0, 1).flatten(1, 2)  # [M, r N, c]
+    _by_head(sums[1][kept.rows]).add_(torch.bmm(by_head, y.transpose(0, 1)))
+    sums[3][kept.columns] += torch.bmm(by_head.mT, _by_head(values)).transpose(0, 1)
+    sums[4][kept.rows].baddbmm_(scaled * kept.pull[:, None], kept.mixed.mT, alpha=-0.5)
+
+
+def _add_direct(kept: _Kept, g: Tensor, given: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+    """Gradients by values, y and A."""
+    assert kept.weights is not None
+    assert kept.by_mixed is not None
+    by_value = torch.matmul(kept.weights, (kept.by_mixed * g[:, None, None]).mT)  # [r, M, N, d]
+    sums[1][kept.rows] += by_value.transpose(1, 2)
+    scaled = kept.mixed * g[:, None]  # [r, D, c]
+    sums[3][kept.columns] += scaled.sum(0).T.view_as(sums[3][kept.columns])
+    left, right = ((x.transpose(0, 1).flatten(1)) for x in (scaled * kept.pull[:, None], kept.mixed))
+    sums[4].addmm_(left, right.T, alpha=-0.5)
