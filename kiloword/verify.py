@@ -23,11 +23,12 @@ from kiloword.checkpoint import load_model, save_model
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import key
 from kiloword.learner import Learner
+from kiloword.losses import Blocks
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.optim import Optimizer
 from kiloword.recipes import MUON, DataConfig, ModelConfig, ModelFile, sizes
-from kiloword.types import Batch, Texts
+from kiloword.types import Batch, Features, Pairs, Positives, Texts
 
 EXACT = 1e-10  # of the largest gradient, in fp64
 PICTURES = 16  # divides over 4 ranks of 4 micro-batches
@@ -109,10 +110,9 @@ def _sides(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor]
 
 
 def _direction(name: str, row: int) -> Tensor:
-    """[8] unit norm: one of four directions, a little blurred."""
-    return torch.nn.functional.normalize(
-        _uniform(name, row % 4, size=8) + 0.2 * _uniform(name, "own", row, size=8), dim=0
-    )
+    """[8] unit norm: one of four orthogonal directions, a little blurred."""
+    blur = _uniform(name, row, size=8) - 0.5
+    return torch.nn.functional.normalize(torch.eye(8)[row % 4] + 0.3 * blur, dim=0)
 
 
 def _uniform(*parts: int | str, size: int) -> Tensor:
@@ -198,7 +198,7 @@ def _views(method: str) -> float:
     from kiloword.data.sampler import Order
     from kiloword.data.sources import open_source
 
-    source, model = open_source("scenes:train?scenes=64", 32), config()
+    source, model = open_source("scenes:train?n=64", 32), config()
     tokenizer = Tokenizer.train([c for row in range(64) for c in source.record(row).captions], 500)
 
     def made(rank: int, ranks: int, workers: int) -> Batch:
@@ -243,16 +243,45 @@ def _fp32() -> torch.autocast:
 
 
 def _toy(method: str) -> float:
-    """Share of the pair loss that is left after learning one batch by heart."""
+    """Share of the pair loss above the least possible that is left after learning one batch by heart."""
     model, steps = learner(method, dtype=torch.float32), 60
     optimizer = Optimizer(model, replace(MUON, lr=4e-3, muon_lr=0.02, warmup=0.1), steps)
     some = batch(method=method)
-    losses = []
+    losses, least = [], _least(model, some)
     for step in range(steps):
         losses.append(float(backward(model, [some])["pair"]))
         optimizer.step(step)
         model.model.head.clamp_()
-    return losses[-1] / losses[0]
+    return (losses[-1] - least) / (losses[0] - least)
+
+
+@torch.no_grad()
+def _least(model: Learner, some: Batch) -> float:
+    """The pair loss of logits whose probabilities are the positives; 0 where there is one positive a row."""
+    images, texts = model.pair_inputs(model.encode(some), some)
+    positives = model.method.positives
+    if hasattr(positives, "bind"):
+        positives = positives.bind(Blocks(model.model.head, images, texts))
+    total = model.method.pair_loss(Blocks(_Ideal(positives), images, texts), positives)  # type: ignore[arg-type]
+    return float(total.sum / total.count)
+
+
+class _Ideal(torch.nn.Module):
+    """A head that knows the positives."""
+
+    def __init__(self, positives: Positives) -> None:
+        super().__init__()
+        self.positives = positives
+
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        return len(images["vec"]), len(texts["vec"])
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        annotated = images["position"][:, None] == texts["position"]
+        return self.positives(Pairs(annotated.to(images["vec"]), annotated, images, texts)).logit(1e-6)
+
+    def logits(self, score: Tensor) -> Tensor:
+        return score
 
 
 def main(method: str, ranks: Sequence[int], say: Callable[[str], None] = print) -> None:
