@@ -16,7 +16,7 @@ from kiloword.data.loader import BadRows, Loader
 from kiloword.data.loader import read as record
 from kiloword.data.sampler import Order
 from kiloword.data.side import SideTable
-from kiloword.data.sources import mix, open_source
+from kiloword.data.sources import open_data, open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.learner import Learner
 from kiloword.log import Log
@@ -53,11 +53,7 @@ class Run:
 
 def open_sources(recipe: Recipe) -> Source:
     """The training data of a recipe."""
-    size = recipe.model.image.size
-    sources = [open_source(s, size=size) for s in recipe.data.sources]
-    if len(sources) == 1 and not recipe.data.weights:
-        return sources[0]
-    return mix(sources, recipe.data.weights or (1.0,) * len(sources))
+    return open_data(recipe.data, recipe.model.image.size)
 
 
 def open_val(recipe: Recipe) -> Source | None:

@@ -23,7 +23,7 @@ FLAGS = (
     "out data val views positives pair_loss pooling side extra_captions raw_captions size steps epochs samples batch micro chunk precision freeze init captions decoder weights together "
     "vocab bad_share seed workers device log_every save_every eval_every extend dry_run optim augment model"
 )
-VERBS = "train quickstart eval score data verify import methods sizes doctor"
+VERBS = "train quickstart eval score embed data verify import methods sizes doctor"
 
 
 def run(*words: object) -> None:

@@ -238,20 +238,24 @@ def eval_batches(
     resize: Literal["shortest", "squash"] = "shortest",
     batch: int = 64,
     workers: int = 0,
+    parts: Sequence[range] | None = None,
 ) -> Iterator[EvalBatch]:
     """Every row once, in order, at most `batch` at a time (n may be 0); bad rows are left out and named.
 
+    Args: parts: the rows that are wanted, in place of all; no batch holds rows of two parts.
     Errors: RuntimeError when a worker died or stalled.
     """
     if batch < 1:
         raise ValueError(f"a batch of {batch} pictures; expected at least 1")
-    make = partial(_eval_batch, source, EvalTransform(image_size, resize), batch)
-    return in_order(make, range(-(-len(source) // batch)), workers)
+    wanted = [range(len(source))] if parts is None else parts
+    batches = [part[start : start + batch] for part in wanted for start in range(0, len(part), batch)]
+    make = partial(_eval_batch, source, EvalTransform(image_size, resize), batches)
+    return in_order(make, range(len(batches)), workers)
 
 
-def _eval_batch(source: Source, transform: EvalTransform, batch: int, step: int) -> EvalBatch:
+def _eval_batch(source: Source, transform: EvalTransform, batches: Sequence[range], step: int) -> EvalBatch:
     records, rows, images, skipped = [], [], [], []
-    for row in range(step * batch, min((step + 1) * batch, len(source))):
+    for row in batches[step]:
         try:
             record = read(source, row)
             images.append(transform(record.image))

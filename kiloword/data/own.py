@@ -53,6 +53,10 @@ class Own:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def key(self, row: int) -> str:
+        """The row's number."""
+        return str(row)
+
     def captions(self, row: int) -> list[str]:
         """Captions; what the data set itself does for a picture is done, but nothing is decoded here."""
         return self._sample(row)[1]
@@ -62,7 +66,7 @@ class Own:
         picture, captions = self._sample(row)
         if not captions:
             raise BadSample("no caption")
-        return Record(str(row), _stored(picture), captions)
+        return Record(self.key(row), _stored(picture), captions)
 
     def _sample(self, row: int) -> tuple[Any, list[str]]:
         try:

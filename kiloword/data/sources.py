@@ -6,13 +6,15 @@ import os
 import re
 from pathlib import Path
 
+from kiloword.data.extra_captions import with_captions
 from kiloword.data.folder import Folder, is_picture
 from kiloword.data.mixture import mix
 from kiloword.data.shards import Shards
 from kiloword.data.tables import Table
+from kiloword.recipes import DataConfig
 from kiloword.types import Source
 
-__all__ = ["mix", "open_source"]
+__all__ = ["mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -44,6 +46,16 @@ def open_source(src: str, size: int | None = None) -> Source:
     if suffix == ".tar":
         return _shards(src, [path])
     raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")
+
+
+def open_data(data: DataConfig, size: int | None = None) -> Source:
+    """The training data that the settings name: sources, their weights, extra captions.
+
+    Args: size: pixels a side that drawn pictures (scenes) get.
+    Errors: ValueError when something is missing or does not fit.
+    """
+    sources = [open_source(src, size=size) for src in data.sources]
+    return with_captions(mix(sources, data.weights), data.extra_captions, data.raw_captions)
 
 
 def expand(pattern: str) -> list[str]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from kiloword.checkpoint import save_model
 from kiloword.data.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
 from kiloword.methods import preset
-from kiloword.model import build
+from kiloword.model import Model, build
 from kiloword.recipes import ModelFile
 
 if TYPE_CHECKING:
@@ -30,11 +30,21 @@ def write(imported: Imported, weights: Path, out: Path, name: str) -> None:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
+    model, tokenizer = assemble(imported, weights)
+    file = ModelFile(method=imported.method, settings={}, model=imported.config, data=f"open_clip {name}")
+    save_model(out, model, tokenizer, file)
+
+
+def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:
+    """Imported weights as a model in memory, with the tokenizer they were trained with.
+
+    Args: weights: the file they came from; a SigLIP's tokenizer.json is looked for beside it.
+    Raises: ValueError when the tokenizer is missing.
+    """
     tokenizer = _tokenizer(imported, weights)
     model = build(imported.config, preset(imported.method), seed=0)
     model.load_state_dict({**model.state_dict(), **imported.state})
-    file = ModelFile(method=imported.method, settings={}, model=imported.config, data=f"open_clip {name}")
-    save_model(out, model, tokenizer, file)
+    return model, tokenizer
 
 
 def _tokenizer(imported: Imported, weights: Path) -> Tokenizer:

@@ -20,10 +20,14 @@ _IMAGE_KEYS = {
 }
 
 
+class Unlike(ValueError):
+    """A model that open_clip knows and our towers cannot be."""
+
+
 def model_config(name: str) -> ModelConfig:
     """The configuration of open_clip's model `name` as ours.
 
-    Raises: ValueError when open_clip is not installed, does not know the name, or the model differs from ours.
+    Raises: ValueError when open_clip is not installed or does not know the name; Unlike when our towers cannot be it.
     """
     raw = _raw_config(name)
     vision, text = raw["vision_cfg"], raw["text_cfg"]
@@ -31,7 +35,7 @@ def model_config(name: str) -> ModelConfig:
     foreign = [] if "timm_model_name" in vision or vision.get("patch_size") else ["no patch size"]
     foreign += [k for k in vision if k not in _IMAGE_KEYS] + [k for k in text if k not in _TEXT_KEYS]
     if foreign or text.get("pool_type", "argmax") not in pools:
-        raise ValueError(
+        raise Unlike(
             f"open_clip's {name} is built differently from our towers ({', '.join(foreign) or 'text pool'}); "
             "CLIP's and SigLIP's vision transformers can be imported"
         )
@@ -92,7 +96,7 @@ def _timm_image(name: str, vision: Mapping[str, Any]) -> ImageConfig:
     with torch.device("meta"):
         trunk = timm.create_model(vision["timm_model_name"], num_classes=0)
     if getattr(trunk, "attn_pool", None) is None or trunk.cls_token is not None:
-        raise ValueError(f"open_clip's {name} has timm's {vision['timm_model_name']}; of timm's towers, SigLIP's can")
+        raise Unlike(f"open_clip's {name} has timm's {vision['timm_model_name']}; of timm's towers, SigLIP's can")
     first = trunk.blocks[0]
     approximate = getattr(first.mlp.act, "approximate", "none")
     if type(first.mlp.act).__name__ == "GELUTanh":

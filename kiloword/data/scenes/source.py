@@ -111,14 +111,15 @@ class ScenesSource:
         info = {"levels": levels, "wrong": wrong, "scene": scene.describe()}
         twin = int(self._drawn.twin[row])
         if twin >= 0:
-            info["near"] = self._key(twin)
+            info["near"] = self.key(twin)
         if self.settings.selection.hard:
             info["group"] = row // GROUP
         task = self.settings.task
         picture = (draw_inner if self.settings.inner else draw)(scene, self.settings.size)
-        return Record(self._key(row), picture, captions, label(task, scene) if task else None, info)
+        return Record(self.key(row), picture, captions, label(task, scene) if task else None, info)
 
-    def _key(self, row: int) -> str:
+    def key(self, row: int) -> str:
+        """The name of a row, without drawing its picture."""
         s = self.settings.selection
         return f"{s.split}-g{row // GROUP:05d}-{row % GROUP}" if s.hard else f"{s.split}-{row:06d}"
 

@@ -1,0 +1,44 @@
+"""Places by key: sorted digests, so that millions of keys open at once from a memory map and no dict is built."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Lookup = NDArray[np.uint64]
+"""[2, N]: digests, ascending, and the place of each."""
+
+
+def digest(raw: bytes) -> int:
+    """An unsigned 64-bit number; two of a million keys share one with a chance of 3e-8, so the key itself decides."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+def lookup(keys: Iterable[bytes], places: NDArray[np.uint64]) -> Lookup:
+    """The look-up of N keys; equal keys keep the order of their places [N]."""
+    digests = np.fromiter((digest(key) for key in keys), np.uint64, len(places))
+    order = np.argsort(digests, kind="stable")
+    return np.stack([digests[order], places[order]])
+
+
+def find(table: Lookup, raw: bytes) -> list[int]:
+    """The places where a key may be: none, nearly always one, or several. O(log N)."""
+    wanted = np.uint64(digest(raw))
+    start = int(np.searchsorted(table[0], wanted))
+    end = start
+    while end < table.shape[1] and table[0, end] == wanted:
+        end += 1
+    return [int(place) for place in table[1, start:end]]
+
+
+def raw(text: str) -> bytes:
+    """A key or caption as bytes: UTF-8, and lone surrogates (file names that are no UTF-8) as they are."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def text(raw: bytes) -> str:
+    """The inverse of `raw`."""
+    return raw.decode("utf-8", "surrogatepass")

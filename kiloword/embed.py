@@ -1,0 +1,202 @@
+"""A teacher's features of a whole data set, once, into a side table: what `kiloword embed` does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TextIO
+
+import torch
+
+from kiloword.data import keyed
+from kiloword.data.loader import EvalBatch, eval_batches
+from kiloword.data.mixture import Mixture, mix
+from kiloword.data.side import SideTable, TableFile, contents
+from kiloword.data.side_writer import Rows, SideWriter
+from kiloword.data.sources import open_data
+from kiloword.interop.teachers import Teacher, open_teacher
+from kiloword.log import PLAIN_EVERY_S
+from kiloword.recipes import DataConfig
+from kiloword.types import Source
+
+PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
+
+
+def main(
+    model: str,
+    data: Sequence[str],
+    out: Path,
+    name: str = "teacher",
+    extra_captions: Sequence[str] = (),
+    batch: int = 64,
+    workers: int = 0,
+    device: str = "auto",
+    precision: Literal["fp32", "bf16"] = "fp32",
+    dtype: Literal["fp16", "fp32"] = "fp16",
+) -> None:
+    """What the command line calls; prints. Errors: see `open_teacher`, `open_data` and `embed`."""
+    teacher = open_teacher(model, device, precision)
+    source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
+    table = embed(
+        teacher,
+        source,
+        out,
+        teacher_name=model,
+        name=name,
+        precision=precision,
+        dtype=dtype,
+        batch=batch,
+        workers=workers,
+        report=Report(sys.stderr),
+    )
+    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    captions = int(table.starts[-1])
+    print(f"{out}: {len(table):,} pictures, {captions:,} captions, {table.dim} numbers each, {size:,.1f} MB")
+
+
+def embed(
+    teacher: Teacher,
+    source: Source,
+    out: Path | str,
+    *,
+    teacher_name: str = "",
+    name: str = "teacher",
+    precision: str = "fp32",
+    dtype: Literal["fp16", "fp32"] = "fp16",
+    batch: int = 64,
+    workers: int = 0,
+    part: int = PART,
+    report: Report | None = None,
+) -> SideTable:
+    """Features of every readable picture, un-augmented, and of all its captions; goes on with what is in `out`.
+
+    Args: source: of a mixture every row of each part is embedded, whatever its weight; teacher_name: as messages name
+    the teacher; name: of the features in a batch; precision: that the teacher computes in; dtype: of the features on
+    disk; batch: pictures at a time; part: rows a file; report: hears of progress and bad rows.
+    Errors: ValueError when `out` holds something else, keys repeat with other content, or no row is usable.
+    """
+    if batch < 1:
+        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
+    report = report or Report(None)
+    whole = every_row(source)
+    file = TableFile(
+        name=name,
+        dim=_dim(teacher),
+        teacher=teacher_name,
+        teacher_fingerprint=teacher.fingerprint,
+        precision=precision,
+        dtype=dtype,
+        data=source.name,
+        fingerprint=whole.fingerprint,
+        contents=tuple(sorted(contents(whole))),
+        rows=len(whole),
+        part=part,
+    )
+    writer = SideWriter(Path(out), file)
+    _fill(writer, whole, teacher, batch, workers, report)
+    table = writer.finish()
+    if writer.skipped:
+        report.say(f"{len(writer.skipped):,} of {len(whole):,} rows are bad, and not in the table.")
+    if writer.repeated:
+        report.say(f"{writer.repeated:,} rows repeat an earlier one's key and content.")
+    return table
+
+
+def _fill(writer: SideWriter, source: Source, teacher: Teacher, batch: int, workers: int, report: Report) -> None:
+    """Make and write the parts that are missing."""
+    todo = [writer.rows_of(number) for number in writer.missing]
+    report.start(sum(map(len, todo)), len(source))
+    batches = eval_batches(source, teacher.size, teacher.resize, batch, workers, todo)
+    for number, rows in zip(writer.missing, todo, strict=True):
+        made, left = Rows(), len(rows)
+        while left:
+            some = next(batches)
+            for bad in some.skipped:
+                report.say(f"skipped {bad.key}: {bad.reason}")
+            _encode(some, made, teacher, writer)
+            read = len(some.rows) + len(some.skipped)
+            left -= read
+            report.add(read, sum(map(len, some.captions)))
+        writer.write(number, made)
+
+
+def _encode(some: EvalBatch, made: Rows, teacher: Teacher, writer: SideWriter) -> None:
+    """Add one batch to a part. Raises: ValueError when the teacher makes something that is no number."""
+    made.skipped += some.skipped
+    named = zip(some.keys, some.images, some.captions, strict=True)
+    new = [n for n, (key, image, captions) in enumerate(named) if writer.is_new(key, image, captions)]
+    if not new:
+        return
+    captions = [some.captions[n] for n in new]
+    images = teacher.encode_images(some.images[new])
+    texts = teacher.encode_texts([caption for several in captions for caption in several])
+    for what, found in (("pictures", images), ("captions", texts)):
+        if not bool(torch.isfinite(found).all()):
+            raise ValueError(f"the teacher makes features of {what} that are no numbers, near {some.keys[new[0]]!r}.")
+    made.keys += [keyed.raw(some.keys[n]) for n in new]
+    made.captions += captions
+    made.images.append(images.numpy())
+    made.texts.append(texts.numpy())
+
+
+def every_row(source: Source) -> Source:
+    """The source, or of a mixture each part once, whatever its weight."""
+    parts = {part.fingerprint: part for part in _parts(source)}
+    return mix(list(parts.values()))
+
+
+def _parts(source: Source) -> Iterator[Source]:
+    if not isinstance(source, Mixture):
+        yield source
+        return
+    for part in source.sources:
+        yield from _parts(part)
+
+
+def _dim(teacher: Teacher) -> int:
+    """Numbers a feature. Raises: ValueError when pictures and texts get different ones."""
+    image = teacher.encode_images(torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)).shape[1]
+    text = teacher.encode_texts(["a"]).shape[1]
+    if image != text:
+        raise ValueError(f"the teacher gives pictures {image} numbers and texts {text}: expected as many of both.")
+    return image
+
+
+class Report:
+    """Sentences, and a line of progress that rewrites itself on a terminal, else one every few seconds."""
+
+    def __init__(self, out: TextIO | None) -> None:
+        self.out = out
+        self._live = out is not None and out.isatty()
+        self._width = 0
+
+    def say(self, sentence: str) -> None:
+        """A sentence of its own line."""
+        if self.out is not None:
+            print(("\n" if self._width else "") + sentence, file=self.out, flush=True)
+        self._width = 0
+
+    def start(self, rows: int, of: int) -> None:
+        """Rows that are to be done, of all."""
+        if rows < of:
+            self.say(f"{of - rows:,} of {of:,} rows are there already.")
+        self.rows, self.done, self.captions = rows, 0, 0
+        self._begun = self._spoke = time.perf_counter()
+
+    def add(self, rows: int, captions: int) -> None:
+        """Count rows that are done, and their captions."""
+        self.done, self.captions = self.done + rows, self.captions + captions
+        now = time.perf_counter()
+        if self.out is None or (not self._live and now - self._spoke < PLAIN_EVERY_S and self.done < self.rows):
+            return
+        self._spoke, seconds = now, max(now - self._begun, 1e-9)
+        eta = int(seconds / self.done * (self.rows - self.done))
+        line = (
+            f"row {self.done:,}/{self.rows:,}  {self.done / seconds:,.0f} pictures/s  "
+            f"{self.captions / seconds:,.0f} captions/s  ETA {eta // 60}:{eta % 60:02d}"
+        )
+        self.out.write("\r" + line.ljust(self._width) if self._live else line + "\n")
+        self._width = len(line) if self._live else 0
+        self.out.flush()

@@ -1,0 +1,439 @@
+"""Side tables: what is embedded once is what a batch carries, whatever workers, interruptions and captions."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kiloword.data import keyed
+from kiloword.data.loader import Loader
+from kiloword.data.mixture import Mixture
+from kiloword.data.sampler import Order
+from kiloword.data.scenes import parse_scenes
+from kiloword.data.side import SideTable
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.draw import Draw, key
+from kiloword.embed import Report, embed
+from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.types import BadSample, Batch, Example, Fetch, Record
+
+SIZE, DIM, ROWS, PART = 16, 6, 40, 16
+WEIGHTS = torch.randn(3 * SIZE * SIZE, DIM, generator=torch.Generator().manual_seed(0))
+
+
+class Fake:
+    """A teacher whose features depend on pixels and texts alone; it counts what it is asked."""
+
+    size = SIZE
+    resize: Literal["shortest", "squash"] = "squash"
+
+    def __init__(self, fingerprint: str = "fake", stop_after: int = -1) -> None:
+        self.fingerprint, self.stop_after, self.pictures = fingerprint, stop_after, 0
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        if self.pictures == self.stop_after:
+            raise KeyboardInterrupt
+        self.pictures += len(images)
+        return F.normalize(images.flatten(1).float() @ WEIGHTS, dim=-1)
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        rows = [torch.randn(DIM, generator=torch.Generator().manual_seed(key(text))) for text in texts]
+        return F.normalize(torch.stack(rows), dim=-1) if rows else torch.empty(0, DIM)
+
+
+@dataclass
+class Pictures:
+    """Row i holds noise and 1 + i % 3 captions; row 5 is bad, rows 7 and 8 have odd keys, row 9 has no caption."""
+
+    rows: int = ROWS
+    name: str = "pictures"
+    fingerprint: str = "p"
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def key(self, row: int) -> str:
+        return {7: "folder/ünï.cöde", 8: "no \udcff utf-8"}.get(row, f"k{row:03}")
+
+    def record(self, row: int) -> Record:
+        if row == 5:
+            raise BadSample("truncated picture")
+        pixels = np.random.default_rng(row).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+        captions = [f"picture {row} caption {n}" for n in range(1 + row % 3)]
+        return Record(self.key(row), pixels, [] if row == 9 else captions, label=0)
+
+
+def example(source: Pictures, row: int, *captions: str) -> Example:
+    return Example(source.key(row), row, torch.zeros(3, SIZE, SIZE, dtype=torch.uint8), list(captions))
+
+
+def rounded(features: Tensor) -> Tensor:
+    return features.half().float()
+
+
+def pixels(source: Pictures, row: int) -> Tensor:
+    return torch.from_numpy(source.record(row).image).permute(2, 0, 1)[None]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> SideTable:
+    """Three parts: of 16, 16 and 8 rows."""
+    return embed(Fake(), Pictures(), tmp_path_factory.mktemp("side") / "t", batch=5, part=PART)
+
+
+def test_round_trip(table: SideTable) -> None:
+    source, teacher = Pictures(), Fake()
+    table.check(source)
+    assert table.name == "teacher"
+    assert table.dim == DIM
+    good = [row for row in range(ROWS) if row != 5]
+    assert table.keys == [source.key(row) for row in good]
+    assert len(table) == len(good)
+    captions = [source.record(row).captions for row in good]
+    assert table.captions == list(chain(*captions))
+    assert table.starts.tolist() == np.cumsum([0, *map(len, captions)]).tolist()
+    expected = torch.cat([teacher.encode_images(pixels(source, row)) for row in good])
+    assert torch.equal(torch.from_numpy(table.images()).float(), rounded(expected))
+    assert torch.equal(torch.from_numpy(table.texts()).float(), rounded(teacher.encode_texts(table.captions)))
+    means = [rounded(teacher.encode_texts(c)).mean(0) if c else torch.zeros(DIM) for c in captions]
+    assert torch.allclose(torch.from_numpy(table.text_means()), torch.stack(means), atol=1e-7)
+
+
+def test_join_by_key_and_text(table: SideTable) -> None:
+    source, teacher = Pictures(), Fake()
+    for row in (0, 2, 7, 8, 15, 16, 39):
+        texts = source.record(row).captions
+        asked = [*reversed(texts), "never seen", texts[0]]
+        joined = example(source, row, *asked)
+        table.join(joined)
+        assert torch.equal(joined.image_side["teacher"], rounded(teacher.encode_images(pixels(source, row)))[0])
+        found = joined.text_side["teacher"]
+        expected = rounded(teacher.encode_texts(asked))
+        expected[-2] = 0
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+        assert torch.equal(joined.image_side["teacher.texts"], expected.mean(0))
+
+
+def test_unknown_key_is_zeros(table: SideTable) -> None:
+    for row in (5, 100):  # bad; never there
+        joined = example(Pictures(), row, "picture 0 caption 0")
+        table.join(joined)
+        assert not joined.image_side["teacher"].any()
+        assert not joined.text_side["teacher"].any()
+        assert not joined.image_side["teacher.texts"].any()
+
+
+def test_pickles_as_its_path(table: SideTable) -> None:
+    table.join(example(Pictures(), 1, "a"))
+    document = pickle.dumps(table)
+    assert len(document) < 2000
+    copy, joined, again = pickle.loads(document), example(Pictures(), 1, "a"), example(Pictures(), 1, "a")
+    copy.join(joined)
+    table.join(again)
+    assert torch.equal(joined.image_side["teacher"], again.image_side["teacher"])
+    assert copy.keys == table.keys
+
+
+TOKENIZER = Tokenizer.train([f"picture {i} caption {j}" for i in range(ROWS) for j in range(3)], 320)
+
+
+def loader(table: SideTable, captions: int | Literal["one", "all"], **changes: object) -> Loader:
+    data = DataConfig(captions=captions, augment=AugmentConfig(crop=0.5, flip=0.5, drop_words=0.3))
+    order, text = Order(ROWS, 8, seed=3), TextConfig(context=24, vocab=400)
+    return Loader(Pictures(), order, data, text, SIZE, TOKENIZER, sides=[table], seed=5, **changes)  # type: ignore[arg-type]
+
+
+def same(a: Batch, b: Batch) -> bool:
+    sides = [(a.image_side, b.image_side), (a.text_side, b.text_side)]
+    equal = all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in sides)
+    return equal and torch.equal(a.images, b.images) and torch.equal(a.texts.ids, b.texts.ids)
+
+
+@pytest.mark.parametrize("captions", ["one", 2, "all"])
+def test_a_batch_carries_the_features_of_its_whole_captions(
+    table: SideTable, captions: int | Literal["one", "all"]
+) -> None:
+    """Words are dropped from the texts, not from what the features are of."""
+    teacher, dropped = Fake(), 0
+    plain = loader(table, captions)
+    whole = replace(plain, data=replace(plain.data, augment=AugmentConfig()))
+    for step in range(6):
+        batch, undropped = plain.batch(step), whole.batch(step)
+        edges = undropped.texts.starts.tolist()
+        texts = [TOKENIZER.decode(undropped.texts.ids[a:b].tolist()) for a, b in pairwise(edges)]
+        assert torch.equal(batch.text_side["teacher"], rounded(teacher.encode_texts(texts)))
+        rows = [int(text.split()[1]) for text in texts]
+        images = torch.cat([rounded(teacher.encode_images(pixels(Pictures(), row))) for row in rows])
+        assert torch.equal(batch.image_side["teacher"][batch.image_of_text], images)
+        for n in range(len(batch)):
+            own = batch.text_side["teacher"][batch.image_of_text == n]
+            assert torch.allclose(batch.image_side["teacher.texts"][n], own.mean(0), atol=1e-7)
+        dropped += len(undropped.texts.ids) - len(batch.texts.ids)
+    assert dropped > 0
+
+
+def test_workers_change_nothing(table: SideTable) -> None:
+    alone = loader(table, 2)
+    pairs = zip(alone.batches(0, 6), replace(alone, workers=2).batches(0, 6), strict=True)
+    assert all(same(a, b) for a, b in pairs)
+
+
+def test_views_keep_a_row_for_each_caption(table: SideTable) -> None:
+    def joined(example: Example, fetch: Fetch, draw: Draw) -> Example:
+        sides = {name: value[:1] for name, value in example.text_side.items()}
+        return replace(example, captions=["two halves"], composed=True, text_side=sides)
+
+    batch = loader(table, 2, views=[joined]).batch(0)
+    assert batch.text_side["teacher"].shape == (8, DIM)
+    assert batch.composed.all()
+
+
+def test_stands_beside_the_truth(tmp_path: Path) -> None:
+    scenes = parse_scenes("scenes?n=24&captions=3", SIZE)
+    table = embed(Fake(), scenes, tmp_path / "t")
+    order, text = Order(24, 8, 0), TextConfig(context=48, vocab=400)
+    tokenizer = Tokenizer.train((c for r in range(24) for c in scenes.captions(r)), 320)
+    made = Loader(scenes, order, DataConfig(captions=2), text, SIZE, tokenizer, sides=[table], truth=True)
+    batch = made.batch(0)
+    assert batch.text_side["truth"].shape == (16, 8)
+    assert batch.text_side["teacher"].shape == (16, DIM)
+    assert batch.text_side["teacher"].norm(dim=1).sub(1).abs().max() < 2e-3
+    assert batch.text_side["truth"][torch.arange(16), batch.image_of_text].all()
+
+
+def parts_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_goes_on_after_an_interruption(tmp_path: Path, workers: int) -> None:
+    """Whole parts are not made again, and the result is that of one run, byte for byte."""
+    whole = embed(Fake(), Pictures(), tmp_path / "whole", part=PART, batch=4).path
+    with pytest.raises(KeyboardInterrupt):
+        embed(Fake(stop_after=1 + 23), Pictures(), tmp_path / "cut", part=PART, batch=4)  # within the second part
+    assert not (tmp_path / "cut" / "index.npy").exists()
+    with pytest.raises(ValueError, match=r"cut is not finished\. The same `kiloword embed` command again"):
+        SideTable(tmp_path / "cut")
+    teacher = Fake()
+    embed(teacher, Pictures(), tmp_path / "cut", part=PART, batch=4, workers=workers)
+    assert teacher.pictures == 1 + ROWS - PART  # and one to see how many numbers a feature has
+    assert parts_of(tmp_path / "cut") == parts_of(whole)
+
+
+@pytest.mark.parametrize("harm", ["remove", "cut", "empty", "flip", "other"])
+def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, harm: str) -> None:
+    folder = embed(Fake(), Pictures(), tmp_path / "t", part=PART).path
+    before = parts_of(folder)
+    part = folder / "part-00001.arrow"
+    raw = part.read_bytes()
+    if harm == "other":  # a part of another table
+        other = embed(Fake("other"), Pictures(fingerprint="q"), tmp_path / "o", part=PART).path
+        part.write_bytes((other / part.name).read_bytes())
+    elif harm == "flip":  # within the features, where no offset tells
+        feature = SideTable(folder).images()[20].tobytes()
+        place = raw.index(feature)
+        part.write_bytes(raw[:place] + bytes(DIM * 2) + raw[place + DIM * 2 :])
+    else:
+        part.unlink() if harm == "remove" else part.write_bytes(raw[: len(raw) // 2 if harm == "cut" else 0])
+        with pytest.raises(ValueError, match=r"part-00001\.arrow is (missing|damaged)\. The same `kiloword embed`"):
+            SideTable(folder).join(example(Pictures(), 20, "a"))
+    teacher = Fake()
+    embed(teacher, Pictures(), folder, part=PART)
+    assert teacher.pictures == 1 + PART
+    assert parts_of(folder) == before
+
+
+def test_a_finished_table_is_left_alone(table: SideTable) -> None:
+    times = {path: path.stat().st_mtime_ns for path in table.path.glob("part-*")}
+    teacher = Fake()
+    embed(teacher, Pictures(), table.path, batch=3)
+    assert teacher.pictures == 1
+    assert times == {path: path.stat().st_mtime_ns for path in table.path.glob("part-*")}
+
+
+def test_another_teacher_or_data_is_refused(table: SideTable) -> None:
+    folder = table.path.parent / "named"
+    embed(Fake(), Pictures(), folder, teacher_name="a")
+    with pytest.raises(ValueError, match=r"holds other features: there teacher a \(fake\), here teacher b \(new\)"):
+        embed(Fake("new"), Pictures(), folder, teacher_name="b")
+    with pytest.raises(ValueError, match=r"there data pictures \(p\), here data pictures \(q\). Choose another --out"):
+        embed(Fake(), Pictures(fingerprint="q"), table.path)
+    with pytest.raises(ValueError, match="there name teacher, here name second"):
+        embed(Fake(), Pictures(), table.path, name="second")
+    with pytest.raises(ValueError, match="there dtype fp16, here dtype fp32"):
+        embed(Fake(), Pictures(), table.path, dtype="fp32")
+
+
+def test_check_wants_the_data_it_was_made_from(table: SideTable) -> None:
+    with pytest.raises(
+        ValueError, match=r"was made from pictures \(fingerprint p\), but the run reads others \(o\): make one from the"
+    ):
+        table.check(Pictures(name="others", fingerprint="o"))
+    with pytest.raises(ValueError, match="was made from pictures"):
+        table.check(Mixture([Pictures(), Pictures(fingerprint="o")], [1.0, 1.0]))
+    table.check(Mixture([Pictures()], [2.5]))
+
+
+@dataclass
+class Second(Pictures):
+    """Other pictures under other keys."""
+
+    name: str = "second"
+    fingerprint: str = "s"
+
+    def key(self, row: int) -> str:
+        return f"second {row}"
+
+
+def test_a_mixture_is_embedded_once_whatever_its_weights(tmp_path: Path) -> None:
+    mixed = Mixture([Pictures(), Second()], [2.0, 0.5])
+    table = embed(Fake(), mixed, tmp_path / "t", part=PART)
+    assert len(table) == 2 * (ROWS - 1)
+    for source in (mixed, Mixture([Second(), Pictures()], [1.0, 3.25]), Pictures(), Second()):
+        table.check(source)
+    assert embed(Fake(), Mixture([Pictures(), Second()], [1.0, 1.0]), tmp_path / "t").keys == table.keys
+
+
+@dataclass
+class Twice(Pictures):
+    """Rows 20 and on have the keys of rows 0 and on, and their content unless `other` says so."""
+
+    other: str = ""
+    fingerprint: str = "t"
+
+    def key(self, row: int) -> str:
+        return f"k{row % 20}"
+
+    def record(self, row: int) -> Record:
+        found = super().record(0 if row % 20 == 5 else row % 20)
+        if row == 33:
+            found.image = 255 - found.image if self.other == "picture" else found.image
+            found.captions = ["another"] if self.other == "caption" else found.captions
+        return replace(found, key=self.key(row))
+
+
+@pytest.mark.parametrize("part", [4, 64])
+def test_repeated_keys(tmp_path: Path, part: int) -> None:
+    lines = Lines()
+    table = embed(Fake(), Twice(), tmp_path / "t", part=part, report=Report(lines))  # type: ignore[arg-type]
+    assert table.keys == [f"k{row}" for row in range(20)]
+    assert "20 rows repeat an earlier one's key and content." in lines.text
+    for other in ("picture", "caption"):
+        with pytest.raises(
+            ValueError, match="two pictures of pictures have the key 'k13' and differ in pixels or capt"
+        ):
+            embed(Fake(), Twice(other=other), tmp_path / other, part=part)
+
+
+class Lines:
+    """A stream that is no terminal."""
+
+    text = ""
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
+    lines = Lines()
+    for _ in range(2):  # also when they come from the parts
+        embed(Fake(), Pictures(), tmp_path / "t", report=Report(lines))  # type: ignore[arg-type]
+        assert "1 of 40 rows are bad, and not in the table." in lines.text
+    assert "skipped k005: truncated picture\n" in lines.text
+    assert "row 40/40" in lines.text
+    assert "ETA 0:00" in lines.text
+
+
+def test_nothing_usable(tmp_path: Path) -> None:
+    class Bad(Pictures):
+        def record(self, row: int) -> Record:
+            raise BadSample("truncated picture")
+
+    with pytest.raises(ValueError, match="none of its 40 rows is a usable picture, the first because: truncated pict"):
+        embed(Fake(), Bad(), tmp_path / "t", part=PART)
+
+
+def test_features_must_be_numbers(tmp_path: Path) -> None:
+    class Broken(Fake):
+        def encode_texts(self, texts: Sequence[str]) -> Tensor:
+            return super().encode_texts(texts) / 0
+
+    with pytest.raises(ValueError, match="features of captions that are no numbers, near 'k000'"):
+        embed(Broken(), Pictures(), tmp_path / "t")
+    with pytest.raises(ValueError, match=r"features cannot be named 'a\.b'"):
+        embed(Fake(), Pictures(), tmp_path / "u", name="a.b")
+    with pytest.raises(ValueError, match="a batch of 0 pictures"):
+        embed(Fake(), Pictures(), tmp_path / "u", batch=0)
+
+
+def test_refuses_what_is_no_side_table(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no side table: it has no table\.json"):
+        SideTable(tmp_path)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").touch()
+    with pytest.raises(ValueError, match="photos exists and is no side table"):
+        embed(Fake(), Pictures(), tmp_path / "photos")
+    folder = embed(Fake(), Pictures(), tmp_path / "t").path
+    index = (folder / "index.npy").read_bytes()
+    for raw in (b"", index[:40], index[:-8], b"nonsense" * 20):
+        (folder / "index.npy").write_bytes(raw)
+        with pytest.raises(ValueError, match=r"index\.npy is damaged\. Remove that file\."):
+            SideTable(folder)
+    table = folder / "table.json"
+    good = json.loads(table.read_text())
+    for change in ({"format": "kiloword-side-9"}, {"dim": "many"}, {"more": 1}):
+        table.write_text(json.dumps(good | change))
+        with pytest.raises(ValueError, match=r"table\.json cannot be used: .* It was damaged"):
+            SideTable(folder)
+    table.write_text('{"format"')
+    with pytest.raises(ValueError, match=r"table\.json cannot be used: .* It was damaged"):
+        embed(Fake(), Pictures(), folder)
+
+
+def test_failed_writes_leave_no_half_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kiloword.checkpoint.os.fsync", full)
+    with pytest.raises(ValueError, match=r"cannot write .*table\.json: No space left"):
+        embed(Fake(), Pictures(), tmp_path / "t")
+    assert list((tmp_path / "t").iterdir()) == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.binary(max_size=3), max_size=40), st.binary(max_size=3))
+def test_places_by_key(keys: list[bytes], other: bytes) -> None:
+    """Also of keys that come several times, in the order of their places."""
+    places = np.arange(len(keys), dtype=np.uint64) + (7 << 32)
+    table = keyed.lookup(keys, places)
+    for wanted in [*keys, other]:
+        assert keyed.find(table, wanted) == [(7 << 32) + n for n, k in enumerate(keys) if k == wanted]
+
+
+def test_equal_digests_are_told_apart_by_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed, "digest", lambda raw: len(raw))
+    table, source = embed(Fake(), Pictures(), tmp_path / "t", part=PART), Pictures()
+    for row in (0, 20, 39):
+        joined = example(source, row, "a")
+        table.join(joined)
+        assert torch.equal(joined.image_side["teacher"], rounded(Fake().encode_images(pixels(source, row)))[0])
