@@ -93,7 +93,7 @@ def test_finished_rows_are_skipped_and_told(
     said = capsys.readouterr()
     one = next(r["metrics"]["recall"] for r in found if r["seed"] == 0)
     assert f"| plain | {one:.3f} |" in said.out
-    assert "| other | - | - | 0 |" in said.out
+    assert "| other | - | - | - | 0 |" in said.out
 
 
 def test_check_tells_changed_losses(place: Path, found: list[rows.Row], capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,7 +63,7 @@ class Experiment:
     columns: Mapping[str, str]  # of the table: heading -> metric
     options: type[Options] = Options
     first: Callable[[Any], None] | None = None  # what arms need before they start: a teacher
-    notes: Sequence[str] = field(default_factory=tuple)  # below the table
+    notes: Callable[[Any], Sequence[str]] | None = None  # lines below the table
 
     def chosen(self, options: Options) -> list[Arm]:
         """The arms that were asked for, with the options' length. Raises: ValueError for an unknown name."""
