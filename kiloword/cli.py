@@ -145,6 +145,54 @@ def embed(
 
 
 @app.command
+def mine(
+    data: Positional[tuple[str, ...]],
+    side: Path,
+    out: Path,
+    p1: float | None = None,
+    p2: float | None = None,
+    p3: float | None = None,
+    p1_text: float | None = None,
+    calibrate: bool = False,
+    false_rate: float = 1e-4,
+    batch: int = 1024,
+    most: int = 20,
+    gallery: int = 6,
+    chunk: int = 2048,
+    extra_captions: tuple[Path, ...] = (),
+    device: str = "auto",
+    seed: int = 0,
+) -> None:
+    """Captions that fit other pictures: kiloword mine photos/train --side features --out mined --calibrate
+
+    Writes OUT/report.html, pairs.parquet, mine.json and thresholds.json.
+
+    Args:
+        data: what `train --data` takes.
+        side: side table of a teacher's features of it (`kiloword embed`).
+        out: folder for report, pairs and numbers.
+        p1: a pair matches when picture and caption are more alike; calibrated, or the paper's 0.27.
+        p2: or when the caption's picture is more alike; the paper's 0.92.
+        p3: or when the caption is more like the picture's captions, on average (0.99), and p1-text holds.
+        p1_text: how much picture and caption must then be alike; the paper's 0.24.
+        calibrate: fit the thresholds that are not given to the teacher, and print the flags for training.
+        false_rate: share of random pairs that p2 and p3 may accept when calibrated.
+        batch: pictures in the random batches in which the true caption is ranked.
+        most: mined pairs of a picture in pairs.parquet, best first; all are counted.
+        gallery: mined pairs that the report shows of each term.
+        chunk: pictures and captions whose similarities are held at once.
+        extra_captions: parquet tables (key, captions), compared with the pictures' own captions.
+        device: auto, cpu, cuda, cuda:N.
+        seed: of what is drawn: batches, random pairs, the gallery.
+    """
+    from kiloword.mining import main as run
+    from kiloword.mining.options import Options
+
+    given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
+    run(data, side, out, Options(**given))
+
+
+@app.command
 def data(
     what: Positional[Literal["index", "check", "stats"]], source: Positional[str], png: Path | None = None
 ) -> None:

@@ -1,0 +1,148 @@
+"""Thresholds of eq. 2 for a teacher that is not the paper's.
+
+What the paper says of its own teacher (arXiv:2405.10286, appendix B): p1 starts at the mean S_it of the annotated
+pairs, and p2 and p3 are high, to take nearly identical samples only. Here:
+
+p1   the mean S_it of the annotated pairs;
+p2   the S_ii that only `false_rate` of random pairs exceed, so that another picture counts as the same one only
+     where that is rare in this data under this teacher; at most NEARLY_SAME, or exact copies would not match;
+p3   the same of S_tt;
+p1'  the S_it that nine of ten annotated pairs exceed, at most p1: the last term must not accept what hardly any
+     annotated pair would be.
+
+A random pair is a picture and a caption that was not written for it, both drawn evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kiloword.draw import key
+from kiloword.methods.fff import Mined, matches
+from kiloword.mining.corpus import Corpus, Floats, Ints, similarities
+
+NEARLY_SAME = 0.999  # highest p2 and p3: rounding may put identical features below 1
+FLOOR = 0.1  # share of annotated pairs that p1' refuses
+DIGITS = 4  # of a threshold
+
+Known = Callable[[Ints, Ints], Tensor]
+"""Which of some captions [t] are true of which pictures [i]: bool [t, i]."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Random pairs that are not annotated, [n] each."""
+
+    it: Tensor
+    ii: Tensor
+    tt: Tensor
+    true: Tensor | None  # bool, where the truth is known
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one p1 gives, the other thresholds being as they are. Shares in [0, 1]."""
+
+    p1: float
+    annotated_above: float  # share of annotated pairs with S_it > p1
+    random_above: float  # share of random pairs with S_it > p1
+    mined_per_picture: float  # by the whole of eq. 2, expected from the random pairs
+    precision: float | None = None  # of what the whole of eq. 2 mines; None: the truth is unknown, or nothing mined
+    recall: float | None = None  # of all true pairs that are not annotated
+
+
+def random_pairs(
+    corpus: Corpus, seed: int, pictures: int = 2048, captions: int = 4096, known: Known | None = None
+) -> Sample:
+    """All pairs of some pictures with some captions, drawn by the seed, less the annotated ones.
+
+    Errors: ValueError when the features known make no such pair.
+    """
+    rows = some(corpus.known_images, pictures, key(seed, "random pairs", "pictures"))
+    columns = some(corpus.paired, captions, key(seed, "random pairs", "captions"))
+    owner = corpus.owner[columns]
+    others = torch.from_numpy(rows[:, None] != owner[None])
+    if not bool(others.any()):
+        raise ValueError("the side table knows no two pictures with captions: there are no pairs to mine.")
+    images, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
+    values = similarities(images, means, corpus.load(corpus.texts, columns), corpus.load(corpus.images, owner))
+    it, ii, tt = (v.cpu()[others] for v in values)
+    return Sample(it, ii, tt, None if known is None else known(columns, rows).T[others])
+
+
+def some(items: Ints, most: int, number: int) -> Ints:
+    """At most so many of the items, drawn without replacement, ascending."""
+    if len(items) <= most:
+        return items
+    rng = np.random.Generator(np.random.Philox(number))
+    return np.sort(rng.choice(items, most, replace=False))
+
+
+def calibrate(annotated: Floats, sample: Sample, settings: Mined, false_rate: float = 1e-4) -> Mined:
+    """The settings with thresholds that fit the teacher.
+
+    Args: annotated, S_it of the annotated pairs.
+    Errors: ValueError when the teacher does not score annotated pairs above 0, or for a rate outside (0, 1).
+    """
+    if not (math.isfinite(false_rate) and 0 < false_rate < 1):
+        raise ValueError(f"--false-rate is {false_rate:g}. Expected a share between 0 and 1, such as 1e-4.")
+    p1 = round(float(np.mean(annotated)), DIGITS)
+    floor = round(float(np.quantile(annotated, FLOOR)), DIGITS)
+    if p1 <= 0:
+        raise ValueError(
+            f"the teacher gives its annotated pairs a mean similarity of {p1:.4f}; expected above 0. "
+            "It cannot tell which captions match: train it longer, or use another."
+        )
+    p2, p3 = (min(exceeded_by(values, false_rate), NEARLY_SAME) for values in (sample.ii, sample.tt))
+    lowest = 10.0**-DIGITS
+    return replace(settings, p1=p1, p2=max(p2, lowest), p3=max(p3, lowest), p1_text=max(min(floor, p1), lowest))
+
+
+def exceeded_by(values: Tensor, share: float) -> float:
+    """A number, of DIGITS digits, that at most this share of the values exceeds; the largest value for very few."""
+    allowed = int(share * len(values))
+    value = float(values.kthvalue(len(values) - allowed).values)
+    scale = 10.0**DIGITS
+    return math.ceil(round(value * scale, 3)) / scale
+
+
+def candidates(annotated: Floats, sample: Sample, p1: float) -> list[float]:
+    """Values of p1 to compare, ascending: half deviations around the mean, and what few random pairs exceed."""
+    mean, deviation = float(np.mean(annotated)), float(np.std(annotated))
+    around = [mean + step * deviation for step in (-1, -0.5, 0.5, 1)]
+    rare = [exceeded_by(sample.it, rate) for rate in (1e-2, 1e-3, 1e-4)]
+    return sorted({round(v, DIGITS) for v in [*around, *rare, p1] if 0 < v < 1})
+
+
+def compare(
+    corpus: Corpus, annotated: Floats, sample: Sample, settings: Mined, values: Sequence[float]
+) -> list[Choice]:
+    """What each p1 would mine."""
+    captions = len(corpus.captions) * (1 - 1 / len(corpus.keys))  # of the other pictures
+    return [_choice(replace(settings, p1=p1), annotated, sample, captions) for p1 in values]
+
+
+def _choice(settings: Mined, annotated: Floats, sample: Sample, captions: float) -> Choice:
+    whole = matches(settings, sample.it, sample.ii, sample.tt)
+    precision = recall = None
+    if sample.true is not None:
+        right = float((whole & sample.true).sum())
+        precision, recall = _share(right, float(whole.sum())), _share(right, float(sample.true.sum()))
+    return Choice(
+        settings.p1,
+        float(np.mean(annotated > settings.p1)),
+        float((sample.it > settings.p1).float().mean()),
+        float(whole.float().mean()) * captions,
+        precision,
+        recall,
+    )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

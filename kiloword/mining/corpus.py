@@ -1,0 +1,124 @@
+"""A teacher's features of a whole data set, as mining reads them: a block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.floating[Any]]
+
+
+class Table(Protocol):
+    """What mining needs of a `SideTable`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def keys(self) -> Sequence[str]: ...
+    @property
+    def captions(self) -> Sequence[str]: ...
+    @property
+    def starts(self) -> NDArray[np.integer[Any]]: ...
+    def images(self) -> Floats: ...
+    def texts(self) -> Floats: ...
+    def text_means(self) -> Floats: ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """N pictures and their T captions under one teacher. Rows are unit norm, or zeros where the teacher has none."""
+
+    keys: Sequence[str]  # [N]
+    captions: Sequence[str]  # [T]
+    starts: Ints  # [N + 1], first caption of every picture
+    images: Floats  # [N, D]
+    texts: Floats  # [T, D]
+    means: Floats  # [N, D], mean of a picture's captions, not of unit norm
+    device: str = "cpu"
+
+    @staticmethod
+    def of(table: Table, device: str = "cpu") -> Corpus:
+        """The features of a side table. Errors: ValueError when it has fewer than two pictures or captions."""
+        starts = np.asarray(table.starts, np.int64)
+        if len(table.keys) < 2 or len(table.captions) < 2:
+            raise ValueError(
+                f"the side table '{table.name}' has {len(table.keys)} pictures and {len(table.captions)} captions: "
+                "there are no pairs to mine. Expected two of each at least."
+            )
+        return Corpus(table.keys, table.captions, starts, table.images(), table.texts(), table.text_means(), device)
+
+    def only(self, captions: NDArray[np.bool_], pictures: NDArray[np.bool_] | None = None) -> Corpus:
+        """Some of the captions [T] and of the pictures [N]; a picture that is left out takes its captions along."""
+        pictures = np.ones(len(self.keys), bool) if pictures is None else pictures
+        rows, kept = np.flatnonzero(pictures), np.flatnonzero(captions & pictures[self.owner])
+        owner = (np.cumsum(pictures) - 1)[self.owner[kept]]
+        starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(rows)))])
+        texts = np.array(self.texts[kept], np.float32)
+        means = np.zeros((len(rows), texts.shape[1]), np.float32)
+        np.add.at(means, owner, texts)
+        means /= np.maximum(np.diff(starts), 1)[:, None]
+        names = [self.keys[n] for n in rows.tolist()]
+        return Corpus(
+            names,
+            [self.captions[t] for t in kept.tolist()],
+            starts,
+            np.array(self.images[rows]),
+            texts,
+            means,
+            self.device,
+        )
+
+    @cached_property
+    def owner(self) -> Ints:
+        """[T] the picture that each caption was written for."""
+        return np.repeat(np.arange(len(self.keys)), np.diff(self.starts))
+
+    @cached_property
+    def known_images(self) -> Ints:
+        """The pictures that the teacher has features of, ascending."""
+        return np.flatnonzero(_known(self.images))
+
+    @cached_property
+    def known_texts(self) -> Ints:
+        """The captions that the teacher has features of, ascending."""
+        return np.flatnonzero(_known(self.texts))
+
+    @cached_property
+    def paired(self) -> Ints:
+        """The known captions of known pictures, ascending."""
+        return self.known_texts[np.isin(self.owner[self.known_texts], self.known_images)]
+
+    def load(self, values: Floats, which: slice | Ints) -> Tensor:
+        """Some rows of `images`, `texts` or `means`: [n, D] float32 on the device."""
+        return torch.from_numpy(np.array(values[which], dtype=np.float32)).to(self.device)
+
+    def annotated(self, chunk: int = 65536) -> Floats:
+        """S_it of every known caption with its own known picture, [n] float32, in the captions' order."""
+        known = self.paired
+        parts = [
+            (self.load(self.images, self.owner[some]) * self.load(self.texts, some)).sum(1).cpu().numpy()
+            for some in np.split(known, range(chunk, len(known), chunk))
+        ]
+        return np.concatenate(parts)
+
+
+def _known(values: Floats, chunk: int = 65536) -> NDArray[np.bool_]:
+    parts = [np.any(values[n : n + chunk] != 0, axis=1) for n in range(0, len(values), chunk)]
+    return np.concatenate(parts)
+
+
+def similarities(images: Tensor, means: Tensor, texts: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """S_it, S_ii and S_tt of some pictures with some captions, [i, t] each (arXiv:2405.10286, eq. 2 and section 4.3).
+
+    Args: images and means [i, D] of the pictures; texts [t, D]; owners [t, D], the pictures the captions were written
+    for. S_tt is the mean over the captions of a picture.
+    """
+    return images @ texts.T, images @ owners.T, means @ texts.T

@@ -1,0 +1,43 @@
+"""What `kiloword mine` may be asked. No torch here, so that help texts are instant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+Mined = TypeVar("Mined", bound=Any)
+"""Settings with thresholds (`kiloword.methods.fff.Mined`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Flags of `kiloword mine`, beside data, side table and output folder."""
+
+    p1: float | None = None  # least S_it of a match; None: calibrated, or the paper's 0.27
+    p2: float | None = None  # least S_ii; the paper's 0.92
+    p3: float | None = None  # least S_tt; the paper's 0.99
+    p1_text: float | None = None  # least S_it of a pair that S_tt found; the paper's 0.24
+    calibrate: bool = False  # thresholds that fit the teacher, where none are given
+    false_rate: float = 1e-4  # share of random pairs that p2 and p3 may accept when calibrated
+    batch: int = 1024  # pictures of a random batch in which the true caption is ranked
+    most: int = 20  # mined pairs of a picture in pairs.parquet, the best by S_it
+    gallery: int = 6  # mined pairs shown of each term
+    chunk: int = 2048  # pictures and captions whose similarities are held at once
+    extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the pictures' own captions
+    device: str = "cpu"
+    seed: int = 0
+
+    def check(self) -> None:
+        """Errors: ValueError for numbers that make no sense."""
+        least = {"batch": 2, "most": 1, "gallery": 0, "chunk": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"--{name} is {getattr(self, name)}. Expected at least {low}.")
+        if not 0 < self.false_rate < 1:
+            raise ValueError(f"--false-rate is {self.false_rate:g}. Expected a share between 0 and 1, such as 1e-4.")
+
+    def over(self, settings: Mined) -> Mined:
+        """The settings with the thresholds that were given."""
+        given = {name: getattr(self, name) for name in ("p1", "p2", "p3", "p1_text")}
+        return replace(settings, **{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,114 @@
+"""What the data set itself knows of a side table's pictures: their pixels, and for scenes what is true of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from kiloword.data.decode import decode
+from kiloword.data.extra_captions import CaptionTable, key_of
+from kiloword.data.side import SideTable, contents
+from kiloword.mining.corpus import Corpus, Ints
+from kiloword.types import BadSample, Source
+
+THUMB = 160  # pixels of the longer side of a picture in the report
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The rows of a source behind N keys."""
+
+    source: Source
+    rows: Ints  # [N]
+
+    @staticmethod
+    def of(source: Source, corpus: Corpus, table: SideTable) -> tuple[Origin, Corpus]:
+        """The rows behind a side table's pictures, and its features as far as the source has them.
+
+        A table may know more: other parts of a mixture, captions of tables that are left out this time.
+        """
+        places = _places(source)
+        if not set(table.file.contents) <= contents(source):
+            pictures = np.array([key in places for key in corpus.keys])
+            captions = np.zeros(len(corpus.captions), bool)
+            for n in np.flatnonzero(pictures).tolist():
+                said = set(_captions(source, places[corpus.keys[n]]))
+                own = slice(int(corpus.starts[n]), int(corpus.starts[n + 1]))
+                captions[own] = [caption in said for caption in corpus.captions[own]]
+            corpus = corpus.only(captions, pictures)
+        return Origin(source, np.array([places[key] for key in corpus.keys], np.int64)), corpus
+
+    def thumbnail(self, picture: int) -> NDArray[np.uint8] | None:
+        """A picture [H, W, 3], made smaller where it is large; None where it cannot be read."""
+        try:
+            pixels = decode(self.source.record(int(self.rows[picture])).image, at_least=2 * THUMB)
+        except BadSample:
+            return None
+        image = Image.fromarray(pixels)
+        image.thumbnail((THUMB, THUMB))
+        return np.asarray(image)
+
+    def truth(self, captions: Sequence[str]) -> Truths | None:
+        """Who is right, where the source knows that of all the captions; else None."""
+        relevance = getattr(self.source, "relevance", None)
+        if not callable(relevance):
+            return None
+        unique, inverse = np.unique(np.array(captions, dtype=object), return_inverse=True)
+        try:
+            relevance(unique.tolist(), self.rows[:1].tolist())
+        except ValueError:  # captions that somebody else wrote
+            return None
+        return Truths(relevance, unique.tolist(), inverse.reshape(-1), self.rows)
+
+
+@dataclass(frozen=True)
+class Truths:
+    """Which of T captions are true of which of N pictures; equal captions are looked at once."""
+
+    relevance: Callable[[Sequence[str], Sequence[int]], NDArray[np.bool_]]
+    unique: Sequence[str]
+    inverse: Ints  # [T] places in `unique`
+    rows: Ints  # [N]
+
+    def of(self, captions: Ints, pictures: Ints) -> Tensor:
+        """bool [t, i]."""
+        needed, place = np.unique(self.inverse[captions], return_inverse=True)
+        found = self.relevance([self.unique[n] for n in needed], self.rows[pictures].tolist())
+        return torch.from_numpy(np.asarray(found))[torch.from_numpy(place.reshape(-1))]
+
+    def columns(self, which: slice) -> Tensor:
+        """bool [t, N] of a range of captions and every picture."""
+        return self.of(np.arange(which.start, which.stop), np.arange(len(self.rows)))
+
+
+def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
+    """All captions, or the pictures' own and those that stand in extra tables."""
+    tables = [CaptionTable(path) for path in paths]
+    if not tables:
+        return {"captions": corpus}
+    said = [{caption for table in tables for caption in table.captions(key)} for key in corpus.keys]
+    extra = np.array([caption in said[n] for n, caption in zip(corpus.owner, corpus.captions, strict=True)])
+    return {"own": corpus.only(~extra), "extra": corpus.only(extra)}
+
+
+def _places(source: Source) -> dict[str, int]:
+    """The first row of every key; rows that cannot be read are left out."""
+    places: dict[str, int] = {}
+    for row in range(len(source)):
+        try:
+            places.setdefault(key_of(source, row), row)
+        except BadSample:
+            continue
+    return places
+
+
+def _captions(source: Source, row: int) -> list[str]:
+    read = getattr(source, "captions", None)
+    return list(read(row)) if callable(read) else source.record(row).captions

@@ -1,0 +1,142 @@
+"""What `kiloword mine` leaves behind: a report, a table of pairs, numbers, thresholds, a few lines on the screen."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import torch
+
+from kiloword import report
+from kiloword.checkpoint import write_atomic, write_json
+from kiloword.draw import key
+from kiloword.mining.corpus import Corpus
+from kiloword.mining.origin import Origin, Truths
+from kiloword.mining.page import page
+from kiloword.mining.pairs import TERMS, Found, by_term
+from kiloword.mining.pictures import Pair, Shown
+from kiloword.mining.results import WHOLE, Results, as_json, flags, terms, thresholds
+
+WIDE, BEST = 6, 5  # captions that fit many pictures, and pictures shown of each
+
+
+def write(out: Path, results: Results, origin: Origin) -> None:
+    """All files, each whole or not at all; the report last."""
+    truths = origin.truth(results.corpus.captions)
+    table = pairs_table(results, truths)
+    buffer = io.BytesIO()
+    pa.parquet.write_table(table, buffer)
+    write_atomic(out / "pairs.parquet", buffer.getvalue())
+    write_json(out / "thresholds.json", thresholds(results.settings))
+    write_json(out / "mine.json", as_json(results))
+    report.write(out / "report.html", page(results, chosen(results, truths), origin.thumbnail))
+    for line in summary(results):
+        print(line)
+    print(f"report: {out / 'report.html'}")
+
+
+def pairs_table(results: Results, truths: Truths | None) -> pa.Table:
+    """The kept pairs, picture by picture, best S_it first.
+
+    Columns: key of the picture; caption, its index among the captions of its own picture (key `owner`); S_it, S_ii and
+    S_tt as it, ii, tt, which terms of eq. 2 accept them (by_it, by_ii, by_tt), and whether they are `true` where the
+    data knows. `kiloword train --extra-captions` takes the table as it is.
+    """
+    corpus, found = results.corpus, results.found
+    kept = found.column >= 0
+    pictures = torch.nonzero(kept)[:, 0].numpy()
+    captions = found.column[kept].numpy()
+    values = {name: found.scores[name][kept] for name in TERMS}
+    accepted = by_term(results.settings, **values)
+    owner = corpus.owner[captions]
+    columns: dict[str, object] = {
+        "key": [_utf8(corpus.keys[n]) for n in pictures],
+        "caption": [_utf8(corpus.captions[t]) for t in captions],
+        "caption_index": captions - corpus.starts[owner],
+        "owner": [_utf8(corpus.keys[n]) for n in owner],
+        **{name: value.numpy() for name, value in values.items()},
+        **{f"by_{name}": value.numpy() for name, value in accepted.items()},
+    }
+    if truths is not None:
+        columns["true"] = _true(truths, captions, pictures)
+    return pa.table(columns)
+
+
+def _true(truths: Truths, captions: np.ndarray, pictures: np.ndarray) -> np.ndarray:
+    """Whether each caption is true of the picture beside it, bool [n]."""
+    found = np.zeros(len(captions), bool)
+    order = np.argsort(captions, kind="stable")
+    for some in np.array_split(order, max(1, len(order) // 512)):  # a block of 512 x 512 has them on its diagonal
+        found[some] = truths.of(captions[some], pictures[some]).diagonal().numpy()
+    return found
+
+
+def _utf8(text: str) -> str:
+    """Without the lone surrogates of file names that are no UTF-8, which parquet cannot hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def chosen(results: Results, truths: Truths | None) -> Shown:
+    """Pairs of every term, drawn by the seed from those kept, and the captions mined most often."""
+    corpus, found = results.corpus, results.found
+    shown = {name: list(_drawn(results, name, truths)) for name in TERMS} if results.options.gallery else {}
+    wide = _widest(corpus, found) if results.options.gallery else []
+    return Shown(shown, [(caption, _best(results, caption, truths)) for caption in wide])
+
+
+def _drawn(results: Results, term: str, truths: Truths | None) -> Iterator[Pair]:
+    """At most `gallery` kept pairs that a term accepts, each of another picture."""
+    found, options = results.found, results.options
+    accepted = by_term(results.settings, **found.scores)[term] & (found.column >= 0)
+    rng = np.random.Generator(np.random.Philox(key(options.seed, "gallery", term)))
+    rows = torch.nonzero(accepted.any(1))[:, 0].numpy()
+    for row in rng.permutation(rows)[: options.gallery].tolist():
+        place = int(rng.choice(torch.nonzero(accepted[row])[:, 0].numpy()))
+        caption = int(found.column[row, place])
+        true = None if truths is None else bool(truths.of(np.array([caption]), np.array([row]))[0, 0])
+        yield Pair(row, caption, {name: float(found.scores[name][row, place]) for name in TERMS}, true)
+
+
+def _widest(corpus: Corpus, found: Found) -> list[int]:
+    """The captions mined with the most pictures, one of each wording."""
+    order = found.per_text.argsort(descending=True, stable=True).tolist()
+    kept: dict[str, int] = {}
+    for caption in order:
+        if len(kept) == WIDE or not int(found.per_text[caption]):
+            break
+        kept.setdefault(corpus.captions[caption], caption)
+    return list(kept.values())
+
+
+def _best(results: Results, caption: int, truths: Truths | None) -> list[tuple[int, float, bool | None]]:
+    """The pictures that S_it puts first for a caption, its own left out."""
+    corpus = results.corpus
+    text = corpus.load(corpus.texts, np.array([caption]))[0]
+    parts = np.array_split(np.arange(len(corpus.keys)), -(-len(corpus.keys) // 65536))
+    scores = torch.cat([corpus.load(corpus.images, part) @ text for part in parts]).cpu()
+    scores[int(corpus.owner[caption])] = -torch.inf
+    best = scores.topk(min(BEST, len(scores) - 1))
+    rows = best.indices.tolist()
+    true = [None] * len(rows) if truths is None else truths.of(np.array([caption]), np.array(rows))[0].tolist()
+    return list(zip(rows, best.values.tolist(), true, strict=True))
+
+
+def summary(results: Results) -> list[str]:
+    """What a terminal shows."""
+    found, table = results.found, terms(results.found)
+    seconds = ", ".join(f"{name} {value:.1f} s" for name, value in results.seconds.items())
+    mean = float(found.per_picture.double().mean())
+    lines = [
+        f"{len(results.corpus.keys):,} pictures, {len(results.corpus.captions):,} captions, teacher {results.teacher}",
+        f"mined {found.mined.whole:,} of {found.pairs:,} pairs, {mean:.3g} a picture",
+    ]
+    for name in (WHOLE, *TERMS):
+        row = table[name]
+        judged = [f"{what} {row[what]:.3f}" for what in ("precision", "recall") if row[what] is not None]
+        lines.append("  ".join([f"{name:5s}", f"{row['mined']:>12,} pairs", *judged]))
+    lines += [f"{seconds}; at most {results.memory_mb:,.0f} MB", f"to train with them: {flags(results.settings)}"]
+    return lines

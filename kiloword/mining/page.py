@@ -1,0 +1,253 @@
+"""The report of `kiloword mine`, from its results and a function that gives pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kiloword import report
+from kiloword.experiments.quickstart_words import duration, percent
+from kiloword.mining.calibrate import FLOOR, Choice
+from kiloword.mining.corpus import Floats
+from kiloword.mining.pictures import Picture, Shown, mined_pairs, term_words, wide_captions
+from kiloword.mining.results import WHOLE, Group, Results, flags, terms, thresholds
+from kiloword.report.histogram import bins, doubling
+
+SHOWN = 15  # of the most frequent captions
+
+
+def page(results: Results, shown: Shown, picture: Picture) -> str:
+    """The whole document."""
+    sections = [
+        ("In short", _short(results)),
+        ("Mined pairs", _mined(results)),
+        ("Thresholds", _thresholds(results)),
+        ("Similarities", _similarities(results)),
+        ("Rank of the true caption", _ranks(results)),
+        ("Captions", _captions(results)),
+        ("Pairs that were mined", mined_pairs(results, shown, picture)),
+        ("Captions that fit many pictures", wide_captions(results, shown, picture)),
+    ]
+    return report.page(f"Mined pairs of {results.data}", _intro(results), [s for s in sections if s[1]])
+
+
+def _intro(results: Results) -> str:
+    corpus = results.corpus
+    return (
+        f"{len(corpus.keys):,} pictures with {len(corpus.captions):,} captions, seen through the features of "
+        f"{results.teacher}. A batch treats every caption of another picture as wrong. Many are right; this page tells "
+        "which pairs the teacher would make positives, and by what (FFF, arXiv:2405.10286).\n\n"
+        f"All {results.found.pairs:,} pairs of a picture and a caption of another were compared in "
+        f"{duration(results.seconds['search'])}; with calibration and analyses it took "
+        f"{duration(sum(results.seconds.values()))}."
+    )
+
+
+def _short(results: Results) -> str:
+    found, table = results.found, terms(results.found)[WHOLE]
+    counts = found.per_picture.numpy()
+    first = next(iter(results.groups.values()))
+    figures = [
+        (f"{found.mined.whole:,}", "pairs mined beside the annotated ones"),
+        (_rounded(float(counts.mean())), "mined captions a picture, on average"),
+        (percent(float((counts > 0).mean())), "of pictures have a mined caption"),
+        (
+            percent(float(np.mean(first.ranks.captions <= 1))),
+            f"of pictures have their own caption first of {first.ranks.batch:,}",
+        ),
+    ]
+    if found.true is not None:
+        precision, recall = table["precision"], table["recall"]
+        figures[1:1] = [
+            ("–" if precision is None else percent(precision), "of the mined pairs are true (precision)"),
+            ("–" if recall is None else percent(recall), "of the true pairs were mined (recall)"),
+        ]
+    return report.headline(figures)
+
+
+def _mined(results: Results) -> str:
+    found = results.found
+    known = found.true is not None
+    header = [
+        "term",
+        "mined",
+        "of all pairs",
+        "by it alone",
+        "annotated accepted",
+        *(["precision", "recall"] if known else []),
+    ]
+    rows: list[list[str | float | int | None]] = []
+    for name, row in terms(found).items():
+        cells: list[str | float | int | None] = [
+            term_words(name, results.settings),
+            f"{row['mined']:,}",
+            f"{row['share_of_pairs']:.3%}",
+            None if row["alone"] is None else f"{row['alone']:,}",
+            percent(float(row["annotated_accepted"] or 0)),
+        ]
+        rows.append([*cells, *([row["precision"], row["recall"]] if known else [])])
+    counts = found.per_picture.numpy()
+    edges = doubling(int(counts.max()))
+    share = [float(v) for v in 100 * np.histogram(counts, edges)[0] / len(counts)]
+    parts = [
+        report.table(rows, header, strong=1, digits=3),
+        report.paragraph(_words_of_mined(results)),
+        report.histogram({"mined": share}, edges, "mined captions", "% of pictures", names=True),
+    ]
+    return "".join(parts)
+
+
+def _words_of_mined(results: Results) -> str:
+    found = results.found
+    share = found.mined.whole / max(found.pairs, 1)
+    captions = len(results.corpus.captions) / len(results.corpus.keys)
+    inside = share * (results.options.batch - 1) * captions
+    said = (
+        "Annotated accepted: pairs of the data whose own scores the term accepts; a picture is always like itself. "
+        f"In a random batch of {results.options.batch:,} pictures with all captions, a picture has "
+        f"{_rounded(inside)} mined captions beside its own. "
+    )
+    if found.true is not None:
+        said += (
+            f"The data knows the truth: {found.true:,} pairs ({percent(found.true / max(found.pairs, 1))}) are true "
+            "without being annotated; precision and recall are exact. "
+        )
+    return said
+
+
+def _thresholds(results: Results) -> str:
+    known = results.sample.true is not None
+    rows = [_choice_row(c, known, results.settings.p1) for c in results.choices]
+    header = ["p1", "annotated above", "random above", "mined a picture", *(["precision", "recall"] if known else [])]
+    return (
+        report.paragraph(_words_of_thresholds(results))
+        + report.table(
+            rows, header, caption="Other values of p1, the rest of eq. 2 as it is; from random pairs", digits=3
+        )
+        + report.paragraph(f"To train with them: kiloword train fff {flags(results.settings)}")
+    )
+
+
+def _choice_row(choice: Choice, known: bool, used: float) -> list[str | float | None]:
+    row: list[str | float | None] = [
+        f"{choice.p1:g}" + (" (used)" if choice.p1 == used else ""),
+        percent(choice.annotated_above),
+        f"{choice.random_above:.3%}",
+        _rounded(choice.mined_per_picture),
+    ]
+    return [*row, choice.precision, choice.recall] if known else row
+
+
+def _words_of_thresholds(results: Results) -> str:
+    options = results.options
+    mean = float(np.mean(results.corpus.annotated()))
+    values = ", ".join(
+        f"{name.replace('_text', chr(39))} {value:g}" for name, value in thresholds(results.settings).items()
+    )
+    if options.calibrate:
+        return (
+            f"Calibrated: {values}. p1 is the mean S_it of the annotated pairs, from where the paper starts; "
+            f"p2 and p3 are what only {options.false_rate:g} of random pairs exceed; p1' is what all but {FLOOR:.0%} "
+            "of the annotated pairs exceed. Values given on the command line stand."
+        )
+    return (
+        f"Given: {values}. The paper's are 0.27, 0.92, 0.99 and 0.24, for a teacher whose annotated pairs score 0.29 "
+        f"on average; this one's score {mean:.3f}. Where that differs much, --calibrate fits them."
+    )
+
+
+def _similarities(results: Results) -> str:
+    sample = results.sample
+    plots = {
+        "S_it, picture and caption": {"annotated": results.corpus.annotated(), "random": sample.it.numpy()},
+        "S_ii, two pictures": {"random": sample.ii.numpy()},
+        "S_tt, caption and captions": {"random": sample.tt.numpy()},
+    }
+    shown = [_density(series, name) for name, series in plots.items()]
+    return (
+        shown[0]
+        + report.grid(shown[1:])
+        + report.paragraph(
+            f"Random: {len(sample.it):,} pairs of a picture and a caption of another one; S_ii compares their "
+            "pictures, S_tt the caption with the captions of the picture, on average."
+        )
+    )
+
+
+def _density(series: Mapping[str, Floats], x_label: str) -> str:
+    values = {name: v for name, v in series.items() if len(v)}
+    if not values:
+        return ""
+    edges = bins([float(f(v)) for v in values.values() for f in (np.min, np.max)])
+    heights = {name: [float(h) for h in 100 * np.histogram(v, edges)[0] / len(v)] for name, v in values.items()}
+    return report.histogram(heights, edges, x_label, "% of each")
+
+
+def _ranks(results: Results) -> str:
+    groups = results.groups
+    series = {}
+    for name, one in groups.items():
+        prefix = f"{name}: " if len(groups) > 1 else ""
+        series[f"{prefix}own caption of a picture"] = _cumulative(one.ranks.captions, one.ranks.batch)
+        series[f"{prefix}own picture of a caption"] = _cumulative(one.ranks.pictures, one.ranks.batch)
+    rows: list[list[str | float | int | None]] = []
+    for name, one in groups.items():
+        for side, ranks in (("own caption", one.ranks.captions), ("own picture", one.ranks.pictures)):
+            label = f"{side}, {name}" if len(groups) > 1 else side
+            shares = [percent(float(np.mean(ranks <= k))) for k in (1, 5, 10, 100)]
+            rows.append([label, *shares, _rounded(float(np.median(ranks)))])
+    first = next(iter(groups.values())).ranks
+    return (
+        report.line_plot(series, "rank", "% at this rank or better", log_x=True)
+        + report.table(rows, ["", "first", "first 5", "first 10", "first 100", "median rank"])
+        + report.paragraph(
+            f"{first.batches} random batches of {first.batch:,} pictures with one caption each. Where the own caption "
+            "is not first, another fits better in the teacher's eyes: often a false negative."
+        )
+    )
+
+
+def _cumulative(ranks: Floats, batch: int) -> list[tuple[float, float]]:
+    at = sorted({int(v) for v in np.geomspace(1, batch, 60).round()})
+    return [(float(k), float(100 * np.mean(ranks <= k))) for k in at]
+
+
+def _captions(results: Results) -> str:
+    groups = results.groups
+    near = _density(
+        {name: one.nearest for name, one in groups.items()}, "mean similarity with its 100 nearest captions"
+    )
+    within = _density({name: one.among for name, one in groups.items()}, "similarity among one picture's captions")
+    both = _one_and_mean(groups)
+    parts = [report.grid([part for part in (near, within) if part]), both]
+    for name, one in groups.items():
+        title = "" if len(groups) == 1 else f"{name}: "
+        said = f"{title}the most frequent of {one.captions:,} captions; {one.repeated:,} repeat an earlier one"
+        rows: list[list[str | float | int | None]] = [[text, count] for text, count in one.frequent[:SHOWN]]
+        parts.append(
+            report.table(
+                rows,
+                ["caption", "times"],
+                caption=said,
+            )
+        )
+    frequencies = {n: [(float(i), float(c)) for i, (_, c) in enumerate(g.frequent, 1)] for n, g in groups.items()}
+    parts.append(report.line_plot(frequencies, "the 100 most frequent captions", "times"))
+    return "".join(parts)
+
+
+def _one_and_mean(groups: Mapping[str, Group]) -> str:
+    series: dict[str, Floats] = {}
+    for name, one in groups.items():
+        prefix = f"{name}: " if len(groups) > 1 else ""
+        if len(one.one):
+            series |= {f"{prefix}one caption": one.one, f"{prefix}mean of its captions": one.mean}
+    if not series:
+        return ""
+    said = "; ".join(f"{name} {float(np.mean(v)):.3f}" for name, v in series.items())
+    return _density(series, "similarity of a picture") + report.paragraph(f"On average: {said}.")
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

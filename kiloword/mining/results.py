@@ -1,0 +1,200 @@
+"""What `kiloword mine` knows at the end: everything its report, its JSON and its table of pairs are written from."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kiloword.methods.fff import Mined, check
+from kiloword.mining import analyses, pairs
+from kiloword.mining.calibrate import Choice, Sample, calibrate, candidates, compare, random_pairs
+from kiloword.mining.corpus import Corpus, Floats
+from kiloword.mining.options import Options
+from kiloword.mining.origin import Truths
+from kiloword.mining.progress import Bar
+
+WHOLE = "eq. 2"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The analyses of some captions: all of them, a picture's own, or the extra ones."""
+
+    captions: int
+    repeated: int  # captions that repeat an earlier one
+    frequent: list[tuple[str, int]]
+    ranks: analyses.Ranks
+    annotated: Floats  # S_it
+    nearest: Floats
+    among: Floats
+    one: Floats
+    mean: Floats
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything but the pictures."""
+
+    data: str
+    teacher: str
+    corpus: Corpus
+    options: Options
+    settings: Mined  # that were used
+    found: pairs.Found
+    sample: Sample
+    choices: list[Choice]
+    groups: dict[str, Group]
+    seconds: dict[str, float]
+
+    @property
+    def memory_mb(self) -> float:
+        """The most memory that the process held at once."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def judge(
+    corpus: Corpus,
+    parts: dict[str, Corpus],
+    settings: Mined,
+    options: Options,
+    names: tuple[str, str],
+    truths: Truths | None,
+) -> Results:
+    """Calibrate where asked, search, analyse. Args: parts, groups of captions; names of the data and the teacher."""
+    check(settings)
+    seconds, start = {}, time.perf_counter()
+    annotated = corpus.annotated()
+    sample = random_pairs(corpus, options.seed, known=None if truths is None else truths.of)
+    if options.calibrate:
+        fitted = calibrate(annotated, sample, settings, options.false_rate)
+        settings = options.over(fitted)
+    choices = compare(corpus, annotated, sample, settings, candidates(annotated, sample, settings.p1))
+    seconds["calibration"] = time.perf_counter() - start
+    found = pairs.search(
+        corpus,
+        settings,
+        most=options.most,
+        chunk=options.chunk,
+        truth=None if truths is None else truths.columns,
+        progress=Bar("pairs", "pairs"),
+    )
+    seconds["search"] = time.perf_counter() - start - seconds["calibration"]
+    groups = {name: group(part, options) for name, part in parts.items()}
+    seconds["analyses"] = time.perf_counter() - start - sum(seconds.values())
+    return Results(*names, corpus, options, settings, found, sample, choices, groups, seconds)
+
+
+def group(corpus: Corpus, options: Options) -> Group:
+    """The paper's analyses of a corpus."""
+    one, mean = analyses.one_and_mean(corpus, options.seed)
+    return Group(
+        captions=len(corpus.captions),
+        repeated=len(corpus.captions) - len(set(corpus.captions)),
+        frequent=analyses.frequent(corpus.captions),
+        ranks=analyses.ranks(corpus, options.batch, options.seed),
+        annotated=corpus.annotated(),
+        nearest=analyses.nearest(corpus, options.seed),
+        among=analyses.among(corpus),
+        one=one,
+        mean=mean,
+    )
+
+
+def flags(settings: Mined, prefix: str = "--settings.") -> str:
+    """The thresholds as flags of `kiloword train fff`."""
+    named = [] if settings.teacher == "teacher" else [f"{prefix}teacher {settings.teacher}"]
+    values = (f"{prefix}{name.replace('_', '-')} {value:g}" for name, value in thresholds(settings).items())
+    return " ".join([*values, *named])
+
+
+def thresholds(settings: Mined) -> dict[str, float]:
+    """p1, p2, p3 and p1'."""
+    return {name: getattr(settings, name) for name in ("p1", "p2", "p3", "p1_text")}
+
+
+def terms(found: pairs.Found) -> dict[str, dict[str, float | int | None]]:
+    """Counts, precision and recall of eq. 2 and of each of its terms."""
+    own = found.annotated_pairs
+    table: dict[str, dict[str, float | int | None]] = {}
+    for name in (WHOLE, *pairs.TERMS):
+        mined, right, kept = (
+            counts.whole if name == WHOLE else counts.term[name]
+            for counts in (found.mined, found.right, found.annotated)
+        )
+        known = found.true is not None
+        table[name] = {
+            "mined": mined,
+            "alone": None if name == WHOLE else found.mined.alone[name],
+            "share_of_pairs": mined / max(found.pairs, 1),
+            "annotated_accepted": kept / max(own, 1),
+            "precision": right / mined if known and mined else None,
+            "recall": right / found.true if known and found.true else None,
+        }
+    return table
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """The numbers of `mine.json`; metric names never change meaning."""
+    found, corpus = results.found, results.corpus
+    counts = found.per_picture.numpy()
+    return {
+        "data": results.data,
+        "teacher": results.teacher,
+        "pictures": len(corpus.keys),
+        "captions": len(corpus.captions),
+        "thresholds": thresholds(results.settings),
+        "calibrated": results.options.calibrate,
+        "pairs": found.pairs,
+        "true_pairs": found.true,
+        "terms": terms(found),
+        "mined_per_picture": _spread(counts),
+        "pictures_without_mined": int((counts == 0).sum()),
+        "choices": [asdict(choice) for choice in results.choices],
+        "similarity": {name: _spread(getattr(results.sample, name).numpy()) for name in pairs.TERMS},
+        "analyses": {name: _group_json(one) for name, one in results.groups.items()},
+        "seconds": results.seconds,
+        "memory_mb": results.memory_mb,
+    }
+
+
+def _group_json(one: Group) -> dict[str, Any]:
+    ranks = one.ranks
+    return {
+        "captions": one.captions,
+        "repeated": one.repeated,
+        "frequent": one.frequent,
+        "rank_batch": ranks.batch,
+        "rank_batches": ranks.batches,
+        "rank_of_own_caption": _spread(ranks.captions),
+        "rank_of_own_picture": _spread(ranks.pictures),
+        "own_caption_first": float(np.mean(ranks.captions <= 1)),
+        "own_picture_first": float(np.mean(ranks.pictures <= 1)),
+        "annotated_similarity": _spread(one.annotated),
+        "nearest_captions_similarity": _spread(one.nearest),
+        "similarity_among_captions": _spread(one.among),
+        "similarity_with_one_caption": _spread(one.one),
+        "similarity_with_mean_caption": _spread(one.mean),
+    }
+
+
+def _spread(values: Sequence[float] | Floats | np.ndarray[Any, Any]) -> dict[str, float] | None:
+    """Mean, deviation and quantiles; None without values."""
+    if not len(values):
+        return None
+    array = np.asarray(values, np.float64)
+    low, median, high = np.quantile(array, (0.05, 0.5, 0.95))
+    return {
+        "mean": float(array.mean()),
+        "std": float(array.std()),
+        "q05": float(low),
+        "median": float(median),
+        "q95": float(high),
+        "max": float(array.max()),
+    }

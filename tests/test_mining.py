@@ -1,0 +1,342 @@
+"""Mining: the search against a literal loop, analyses with known answers, thresholds, precision and recall, report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kiloword.data.scenes import parse_scenes
+from kiloword.methods.fff import Mined
+from kiloword.mining import analyses, output, results
+from kiloword.mining.calibrate import Sample, calibrate, candidates, compare, exceeded_by, random_pairs
+from kiloword.mining.corpus import Corpus
+from kiloword.mining.options import Options
+from kiloword.mining.origin import Origin, Truths
+from kiloword.mining.pairs import TERMS, by_term, search
+from kiloword.mining.progress import Bar
+
+LOW = Mined(p1=0.3, p2=0.4, p3=0.2, p1_text=0.1)
+
+
+def unit(values: np.ndarray) -> np.ndarray:
+    return values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), 1e-12)
+
+
+def corpus(images: np.ndarray, texts: list[np.ndarray], captions: list[str] | None = None) -> Corpus:
+    """Pictures [N, D] and every picture's captions [k, D]."""
+    starts = np.concatenate([[0], np.cumsum([len(t) for t in texts])])
+    means = np.stack([t.mean(0) if len(t) else np.zeros(images.shape[1]) for t in texts])
+    names = captions or [f"caption {n}" for n in range(starts[-1])]
+    return Corpus([f"k{n}" for n in range(len(images))], names, starts, images, np.concatenate(texts), means)
+
+
+def random_corpus(seed: int, n: int = 9, dim: int = 6, unknown: bool = False) -> Corpus:
+    rng = np.random.default_rng(seed)
+    images = unit(rng.normal(size=(n, dim)))
+    texts = [unit(rng.normal(size=(int(rng.integers(0 if unknown else 1, 4)), dim)) + images[i]) for i in range(n)]
+    if unknown:
+        images[3] = 0
+        texts[5][:] = 0
+    return corpus(images.astype(np.float32), [t.astype(np.float32) for t in texts])
+
+
+def literal(c: Corpus, s: Mined) -> dict[tuple[int, int], tuple[float, float, float, bool, bool, bool]]:
+    """Eq. 2, pair by pair: mined pairs with their similarities and the terms that accept them."""
+    found = {}
+    images, texts = c.images.astype(np.float64), c.texts.astype(np.float64)
+    for i in range(len(c.keys)):
+        own = [t for t in range(len(texts)) if c.owner[t] == i]
+        for t in range(len(texts)):
+            it = images[i] @ texts[t]
+            ii = images[i] @ images[c.owner[t]]
+            tt = np.mean([texts[o] @ texts[t] for o in own]) if own else 0.0
+            by = (it > s.p1, ii > s.p2, tt > s.p3 and it > s.p1_text)
+            if t not in own and any(by):
+                found[i, t] = (it, ii, tt, *by)
+    return found
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), chunk=st.sampled_from([1, 3, 5, 100]), unknown=st.booleans())
+def test_search_is_the_literal_loop(seed: int, chunk: int, unknown: bool) -> None:
+    c = random_corpus(seed, unknown=unknown)
+    wanted = literal(c, LOW)
+    found = search(c, LOW, most=100, chunk=chunk)
+    got = {(i, int(t)) for i, row in enumerate(found.column) for t in row if t >= 0}
+    assert got == set(wanted)
+    counts = [sum(by[3 + n] for by in wanted.values()) for n in range(3)]
+    alone = [sum(by[3 + n] and sum(by[3:]) == 1 for by in wanted.values()) for n in range(3)]
+    assert (found.mined.whole, list(found.mined.term.values()), list(found.mined.alone.values())) == (
+        len(wanted),
+        counts,
+        alone,
+    )
+    assert found.per_picture.tolist() == [sum(i == n for i, _ in wanted) for n in range(len(c.keys))]
+    assert found.per_text.tolist() == [sum(t == n for _, t in wanted) for n in range(len(c.captions))]
+    assert found.pairs == len(c.keys) * len(c.captions) - len(c.captions)
+    for i, row in enumerate(found.column):
+        for place, t in enumerate(row.tolist()):
+            if t >= 0:
+                values = [float(found.scores[name][i, place]) for name in TERMS]
+                np.testing.assert_allclose(values, wanted[i, t][:3], atol=1e-6)
+
+
+def test_the_best_are_kept_in_order_and_all_are_counted() -> None:
+    c = random_corpus(1)
+    wanted = literal(c, LOW)
+    found = search(c, LOW, most=2, chunk=4)
+    for i, row in enumerate(found.column.tolist()):
+        best = sorted((t for p, t in wanted if p == i), key=lambda t: -wanted[i, t][0])[:2]
+        assert [t for t in row if t >= 0] == best
+    assert found.mined.whole == len(wanted)
+
+
+def test_annotated_pairs_are_judged_by_their_scores_and_never_mined() -> None:
+    images = np.eye(3, 4, dtype=np.float32)
+    c = corpus(images, [images[:1], images[:1], images[2:]])  # the second caption is true of the first picture
+    found = search(c, Mined())
+    assert found.annotated.term == {"it": 2, "ii": 3, "tt": 2}
+    assert [[t for t in row if t >= 0] for row in found.column.tolist()] == [[1], [], []]
+    assert (found.mined.term, found.mined.alone) == (
+        {"it": 1, "ii": 0, "tt": 1},
+        {"it": 0, "ii": 0, "tt": 0},
+    )
+
+
+def test_a_term_that_is_off_accepts_nothing() -> None:
+    it = ii = tt = torch.tensor([[1.0, 0.0]])
+    terms = by_term(Mined(image_image=False), it, ii, tt)
+    assert {name: hit.tolist() for name, hit in terms.items()} == {
+        "it": [[True, False]],
+        "ii": [[False, False]],
+        "tt": [[True, False]],
+    }
+
+
+@pytest.mark.parametrize("bad", [{"p1": 0.0}, {"p2": -0.1}, {"p3": float("nan")}, {"p1_text": 1.5}])
+def test_thresholds_out_of_range_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        search(random_corpus(0), Mined(**bad))  # type: ignore[arg-type]
+
+
+def test_ranks_count_what_stands_above_and_share_ties() -> None:
+    images = np.eye(4, dtype=np.float32)
+    texts = [images[:1], images[:1], images[2:3], images[3:]]  # picture 1's caption is picture 0's
+    found = analyses.ranks(corpus(images, texts), batch=100, seed=0)
+    assert (found.batch, found.batches) == (4, 1)
+    # picture 0: its caption ties with the copy; picture 1: all four captions score 0
+    assert sorted(found.captions.tolist()) == [1.0, 1.0, 1.5, 2.5]
+    assert sorted(found.pictures.tolist()) == [1.0, 1.0, 1.0, 3.0]
+
+
+def test_ranks_of_features_that_say_nothing_are_the_mean_rank() -> None:
+    ones = np.ones((10, 1), np.float32)
+    found = analyses.ranks(corpus(ones, list(ones[:, None])), batch=5, seed=3)
+    assert found.batches == 2
+    assert set(found.captions.tolist()) == {3.0}
+    with pytest.raises(ValueError, match="--batch is 1"):
+        analyses.ranks(corpus(ones, list(ones[:, None])), batch=1, seed=3)
+
+
+def test_frequent_captions() -> None:
+    assert analyses.frequent(["a", "b", "a", "c", "a", "b"], most=2) == [("a", 3), ("b", 2)]
+
+
+def test_nearest_captions_leave_the_caption_itself_out() -> None:
+    e = np.eye(3, dtype=np.float32)
+    found = analyses.nearest(corpus(e, [e[:1], np.stack([e[0], e[1]]), e[2:]]), seed=0, k=2, chunk=2)
+    assert found.tolist() == [0.5, 0.5, 0.0, 0.0]  # e0 has a twin; e1 and e2 are like nobody
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=10, deadline=None)
+def test_similarity_among_captions_is_the_mean_over_pairs(seed: int) -> None:
+    c = random_corpus(seed)
+    wanted = []
+    for n in range(len(c.keys)):
+        own = c.texts[c.starts[n] : c.starts[n + 1]].astype(np.float64)
+        if len(own) > 1:
+            products = own @ own.T
+            wanted.append((products.sum() - np.trace(products)) / (len(own) * (len(own) - 1)))
+    np.testing.assert_allclose(analyses.among(c), wanted, atol=1e-6)
+
+
+def test_the_mean_of_several_captions_is_compared_as_a_direction() -> None:
+    images = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    leaning = np.array([[0.6, 0.8], [0.6, -0.8]], np.float32)  # their mean points at the picture
+    one, mean = analyses.one_and_mean(corpus(images, [leaning, images[1:]]), seed=0)
+    np.testing.assert_allclose(one, [0.6], atol=1e-6)
+    np.testing.assert_allclose(mean, [1.0], atol=1e-6)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=200), st.floats(1e-4, 0.9))
+def test_a_threshold_is_exceeded_by_no_more_than_its_share(values: list[float], share: float) -> None:
+    tensor = torch.tensor(values)
+    threshold = exceeded_by(tensor, share)
+    assert (tensor > threshold + 1e-7).sum() <= share * len(values)
+    assert threshold <= float(tensor.max()) + 1.1e-4
+
+
+def test_calibration_finds_what_it_says() -> None:
+    rng = np.random.default_rng(0)
+    annotated = rng.normal(0.5, 0.1, 10_000).astype(np.float32)
+    it, ii, tt = (torch.from_numpy(rng.normal(m, 0.05, 100_000).astype(np.float32)) for m in (0.1, 0.3, 0.4))
+    fitted = calibrate(annotated, Sample(it, ii, tt, None), Mined(annotated_always=False), 1e-3)
+    assert fitted.p1 == pytest.approx(0.5, abs=0.005)
+    assert fitted.p1_text == pytest.approx(0.5 - 1.2816 * 0.1, abs=0.01)
+    assert fitted.p2 == pytest.approx(0.3 + 3.09 * 0.05, abs=0.01)
+    assert fitted.p3 == pytest.approx(0.4 + 3.09 * 0.05, abs=0.01)
+    assert not fitted.annotated_always
+    assert float((ii > fitted.p2).float().mean()) <= 1e-3
+
+
+def test_calibration_lets_copies_match_and_refuses_a_teacher_that_knows_nothing() -> None:
+    ones = torch.ones(1000)
+    fitted = calibrate(np.full(10, 0.3), Sample(ones * 0.1, ones, ones, None), Mined(), 1e-3)
+    assert (fitted.p2, fitted.p3) == (0.999, 0.999)
+    with pytest.raises(ValueError, match="train it longer"):
+        calibrate(np.full(10, -0.1), Sample(ones, ones, ones, None), Mined())
+    with pytest.raises(ValueError, match="--false-rate is 2"):
+        calibrate(np.full(10, 0.1), Sample(ones, ones, ones, None), Mined(), 2)
+
+
+def test_choices_of_p1_tell_what_they_would_mine() -> None:
+    it = torch.tensor([0.1, 0.3, 0.5, 0.7])
+    true = torch.tensor([False, True, False, True])
+    sample = Sample(it, torch.zeros(4), torch.zeros(4), true)
+    annotated = np.array([0.2, 0.4, 0.6, 0.8], np.float32)
+    c = random_corpus(0)
+    choice, none = compare(c, annotated, sample, Mined(text_text=False), [0.4, 0.9])
+    assert (choice.annotated_above, choice.random_above) == (0.5, 0.5)
+    assert (choice.precision, choice.recall) == (0.5, 0.5)
+    assert choice.mined_per_picture == pytest.approx(0.5 * len(c.captions) * 8 / 9)
+    assert (none.precision, none.recall) == (None, 0.0)
+    assert 0.5 in candidates(annotated, sample, 0.5)
+
+
+def test_random_pairs_are_never_annotated_and_never_unknown() -> None:
+    c = random_corpus(4, unknown=True)
+    sample = random_pairs(c, seed=0)
+    pictures, captions = len(c.known_images), len(c.paired)
+    assert len(sample.it) == pictures * captions - captions
+    assert not (sample.it == 0).any()
+
+
+SCENES = "scenes?n=300&captions=2"
+
+
+def perfect(src: str = SCENES) -> tuple[Corpus, Origin, Truths]:
+    """A teacher that knows the truth: a caption is the pictures it is true of, a picture is itself."""
+    source = parse_scenes(src, 16)
+    captions = [source.captions(row) for row in range(len(source))]
+    flat = [caption for own in captions for caption in own]
+    true = source.relevance(flat, range(len(source))).astype(np.float32)  # [T, N]
+    ends = np.cumsum([len(own) for own in captions])
+    c = corpus(np.eye(len(source), dtype=np.float32), np.split(unit(true), ends[:-1]), flat)
+    keys = [source.record(row).key for row in range(len(source))]
+    c = Corpus(keys, c.captions, c.starts, c.images, c.texts, c.means)
+    origin = Origin(source, np.arange(len(source)))
+    truths = origin.truth(flat)
+    assert truths is not None
+    return c, origin, truths
+
+
+def test_a_perfect_teacher_has_precision_and_recall_one() -> None:
+    c, origin, truths = perfect()
+    all_true = Mined(p1=1e-4, image_image=False, text_text=False)
+    found = search(c, all_true, truth=truths.columns, chunk=64)
+    table = results.terms(found)
+    exact = origin.source.relevance(c.captions, range(len(c.keys)))  # type: ignore[attr-defined]
+    assert found.true == int(exact.sum()) - len(c.captions)
+    assert found.true > 1000
+    assert table[results.WHOLE]["mined"] == found.true
+    assert (table[results.WHOLE]["precision"], table[results.WHOLE]["recall"]) == (1.0, 1.0)
+    assert (table["ii"]["precision"], table["ii"]["recall"]) == (None, 0.0)
+    strict = search(c, Mined(p1=0.1, image_image=False, text_text=False), truth=truths.columns)
+    assert results.terms(strict)["it"]["precision"] == 1.0
+    assert 0 < float(results.terms(strict)["it"]["recall"] or 0) < 1
+
+
+def test_a_teacher_that_guesses_has_the_precision_of_chance() -> None:
+    c, _, truths = perfect()
+    rng = np.random.default_rng(0)
+    texts = unit(rng.normal(size=c.texts.shape)).astype(np.float32)
+    guess = Corpus(c.keys, c.captions, c.starts, c.images, texts, c.means)
+    found = search(guess, Mined(p1=1e-3, image_image=False, text_text=False), truth=truths.columns)
+    assert results.terms(found)["it"]["precision"] == pytest.approx(found.true / found.pairs, rel=0.05)
+
+
+def test_truth_is_unknown_where_somebody_else_wrote_the_captions() -> None:
+    _, origin, _ = perfect()
+    assert origin.truth(["a dog on a beach"]) is None
+
+
+def test_the_report_holds_the_numbers(tmp_path: Path) -> None:
+    c, origin, truths = perfect()
+    options = Options(calibrate=True, p1=0.2, gallery=2, batch=100, most=3, device="cpu")
+    judged = results.judge(c, {"captions": c}, options.over(Mined()), options, ("drawn <scenes>", "oracle"), truths)
+    output.write(tmp_path, judged, origin)
+    numbers = json.loads((tmp_path / "mine.json").read_text())
+    page = (tmp_path / "report.html").read_text()
+    assert numbers["thresholds"] == json.loads((tmp_path / "thresholds.json").read_text())
+    assert numbers["thresholds"]["p1"] == 0.2  # given ones stand
+    assert numbers["terms"]["it"]["precision"] == 1.0
+    assert f"{numbers['terms'][results.WHOLE]['mined']:,}" in page
+    assert results.flags(judged.settings) in page
+    assert "drawn &lt;scenes&gt;" in page
+    assert "<scenes>" not in page
+    assert page.count("<svg") >= 6
+    assert page.count("data:image/png") >= 4
+    rows = pyarrow.parquet.read_table(tmp_path / "pairs.parquet").to_pylist()
+    assert len(rows) == int((judged.found.column >= 0).sum())
+    assert max(sum(row["key"] == key for row in rows) for key in c.keys) <= 3
+    for row in rows[:50]:
+        place = c.starts[list(c.keys).index(row["owner"])] + row["caption_index"]
+        assert c.captions[place] == row["caption"]
+        assert row["owner"] != row["key"]
+        picture = list(c.keys).index(row["key"])
+        assert row["true"] == truths.of(np.array([place]), np.array([picture])).item()
+        assert row["it"] == pytest.approx(float(c.images[picture] @ c.texts[place]), abs=1e-6)
+        assert row["by_it"] or row["by_ii"] or row["by_tt"]
+
+
+def test_a_corpus_without_pairs_is_refused() -> None:
+    with pytest.raises(ValueError, match="there are no pairs to mine"):
+        random_pairs(corpus(np.zeros((2, 2), np.float32), [np.ones((1, 2)), np.ones((1, 2))]), 0)
+
+
+@pytest.mark.parametrize("bad", [{"batch": 1}, {"most": 0}, {"gallery": -1}, {"chunk": 0}, {"false_rate": 0.0}])
+def test_options_out_of_range_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="Expected"):
+        Options(**bad).check()  # type: ignore[arg-type]
+
+
+def test_some_captions_of_some_pictures() -> None:
+    c = random_corpus(2)
+    kept = np.arange(len(c.captions)) % 2 == 0
+    pictures = np.arange(len(c.keys)) > 3
+    part = c.only(kept, pictures)
+    wanted = [t for t in range(len(c.captions)) if kept[t] and c.owner[t] > 3]
+    assert part.captions == [c.captions[t] for t in wanted]
+    assert [part.keys[n] for n in part.owner] == [c.keys[n] for n in c.owner[wanted]]
+    np.testing.assert_array_equal(part.texts, c.texts[wanted])
+    for n in range(len(part.keys)):
+        own = part.texts[part.starts[n] : part.starts[n + 1]]
+        np.testing.assert_allclose(part.means[n], own.mean(0) if len(own) else 0, atol=1e-6)
+
+
+def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Bar("pairs", "pairs")
+    bar(5, 10)
+    bar(10, 10)
+    said = capsys.readouterr().err
+    assert "100%" in said
+    assert "ETA 0:00" in said
+    assert said.count("\n") == 1  # plain lines come seldom
