@@ -163,6 +163,14 @@ class Contextual(Attention):
         )
         return mixing.cosine(keys, values, query, vec, at_least_float(self.out.weight), self.factor, form)
 
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """[n], picture i mixed for text i alone, in the direct form."""
+        keys, values, query = (at_least_float(x) for x in (images["keys"], images["values"], texts["query"]))
+        phi = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
+        mixed = torch.einsum("nmk,nkmd->nmd", phi, values).flatten(1)  # C
+        seen = unit(mixed @ at_least_float(self.out.weight).T)
+        return (seen * at_least_float(texts["vec"])).sum(1)
+
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns to score at once: few pictures, many texts."""
         device = images["keys"].device.type
@@ -215,6 +223,7 @@ class LearnedAverage(Attention):
 
     # one vector a side from here on
     score = Single.score
+    score_pairs = Single.score_pairs
     ensemble = Single.ensemble
     explain = Single.explain
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from kiloword.contextual import OneVector
 from kiloword.heads import Single, at_least_float
 from kiloword.towers.blocks import SelfAttention
 from kiloword.towers.image import ImageTower, extra
@@ -147,6 +148,9 @@ def single_maps(pooling: Single, tokens: Tensor, texts: Features, whole: Tensor,
     """Maps [I, T, P] of a model with one vector a picture, and what they are."""
     pool, t = pooling.image_pool, len(texts["vec"])
     patches = tokens[:, e:]
+    if isinstance(pooling, OneVector):
+        looks = token_maps(whole, e, pooling.read).mean(1, keepdim=True)
+        return looks.expand(-1, t, -1), "Where the tokens look that are read, the same for every text."
     if pool.kind == "cls":
         return token_maps(whole, e, 1).expand(-1, t, -1), "Where the class token looks, the same for every text."
     if pool.map is not None:

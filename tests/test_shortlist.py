@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -86,10 +88,21 @@ def test_what_the_list_lacks_is_not_found() -> None:
     assert full["image_retrieval_recall@1"] == 1  # exact scoring finds all three
 
 
-def matcher() -> Matcher:
-    config = sizes()["debug"]
+def matcher(method: str = "clip", **settings: Any) -> Matcher:
     tokenizer = Tokenizer.train(["a red dog", "a blue cat", "green"], vocab=300)
-    return Matcher(build(config, preset("clip")), tokenizer)
+    return Matcher(build(sizes()["debug"], preset(method, settings)), tokenizer)
+
+
+@pytest.mark.parametrize("pool", ["contextual", "first", "average", "learned_average"])
+def test_score_pairs_of_mixture_tokens(pool: str) -> None:
+    model = matcher("llip", k=3, heads=4, pool=pool, patch_keys=pool == "contextual")
+    images = model.encode_image(torch.randint(256, (3, 3, 32, 32), dtype=torch.uint8))
+    texts = model.encode_text(["a red dog", "a cat", "green"])
+    torch.testing.assert_close(model.score_pairs(images, texts), model.score(images, texts).diagonal())
+    for n in (1, 13):
+        found = evaluate(model, "retrieval", "scenes:test?n=13", shortlist=n)
+    full = evaluate(model, "retrieval", "scenes:test?n=13")
+    assert {name: found[name] for name in full} == pytest.approx(full)
 
 
 def test_score_pairs_is_the_diagonal_of_score(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kiloword.contextual import OneVector
 from kiloword.data.loader import eval_batches
 from kiloword.draw import key
 from kiloword.evaluation.features import inference
@@ -126,6 +127,8 @@ def _outputs(
 def tower_output(model: Model, tokens: Tensor) -> Tensor:
     """What the head reads of the tower's tokens [I, E + P, W]: [I, N, W], N 1 or the number of mixture tokens."""
     pooling = model.head.pooling
+    if isinstance(pooling, OneVector):
+        return tokens[:, : pooling.read]
     if isinstance(pooling, Single):
         pooled: Tensor = pooling.image_pool(tokens)
         return pooled[:, None]
