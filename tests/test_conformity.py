@@ -1,0 +1,82 @@
+"""The whole conformity suite over every preset and over mixes of the papers; and mixes that are cut and go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kiloword.train as loop
+from kiloword import embed, recipes
+from kiloword.methods import names, preset
+from kiloword.recipes import Recipe
+from kiloword.train import Options, train
+from kiloword.verify import verify
+
+MIXES = ("llip+compose", "llip+mined", "llip+compose+mined", "llip+fff", "clip+contextual+mixup", "clip+supcon")
+DATA = "scenes?n=64&captions=3"
+EVERY = Options(log_every=1, save_every=3, quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*names(), *MIXES])
+def test_every_check_of_every_method(method: str) -> None:
+    failed = [check for check in verify(method, (1, 2, 4)) if not check.passed]
+    assert not failed
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A side table of a hardly trained model: which pairs it finds does not matter here."""
+    folder = tmp_path_factory.mktemp("teacher")
+    train(recipe("siglip", (), steps=2), folder / "run", options=EVERY)
+    embed.main(str(folder / "run" / "model"), (DATA,), folder / "features")
+    return folder / "features"
+
+
+def recipe(method: str, side: tuple[str, ...], steps: int = 8) -> Recipe:
+    base = recipes.default(method, "debug", (DATA,))
+    return replace(
+        base, data=replace(base.data, tokenizer_vocab=300, side=side), batch=16, micro=8, steps=steps, seed=5
+    )
+
+
+@pytest.mark.parametrize("method", ["clip-c", "fff", "llip+compose+mined"])
+def test_a_cut_run_goes_on_as_if_nothing_had_been(
+    method: str, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = recipe(method, (str(features),) if preset(method).needs else ())
+    train(some, tmp_path / "whole", options=EVERY)
+    real, steps = loop.backward, []
+
+    def backward(*args: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "backward", backward)
+        with pytest.raises(KeyboardInterrupt):
+            train(some, tmp_path / "cut", options=EVERY)
+    train(some, tmp_path / "cut", options=replace(EVERY, workers=2))
+    whole, cut = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(cut[name], value) for name, value in whole.items())
+    assert len({float(v.float().abs().sum()) for v in whole.values()}) > 1
+
+
+def test_what_needs_features_says_how_to_make_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"needs features named 'teacher'.*kiloword embed.*--side"):
+        train(recipe("siglip+mined", ()), tmp_path, options=EVERY)
+
+
+def test_truth_is_refused_where_no_source_knows_it(tmp_path: Path) -> None:
+    some = recipe("siglip+exact", ())
+    (tmp_path / "t.csv").write_text("image,caption\n" + "".join(f"{n}.png,a star\n" for n in range(20)))
+    with pytest.raises(ValueError, match="does not know which texts are true"):
+        train(replace(some, data=replace(some.data, sources=(str(tmp_path / "t.csv"),))), tmp_path / "o", options=EVERY)
