@@ -1,0 +1,207 @@
+"""Pseudo-captions from a table: they join by key, and nothing else of a source changes."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from tars import pairs, picture, write_tar
+
+from kiloword.data.extra_captions import CaptionTable, WithCaptions, with_captions
+from kiloword.data.loader import Loader
+from kiloword.data.mixture import Mixture
+from kiloword.data.own import Own
+from kiloword.data.sampler import Order
+from kiloword.data.scenes import parse_scenes
+from kiloword.data.side import contents
+from kiloword.data.sources import open_data, open_source
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.recipes import DataConfig, TextConfig
+from kiloword.types import BadSample, Source
+
+
+def table(path: Path, **columns: Any) -> Path:
+    pa.parquet.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    """Keys 0000 to 0005, each with the caption "picture N"."""
+    return write_tar(tmp_path / "0.tar", pairs(6))
+
+
+@pytest.fixture
+def extra(tmp_path: Path) -> Path:
+    """Rows of one key are merged; white space, nulls and what the picture has already are left out."""
+    return table(
+        tmp_path / "extra.parquet",
+        key=["0003", "0000", "0003", "unheard", "0001"],
+        captions=[["c", " d "], ["a", "a", None, "", "picture 0"], ["e"], ["x"], []],
+    )
+
+
+def captions(source: Source) -> list[list[str]]:
+    return [source.record(row).captions for row in range(len(source))]
+
+
+def test_captions_join_by_key(tar: Path, extra: Path) -> None:
+    source = with_captions(open_source(str(tar)), [extra])
+    expected = [[f"picture {n}"] for n in range(6)]
+    expected[0] += ["a"]
+    expected[3] += ["c", "d", "e"]
+    assert captions(source) == expected
+    assert [source.captions(row) for row in range(6)] == expected  # type: ignore[attr-defined]
+    assert source.key(3) == "0003"  # type: ignore[attr-defined]
+    assert len(source) == 6
+
+
+def test_several_tables_of_both_forms(tar: Path, extra: Path, tmp_path: Path) -> None:
+    second = table(
+        tmp_path / "b.parquet", caption=["c", "f", None], key=["0003", "0003", "0002"], score=[1.0, 2.0, 3.0]
+    )
+    source = with_captions(open_source(str(tar)), [extra, str(second)])
+    assert source.record(3).captions == ["picture 3", "c", "d", "e", "f"]
+    assert source.record(2).captions == ["picture 2"]
+    other = with_captions(open_source(str(tar)), [second, extra])
+    assert other.record(3).captions == ["picture 3", "c", "f", "d", "e"]
+
+
+def test_without_raw_captions(tar: Path, extra: Path) -> None:
+    source = with_captions(open_source(str(tar)), [extra], own=False)
+    assert source.record(0).captions == ["a", "picture 0"]
+    assert source.record(3).captions == ["c", "d", "e"]
+    for row in (1, 2, 4, 5):
+        with pytest.raises(BadSample, match="no caption"):
+            source.record(row)
+        with pytest.raises(BadSample, match="no caption"):
+            source.captions(row)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="no picture has any: name --extra-captions"):
+        with_captions(open_source(str(tar)), [], own=False)
+
+
+def test_the_settings_open_it(tar: Path, extra: Path) -> None:
+    config = DataConfig(sources=(str(tar),), extra_captions=(str(extra),))
+    assert open_data(config).record(3).captions == ["picture 3", "c", "d", "e"]
+    assert open_data(replace(config, raw_captions=False)).record(3).captions == ["c", "d", "e"]
+    assert open_data(replace(config, extra_captions=())).record(3).captions == ["picture 3"]
+
+
+def test_the_fingerprint_is_of_all_that_is_read(tar: Path, extra: Path, tmp_path: Path) -> None:
+    plain = open_source(str(tar))
+    copy = tmp_path / "renamed.parquet"
+    copy.write_bytes(extra.read_bytes())
+    other = table(tmp_path / "other.parquet", key=["0003"], caption=["x"])
+    ways: list[tuple[list[Path], bool]] = [([], True), ([extra], True), ([extra], False), ([other], True)]
+    prints = {with_captions(plain, paths, own).fingerprint for paths, own in ways}
+    assert len(prints) == len(ways)
+    assert with_captions(plain, [copy]).fingerprint in prints
+
+
+def test_contents_tell_what_a_side_table_covers(tar: Path, extra: Path) -> None:
+    plain = open_source(str(tar))
+    both, alone = contents(with_captions(plain, [extra])), contents(with_captions(plain, [extra], own=False))
+    assert contents(plain) < both
+    assert alone < both
+    assert not alone <= contents(plain)
+    assert not contents(plain) <= alone
+
+
+def test_what_else_a_source_knows_stays(tmp_path: Path) -> None:
+    scenes = parse_scenes("scenes?n=20&captions=2&task=colour")
+    path = table(tmp_path / "t.parquet", key=[scenes.key(4)], captions=[["a circle"]])
+    source = with_captions(scenes, [path])
+    record, plain = source.record(4), scenes.record(4)
+    assert record.captions == [*plain.captions, "a circle"]
+    assert np.array_equal(record.image, plain.image)
+    assert (record.label, record.key, record.info) == (plain.label, plain.key, plain.info)
+    assert source.natural is False  # type: ignore[attr-defined]
+    assert source.classnames == scenes.classnames  # type: ignore[attr-defined]
+    assert source.relevance(record.captions, [4])[:-1].all()  # type: ignore[attr-defined]
+    assert not hasattr(source, "at")
+    assert not hasattr(with_captions(Own([(picture(), "a")]), [table(tmp_path / "o", key=["0"], caption=["b"])]), "x")
+
+
+def test_a_mixture_is_wrapped_part_by_part(tmp_path: Path) -> None:
+    first, second = (open_source(str(write_tar(tmp_path / f"{n}.tar", pairs(8, 8 * n)))) for n in range(2))
+    path = table(tmp_path / "t.parquet", key=["0001", "0009"], captions=[["a"], ["b"]])
+    source = with_captions(Mixture([first, second], [1.0, 0.5]), [path])
+    assert isinstance(source, Mixture)
+    assert source.record(1).captions == ["picture 1", "a"]
+    found = {tuple(source.at(epoch).record(row).captions) for epoch in range(4) for row in range(8, 12)}
+    assert ("picture 9", "b") in found
+
+
+def test_workers_read_the_same(tar: Path, extra: Path) -> None:
+    source = with_captions(open_source(str(tar)), [extra])
+    assert isinstance(source, WithCaptions)
+    document = pickle.dumps(source)
+    assert len(document) < 3000
+    copy = pickle.loads(document)
+    assert captions(copy) == captions(source)
+    assert (copy.fingerprint, copy.name) == (source.fingerprint, source.name)
+    tokenizer = Tokenizer.train(["picture a b c d e 0 1 2 3 4 5"], 300)
+    loader = Loader(source, Order(6, 3), DataConfig(captions="all"), TextConfig(vocab=400), 16, tokenizer)
+    alone, two = (list(replace(loader, workers=w).batches(0, 4)) for w in (0, 2))
+    assert [b.texts.ids.tolist() for b in alone] == [b.texts.ids.tolist() for b in two]
+    assert sum(len(b.texts) for b in alone) == 2 * (6 + 1 + 3)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"captions": [["a"]]}, r"has the columns captions\. Expected `key`, and `captions` \(lists of text\) or"),
+        ({"key": ["a"], "text": ["a"]}, r"has the columns key, text\. Expected `key`"),
+        (
+            {"key": [1, 2], "caption": ["a", "b"]},
+            r"`key` holds int64\. Expected text, as the pictures are named \(not n",
+        ),
+        (
+            {"key": ["a"], "captions": [[1]]},
+            r"the column `captions` holds list<.*int64>\. Expected text or lists of text",
+        ),
+        ({"key": ["a"], "caption": [1.5]}, r"the column `caption` holds double\. Expected text or lists of text"),
+        ({"key": ["a"], "captions": [[]]}, r"the column `captions` holds list<.*null>\. Expected text"),
+        ({"key": pa.array([], pa.string()), "caption": pa.array([], pa.string())}, "has no rows. Expected a key and"),
+    ],
+)
+def test_tables_that_cannot_be_used(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CaptionTable(table(tmp_path / "t.parquet", **columns))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, extra: Path) -> None:
+    with pytest.raises(ValueError, match=r"none: no such file\. Expected a parquet table"):
+        CaptionTable(tmp_path / "none")
+    raw = extra.read_bytes()
+    for harmed in (b"", b"key,caption\na,b\n", raw[: len(raw) // 2]):
+        extra.write_bytes(harmed)
+        with pytest.raises(ValueError, match="cannot be read as a parquet table: "):
+            CaptionTable(extra)
+    latin = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
+    with pytest.raises(ValueError, match=r"cannot be read as a parquet table: .*UTF"):
+        CaptionTable(table(tmp_path / "latin.parquet", key=["0000"], caption=latin))
+
+
+@pytest.mark.parametrize("kind", ["large", "dictionary"])
+def test_other_types_of_text(tar: Path, tmp_path: Path, kind: str) -> None:
+    keys: Any = pa.array(["0000", "0001"], pa.large_string())
+    keys = keys.dictionary_encode() if kind == "dictionary" else keys
+    lists = pa.array([["a"], ["b"]], pa.large_list(pa.large_string()))
+    source = with_captions(open_source(str(tar)), [table(tmp_path / "t.parquet", key=keys, captions=lists)])
+    assert source.record(1).captions == ["picture 1", "b"]
+
+
+def test_a_table_that_matches_no_picture_is_refused(tar: Path, extra: Path, tmp_path: Path) -> None:
+    other = table(tmp_path / "t.parquet", key=["0", "1"], caption=["a", "b"])
+    with pytest.raises(
+        ValueError,
+        match=r"t\.parquet has captions for none of the 6 pictures of .*such as '0', the pictures' such as '0000'",
+    ):
+        with_captions(open_source(str(tar)), [extra, other])
