@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet
 
+from kiloword.data.mixture import Mixture
 from kiloword.types import BadSample, Source
 
 
@@ -21,7 +24,7 @@ def read_columns(path: str, names: Sequence[str]) -> list[list[str]]:
         table = pa.parquet.read_table(path, columns=list(names))
         columns = [table.column(name).cast(pa.large_string()).to_pylist() for name in names]
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or 'not a parquet file'}.") from None
+        raise ValueError(f"{path} cannot be read: {os.strerror(error.errno or errno.EIO)}.") from None
     except pa.ArrowException as error:
         raise ValueError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
     for name, column in zip(names, columns, strict=True):
@@ -32,15 +35,15 @@ def read_columns(path: str, names: Sequence[str]) -> list[list[str]]:
 
 def keys(source: Source) -> list[str | None]:
     """The key of every row; None where a row cannot be read and only its record knows."""
+    return [_key(source, row) for row in range(len(source))]
+
+
+def _key(source: Source, row: int) -> str | None:
+    if isinstance(source, Mixture):
+        return _key(*source.locate(row))
     key = getattr(source, "key", None)
-    if callable(key):
-        return [str(key(row)) for row in range(len(source))]
-    return [_recorded(source, row) for row in range(len(source))]
-
-
-def _recorded(source: Source, row: int) -> str | None:
     try:
-        return source.record(row).key
+        return str(key(row)) if callable(key) else source.record(row).key
     except BadSample:
         return None
 

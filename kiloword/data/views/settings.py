@@ -17,7 +17,7 @@ class MixingSettings(recipes.Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PartnerSettings(MixingSettings):
-    partner: Literal["random", "fixed", "nearest", "farthest", "file"] = "random"  # redrawn each epoch; all else stays
+    partner: Literal["random", "fixed", "nearest", "farthest", "file"] = "random"  # random: another each epoch
     partner_table: str | None = None  # side table of sentence embeddings (`kiloword embed`), for nearest and farthest
     partner_file: str | None = None  # parquet with columns key and partner, for file
     rewrites: str | None = None  # parquet (key, partner, caption): said of a pair in place of both captions

@@ -1,0 +1,490 @@
+"""Pictures and captions of two examples as one, and who goes with whom, against slow, literal references."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kiloword.data import eda
+from kiloword.data.mixture import Mixture
+from kiloword.data.synonyms import GROUPS
+from kiloword.data.views import (
+    Compose,
+    ComposeSettings,
+    Cutmix,
+    CutmixSettings,
+    Mixup,
+    MixupSettings,
+    Stylistic,
+    StylisticSettings,
+)
+from kiloword.data.views import partner as partners
+from kiloword.data.views.mix import joined, share
+from kiloword.data.views.partner import Partner, another, cycle
+from kiloword.data.views.pictures import blend, box, halves, paste
+from kiloword.data.views.settings import PartnerSettings
+from kiloword.draw import Draw
+from kiloword.types import BadSample, Example, Record
+
+SIZES = st.integers(1, 12)
+
+
+def noise(row: int, height: int = 9, width: int = 9) -> Tensor:
+    return torch.randint(256, (3, height, width), generator=torch.Generator().manual_seed(row), dtype=torch.uint8)
+
+
+def literal_halves(first: Tensor, second: Tensor, side_by_side: bool) -> Tensor:
+    """Pixel by pixel: the centre crop [H, w] or [h, W] of each, the first one's then the second one's."""
+    out, (_, height, width) = torch.zeros_like(first), first.shape
+    for y in range(height):
+        for x in range(width):
+            place, length = (x, width) if side_by_side else (y, height)
+            small = length // 2
+            large = length - small
+            source, at = (first, place) if place < small else (second, place - small)
+            at += (length - (small if place < small else large)) // 2
+            out[:, y, x] = source[:, y, at] if side_by_side else source[:, at, x]
+    return out
+
+
+@given(height=SIZES, width=SIZES, side_by_side=st.booleans())
+def test_half_crops_are_the_centres_put_together(height: int, width: int, side_by_side: bool) -> None:
+    first, second = noise(0, height, width), noise(1, height, width)
+    made = halves(first, second, side_by_side)
+    assert torch.equal(made, literal_halves(first, second, side_by_side))
+
+
+def test_half_crops_of_64_pixels_have_the_paper_s_coordinates() -> None:
+    first, second = noise(0, 64, 64), noise(1, 64, 64)
+    wide, high = halves(first, second, True), halves(first, second, False)
+    assert torch.equal(wide[:, :, :32], first[:, :, 16:48])
+    assert torch.equal(wide[:, :, 32:], second[:, :, 16:48])
+    assert torch.equal(high[:, :32], first[:, 16:48])
+    assert torch.equal(high[:, 32:], second[:, 16:48])
+
+
+@given(height=st.integers(2, 12), width=st.integers(2, 12), side_by_side=st.booleans())
+def test_squashed_halves_keep_each_whole_picture(height: int, width: int, side_by_side: bool) -> None:
+    flat = [torch.full((3, height, width), level, dtype=torch.uint8) for level in (40, 200)]
+    made = halves(flat[0], flat[1], side_by_side, squash=True)
+    lengths = (height, width // 2) if side_by_side else (height // 2, width)
+    assert made.shape == flat[0].shape
+    assert (made == 40).all(0).sum() == lengths[0] * lengths[1]
+    assert ((made == 40) | (made == 200)).all()
+
+
+def test_squash_shows_what_the_centre_crop_cuts_off() -> None:
+    picture = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    picture[:, :, :4] = 255  # a bar at the left edge
+    cropped, squashed = (halves(picture, torch.zeros_like(picture), True, squash) for squash in (False, True))
+    assert cropped.max() == 0
+    assert squashed.max() == 255
+
+
+@given(kept=st.floats(0, 1), height=SIZES, width=SIZES, down=st.floats(0, 0.999), right=st.floats(0, 0.999))
+def test_cutmix_s_box_lies_inside_and_has_its_size(
+    kept: float, height: int, width: int, down: float, right: float
+) -> None:
+    top, left, high, wide = box(height, width, kept, down, right)
+    assert (high, wide) == (round(height * math.sqrt(1 - kept)), round(width * math.sqrt(1 - kept)))
+    assert 0 <= top <= height - high
+    assert 0 <= left <= width - wide
+    onto, source = noise(0, height, width), noise(1, height, width)
+    made, inside = paste(onto, source, (top, left, high, wide)), torch.zeros(height, width, dtype=torch.bool)
+    inside[top : top + high, left : left + wide] = True
+    assert torch.equal(made, torch.where(inside, source, onto))
+    assert torch.equal(onto, noise(0, height, width)), "changed in place"
+
+
+def test_a_blend_is_the_weighted_sum() -> None:
+    first, second = noise(0), noise(1)
+    for kept in (0.0, 0.31, 1.0):
+        expected = (kept * first.double() + (1 - kept) * second.double()).round()
+        assert (blend(first, second, kept).double() - expected).abs().max() <= 1  # halves may round either way
+    assert torch.equal(blend(first, second, 1.0), first)
+    assert torch.equal(blend(first, second, 0.0), second)
+
+
+def test_captions_are_joined_as_they_are() -> None:
+    assert joined(["A dog ."], ["A cat ."], " and ", True) == ["A dog . and A cat ."]
+    assert joined(["A dog ."], ["A cat ."], " and ", False) == ["A cat . and A dog ."]
+    assert joined(["a", "b", "c"], ["x", "y"], " ", True) == ["a x", "b y", "c x"]
+    assert joined(["a"], ["x", "y"], " and ", False) == ["x and a"]
+
+
+@dataclass
+class Rows:
+    """N rows of noise, row i with i % 3 + 1 captions; what a view fetches from, and what it binds to."""
+
+    n: int
+    name: str = "rows"
+    fingerprint: str = "f"
+    bad: tuple[int, ...] = ()
+    size: int = 9
+    asked: list[tuple[int, Draw]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def record(self, row: int) -> Record:
+        if row in self.bad:
+            raise BadSample("truncated picture")
+        pixels = noise(row, self.size, self.size).permute(1, 2, 0).numpy()
+        return Record(f"k{row}", pixels, [f"caption {row} {c}" for c in range(row % 3 + 1)])
+
+    def example(self, row: int, draw: Draw) -> Example:
+        self.asked.append((row, draw))
+        record = self.record(row)
+        return Example(record.key, row, noise(row, self.size, self.size), record.captions)
+
+
+def draws(n: int, epochs: int, seed: int = 0) -> list[Draw]:
+    return [Draw(seed, epoch, row) for epoch in range(epochs) for row in range(n)]
+
+
+def test_partners_are_drawn_from_the_whole_data_set_and_are_never_oneself() -> None:
+    n, own, tries = 12, 5, 6000
+    seen = Counter(another(own, n, Draw(0, epoch, own).rng("compose")) for epoch in range(tries))
+    assert own not in seen
+    assert set(seen) == set(range(n)) - {own}
+    expected = tries / (n - 1)
+    chi_square = sum((count - expected) ** 2 / expected for count in seen.values())
+    assert chi_square < 29.6  # 0.1% point of 10 degrees of freedom; the draws are keyed, so this never changes
+    assert another(0, 1, Draw(0, 0, 0).rng("compose")) == 0
+    assert {another(0, 2, Draw(0, e, 0).rng("x")) for e in range(9)} == {1}
+
+
+@given(n=st.integers(2, 60), seed=st.integers(0, 5))
+def test_fixed_partners_are_one_circle(n: int, seed: int) -> None:
+    found = cycle(seed, n)
+    row, seen = 0, []
+    for _ in range(n):
+        seen.append(row)
+        row = int(found[row])
+    assert row == 0
+    assert sorted(seen) == list(range(n))
+
+
+def test_fixed_partners_stay_over_epochs_and_change_with_the_seed() -> None:
+    partner = Partner(PartnerSettings(partner="fixed")).bind(Rows(50))
+    rng = np.random.default_rng(0)
+    one, two, other = (
+        [partner.row(r, 50, Draw(seed, e, r), rng) for r in range(50)] for seed, e in ((1, 0), (1, 7), (2, 0))
+    )
+    assert one == two != other
+    assert Partner(PartnerSettings(partner="fixed")).row(0, 1, Draw(0, 0, 0), rng) == 0
+
+
+class FakeTable:
+    """Mean embeddings [N, D] of the keys, in an order of its own."""
+
+    def __init__(self, path: str) -> None:
+        self.keys = [f"k{row}" for row in (3, 0, 4, 1, 2)]
+
+    def check(self, source: object) -> None: ...
+
+    def text_means(self) -> np.ndarray:
+        angle = {"k0": 0.0, "k1": 0.3, "k2": 1.5, "k3": 1.6, "k4": 3.3}
+        return np.array([[2 * math.cos(angle[k]), 2 * math.sin(angle[k])] for k in self.keys], np.float32)
+
+
+@pytest.mark.parametrize("block", [1 << 24, 3])
+def test_nearest_and_farthest_by_a_table(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(partners, "SideTable", FakeTable)
+    monkeypatch.setattr(partners, "_BLOCK", block)
+    near, far = (
+        Partner(PartnerSettings(partner=how, partner_table="x")).bind(Rows(5)).rows for how in ("nearest", "farthest")
+    )
+    assert near is not None
+    assert far is not None
+    assert (near.tolist(), far.tolist()) == ([1, 0, 3, 2, 3], [4, 4, 4, 4, 1])
+    with pytest.raises(ValueError, match="the partner table says nothing of 'k5' of rows"):
+        Partner(PartnerSettings(partner="nearest", partner_table="x")).bind(Rows(6))
+    known = Partner(PartnerSettings(partner="nearest", partner_table="x")).bind(Rows(6, bad=(5,))).rows
+    assert known is not None
+    assert known.tolist() == [1, 0, 3, 2, 3, -1]
+
+
+def test_a_sample_that_comes_twice_is_not_its_own_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partners, "SideTable", FakeTable)
+    twice = Mixture([Rows(5)], [2.0])
+    found = Partner(PartnerSettings(partner="nearest", partner_table="x")).bind(twice).rows
+    assert found is not None
+    assert (found % 5).tolist() == [1, 0, 3, 2, 3] * 2
+    with pytest.raises(ValueError, match=r"rows change from epoch to epoch.*whole weights"):
+        Partner(PartnerSettings(partner="fixed")).bind(Mixture([Rows(5)], [1.4]))
+
+
+def parquet(path: Path, **columns: list[str | None]) -> str:
+    pa.parquet.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def test_partners_from_a_file(tmp_path: Path) -> None:
+    keys = [f"k{row}" for row in range(4)]
+    path = parquet(tmp_path / "p.parquet", key=keys[::-1], partner=["k0", "k0", "k0", "k2"])
+    bound = Partner(PartnerSettings(partner="file", partner_file=path)).bind(Rows(4))
+    assert bound.rows is not None
+    assert bound.rows.tolist() == [2, 0, 0, 0]
+    assert bound.row(0, 4, Draw(0, 0, 0), np.random.default_rng(0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"key": ["k0", "k1"], "partner": ["k1", "k9"]}, "names the partner 'k9', which rows does not have"),
+        ({"key": ["k0", "k0"], "partner": ["k1", "k1"]}, "names a partner of 'k0' twice"),
+        ({"key": ["k0"], "partner": ["k1"]}, "says nothing of 'k1' of rows"),
+        ({"key": ["k0", "k1"], "partner": ["k1", None]}, "row 1 has no partner"),
+        ({"key": ["k0", "k1"], "mate": ["k1", "k0"]}, "has the columns key, mate: expected key, partner"),
+    ],
+)
+def test_files_of_partners_that_cannot_be_used(tmp_path: Path, columns: dict[str, list[str]], message: str) -> None:
+    path = parquet(tmp_path / "p.parquet", **columns)
+    with pytest.raises(ValueError, match=message):
+        Partner(PartnerSettings(partner="file", partner_file=path)).bind(Rows(2))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_text("no parquet")
+    for name, message in (("x.parquet", "cannot be read as parquet"), ("y.parquet", "cannot be read: No such file")):
+        with pytest.raises(ValueError, match=message):
+            Partner(PartnerSettings(partner="file", partner_file=str(tmp_path / name))).bind(Rows(2))
+    for how in ("nearest", "farthest", "file"):
+        with pytest.raises(ValueError, match=f"partner {how} needs partner_"):
+            Compose(ComposeSettings(partner=how))
+
+
+VIEWS = {
+    "compose": lambda **s: Compose(ComposeSettings(**s)),
+    "mixup": lambda **s: Mixup(MixupSettings(**s)),
+    "cutmix": lambda **s: Cutmix(CutmixSettings(**s)),
+    "stylistic": lambda **s: Stylistic(StylisticSettings(**s)),
+}
+
+
+def test_views_from_a_file_of_rewrites(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "r.parquet", key=["k1", "k1"], partner=["k0", "k0"], caption=["both", "the two"])
+    view = Compose(ComposeSettings(rho=1, rewrites=path)).bind(Rows(2))
+    for row, expected in ((1, ["both", "the two"]), (0, ["both"])):
+        data = Rows(2)
+        assert view(data.example(row, Draw(0, 0, row)), data, Draw(0, 0, row)).captions == expected
+    other = Rows(3)
+    found = [view(other.example(2, d), other, d).captions for d in (Draw(0, e, 2) for e in range(5))]
+    assert all(" and " in caption for captions in found for caption in captions)  # an unknown pair is joined
+    with pytest.raises(ValueError, match=r"no row names two samples of rows, the first is \('k1', 'k0'\)"):
+        Compose(ComposeSettings(rewrites=path)).bind(Rows(1))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_the_share_of_composed_examples_is_rho(name: str) -> None:
+    data = Rows(40)
+    for rho, low, high in ((0.0, 0, 0), (0.3, 0.27, 0.33), (1.0, 1, 1)):
+        view = VIEWS[name](rho=rho)
+        made = [(d, view(data.example(d.row, d), data, d)) for d in draws(40, 50)]
+        assert low <= sum(e.composed for _, e in made) / len(made) <= high
+        for draw, example in made:
+            if not example.composed:
+                assert torch.equal(example.image, noise(draw.row))
+                assert example.captions == data.record(draw.row).captions
+
+
+def test_a_larger_rho_composes_more_and_keeps_what_was_composed() -> None:
+    data = Rows(30)
+    few, many = (
+        [VIEWS["compose"](rho=rho)(data.example(d.row, d), data, d) for d in draws(30, 20)] for rho in (0.3, 0.6)
+    )
+    for a, b in zip(few, many, strict=True):
+        assert b.composed or not a.composed
+        if a.composed:
+            assert torch.equal(a.image, b.image)
+            assert a.captions == b.captions
+
+
+def test_rho_by_default_follows_the_size_of_the_data() -> None:
+    assert (share(None, 100_000), share(None, 3_318_333), share(None, 12_000_000)) == (0.3, 0.3, 0.15)
+    assert share(0.0, 100) == 0.0
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 8, 33])
+def test_tiny_data_and_odd_sizes(name: str, n: int, size: int) -> None:
+    data, view = Rows(n, size=size), VIEWS[name](rho=1)
+    for draw in draws(n, 4):
+        own = data.example(draw.row, draw)
+        own.text_side["x"] = torch.zeros(len(own.captions), 2)
+        made = view(own, data, draw)
+        assert made.composed
+        assert made.image.shape == (3, size, size)
+        assert made.image.dtype == torch.uint8
+        assert len(made.captions) == len(own.captions) == len(made.text_side["x"])
+        assert all(made.captions)
+        assert (made.key, made.row) == (own.key, own.row)
+        assert torch.equal(own.image, noise(draw.row, size, size)), "the own picture was changed in place"
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_images_or_captions_alone(name: str) -> None:
+    for draw in draws(6, 3):
+        made = {}
+        for parts in ("both", "images", "captions"):
+            data = Rows(6)
+            own = data.example(draw.row, draw)
+            made[parts] = VIEWS[name](rho=1, parts=parts)(own, data, draw)
+            assert made[parts].composed
+        assert torch.equal(made["images"].image, made["both"].image)
+        assert made["images"].captions == own.captions
+        assert torch.equal(made["captions"].image, own.image)
+        assert made["captions"].captions == made["both"].captions != own.captions
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_pure_functions_that_pickle(name: str) -> None:
+    view = VIEWS[name](rho=0.5).bind(Rows(10))
+    again = pickle.loads(pickle.dumps(view))
+    for draw in draws(10, 3):
+        a, b = (v(Rows(10).example(draw.row, draw), Rows(10), draw) for v in (view, again))
+        assert torch.equal(a.image, b.image)
+        assert (a.captions, a.composed) == (b.captions, b.composed)
+
+
+def test_partners_are_augmented_by_draws_of_their_own() -> None:
+    data, draw = Rows(10), Draw(3, 4, 5)
+    VIEWS["compose"](rho=1)(data.example(5, draw), data, draw)
+    row, used = data.asked[-1]
+    assert row != 5
+    assert (used.epoch, used.row) == (4, 5)
+    assert used.rng("crop").random() not in (draw.rng("crop").random(), replace(draw, row=row).rng("crop").random())
+
+
+def test_mixup_and_cutmix_are_a_share_of_each_picture() -> None:
+    dark, light = (torch.full((3, 40, 40), level, dtype=torch.uint8) for level in (0, 250))
+
+    class Two(Rows):
+        def example(self, row: int, draw: Draw) -> Example:
+            return Example(f"k{row}", row, light if row else dark, ["x"])
+
+    data = Two(2)
+    for name in ("mixup", "cutmix"):
+        own = [
+            1 - VIEWS[name](rho=1, alpha=1.0)(data.example(0, d), data, d).image.float().mean().item() / 250
+            for d in (Draw(0, e, 0) for e in range(400))
+        ]
+        found = np.quantile(own, [0.1, 0.25, 0.5, 0.75, 0.9])
+        assert np.abs(found - [0.1, 0.25, 0.5, 0.75, 0.9]).max() < 0.06, "Beta(1, 1) is uniform"
+    sharp = [VIEWS["mixup"](rho=1, alpha=0.1)(data.example(0, d), data, d).image.max().item() for d in draws(1, 200)]
+    assert np.mean([20 < s < 230 for s in sharp]) < 0.35, "Beta(0.1, 0.1) lies at the ends"
+
+
+def test_the_stylistic_control_shows_one_picture_twice_and_edits_its_caption() -> None:
+    data, view = Rows(4, size=32), VIEWS["stylistic"](rho=1, edits=0.4)
+    crops = set()
+    for draw in draws(4, 8):
+        made = view(data.example(draw.row, draw), data, draw)
+        own = data.record(draw.row).captions
+        for caption, said in zip(own, made.captions, strict=True):
+            assert said.startswith(caption + " and ") or said.endswith(" and " + caption)
+        assert {row for row, _ in data.asked[-2:]} == {draw.row}
+        crops.add(made.image.float().mean().item())
+        assert not torch.equal(made.image, halves(noise(draw.row, 32, 32), noise(draw.row, 32, 32), True))
+    assert len(crops) == 32, "other crops in every epoch"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("compose", {"rho": 1.5}, "rho is 1.5: expected 0 to 1"),
+        ("compose", {"rho": math.nan}, "rho is nan"),
+        ("mixup", {"alpha": 0.0}, "alpha is 0.0: expected a number above 0"),
+        ("cutmix", {"alpha": math.inf}, "alpha is inf"),
+        ("stylistic", {"edits": 2.0}, "edits is 2.0: expected 0 to 1"),
+        ("stylistic", {"least_area": 0.0}, "least_area is 0.0: expected 0.001 to 1"),
+    ],
+)
+def test_settings_out_of_range_get_a_sentence(name: str, settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VIEWS[name](**settings)
+
+
+# easy data augmentation
+
+WORDS = {"dog": ["hound"], "runs": ["sprints", "dashes"], "big": ["large"]}
+
+
+def rngs(n: int = 60) -> list[np.random.Generator]:
+    return [np.random.default_rng(seed) for seed in range(n)]
+
+
+def test_synonyms_replace_words_and_keep_their_dress() -> None:
+    said = {" ".join(eda.replace_words(["A", "Dog,", "big,", "runs."], 1, WORDS, rng)) for rng in rngs()}
+    assert said == {"A Hound, big, runs.", "A Dog, large, runs.", "A Dog, big, sprints.", "A Dog, big, dashes."}
+    assert {" ".join(eda.replace_words(["A", "Dog,", "big"], 9, WORDS, rng)) for rng in rngs()} == {"A Hound, large"}
+    assert eda.replace_words(["a", "b"], 2, WORDS, rngs()[0]) == ["a", "b"]
+
+
+def test_insertions_add_synonyms_at_any_place() -> None:
+    said = {" ".join(eda.insert_words(["the", "dog"], 1, WORDS, rng)) for rng in rngs()}
+    assert said == {"hound the dog", "the hound dog", "the dog hound"}
+    assert {len(eda.insert_words(["dog"], 3, WORDS, rng)) for rng in rngs()} == {4}
+    assert eda.insert_words(["a", "b"], 2, WORDS, rngs()[0]) == ["a", "b"]
+
+
+def test_swaps_change_two_places() -> None:
+    said = {" ".join(eda.swap_words(["a", "b", "c"], 1, rng)) for rng in rngs()}
+    assert said == {"b a c", "c b a", "a c b"}
+    assert eda.swap_words(["a"], 3, rngs()[0]) == ["a"]
+
+
+def test_deletions_have_their_probability_and_leave_a_word() -> None:
+    lengths = [len(eda.delete_words(["x"] * 100, 0.2, rng)) for rng in rngs(200)]
+    assert abs(np.mean(lengths) - 80) < 1.5
+    assert {tuple(eda.delete_words(["a", "b"], 1.0, rng)) for rng in rngs()} == {("a",), ("b",)}
+
+
+@given(caption=st.text(max_size=40), edits=st.floats(0, 1), seed=st.integers(0, 1000))
+def test_no_caption_becomes_empty(caption: str, edits: float, seed: int) -> None:
+    said = eda.eda(caption, eda.read_synonyms(), edits, np.random.default_rng(seed))
+    assert said.split() or said == caption
+
+
+def test_all_four_operations_come() -> None:
+    said = Counter(eda.eda("the dog sat", WORDS, 0.4, rng) for rng in rngs(200))
+    assert {"the hound sat", "dog the sat"} < set(said)
+    assert any(len(s.split()) == 4 for s in said)
+    assert any(len(s.split()) < 3 for s in said)
+
+
+def test_the_list_of_synonyms_is_whole() -> None:
+    groups = [line.split(", ") for line in GROUPS.strip().splitlines()]
+    words = [word for group in groups for word in group]
+    assert all(len(group) > 1 for group in groups)
+    assert len(words) == len(set(words)) > 600
+    assert all(word == word.lower().strip() and word for word in words)
+    synonyms = eda.read_synonyms()
+    assert synonyms["dog"] == ["hound", "canine"]
+    assert "the" not in synonyms
+    assert "red" not in synonyms
+
+
+def test_synonyms_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "words.txt"
+    path.write_text("Dog, hound\n\nalone\ndog, pet animal\n")
+    assert eda.read_synonyms(str(path)) == {"dog": ["hound", "pet animal"], "hound": ["dog"], "pet animal": ["dog"]}
+    path.with_name("empty.txt").write_text("alone\n")
+    path.with_name("bytes.txt").write_bytes(b"\xff\xfe\x00")
+    for name, message in (("empty", "no line has two words"), ("bytes", "is not UTF-8"), ("none", "cannot be read")):
+        with pytest.raises(ValueError, match=message):
+            Stylistic(StylisticSettings(synonyms=str(tmp_path / f"{name}.txt"))).bind(Rows(1))
