@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow.parquet
@@ -13,14 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kiloword.data.scenes import parse_scenes
+from kiloword.data.sources import open_data
+from kiloword.embed import embed
 from kiloword.methods.fff import Mined
-from kiloword.mining import analyses, output, results
+from kiloword.mining import analyses, main, output, results
 from kiloword.mining.calibrate import Sample, calibrate, candidates, compare, exceeded_by, random_pairs
 from kiloword.mining.corpus import Corpus
 from kiloword.mining.options import Options
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.pairs import TERMS, by_term, search
 from kiloword.mining.progress import Bar
+from kiloword.recipes import DataConfig
 
 LOW = Mined(p1=0.3, p2=0.4, p3=0.2, p1_text=0.1)
 
@@ -340,3 +346,50 @@ def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str]) ->
     assert "100%" in said
     assert "ETA 0:00" in said
     assert said.count("\n") == 1  # plain lines come seldom
+
+
+class Colours:
+    """A teacher of eight numbers: a picture's mean colours, a caption's letters."""
+
+    size, fingerprint = 16, "colours"
+    resize: Literal["shortest", "squash"] = "squash"
+
+    def encode_images(self, images: torch.Tensor) -> torch.Tensor:
+        means = images.float().unflatten(2, (2, 8)).mean((3, 4)).flatten(1) / 255  # [n, 6]
+        return torch.nn.functional.normalize(torch.nn.functional.pad(means, (0, 2), value=0.1), dim=1)
+
+    def encode_texts(self, texts: Sequence[str]) -> torch.Tensor:
+        counts = [[1.0 + text.count(letter) for letter in "abcdefgh"] for text in texts]
+        return torch.nn.functional.normalize(torch.tensor(counts).reshape(-1, 8), dim=1)
+
+
+def test_from_side_table_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    src, extra = "scenes?n=30&captions=2", tmp_path / "extra.parquet"
+    keys = [parse_scenes(src).record(row).key for row in range(30)]
+    pyarrow.parquet.write_table(pyarrow.table({"key": keys, "caption": [f"bead {n % 4}" for n in range(30)]}), extra)
+    data = open_data(DataConfig(sources=(src,), extra_captions=(str(extra),)))
+    embed(Colours(), data, tmp_path / "side", name="hues")
+    options = Options(calibrate=True, false_rate=0.05, batch=8, gallery=1, device="cpu")
+
+    main([src], tmp_path / "side", tmp_path / "own", options)  # the table knows more captions than are asked for
+    own = json.loads((tmp_path / "own" / "mine.json").read_text())
+    assert own["captions"] == sum(len(parse_scenes(src).captions(row)) for row in range(30))
+    assert own["true_pairs"] > 0
+    assert "--settings.teacher hues" in capsys.readouterr().out
+
+    main([src], tmp_path / "side", tmp_path / "both", replace(options, extra_captions=(extra,)))
+    both = json.loads((tmp_path / "both" / "mine.json").read_text())
+    assert both["captions"] == own["captions"] + 30
+    assert set(both["analyses"]) == {"own", "extra"}
+    assert both["analyses"]["extra"]["repeated"] == 26
+    assert both["true_pairs"] is None  # nobody knows what a bead is true of
+    assert both["terms"]["it"]["precision"] is None
+    page = (tmp_path / "both" / "report.html").read_text()
+    assert "bead 1" in page
+    assert "precision" not in page
+
+    with pytest.raises(ValueError, match="was made from scenes"):
+        main(["scenes?n=31&captions=2"], tmp_path / "side", tmp_path / "no", options)
+    with pytest.raises(ValueError, match="is no side table"):
+        main([src], tmp_path / "nothing", tmp_path / "no", options)
+    assert not (tmp_path / "no").exists()

@@ -14,22 +14,22 @@ def main(sources: Sequence[str], side: Path, out: Path, options: Options) -> Non
 
     Errors: ValueError for data that cannot be opened, a side table of other data, or settings out of range.
     """
-    from kiloword.data.extra_captions import with_captions
     from kiloword.data.side import SideTable
-    from kiloword.data.sources import mix, open_source
+    from kiloword.data.sources import open_data
     from kiloword.device import choose
     from kiloword.methods.fff import Mined, check
     from kiloword.mining import output
     from kiloword.mining.corpus import Corpus
     from kiloword.mining.origin import Origin, split_extra
     from kiloword.mining.results import judge
+    from kiloword.recipes import DataConfig
 
     options.check()
     options = replace(options, device=choose(options.device))
     check(options.over(Mined()))
     table = SideTable(side)
     settings = options.over(Mined(teacher=table.name))
-    source = with_captions(mix([open_source(src) for src in sources]), options.extra_captions)
+    source = open_data(DataConfig(sources=tuple(sources), extra_captions=tuple(map(str, options.extra_captions))))
     table.check(source)
     origin, corpus = Origin.of(source, Corpus.of(table, options.device), table)
     parts = split_extra(corpus, options.extra_captions)

@@ -95,7 +95,10 @@ def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
         return {"captions": corpus}
     said = [{caption for table in tables for caption in table.captions(key)} for key in corpus.keys]
     extra = np.array([caption in said[n] for n, caption in zip(corpus.owner, corpus.captions, strict=True)])
-    return {"own": corpus.only(~extra), "extra": corpus.only(extra)}
+    parts = {"own": corpus.only(~extra), "extra": corpus.only(extra)}
+    return {name: part for name, part in parts.items() if len(np.unique(part.owner[part.paired])) > 1} or {
+        "captions": corpus
+    }
 
 
 def _places(source: Source) -> dict[str, int]:
