@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 TOP = 4  # tokens a text that are shown
+ENTROPY = "Entropy of the weights: 0 is one token a head, 1 is all tokens alike."
 
 
 def write(
@@ -32,11 +33,12 @@ def write(
         raise ValueError(f"{folder} cannot be made: {error.strerror}; choose another folder for --explain.") from error
     found = matcher.explain(list(images), texts, maps)
     names = token_names(matcher, found)
-    lines, pictures = [found.about], []
+    about = found.about if found.weights is None else f"{found.about} {ENTROPY}"
+    lines, pictures = [about], []
     for i, (path, file) in enumerate(zip(images, file_names(images), strict=True)):
         pairs = [_pair(found, i, t, text, names) for t, text in enumerate(texts)]
         rows = [_row(found, i, t, pair) for t, pair in enumerate(pairs)]
-        figure(_large(matcher, path), path.name, found.about, rows).save(folder / file)
+        figure(_large(matcher, path), path.name, about, rows).save(folder / file)
         pictures.append({"picture": str(path), "figure": file, "texts": pairs})
         lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
     write_json(folder / "weights.json", {"about": found.about, "maps": maps, "tokens": names, "pictures": pictures})
@@ -85,7 +87,7 @@ def _row(found: Explanation, i: int, t: int, pair: dict[str, Any]) -> Row:
         TokenMap(one["token"], one["share"], found.tokens[i, one["place"]].view(found.grid).cpu().numpy())
         for one in pair["top"]
     ]
-    note = f"score {pair['score']:.3f}, entropy {pair['entropy']:.2f} (0: one token, 1: all alike)"
+    note = f"score {pair['score']:.3f}, entropy {pair['entropy']:.2f}"
     return Row(pair["text"], note, looks, tokens, found.weights[i, t].cpu().numpy())
 
 

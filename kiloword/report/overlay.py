@@ -17,8 +17,9 @@ Floats = npt.NDArray[np.floating]
 SIDE, SMALL = 240, 128  # pixels a side: a text's picture, a token's picture
 CAPTION, WEIGHTS = 230, 260  # pixels: widths of the caption and of the weights' plot
 GAP, MARGIN = 20, 28
-HEAD = 150  # pixels: height of the title with the plain picture
-GLOW = np.array([255, 138, 0])  # colour of what is looked at
+HIGH = 96  # pixels: of the largest bar
+HEAD = 180  # pixels: height of the title with the plain picture
+GLOW = np.array([255, 140, 10])  # colour of what is looked at; seen on dark and on bright pictures
 PAPER, INK, MUTED, RULE, BAR = (rgb(LIGHT[name]) for name in ("paper", "ink", "muted", "rule", "s0"))
 
 
@@ -53,25 +54,27 @@ def figure(picture: Pixels, title: str, about: str, rows: Sequence[Row]) -> Imag
     height = MARGIN + HEAD + len(rows) * (SIDE + 2 * GAP) + MARGIN
     sheet = Image.new("RGB", (max(width, 640), height), PAPER)
     _header(sheet, picture, title, about)
+    _headings(sheet, shown, weighty)
     for n, row in enumerate(rows):
         _row(sheet, MARGIN + HEAD + n * (SIDE + 2 * GAP) + GAP, picture, row, shown)
     return sheet
 
 
 def overlay(picture: Pixels, looks: Floats, side: int) -> Image.Image:
-    """The picture [H, W, 3] at `side` pixels, pale and grey where a map [rows, columns] is low, glowing where high.
+    """The picture [H, W, 3] at `side` pixels: grey where a map [rows, columns] is at most even, glowing above that.
 
-    Full glow is at the map's largest value, but at least at 4 times an even share, so that a map without any
-    preference stays pale; what is below zero counts as zero.
+    Full glow is at the map's largest value, but at least at 4 times its mean, so that a map with hardly a preference
+    hardly glows; what is below zero counts as zero.
     """
     positive = np.clip(np.asarray(looks, np.float32), 0, None)
-    full = max(float(positive.max()), 4 * float(positive.mean()), 1e-12)
-    strength = Image.fromarray(positive / full).resize((side, side), Image.Resampling.BICUBIC)
+    even = float(positive.mean())
+    full = max(float(positive.max()), 4 * even, 1e-12)
+    strength = Image.fromarray((positive - even) / (full - even)).resize((side, side), Image.Resampling.BICUBIC)
     glow = np.clip(np.asarray(strength), 0, 1)[..., None]  # [side, side, 1]
     colours = np.asarray(_square(picture, side), np.float32)
-    pale = 0.5 * colours.mean(-1, keepdims=True) + 0.5 * 235
-    lit = 0.72 * colours + 0.28 * GLOW
-    return Image.fromarray((pale + glow * (lit - pale)).round().clip(0, 255).astype(np.uint8))
+    grey = 0.55 * colours.mean(-1, keepdims=True) + 70
+    lit = 0.35 * colours + 0.65 * GLOW
+    return Image.fromarray((grey + glow * (lit - grey)).round().clip(0, 255).astype(np.uint8))
 
 
 def _square(picture: Pixels, side: int) -> Image.Image:
@@ -79,10 +82,21 @@ def _square(picture: Pixels, side: int) -> Image.Image:
 
 
 def _header(sheet: Image.Image, picture: Pixels, title: str, about: str) -> None:
-    sheet.paste(_square(picture, HEAD - GAP), (MARGIN, MARGIN))
-    x, room = MARGIN + HEAD, sheet.width - 2 * MARGIN - HEAD
+    sheet.paste(_square(picture, 130), (MARGIN, MARGIN))
+    x, room = MARGIN + 130 + GAP, sheet.width - 2 * MARGIN - 130 - GAP
     y = _text(sheet, (x, MARGIN), title, room, 22, INK, 1)
     _text(sheet, (x, y + 8), about, min(room, 560), 14, MUTED, 4)
+
+
+def _headings(sheet: Image.Image, shown: int, weighty: bool) -> None:
+    """What the columns are, over the first row's line."""
+    x, y = MARGIN + CAPTION + GAP, MARGIN + HEAD - 24
+    _text(sheet, (x, y), "where the text looks", SIDE, 13, MUTED, 1)
+    if shown:
+        _text(sheet, (x + SIDE + GAP, y), "its heaviest tokens, and where they look", 400, 13, MUTED, 1)
+    if weighty:
+        x += SIDE + GAP + shown * (SMALL + GAP)
+        _text(sheet, (x, y), "all mixing weights", WEIGHTS, 13, MUTED, 1)
 
 
 def _row(sheet: Image.Image, y: int, picture: Pixels, row: Row, shown: int) -> None:
@@ -103,23 +117,32 @@ def _row(sheet: Image.Image, y: int, picture: Pixels, row: Row, shown: int) -> N
 
 
 def _weights(sheet: Image.Image, corner: tuple[int, int], weights: Floats) -> None:
-    """Bars of the tokens' shares, and under them the weights of every head [M, N], a line of cells a head."""
-    draw = ImageDraw.Draw(sheet)
+    """Bars of the tokens' shares over their numbers, and below the weights of every head [M, N], a line a head."""
     heads, n = weights.shape
-    shares = weights.mean(0)
-    (x, y), step = corner, WEIGHTS / n
-    high, line = 96, min(12.0, 72 / heads)
+    (x, y), shares = corner, weights.mean(0)
     top = max(float(shares.max()), 1e-12)
-    for k, share in enumerate(shares.tolist()):
-        left, right = x + round(k * step), x + max(round((k + 1) * step) - (2 if step >= 6 else 0), round(k * step) + 1)
-        draw.rectangle((left, y + 20 + round(high * (1 - share / top)), right - 1, y + 20 + high), BAR)
-        for m in range(heads):
-            cell = tuple(round(p + (b - p) * float(weights[m, k])) for p, b in zip(PAPER, BAR, strict=True))
-            above = y + 30 + high + round(m * line)
-            draw.rectangle((left, above, right - 1, above + max(round(line) - 2, 1)), cell)
-    draw.line((x, y + 21 + high, x + WEIGHTS - 1, y + 21 + high), RULE)
+    bottom = y + 20 + HIGH
+    edges = [x + round(k * WEIGHTS / n) for k in range(n + 1)]
+    for left, right, share in zip(edges, edges[1:], shares.tolist(), strict=False):
+        _cell(sheet, left, right, bottom - max(round(HIGH * share / top), 1), bottom, BAR)
+    stride = -(-n // (WEIGHTS // 20))
+    for k in range(0, n, stride):
+        _text(sheet, ((edges[k] + edges[k + 1]) // 2 - 3 * len(str(k)) - 1, bottom + 2), str(k), 40, 11, MUTED, 1)
+    line = min(12.0, 68 / heads)
+    for m, head in enumerate(weights.tolist()):
+        above = bottom + 22 + round(m * line)
+        for left, right, weight in zip(edges, edges[1:], head, strict=False):
+            shade = tuple(round(p + (b - p) * weight) for p, b in zip(PAPER, BAR, strict=True))
+            _cell(sheet, left, right, above, above + max(round(line) - 2, 1), (shade[0], shade[1], shade[2]))
     _text(sheet, (x, y), f"share of each of {n} tokens, up to {top:.0%}", WEIGHTS, 13, MUTED, 1)
-    _text(sheet, (x, y + 36 + high + round(heads * line)), f"the same by head, {heads} of them", WEIGHTS, 13, MUTED, 1)
+    below = bottom + 26 + round(heads * line)
+    _text(sheet, (x, below), f"the same by head, {heads} of them", WEIGHTS, 13, MUTED, 1)
+
+
+def _cell(sheet: Image.Image, left: int, right: int, above: int, below: int, colour: tuple[int, int, int]) -> None:
+    """A filled rectangle; wide ones leave a gap to the next."""
+    last = max(right - (3 if right - left >= 6 else 1), left)
+    ImageDraw.Draw(sheet).rectangle((left, above, last, below), colour)
 
 
 def _text(
