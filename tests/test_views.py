@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.data import eda
 from kiloword.data.mixture import Mixture
-from kiloword.data.synonyms import GROUPS
 from kiloword.data.views import (
     Compose,
     ComposeSettings,
@@ -36,6 +36,7 @@ from kiloword.data.views.partner import Partner, another, cycle
 from kiloword.data.views.pictures import blend, box, halves, paste
 from kiloword.data.views.settings import PartnerSettings
 from kiloword.draw import Draw
+from kiloword.embed import embed
 from kiloword.types import BadSample, Example, Record
 
 SIZES = st.integers(1, 12)
@@ -132,6 +133,7 @@ class Rows:
     name: str = "rows"
     fingerprint: str = "f"
     bad: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()  # rows without captions
     size: int = 9
     asked: list[tuple[int, Draw]] = field(default_factory=list)
 
@@ -142,7 +144,8 @@ class Rows:
         if row in self.bad:
             raise BadSample("truncated picture")
         pixels = noise(row, self.size, self.size).permute(1, 2, 0).numpy()
-        return Record(f"k{row}", pixels, [f"caption {row} {c}" for c in range(row % 3 + 1)])
+        captions = [] if row in self.silent else [f"caption {row} {c}" for c in range(row % 3 + 1)]
+        return Record(f"k{row}", pixels, captions)
 
     def example(self, row: int, draw: Draw) -> Example:
         self.asked.append((row, draw))
@@ -200,8 +203,8 @@ class FakeTable:
         return np.array([[2 * math.cos(angle[k]), 2 * math.sin(angle[k])] for k in self.keys], np.float32)
 
 
-@pytest.mark.parametrize("block", [1 << 24, 3])
-def test_nearest_and_farthest_by_a_table(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+@pytest.mark.parametrize(("block", "bad"), [(1 << 24, {"bad": (5,)}), (3, {"silent": (5,)})])
+def test_nearest_and_farthest_by_a_table(monkeypatch: pytest.MonkeyPatch, block: int, bad: dict[str, Any]) -> None:
     monkeypatch.setattr(partners, "SideTable", FakeTable)
     monkeypatch.setattr(partners, "_BLOCK", block)
     near, far = (
@@ -212,7 +215,7 @@ def test_nearest_and_farthest_by_a_table(monkeypatch: pytest.MonkeyPatch, block:
     assert (near.tolist(), far.tolist()) == ([1, 0, 3, 2, 3], [4, 4, 4, 4, 1])
     with pytest.raises(ValueError, match="the partner table says nothing of 'k5' of rows"):
         Partner(PartnerSettings(partner="nearest", partner_table="x")).bind(Rows(6))
-    known = Partner(PartnerSettings(partner="nearest", partner_table="x")).bind(Rows(6, bad=(5,))).rows
+    known = Partner(PartnerSettings(partner="nearest", partner_table="x")).bind(Rows(6, **bad)).rows
     assert known is not None
     assert known.tolist() == [1, 0, 3, 2, 3, -1]
 
@@ -265,6 +268,34 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     for how in ("nearest", "farthest", "file"):
         with pytest.raises(ValueError, match=f"partner {how} needs partner_"):
             Compose(ComposeSettings(partner=how))
+
+
+class Angles:
+    """A teacher whose feature of "caption R C" is the direction of row R, a little turned by C."""
+
+    size, resize, fingerprint = 9, "squash", "angles"
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return torch.ones(len(images), 2) / math.sqrt(2)
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        numbers = [[int(word) for word in text.split()[1:]] or [0, 0] for text in texts]
+        angles = torch.tensor([row**2 / 100 + c / 10000 for row, c in numbers])
+        return torch.stack([angles.cos(), angles.sin()], 1)
+
+
+def test_a_table_that_embed_wrote(tmp_path: Path) -> None:
+    folder, data = tmp_path / "table", Rows(12, bad=(4,))
+    embed(Angles(), data, folder, dtype="fp32", part=5)  # type: ignore[arg-type]
+    near, far = [1, 0, 1, 2, -1, 6, 5, 6, 7, 8, 9, 10], [11, 11, 11, 11, -1, 11, 11, 11, 0, 0, 0, 0]
+    for how, expected in (("nearest", near), ("farthest", far)):
+        view = Compose(ComposeSettings(rho=1, partner=how, partner_table=str(folder))).bind(data)
+        assert view.partner is not None
+        assert view.partner.rows is not None
+        assert view.partner.rows.tolist() == expected
+        assert pickle.loads(pickle.dumps(view)).partner.rows.tolist() == expected
+    with pytest.raises(ValueError, match=r"the side table .* was made from rows"):
+        view.bind(Rows(12, fingerprint="other"))
 
 
 VIEWS = {
@@ -417,74 +448,3 @@ def test_the_stylistic_control_shows_one_picture_twice_and_edits_its_caption() -
 def test_settings_out_of_range_get_a_sentence(name: str, settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VIEWS[name](**settings)
-
-
-# easy data augmentation
-
-WORDS = {"dog": ["hound"], "runs": ["sprints", "dashes"], "big": ["large"]}
-
-
-def rngs(n: int = 60) -> list[np.random.Generator]:
-    return [np.random.default_rng(seed) for seed in range(n)]
-
-
-def test_synonyms_replace_words_and_keep_their_dress() -> None:
-    said = {" ".join(eda.replace_words(["A", "Dog,", "big,", "runs."], 1, WORDS, rng)) for rng in rngs()}
-    assert said == {"A Hound, big, runs.", "A Dog, large, runs.", "A Dog, big, sprints.", "A Dog, big, dashes."}
-    assert {" ".join(eda.replace_words(["A", "Dog,", "big"], 9, WORDS, rng)) for rng in rngs()} == {"A Hound, large"}
-    assert eda.replace_words(["a", "b"], 2, WORDS, rngs()[0]) == ["a", "b"]
-
-
-def test_insertions_add_synonyms_at_any_place() -> None:
-    said = {" ".join(eda.insert_words(["the", "dog"], 1, WORDS, rng)) for rng in rngs()}
-    assert said == {"hound the dog", "the hound dog", "the dog hound"}
-    assert {len(eda.insert_words(["dog"], 3, WORDS, rng)) for rng in rngs()} == {4}
-    assert eda.insert_words(["a", "b"], 2, WORDS, rngs()[0]) == ["a", "b"]
-
-
-def test_swaps_change_two_places() -> None:
-    said = {" ".join(eda.swap_words(["a", "b", "c"], 1, rng)) for rng in rngs()}
-    assert said == {"b a c", "c b a", "a c b"}
-    assert eda.swap_words(["a"], 3, rngs()[0]) == ["a"]
-
-
-def test_deletions_have_their_probability_and_leave_a_word() -> None:
-    lengths = [len(eda.delete_words(["x"] * 100, 0.2, rng)) for rng in rngs(200)]
-    assert abs(np.mean(lengths) - 80) < 1.5
-    assert {tuple(eda.delete_words(["a", "b"], 1.0, rng)) for rng in rngs()} == {("a",), ("b",)}
-
-
-@given(caption=st.text(max_size=40), edits=st.floats(0, 1), seed=st.integers(0, 1000))
-def test_no_caption_becomes_empty(caption: str, edits: float, seed: int) -> None:
-    said = eda.eda(caption, eda.read_synonyms(), edits, np.random.default_rng(seed))
-    assert said.split() or said == caption
-
-
-def test_all_four_operations_come() -> None:
-    said = Counter(eda.eda("the dog sat", WORDS, 0.4, rng) for rng in rngs(200))
-    assert {"the hound sat", "dog the sat"} < set(said)
-    assert any(len(s.split()) == 4 for s in said)
-    assert any(len(s.split()) < 3 for s in said)
-
-
-def test_the_list_of_synonyms_is_whole() -> None:
-    groups = [line.split(", ") for line in GROUPS.strip().splitlines()]
-    words = [word for group in groups for word in group]
-    assert all(len(group) > 1 for group in groups)
-    assert len(words) == len(set(words)) > 600
-    assert all(word == word.lower().strip() and word for word in words)
-    synonyms = eda.read_synonyms()
-    assert synonyms["dog"] == ["hound", "canine"]
-    assert "the" not in synonyms
-    assert "red" not in synonyms
-
-
-def test_synonyms_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "words.txt"
-    path.write_text("Dog, hound\n\nalone\ndog, pet animal\n")
-    assert eda.read_synonyms(str(path)) == {"dog": ["hound", "pet animal"], "hound": ["dog"], "pet animal": ["dog"]}
-    path.with_name("empty.txt").write_text("alone\n")
-    path.with_name("bytes.txt").write_bytes(b"\xff\xfe\x00")
-    for name, message in (("empty", "no line has two words"), ("bytes", "is not UTF-8"), ("none", "cannot be read")):
-        with pytest.raises(ValueError, match=message):
-            Stylistic(StylisticSettings(synonyms=str(tmp_path / f"{name}.txt"))).bind(Rows(1))

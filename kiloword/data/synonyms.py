@@ -94,7 +94,6 @@ house, home
 houses, homes
 shop, store
 shops, stores
-restaurant, diner, eatery
 fence, barrier, railing
 fences, barriers, railings
 wall, partition
@@ -187,8 +186,6 @@ trick, stunt
 tricks, stunts
 party, celebration
 parade, procession
-face, visage
-tummy, belly
 jumping, leaping, hopping, bounding
 jumps, leaps, hops, bounds
 jump, leap, hop, bound
@@ -263,12 +260,9 @@ hugs, embraces, cuddles
 waving, gesturing
 performing, executing
 performs, executes
-posing, modelling
 attempting, trying
 attempts, tries
 try, attempt
-beginning, starting
-begins, starts
 surrounding, encircling
 surrounded, encircled
 covered, coated, blanketed

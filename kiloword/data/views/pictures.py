@@ -12,9 +12,9 @@ from torch.nn import functional as F
 def halves(first: Tensor, second: Tensor, side_by_side: bool, squash: bool = False) -> Tensor:
     """Half of each picture, put together to a whole one: left and right (halves [H, W / 2]), or above and below.
 
-    The half is the picture's centre (arXiv: CLIP-C, section 3), or with `squash` the whole picture squeezed. Of an odd
-    side the second picture gets the larger part; a centre that cannot be met exactly lies half a pixel to the left or
-    up.
+    The half is the picture's centre (arXiv:2407.01408, section 3), or with `squash` the whole picture squeezed. Of an
+    odd side the second picture gets the larger part; a centre that cannot be met exactly lies half a pixel to the left
+    or up.
     """
     axis = 2 if side_by_side else 1
     length = first.shape[axis]
