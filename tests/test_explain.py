@@ -171,6 +171,33 @@ def test_pooling_by_attention_looks_the_same_way_for_every_text(pool: str) -> No
     assert "same for every text" in found.about
 
 
+def llip(**settings: Any) -> Matcher:
+    return Matcher(build(config(), preset("llip", {"k": 4, "heads": 2, **settings}), seed=1), matcher().tokenizer)
+
+
+@pytest.mark.parametrize("patch_keys", [True, False])
+def test_llip_mixes_its_tokens(patch_keys: bool) -> None:
+    found = llip(patch_keys=patch_keys).explain(pixels(3), CAPTIONS)
+    assert found.weights is not None
+    assert found.weights.shape == (3, 3, 2, 13 if patch_keys else 4)
+    torch.testing.assert_close(found.weights.sum(-1), torch.ones(3, 3, 2))
+    torch.testing.assert_close(found.maps.sum(-1), torch.ones(3, 3))
+    assert not torch.allclose(found.maps[:, 0], found.maps[:, 1], rtol=1e-3)
+
+
+def test_registers_and_averages_show_the_tokens_that_are_read() -> None:
+    with torch.no_grad():
+        for pool, read in (("first", 1), ("average", 4)):
+            model = llip(pool=pool)
+            with attentions(model.model.image_tower, last_only=True) as seen:
+                model.model.encode_image(pixels(2))
+            looks = seen[0][:, :read, 4:]
+            expected = (looks / looks.sum(-1, keepdim=True)).mean(1)
+            torch.testing.assert_close(model.explain(pixels(2), CAPTIONS).maps[:, 2], expected)
+    with pytest.raises(ValueError, match="one vector"):
+        llip(pool="learned_average").explain(pixels(2), CAPTIONS)
+
+
 def test_look_of_attention_pooling_is_what_it_pools_by() -> None:
     pooling = matcher("map").model.head.pooling
     probe = pooling.image_pool.map

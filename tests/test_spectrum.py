@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,12 +64,13 @@ def test_task_is_the_covariance_of_what_the_tower_puts_out() -> None:
     assert vec["singular_value@1"] == pytest.approx(largest, rel=1e-4)
 
 
-def test_mixture_tokens_are_vectors_of_their_own() -> None:
-    base = sizes()["debug"]
-    model = matcher(replace(base, image=replace(base.image, extra_tokens=2))).model  # and a class token
-    tokens = torch.arange(2.0 * 7 * 4).view(2, 7, 4)  # 3 mixture tokens, 4 patches
-    model.head.pooling = torch.nn.Identity()  # not one that pools a picture into one vector
-    torch.testing.assert_close(tower_output(model, tokens), tokens[:, :3])
+@pytest.mark.parametrize(("pool", "tokens"), [("contextual", 3), ("learned_average", 3), ("average", 3), ("first", 1)])
+def test_mixture_tokens_are_vectors_of_their_own(pool: str, tokens: int) -> None:
+    method = preset("llip", {"k": 3, "heads": 4, "pool": pool})
+    model = Matcher(build(sizes()["debug"], method), matcher().tokenizer)
+    given = torch.arange(2.0 * 7 * 4).view(2, 7, 4)  # 3 mixture tokens, 4 patches
+    torch.testing.assert_close(tower_output(model.model, given), given[:, :tokens])
+    assert evaluate(model, "spectrum", "scenes:test?n=5")["vectors"] == 5 * tokens
 
 
 def test_bad_pictures_are_named_by_their_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
