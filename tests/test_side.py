@@ -331,6 +331,8 @@ def test_repeated_keys(tmp_path: Path, part: int) -> None:
     lines = Lines()
     table = embed(Fake(), Twice(), tmp_path / "t", part=part, report=Report(lines))  # type: ignore[arg-type]
     assert table.keys == [f"k{row}" for row in range(20)]
+    assert len(table.images()) == len(table.text_means()) == len(table.starts) - 1 == 20  # some parts are empty
+    assert len(table.texts()) == len(table.captions) == table.starts[-1]
     assert "20 rows repeat an earlier one's key and content." in lines.text
     for other in ("picture", "caption"):
         with pytest.raises(
