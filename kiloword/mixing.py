@@ -167,7 +167,7 @@ def _norms(squared: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
     Args: squared [r, c]; scale [r, 1], the size of what was added up in it.
     """
-    floor = torch.finfo(squared.dtype).eps * scale + torch.finfo(squared.dtype).tiny ** 0.5
+    floor = torch.finfo(squared.dtype).eps * scale + 1e-24  # of nothing at all: as torch's normalize holds |z|
     return squared.maximum(floor).rsqrt(), squared > floor
 
 
