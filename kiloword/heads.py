@@ -113,10 +113,9 @@ class Head(nn.Module):
                 pairs: Tensor = own(images, texts)
                 return pairs
 
-        def row(features: Features, n: int) -> Features:
-            return {name: value[n : n + 1] for name, value in features.items()}
-
-        return torch.cat([self.score(row(images, n), row(texts, n))[0] for n in range(len(images["vec"]))])
+        rows = (slice(n, n + 1) for n in range(len(images["vec"])))
+        alone = (({k: v[n] for k, v in images.items()}, {k: v[n] for k, v in texts.items()}) for n in rows)
+        return torch.cat([self.score(*pair)[0] for pair in alone])
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs that are scored at once; a pooling whose pairs cost memory has its own `block`."""
