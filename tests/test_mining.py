@@ -200,6 +200,8 @@ def test_calibration_finds_what_it_says() -> None:
     assert fitted.p2 == pytest.approx(0.3 + 3.09 * 0.05, abs=0.01)
     assert fitted.p3 == pytest.approx(0.4 + 3.09 * 0.05, abs=0.01)
     assert not fitted.annotated_always
+    near = calibrate(annotated, Sample(it + 0.3, ii, tt, None), Mined(), 1e-3)  # a weak teacher: the rate decides
+    assert near.p1 == pytest.approx(0.4 + 3.09 * 0.05, abs=0.01)
     assert float((ii > fitted.p2).float().mean()) <= 1e-3
 
 

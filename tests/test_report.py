@@ -305,6 +305,8 @@ def test_table_cells() -> None:
         [["R@1", 0.7714, 3, None, "met"]], ["metric", "ours", "n", "goal", "verdict"], digits=3, strong=1
     )
     assert '<th scope="row">R@1</th><td class="strong">0.771</td><td>3</td><td>–</td><td class="word">met</td>' in html
+    assert '<td>6.4%</td><td class="word">a</td>' in report.table([["a", "6.4%", "a"]], ["", "n", "w"])
+    assert report.code("a < b") == '<pre class="code">a &lt; b</pre>'
     with pytest.raises(ValueError, match="row 1 of the table has 1 cells, its header 2"):
         report.table([["a", 1], ["b"]], ["", "n"])
 

@@ -17,11 +17,6 @@ from kiloword.experiments.quickstart_words import SIDES, duration, percent, weak
 
 HEADER = ("kiloword", "colours alone", "chance")
 LEVELS = {1: "One fact", 2: "One thing, or how two things lie", 3: "Whole scenes"}
-CODE = (
-    "margin:.35rem 0 1.4rem;padding:.7rem .9rem;white-space:pre-wrap;overflow-wrap:anywhere;"
-    "border-left:3px solid var(--s0);background:rgb(var(--heat-rgb) / .1);"
-    "font:.85rem/1.5 ui-monospace,Menlo,Consolas,monospace"
-)
 
 
 def page(results: Results, out: Path, metrics: Sequence[dict[str, Any]], held_out: Scenes) -> str:
@@ -215,7 +210,7 @@ def _next(results: Results, out: Path, captions: Sequence[str]) -> str:
         ("Look at your data first", "kiloword data stats photos/train --png samples.png"),
         ("Use the model in Python", _python(out, captions[0])),
     ]
-    return "".join(f'<p>{escape(what)}</p><pre style="{CODE}">{escape(code)}</pre>' for what, code in commands)
+    return "".join(report.paragraph(what) + report.code(typed) for what, typed in commands)
 
 
 def _python(out: Path, caption: str) -> str:

@@ -3,14 +3,16 @@
 What the paper says of its own teacher (arXiv:2405.10286, appendix B): p1 starts at the mean S_it of the annotated
 pairs, and p2 and p3 are high, to take nearly identical samples only. Here:
 
-p1   the mean S_it of the annotated pairs;
+p1   the mean S_it of the annotated pairs, but at least what only `false_rate` of random pairs exceed: a weak teacher
+     scores many random pairs above that mean, and hardly any of them is right;
 p2   the S_ii that only `false_rate` of random pairs exceed, so that another picture counts as the same one only
      where that is rare in this data under this teacher; at most NEARLY_SAME, or exact copies would not match;
 p3   the same of S_tt;
 p1'  the S_it that nine of ten annotated pairs exceed, at most p1: the last term must not accept what hardly any
      annotated pair would be.
 
-A random pair is a picture and a caption that was not written for it, both drawn evenly.
+A random pair is a picture and a caption that was not written for it, both drawn evenly. Where captions are so general
+that many random pairs are true, a rate of 1e-4 leaves most of them out: ask for a higher one, or give p1.
 """
 
 from __future__ import annotations
@@ -92,14 +94,15 @@ def calibrate(annotated: Floats, sample: Sample, settings: Mined, false_rate: fl
     """
     if not (math.isfinite(false_rate) and 0 < false_rate < 1):
         raise ValueError(f"--false-rate is {false_rate:g}. Expected a share between 0 and 1, such as 1e-4.")
-    p1 = round(float(np.mean(annotated)), DIGITS)
+    mean = round(float(np.mean(annotated)), DIGITS)
     floor = round(float(np.quantile(annotated, FLOOR)), DIGITS)
-    if p1 <= 0:
+    if mean <= 0:
         raise ValueError(
-            f"the teacher gives its annotated pairs a mean similarity of {p1:.4f}; expected above 0. "
+            f"the teacher gives its annotated pairs a mean similarity of {mean:.4f}; expected above 0. "
             "It cannot tell which captions match: train it longer, or use another."
         )
-    p2, p3 = (min(exceeded_by(values, false_rate), NEARLY_SAME) for values in (sample.ii, sample.tt))
+    rare = (min(exceeded_by(values, false_rate), NEARLY_SAME) for values in (sample.it, sample.ii, sample.tt))
+    p1, p2, p3 = (max(low, value) for low, value in zip((mean, 0.0, 0.0), rare, strict=True))
     lowest = 10.0**-DIGITS
     return replace(settings, p1=p1, p2=max(p2, lowest), p3=max(p3, lowest), p1_text=max(min(floor, p1), lowest))
 
@@ -115,7 +118,7 @@ def exceeded_by(values: Tensor, share: float) -> float:
 def candidates(annotated: Floats, sample: Sample, p1: float) -> list[float]:
     """Values of p1 to compare, ascending: half deviations around the mean, and what few random pairs exceed."""
     mean, deviation = float(np.mean(annotated)), float(np.std(annotated))
-    around = [mean + step * deviation for step in (-1, -0.5, 0.5, 1)]
+    around = [mean + step * deviation for step in (-1, -0.5, 0, 0.5, 1)]
     rare = [exceeded_by(sample.it, rate) for rate in (1e-2, 1e-3, 1e-4)]
     return sorted({round(v, DIGITS) for v in [*around, *rare, p1] if 0 < v < 1})
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kiloword import report
 from kiloword.experiments.quickstart_words import duration, percent
-from kiloword.mining.calibrate import FLOOR, Choice
+from kiloword.mining.calibrate import DIGITS, FLOOR, Choice
 from kiloword.mining.corpus import Floats
 from kiloword.mining.pictures import Picture, Shown, mined_pairs, term_words, wide_captions
 from kiloword.mining.results import WHOLE, Group, Results, flags, terms, thresholds
@@ -29,15 +29,15 @@ def page(results: Results, shown: Shown, picture: Picture) -> str:
         ("Pairs that were mined", mined_pairs(results, shown, picture)),
         ("Captions that fit many pictures", wide_captions(results, shown, picture)),
     ]
-    return report.page(f"Mined pairs of {results.data}", _intro(results), [s for s in sections if s[1]])
+    return report.page("Mined pairs", _intro(results), [s for s in sections if s[1]])
 
 
 def _intro(results: Results) -> str:
     corpus = results.corpus
     return (
-        f"{len(corpus.keys):,} pictures with {len(corpus.captions):,} captions, seen through the features of "
-        f"{results.teacher}. A batch treats every caption of another picture as wrong. Many are right; this page tells "
-        "which pairs the teacher would make positives, and by what (FFF, arXiv:2405.10286).\n\n"
+        f"{results.data}: {len(corpus.keys):,} pictures with {len(corpus.captions):,} captions, seen through the "
+        f"features of {results.teacher}. A batch treats every caption of another picture as wrong. Many are right; "
+        "this page tells which pairs the teacher would make positives, and by what (FFF, arXiv:2405.10286).\n\n"
         f"All {results.found.pairs:,} pairs of a picture and a caption of another were compared in "
         f"{duration(results.seconds['search'])}; with calibration and analyses it took "
         f"{duration(sum(results.seconds.values()))}."
@@ -118,20 +118,30 @@ def _words_of_mined(results: Results) -> str:
 
 def _thresholds(results: Results) -> str:
     known = results.sample.true is not None
-    rows = [_choice_row(c, known, results.settings.p1) for c in results.choices]
+    mean = round(float(np.mean(results.corpus.annotated())), DIGITS)
+    rows = [_choice_row(c, known, results.settings.p1, mean) for c in results.choices]
     header = ["p1", "annotated above", "random above", "mined a picture", *(["precision", "recall"] if known else [])]
     return (
         report.paragraph(_words_of_thresholds(results))
         + report.table(
             rows, header, caption="Other values of p1, the rest of eq. 2 as it is; from random pairs", digits=3
         )
-        + report.paragraph(f"To train with them: kiloword train fff {flags(results.settings)}")
+        + report.paragraph("To train with them:")
+        + report.code(_commands(results))
     )
 
 
-def _choice_row(choice: Choice, known: bool, used: float) -> list[str | float | None]:
+def _commands(results: Results) -> str:
+    settings = results.settings
+    return (
+        f"kiloword train fff {flags(settings)}\n"
+        f"kiloword train siglip --positives mined {flags(settings, '--settings.mined.')}"
+    )
+
+
+def _choice_row(choice: Choice, known: bool, used: float, mean: float) -> list[str | float | None]:
     row: list[str | float | None] = [
-        f"{choice.p1:g}" + (" (used)" if choice.p1 == used else ""),
+        f"{choice.p1:g}" + (" (used)" if choice.p1 == used else " (mean)" if choice.p1 == mean else ""),
         percent(choice.annotated_above),
         f"{choice.random_above:.3%}",
         _rounded(choice.mined_per_picture),
@@ -146,9 +156,10 @@ def _words_of_thresholds(results: Results) -> str:
         f"{name.replace('_text', chr(39))} {value:g}" for name, value in thresholds(results.settings).items()
     )
     if options.calibrate:
+        rate = f"{options.false_rate:g} of random pairs exceed"
         return (
-            f"Calibrated: {values}. p1 is the mean S_it of the annotated pairs, from where the paper starts; "
-            f"p2 and p3 are what only {options.false_rate:g} of random pairs exceed; p1' is what all but {FLOOR:.0%} "
+            f"Calibrated: {values}. p1 is the mean S_it of the annotated pairs, {mean:.4f}, from where the paper "
+            f"starts, but at least what only {rate}; p2 and p3 are what only {rate}; p1' is what all but {FLOOR:.0%} "
             "of the annotated pairs exceed. Values given on the command line stand."
         )
     return (

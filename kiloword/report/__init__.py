@@ -3,11 +3,12 @@
 from kiloword.report.gallery import card, gallery
 from kiloword.report.histogram import histogram
 from kiloword.report.page import page, write
-from kiloword.report.parts import grid, headline, heat_map, paragraph, table
+from kiloword.report.parts import code, grid, headline, heat_map, paragraph, table
 from kiloword.report.plot import line_plot
 
 __all__ = [
     "card",
+    "code",
     "gallery",
     "grid",
     "headline",

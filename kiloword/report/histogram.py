@@ -85,7 +85,7 @@ def _steps(index: int, heights: Sequence[float], at: Sequence[float], x: Axis, y
 
 def _names(edges: Sequence[float]) -> str:
     count = len(edges) - 1
-    every = max(1, -(-count // 8))  # a phone has room for eight
+    every = max(1, -(-count // 5))  # a phone has room for five
     return "".join(
         f'<text x="{round(100 * (n + 0.5) / count, 2)}%" y="100%" dy="1.6em" text-anchor="middle">'
         f"{_span(edges[n], edges[n + 1])}</text>"

@@ -18,6 +18,11 @@ def paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
 
 
+def code(text: str) -> str:
+    """A command or some lines of a program, as they are typed."""
+    return f'<pre class="code">{escape(text)}</pre>'
+
+
 def grid(parts: Sequence[str]) -> str:
     """Pieces side by side where there is room, else one below the other."""
     return f'<div class="grid">{"".join(parts)}</div>'
@@ -37,7 +42,7 @@ def table(
     digits: int = 2,
     strong: int | None = None,
 ) -> str:
-    """A table whose first column names the rows.
+    """A table whose first column names the rows; columns of text stand left, of numbers (written out or not) right.
 
     Args: rows, each as long as header; caption stands above; digits after the point of floats;
     strong is the column in bold type.
@@ -48,7 +53,7 @@ def table(
             raise ValueError(
                 f"row {number} of the table has {len(row)} cells, its header {len(header)}: make them equal"
             )
-    words = [all(isinstance(row[c], str) for row in rows) for c in range(len(header))]
+    words = [all(_is_word(row[c]) for row in rows) for c in range(len(header))]
     classes = [_classes(word=words[c] and c > 0, strong=c == strong) for c in range(len(header))]
     head = "".join(f'<th scope="col"{k}>{_breakable(escape(h))}</th>' for h, k in zip(header, classes, strict=True))
     body = "".join(f"<tr>{_row(row, classes, digits)}</tr>" for row in rows)
@@ -108,6 +113,10 @@ def _heat_cell(value: float, share: float, whole: bool, same: bool) -> str:
     kind = f' class="{" ".join(names)}"' if names else ""
     shown = f"{value:.0f}" if whole or value == 0 else f"{value:.2f}"
     return f'<td{kind} style="--a:{share:.2f}">{shown}</td>'
+
+
+def _is_word(cell: Cell) -> bool:
+    return isinstance(cell, str) and not cell[:1].isdecimal()
 
 
 def _classes(*, word: bool, strong: bool) -> str:

@@ -41,6 +41,7 @@ main { max-width: 54rem; margin: 0 auto; padding: clamp(2rem, 7vw, 5rem) clamp(1
 h1, h2, blockquote, .headline dd { font-family: "Iowan Old Style", "Palatino Linotype", Palatino, "Book Antiqua",
   Georgia, "DejaVu Serif", serif; font-weight: 400; }
 h1 { font-size: clamp(2rem, 6vw, 3rem); line-height: 1.1; letter-spacing: -.015em; margin: 0; text-wrap: balance; }
+h1, p { overflow-wrap: anywhere; }
 h2 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 1rem; scroll-margin-top: 1.5rem; }
 p { max-width: 42rem; margin: 0 0 1rem; }
 header p { margin: 1.25rem 0 0; font-size: 1.125rem; color: var(--muted); }
@@ -71,6 +72,10 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr));
   gap: 2rem 2.5rem; align-items: start; }
 .grid > * { margin: 0; min-width: 0; }
+.grid + * { margin-top: 2rem; }
+.code { margin: .35rem 0 1.4rem; padding: .7rem .9rem; white-space: pre-wrap; overflow-wrap: anywhere;
+  border-left: 3px solid var(--s0); background: rgb(var(--heat-rgb) / .1);
+  font: .85rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
 .plot .frame { padding: 1.75rem 1.5rem 3rem 3.25rem; }
 .plot .axes { display: block; width: 100%; height: clamp(12rem, 38vw, 20rem); overflow: visible; }
 .plot text { fill: var(--muted); font-size: 13px; font-variant-numeric: tabular-nums; }
