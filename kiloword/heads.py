@@ -113,8 +113,7 @@ class Head(nn.Module):
                 pairs: Tensor = own(images, texts)
                 return pairs
 
-        rows = (slice(n, n + 1) for n in range(len(images["vec"])))
-        alone = (({k: v[n] for k, v in images.items()}, {k: v[n] for k, v in texts.items()}) for n in rows)
+        alone = ([{k: v[[n]] for k, v in side.items()} for side in (images, texts)] for n in range(len(images["vec"])))
         return torch.cat([self.score(*pair)[0] for pair in alone])
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
@@ -266,9 +265,8 @@ class MapPool(nn.Module):
 
     def look(self, patches: Tensor) -> Tensor:
         """How much the probe looks at each patch, mean over heads: [I, P, W] -> [I, P], sums to 1."""
-        heads = self.config.heads
-        q = self.q(self.probe).view(heads, -1)
-        k = self.kv(patches).unflatten(-1, (2, heads, -1))[..., 0, :, :]
+        q = self.q(self.probe).view(self.config.heads, -1)
+        k = self.kv(patches).unflatten(-1, (2, *q.shape))[..., 0, :, :]
         logits: Tensor = torch.einsum("hd,iphd->ihp", at_least_float(q), at_least_float(k)) * q.shape[-1] ** -0.5
         return logits.softmax(-1).mean(1)
 
