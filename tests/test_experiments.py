@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,15 +13,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tyro
 
-from kiloword import recipes
+from kiloword import evaluation, recipes
+from kiloword.api import Matcher
 from kiloword.checkpoint import steps_done
+from kiloword.data.scenes import parse_scenes
+from kiloword.data.tokenizer import Tokenizer
 from kiloword.experiments import arms_rows as rows
-from kiloword.experiments.arms import main
+from kiloword.experiments import fff, shortcut, teacher
+from kiloword.experiments.arms import Arm, command, main
 from kiloword.experiments.arms_table import spread
+from kiloword.experiments.scenes_judge import SCENES, judge_scenes
 from kiloword.log import read_metrics
+from kiloword.methods import preset
+from kiloword.model import build
 from kiloword.recipes import Recipe
+from kiloword.types import Source
 
 STUB = """
 from dataclasses import replace
@@ -168,6 +179,97 @@ def test_recipe_hashes() -> None:
     assert rows.recipe_hash(recipe) == rows.recipe_hash(replace(recipe, seed=5))
     others = [replace(recipe, steps=7), replace(recipe, settings={"bias": -5.0}), replace(recipe, freeze="image")]
     assert len({rows.recipe_hash(r) for r in [recipe, *others]}) == 4
+
+
+PHOTOS = ("--data", "scenes?n=64", "--val", "scenes:test?n=20")
+MODULES = {"llip": (), "clip_c": ("--scenes", "inner"), "fff": (), "flickr": (*PHOTOS, "--mined"), "shortcut": ()}
+
+
+def arms_of(name: str, *words: str) -> list[Arm]:
+    experiment = importlib.import_module(f"kiloword.experiments.{name}").EXPERIMENT
+    assert experiment.module == f"kiloword.experiments.{name}"
+    words = ("--size", "debug", "--out", "nowhere", *MODULES[name], *words)
+    options = tyro.cli(experiment.options, args=words)
+    again = tyro.cli(experiment.options, args=command(experiment, options)[3:])
+    assert again == options  # what a run's own process is told
+    return experiment.chosen(options)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_arms_can_be_built_and_share_length_and_towers(name: str) -> None:
+    arms = arms_of(name)
+    assert 5 <= len(arms) <= 8
+    assert len({arm.name for arm in arms}) == len({rows.folder_of(Path(), arm, 0) for arm in arms}) == len(arms)
+    assert len({(a.recipe.steps, a.recipe.batch, str(a.recipe.optim)) for a in arms}) == 1
+    assert len({str((a.recipe.model.image, a.recipe.model.text)) for a in arms}) == 1
+    for arm in arms:
+        build(arm.recipe.model, preset(arm.recipe.method, arm.recipe.settings))
+
+
+def test_controls_change_pictures_alone() -> None:
+    source = parse_scenes("scenes?n=40")
+    pictures = [source.record(row).image for row in range(40)]
+    for changed in (shortcut.constant(source), shortcut.shuffled(source)):
+        assert isinstance(changed, Source)
+        assert not hasattr(changed, "relevance")
+        assert changed.fingerprint != source.fingerprint
+        assert pickle.loads(pickle.dumps(changed)).fingerprint == changed.fingerprint  # a loader's worker
+        assert [changed.record(row).captions for row in range(40)] == [source.captions(row) for row in range(40)]
+    constant = shortcut.constant(source)
+    assert all(np.array_equal(constant.record(row).image, pictures[0]) for row in range(40))
+    shuffled = [shortcut.shuffled(source).record(row).image for row in range(40)]
+    assert {p.tobytes() for p in shuffled} == {p.tobytes() for p in pictures}
+    assert not any(np.array_equal(a, b) for a, b in zip(shuffled, pictures, strict=True))
+
+
+def test_a_model_of_constant_pictures_is_judged_as_chance(trained: Matcher) -> None:
+    arms = {arm.name: arm for arm in arms_of("shortcut", "--val", "scenes:test?n=20")}
+    judged = arms["llip-constant"].judge(trained)
+    for k in (1, 5, 10):
+        assert judged[f"image_retrieval_recall@{k}"] == pytest.approx(k / 20)
+        assert judged[f"text_retrieval_recall@{k}"] == pytest.approx(k / 20)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Matcher:
+    """A fresh model is enough for what is asked of it."""
+    recipe = recipes.default("llip", "debug")
+    tokenizer = Tokenizer.train(["a small red star"], 300)
+    model = replace(recipe.model, text=replace(recipe.model.text, vocab=tokenizer.vocab))
+    return Matcher(build(model, preset("llip")), tokenizer)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_figures_are_those_of_eval(trained: Matcher, inner: bool) -> None:
+    judged = judge_scenes(trained, n=16, inner=inner)
+    more = "&inner=1" if inner else ""
+    found = evaluation.evaluate(trained, "retrieval", f"scenes:test?n=16{more}")
+    shape = evaluation.evaluate(trained, "zeroshot", f"scenes:test?task=shape&n=32{more}")
+    assert found.pop("skipped") == 0
+    assert {name: judged[name] for name in found} == found
+    assert judged["zeroshot_shape_acc1"] == shape["acc1"]
+    assert set(SCENES.values()) - set(judged) == ({v for v in SCENES.values() if "hard" in v} if inner else set())
+
+
+@pytest.mark.slow
+def test_a_teacher_is_made_once_and_its_thresholds_stand_in_the_arms(tmp_path: Path) -> None:
+    words = ("--out", str(tmp_path), "--size", "debug", "--steps", "3", "--batch", "8", "--seeds", "0")
+    words = (*words, "--teacher-steps", "200", "--n", "500", "--arms", "mined", "exact-balanced")
+    main(fff.EXPERIMENT, words)
+    found = rows.read(tmp_path)
+    assert sorted(r["arm"] for r in found) == ["exact-balanced", "mined"]
+    mined = json.loads((tmp_path / "teacher.json").read_text())
+    assert set(mined["thresholds"]) == set(teacher.THRESHOLDS)
+    for counts in mined["mined"].values():
+        assert counts["right"] <= min(counts["mined"], counts["true"])
+        assert counts["pairs"] > 10**6
+    (config,) = tmp_path.glob("mined-0-*/config.json")
+    settings = json.loads(config.read_text())["recipe"]["settings"]
+    assert {name: settings[name] for name in teacher.THRESHOLDS} == mined["thresholds"]
+    written = (tmp_path / "teacher.json").stat().st_mtime_ns
+    main(fff.EXPERIMENT, words)
+    assert (tmp_path / "teacher.json").stat().st_mtime_ns == written
+    assert len(rows.read(tmp_path)) == 2
 
 
 def test_a_cut_line_loses_itself_alone(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ CAPTIONS = 5
 @dataclass(frozen=True, kw_only=True)
 class FffOptions(Options):
     levels: str = "1:1,2:2,3:3"  # of the captions, with weights; each picture has five
+    n: int = 20_000  # scenes to train on
     pool: ImagePool = "max"
     teacher_steps: int = 1500
 
@@ -58,7 +59,7 @@ def _base(options: FffOptions, method: str, captions: int = CAPTIONS) -> Recipe:
 
 
 def _data(options: FffOptions, captions: int = CAPTIONS) -> str:
-    return f"scenes?levels={options.levels}&captions={captions}"
+    return f"scenes?levels={options.levels}&captions={captions}&n={options.n}"
 
 
 def first(options: FffOptions) -> None:
