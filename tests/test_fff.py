@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
+import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
-from kiloword import recipes
+from kiloword import parallel, recipes
 from kiloword.bias_search import search
 from kiloword.checkpoint import read_tensors
 from kiloword.heads import Head, Single
@@ -300,7 +304,42 @@ def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert -9.5 < float(bias) < 0
 
 
+def _search_on_a_rank(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    with parallel.process_group(timeout_s=120):
+        made = learner("fff")
+        search(made, itertools.repeat(batch(8 * rank, 8 * rank + 8, method="fff")), "grid", 1)
+        torch.save(made.model.head.bias, f"{folder}/{rank}.pt")
+
+
+@pytest.mark.slow
+def test_every_rank_finds_the_same_bias(tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    spawn(_search_on_a_rank, (port, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    made = learner("fff")
+    search(made, itertools.repeat(batch(method="fff")), "grid", 1)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert torch.equal(first, second)
+    assert float(first.detach()) == pytest.approx(float(made.state_dict()["model.head.bias"]), abs=1e-8)
+
+
 # Conformity
+
+OWN = """
+from kiloword.methods import preset as built_in
+
+def balanced_exact():
+    return built_in("siglip+exact", {"exact": {"balance": True}})
+
+def balanced_mined():
+    return built_in("clip+mined", {"mined": {"balance": True}})
+
+def supcon_in():
+    return built_in("siglip+mined+supcon", {"supcon": {"form": "in"}})
+"""
 
 
 @pytest.mark.parametrize("method", QUICK)
@@ -315,3 +354,13 @@ def test_no_way_of_cutting_the_batch_shows(method: str) -> None:
 @pytest.mark.parametrize("method", [*QUICK, "fff+exact+compose", "clip-c+mined", "llip+fff"])
 def test_conformity(method: str) -> None:
     assert not [check for check in verify(method, ranks=(1, 2)) if not check.passed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["balanced_exact", "balanced_mined", "supcon_in"])
+def test_conformity_of_other_settings(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_fff.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_fff", raising=False)
+    assert not [check for check in verify(f"own_fff:{function}", ranks=(1, 2)) if not check.passed]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from kiloword.cli import main
-from kiloword.verify import verify
+from kiloword.verify import _least, batch, learner, verify
 
 RIGHT = """
 from dataclasses import replace
@@ -130,3 +131,9 @@ def test_the_command_names_what_failed(module: str, capsys: pytest.CaptureFixtur
     said = capsys.readouterr()
     assert "FAIL  blocks of 3 x 3 pairs" in said.out
     assert "fails 2 of its checks: blocks of 3 x 3 pairs, blocks of 7 x 7 pairs." in said.err
+
+
+def test_the_least_loss_of_several_positives_is_their_entropy() -> None:
+    captions = [1 + row % 3 for row in range(16)]  # of each picture, which share its probability equally
+    assert _least(learner("clip"), batch()) == pytest.approx(sum(map(math.log, captions)) / 16 / 2, abs=1e-4)
+    assert _least(learner("siglip"), batch()) == pytest.approx(0, abs=1e-3)
