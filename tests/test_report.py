@@ -233,9 +233,9 @@ def test_log_x_spaces_factors_evenly() -> None:
 def test_histogram_draws_every_bin_from_the_floor() -> None:
     (path,) = paths(report.histogram({"a": [10, 0, 5]}, [0, 1, 2, 4], "x", "y"))
     assert path == "M0.0 1000.0V0.0H250.0V1000.0H500.0V500.0H1000.0V1000.0"
-    named = report.histogram({"a": [10, 0, 5]}, [0, 1, 2, 4], "x", "y", names=True)
-    assert paths(named) == ["M0.0 1000.0V0.0H333.3V1000.0H666.7V500.0H1000.0V1000.0"]
-    assert re.findall(r'dy="1.6em" text-anchor="middle">([^<]+)<', named) == ["0", "1", "2–3"]
+    even = report.histogram({"a": [10, 0, 5]}, [0, 1, 2, 4], "x", "y", even=True)
+    assert paths(even) == ["M0.0 1000.0V0.0H333.3V1000.0H666.7V500.0H1000.0V1000.0"]
+    assert re.findall(r'dy="1.6em" text-anchor="middle">([^<]+)<', even) == ["0", "1", "2", "4"]
 
 
 @pytest.mark.parametrize(

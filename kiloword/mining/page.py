@@ -10,7 +10,7 @@ from kiloword import report
 from kiloword.experiments.quickstart_words import duration, percent
 from kiloword.mining.calibrate import DIGITS, FLOOR, Choice
 from kiloword.mining.corpus import Floats
-from kiloword.mining.pictures import Picture, Shown, mined_pairs, term_words, wide_captions
+from kiloword.mining.pictures import Picture, Shown, mined_pairs, term_rule, wide_captions
 from kiloword.mining.results import WHOLE, Group, Results, flags, terms, thresholds
 from kiloword.report.histogram import bins, doubling
 
@@ -69,31 +69,27 @@ def _short(results: Results) -> str:
 def _mined(results: Results) -> str:
     found = results.found
     known = found.true is not None
-    header = [
-        "term",
-        "mined",
-        "of all pairs",
-        "by it alone",
-        "annotated accepted",
-        *(["precision", "recall"] if known else []),
-    ]
+    judged = ["precision", "recall"] if known else []
     rows: list[list[str | float | int | None]] = []
     for name, row in terms(found).items():
-        cells: list[str | float | int | None] = [
-            term_words(name, results.settings),
-            f"{row['mined']:,}",
-            f"{row['share_of_pairs']:.3%}",
-            None if row["alone"] is None else f"{row['alone']:,}",
-            percent(float(row["annotated_accepted"] or 0)),
-        ]
-        rows.append([*cells, *([row["precision"], row["recall"]] if known else [])])
+        rows.append(
+            [
+                term_rule(name, results.settings),
+                f"{row['mined']:,}",
+                *(row[what] for what in judged),
+                None if row["alone"] is None else f"{row['alone']:,}",
+                f"{row['share_of_pairs']:.3%}",
+                percent(float(row["annotated_accepted"] or 0)),
+            ]
+        )
+    header = ["term", "mined", *judged, "by it alone", "of all pairs", "annotated accepted"]
     counts = found.per_picture.numpy()
     edges = doubling(int(counts.max()))
     share = [float(v) for v in 100 * np.histogram(counts, edges)[0] / len(counts)]
     parts = [
         report.table(rows, header, strong=1, digits=3),
         report.paragraph(_words_of_mined(results)),
-        report.histogram({"mined": share}, edges, "mined captions", "% of pictures", names=True),
+        report.histogram({"mined": share}, edges, "mined captions, at least", "% of pictures", even=True),
     ]
     return "".join(parts)
 
@@ -104,7 +100,9 @@ def _words_of_mined(results: Results) -> str:
     captions = len(results.corpus.captions) / len(results.corpus.keys)
     inside = share * (results.options.batch - 1) * captions
     said = (
-        "Annotated accepted: pairs of the data whose own scores the term accepts; a picture is always like itself. "
+        "S_it: how alike picture and caption are; S_ii: the picture and the caption's picture; S_tt: the caption and "
+        "the picture's captions, on average. Annotated accepted: pairs of the data whose own scores the term accepts; "
+        "a picture is always like itself. "
         f"In a random batch of {results.options.batch:,} pictures with all captions, a picture has "
         f"{_rounded(inside)} mined captions beside its own. "
     )
@@ -209,11 +207,12 @@ def _ranks(results: Results) -> str:
             shares = [percent(float(np.mean(ranks <= k))) for k in (1, 5, 10, 100)]
             rows.append([label, *shares, _rounded(float(np.median(ranks)))])
     first = next(iter(groups.values())).ranks
+    batches = "One random batch" if first.batches == 1 else f"{first.batches} random batches"
     return (
         report.line_plot(series, "rank", "% at this rank or better", log_x=True)
         + report.table(rows, ["", "first", "first 5", "first 10", "first 100", "median rank"])
         + report.paragraph(
-            f"{first.batches} random batches of {first.batch:,} pictures with one caption each. Where the own caption "
+            f"{batches} of {first.batch:,} pictures with one caption each. Where the own caption "
             "is not first, another fits better in the teacher's eyes: often a false negative."
         )
     )

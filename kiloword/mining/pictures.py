@@ -10,17 +10,12 @@ from numpy.typing import NDArray
 
 from kiloword import report
 from kiloword.methods.fff import Mined
-from kiloword.mining.results import WHOLE, Results
+from kiloword.mining.results import Results
 
 Pixels = NDArray[np.uint8]
 Picture = Callable[[int], Pixels | None]
 
-MEANING = {
-    WHOLE: "eq. 2, any of them",
-    "it": "picture and caption alike",
-    "ii": "both pictures alike",
-    "tt": "both captions alike",
-}
+MEANING = {"it": "Picture and caption alike", "ii": "Both pictures alike", "tt": "Both captions alike"}
 
 
 @dataclass(frozen=True)
@@ -41,15 +36,14 @@ class Shown:
     wide: Sequence[tuple[int, Sequence[tuple[int, float, bool | None]]]]  # caption, (picture, S_it, true) best first
 
 
-def term_words(name: str, s: Mined) -> str:
-    """A term of eq. 2 with its thresholds, in words."""
-    rule = {
-        WHOLE: "",
-        "it": f": S_it > {s.p1:g}",
-        "ii": f": S_ii > {s.p2:g}",
-        "tt": f": S_tt > {s.p3:g} and S_it > {s.p1_text:g}",
+def term_rule(name: str, s: Mined) -> str:
+    """A term of eq. 2 with its thresholds."""
+    rules = {
+        "it": f"S_it > {s.p1:g}",
+        "ii": f"S_ii > {s.p2:g}",
+        "tt": f"S_tt > {s.p3:g} and S_it > {s.p1_text:g}",
     }
-    return MEANING[name] + rule[name]
+    return rules.get(name, name)
 
 
 def mined_pairs(results: Results, shown: Shown, picture: Picture) -> str:
@@ -58,7 +52,7 @@ def mined_pairs(results: Results, shown: Shown, picture: Picture) -> str:
     for name, pairs in shown.pairs.items():
         cards = [card for pair in pairs if (card := _card(pair, results, picture))]
         if cards:
-            parts.append(report.paragraph(f"By {term_words(name, results.settings)}."))
+            parts.append(report.paragraph(f"{MEANING[name]}: {term_rule(name, results.settings)}."))
             parts.append(report.grid(cards))
     return "".join(parts)
 

@@ -7,25 +7,25 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from kiloword.report.plot import DASHES, Axis, legend, linear_axis, scales
+from kiloword.report.plot import DASHES, Axis, legend, linear_axis, number, scales
 from kiloword.report.style import SERIES
 
 
 def histogram(
-    series: Mapping[str, Sequence[float]], edges: Sequence[float], x_label: str, y_label: str, *, names: bool = False
+    series: Mapping[str, Sequence[float]], edges: Sequence[float], x_label: str, y_label: str, *, even: bool = False
 ) -> str:
     """Histograms over the same bins, drawn as outlines with a faint filling; a legend for more than one.
 
     Args: series name -> heights of the bins, at least 0, at most 6 series; edges, ascending, one more than heights;
-    names writes "1", "2 to 3", ... under bins of whole numbers and gives all the same width.
+    even gives all bins the same width, whatever their edges, which are then written under their ends.
     Errors: ValueError for heights that do not fit the edges, negative or non-finite ones, or too many series.
     """
     _check(series, edges)
-    at = [float(n) for n in range(len(edges))] if names else list(edges)
-    x = Axis(at[0], at[-1], () if names else linear_axis(at, widen=False).ticks)
+    at = [float(n) for n in range(len(edges))] if even else list(edges)
+    x = Axis(at[0], at[-1], () if even else linear_axis(at, widen=False).ticks)
     y = linear_axis([0.0, *(h for heights in series.values() for h in heights)])
     bodies = "".join(_steps(i, heights, at, x, y) for i, heights in enumerate(series.values()))
-    below = _names(edges) if names else ""
+    below = _ends(edges) if even else ""
     label = escape(_summary(series, edges, x_label, y_label))
     return (
         f'<figure class="plot">{legend(list(series))}<div class="frame">'
@@ -83,18 +83,13 @@ def _steps(index: int, heights: Sequence[float], at: Sequence[float], x: Axis, y
     )
 
 
-def _names(edges: Sequence[float]) -> str:
-    count = len(edges) - 1
-    every = max(1, -(-count // 5))  # a phone has room for five
+def _ends(edges: Sequence[float]) -> str:
+    last = len(edges) - 1
+    every = max(1, -(-last // 8))  # a phone has room for eight
     return "".join(
-        f'<text x="{round(100 * (n + 0.5) / count, 2)}%" y="100%" dy="1.6em" text-anchor="middle">'
-        f"{_span(edges[n], edges[n + 1])}</text>"
-        for n in range(0, count, every)
+        f'<text x="{round(100 * n / last, 2)}%" y="100%" dy="1.6em" text-anchor="middle">{number(edges[n])}</text>'
+        for n in range(0, last + 1, every)
     )
-
-
-def _span(low: float, end: float) -> str:
-    return f"{low:,.0f}" if end - low == 1 else f"{low:,.0f}–{end - 1:,.0f}"
 
 
 def _summary(series: Mapping[str, Sequence[float]], edges: Sequence[float], x_label: str, y_label: str) -> str:

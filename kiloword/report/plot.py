@@ -106,13 +106,13 @@ def scales(x: Axis, y: Axis, x_label: str, y_label: str) -> str:
     """Rules, ticks, numbers and names of both axes."""
     rows = "".join(
         f'<line class="rule" x1="0" x2="100%" y1="{at}%" y2="{at}%"/>'
-        f'<text x="0" dx="-10" y="{at}%" dy=".33em" text-anchor="end">{_number(tick)}</text>'
+        f'<text x="0" dx="-10" y="{at}%" dy=".33em" text-anchor="end">{number(tick)}</text>'
         for tick in y.ticks
         for at in [round(100 - 100 * y.place(tick), 2)]
     )
     columns = "".join(
         f'<rect class="tick" x="{at}%" y="100%" width="1" height="5"/>'
-        f'<text x="{at}%" y="100%" dy="1.6em" text-anchor="middle">{_number(tick)}</text>'
+        f'<text x="{at}%" y="100%" dy="1.6em" text-anchor="middle">{number(tick)}</text>'
         for tick in x.ticks
         for at in [round(100 * x.place(tick), 2)]
     )
@@ -183,5 +183,6 @@ def _summary(series: Mapping[str, Points], x_label: str, y_label: str) -> str:
     return f"{y_label} over {x_label}: " + "; ".join(parts)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A tick as it is written."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
