@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one call of under ten minutes: steps against open_clip, then a training run.
+# Everything that wants a GPU, in calls of under ten minutes each:
+#   bench/gpu.sh           steps against open_clip, then a training run
+#   bench/gpu.sh llip      Llip's score to 32k texts, steps with mixture tokens and with six captions
+#   bench/gpu.sh scenes    the papers' claims on drawn scenes at s16; call again to go on where it stopped
+#   bench/gpu.sh photos    the presets on Flickr8k at s16; call again to go on where it stopped
 # Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k), BUDGET (seconds in all), WORKERS.
-# Results: $OUT/gpu.jsonl, one line for the machine, then one a run; what is missing is skipped with a sentence.
+# Results: $OUT/gpu-PART.jsonl, one line for the machine, then one a run; what is missing is skipped with a sentence.
 set -u
 cd "$(dirname "$0")/.."
 
@@ -12,7 +16,8 @@ OUT=${OUT:-bench/results}
 DATA=${DATA:-../shared/data}
 BUDGET=${BUDGET:-560}
 WORKERS=${WORKERS:-$(($(nproc) > 2 ? $(nproc) - 2 : 0))}
-RESULTS=$OUT/gpu.jsonl
+PART=${1:-steps}
+RESULTS=$OUT/gpu-$PART.jsonl
 SCRATCH=$(mktemp -d)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 trap 'rm -rf "$SCRATCH"' EXIT
@@ -99,6 +104,11 @@ train() {
   fi
 }
 
+case $PART in
+  steps | llip | scenes | photos) ;;
+  *) echo "unknown part $PART: expected steps, llip, scenes or photos" >&2 && exit 2 ;;
+esac
+
 # A missing card is an answer, not a failure: the caller may try this on any machine.
 if ! machine >"$SCRATCH/machine" 2>"$SCRATCH/stderr"; then
   echo "skipped: no GPU that torch can use ($(tail -n 1 "$SCRATCH/stderr"))"
@@ -107,18 +117,50 @@ fi
 mkdir -p "$OUT"
 tee "$RESULTS" <"$SCRATCH/machine"
 
-# The figures that are quoted come first, so that a slow machine loses only the others.
-step b32 1024
-step b32 1024 --compile
-step b16 512
-step l14 256
-step b32 256 --captions 6
-train
-step b16 512 --compile
-step l14 256 --compile
-step b32 256 --captions 6 --compile
-step b32 256
-step b32 32
-step b16 1024
-step l14 512
+steps() {
+  # The figures that are quoted come first, so that a slow machine loses only the others.
+  step b32 1024
+  step b32 1024 --compile
+  step b16 512
+  step l14 256
+  step b32 256 --captions 6
+  train
+  step b16 512 --compile
+  step l14 256 --compile
+  step b32 256 --captions 6 --compile
+  step b32 256
+  step b32 32
+  step b16 1024
+  step l14 512
+}
+
+llip() {
+  run "llip pair loss" 150 "$PYTHON" bench/llip.py --device cuda --images 1024 --texts 1024 4096 16384 32768
+  run "llip pair loss K 64" 100 "$PYTHON" bench/llip.py --device cuda --images 1024 --k 64 --texts 1024 4096 16384
+  run "tokens b32" 100 "$PYTHON" bench/tokens.py --size b32 --batch 512 --dtype bf16 --device cuda
+  run "six captions b32" 100 "$PYTHON" bench/captions.py --size b32 --batch 256 --dtype bf16 --device cuda
+  run "six captions b16" 100 "$PYTHON" bench/captions.py --size b16 --batch 128 --dtype bf16 --device cuda
+}
+
+# Experiments resume by the same command: what the budget cuts is done by the next call.
+experiment() { # NAME FLAGS...
+  local name=$1
+  shift
+  run "experiment $name" "$(left)" "$PYTHON" -m "kiloword.experiments.$name" --out "$OUT/$name" --size s16 \
+    --device cuda --workers "$((WORKERS / 2))" --jobs 2 "$@"
+}
+
+scenes() {
+  experiment llip --steps 3000
+  experiment clip_c --steps 3000 --scenes inner
+  experiment fff --steps 3000
+  experiment shortcut --steps 2000 --seeds 0
+}
+
+photos() {
+  experiment flickr --data "$DATA/flickr8k/train" --val "$DATA/flickr8k/dev" --mined --seeds 0 1 2 --batch 256 \
+    --steps 700
+}
+
+"$PART"
 echo "results: $RESULTS"
