@@ -191,8 +191,11 @@ def test_a_fixed_scale_does_not_learn(tmp_path: Path) -> None:
     for method, settings in (("clip-c", {"rho": 0.5}), ("clip+mixup", {})):
         train(recipe(method, fixed_scale=True, scale=20.0, **settings), tmp_path / method, options=Options(quiet=True))
         assert rows_of(tmp_path / method)[-1]["scale"] == pytest.approx(20.0)
-    free, fixed = (build(sizes()["debug"], preset("clip", {"fixed_scale": f}), 0).head.log_scale for f in (False, True))
-    assert (free.requires_grad, fixed.requires_grad) == (True, False)
+    for name, piece in (("clip", ""), ("siglip+softmax", "softmax"), ("siglip+supcon", "supcon")):
+        given = [{"fixed_scale": f, "scale": 5.0} for f in (False, True)]
+        made = [build(sizes()["debug"], preset(name, {piece: g} if piece else g), 0).head.log_scale for g in given]
+        assert [scale.requires_grad for scale in made] == [True, False]
+        assert [scale.exp().item() for scale in made] == pytest.approx([5.0, 5.0])
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ class Settings(recipes.Settings):
 
 
 def preset(settings: Settings) -> Method:
-    def head(config: ModelConfig) -> Head:  # no bias: softmax gives it no gradient
-        return _fixed(Head(Single(config), scale=settings.scale, max_scale=settings.max_scale), settings)
+    def head(config: ModelConfig) -> Head:
+        return scaled(Head(Single(config)), settings)
 
     return Method(
         name="clip",
@@ -35,12 +35,14 @@ def softmax(method: Method, settings: Settings) -> Method:
     """A method with CLIP's loss, scale and limit; several positives share a row's and a column's probability."""
 
     def head(config: ModelConfig) -> Head:
-        return _fixed(method.head(config).rescale(settings.scale, max_scale=settings.max_scale), settings)
+        return scaled(method.head(config), settings)
 
     return replace(method, pair_loss=softmax_loss, head=head)
 
 
-def _fixed(head: Head, settings: Settings) -> Head:
+def scaled(head: Head, settings: Settings) -> Head:
+    """The head with CLIP's scale and limit, and no bias, to which softmax gives no gradient."""
+    head.rescale(settings.scale, max_scale=settings.max_scale)
     head.log_scale.requires_grad_(not settings.fixed_scale)
     return head
 

@@ -229,7 +229,7 @@ def supcon(method: Method, settings: SupCon) -> Method:
     """A method with supervised contrast as its loss, and CLIP's scale and limit; a bias could not learn."""
 
     def head(config: ModelConfig) -> Head:
-        return method.head(config).rescale(settings.scale, max_scale=settings.max_scale)
+        return clip.scaled(method.head(config), settings)
 
     return replace(method, pair_loss=partial(supcon_loss, form=settings.form), head=head)
 
