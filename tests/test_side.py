@@ -215,6 +215,23 @@ def test_stands_beside_the_truth(tmp_path: Path) -> None:
     assert batch.text_side["truth"][torch.arange(16), batch.image_of_text].all()
 
 
+def test_the_truth_of_a_row_in_place_of_another_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenes = parse_scenes("scenes?n=24", SIZE)
+    tokenizer = Tokenizer.train((c for r in range(24) for c in scenes.captions(r)), 320)
+    read = scenes.record
+
+    def record(row: int) -> Record:
+        if row == 7:
+            raise BadSample("truncated picture")
+        return read(row)
+
+    monkeypatch.setattr(scenes, "record", record)
+    made = Loader(scenes, Order(24, 8, 0), DataConfig(), TextConfig(context=48, vocab=400), SIZE, tokenizer, truth=True)
+    with pytest.raises(ValueError, match=r"train-000007 is bad\. Positives by the truth need every row"):
+        list(made.batches(0, 3))
+    assert len(list(replace(made, truth=False).batches(0, 3))) == 3
+
+
 def parts_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 

@@ -94,7 +94,8 @@ class Loader:
         """This rank's share of the global batch of one step.
 
         Bad samples are named in `skipped` and replaced by other rows, the same ones in every run.
-        Errors: ValueError when no replacement for a bad row can be read, or a side table does not cover every row.
+        Errors: ValueError when no replacement for a bad row can be read, a side table does not cover every row,
+        or a row is bad whose truth is asked for.
         """
         epoch, rows = self.order.batch_rows(step)
         mine = share(rows, self.rank, self.ranks)
@@ -103,15 +104,20 @@ class Loader:
         for row in mine.tolist():
             example, draw = reader.readable(row, Draw(self.seed, epoch, row))
             if self.truth:
-                example.text_side["truth"] = self._truth(example, rows)
+                example.text_side["truth"] = self._truth(example, row, rows)
             for view in self.views if self.train else ():
                 example = view(example, reader, draw)
             examples.append(example)
             seeds.append(draw.sample_seed)
         return self._pack(examples, seeds, self.rank * len(mine), reader.skipped)
 
-    def _truth(self, example: Example, rows: Rows) -> Tensor:
+    def _truth(self, example: Example, row: int, rows: Rows) -> Tensor:
         """[captions, B] bool: of which pictures of the global batch each caption is true."""
+        if example.row != row:  # other ranks go by the rows that the order names
+            raise ValueError(
+                f"{self.source.name}: {_name(self.source, row)} is bad. Positives by the truth need every row: mend "
+                "it, or leave it out."
+            )
         known: np.ndarray = self.source.relevance(example.captions, rows.tolist())  # type: ignore[attr-defined]
         return torch.from_numpy(known)
 
