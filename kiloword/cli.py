@@ -12,6 +12,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from kiloword import __version__
+from kiloword.mining.options import Options as MineOptions
 
 app = tyro.extras.SubcommandApp()
 
@@ -53,6 +54,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model: kiloword eval runs/first/model retrieval --data scenes:test
 
+    Several beside each other: kiloword eval A spectrum --with B --data photos/dev --html spectrum.html
+
     Args:
         model: model folder (OUT/model of a run).
         task: retrieval, zeroshot or spectrum.
@@ -83,6 +86,8 @@ def score(
     device: str = "cpu",
 ) -> None:
     """Score pictures against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
+
+    Where each text looks: kiloword score MODEL --images a.jpg --texts "a dog" --explain inside
 
     Args:
         model: model folder.
@@ -127,6 +132,8 @@ def embed(
 ) -> None:
     """Features of a data set, once: kiloword embed runs/first/model --data photos/train --out features
 
+    By another's model: kiloword embed open_clip:ViT-B-32:weights.safetensors --data photos/train --out features
+
     Args:
         model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (a CLIP as transformers saves it).
         data: what `train --data` takes.
@@ -149,19 +156,7 @@ def mine(
     data: Positional[tuple[str, ...]],
     side: Path,
     out: Path,
-    p1: float | None = None,
-    p2: float | None = None,
-    p3: float | None = None,
-    p1_text: float | None = None,
-    calibrate: bool = False,
-    false_rate: float = 1e-4,
-    batch: int = 1024,
-    most: int = 20,
-    gallery: int = 6,
-    chunk: int = 2048,
-    extra_captions: tuple[Path, ...] = (),
-    device: str = "auto",
-    seed: int = 0,
+    options: Annotated[MineOptions, arg(name="")] = MineOptions(),
 ) -> None:
     """Captions that fit other pictures: kiloword mine photos/train --side features --out mined --calibrate
 
@@ -171,25 +166,11 @@ def mine(
         data: what `train --data` takes.
         side: side table of a teacher's features of it (`kiloword embed`).
         out: folder for report, pairs and numbers.
-        p1: a pair matches when picture and caption are more alike; calibrated, or the paper's 0.27.
-        p2: or when the caption's picture is more alike; the paper's 0.92.
-        p3: or when the caption is more like the picture's captions, on average (0.99), and p1-text holds.
-        p1_text: how much picture and caption must then be alike; the paper's 0.24.
-        calibrate: fit the thresholds that are not given to the teacher, and print the flags for training.
-        false_rate: share of random pairs that p2 and p3 may accept when calibrated.
-        batch: pictures in the random batches in which the true caption is ranked.
-        most: mined pairs of a picture in pairs.parquet, best first; all are counted.
-        gallery: mined pairs that the report shows of each term.
-        chunk: pictures and captions whose similarities are held at once.
-        extra_captions: parquet tables (key, captions), compared with the pictures' own captions.
-        device: auto, cpu, cuda, cuda:N.
-        seed: of what is drawn: batches, random pairs, the gallery.
+        options: thresholds, and what is shown.
     """
     from kiloword.mining import main as run
-    from kiloword.mining.options import Options
 
-    given = {name: value for name, value in locals().items() if name in Options.__dataclass_fields__}
-    run(data, side, out, Options(**given))
+    run(data, side, out, options)
 
 
 @app.command
