@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet
 
+from kiloword.data.extra_captions import key_of
 from kiloword.data.mixture import Mixture
 from kiloword.types import BadSample, Source
 
@@ -41,9 +42,8 @@ def keys(source: Source) -> list[str | None]:
 def _key(source: Source, row: int) -> str | None:
     if isinstance(source, Mixture):
         return _key(*source.locate(row))
-    key = getattr(source, "key", None)
     try:
-        return str(key(row)) if callable(key) else source.record(row).key
+        return key_of(source, row)
     except BadSample:
         return None
 
