@@ -62,7 +62,7 @@ def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) 
         words = [w for n, w in enumerate(words) if w != "--batch" and words[n - 1] != "--batch"]
         words += ["--batch", "4", "--dry-run"]
     if "--side" in words:
-        main("embed runs/photos/model --data photos/train --out features".split())
+        main(["embed", "runs/photos/model", "--data", "photos/train", "--out", "features"])
     main(words)
     assert capsys.readouterr().out
 
