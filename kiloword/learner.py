@@ -78,12 +78,12 @@ class Learner(nn.Module):
 
         Not a number where the batch has none of a kind.
         """
-        assert total.rows is not None
+        by_picture = pairs.rows if total.rows is None else total.rows
         own = self.model.head.score_of(pairs.own / pairs.own_texts)
         found = {}
         for name, chosen in (("plain", plain), ("composed", ~plain)):
             count = sum_over_ranks(chosen.sum().to(own.dtype))
-            found[f"pair_{name}"] = (total.rows * chosen).sum() / count
+            found[f"pair_{name}"] = (by_picture * chosen).sum() / count
             found[f"score_{name}"] = (own * chosen).sum() / count
         return found
 

@@ -16,16 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from kiloword.accumulate import backward
 from kiloword.cli import main
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.tokenizer import Tokenizer
+from kiloword.learner import Learner
+from kiloword.method import PairBlocks
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.recipes import DataConfig, TextConfig, default, sizes
 from kiloword.train import Options, train
-from kiloword.types import Batch, Record
+from kiloword.types import Batch, Positives, Record, Total
 from kiloword.verify import _views, verify
+from kiloword.verify import batch as fixed_batch
 
 ROWS, BATCH, SIZE = 200, 20, 34
 WORDS = TextConfig(context=40, vocab=600)
@@ -185,6 +189,20 @@ def test_training_logs_plain_and_composed_examples_apart(tmp_path: Path) -> None
     assert [r["pair"] for r in none] == [r["pair"] for r in clip], "rho 0 is CLIP"
     assert all("pair_composed" not in r for r in none)
     assert not any(apart & r.keys() for r in clip)
+
+
+def test_a_pair_loss_that_says_nothing_of_pictures_is_told_apart_too() -> None:
+    method = preset("siglip+compose")
+
+    def own(pairs: PairBlocks, positives: Positives) -> Total:
+        return replace(method.pair_loss(pairs, positives), rows=None)
+
+    found = [
+        backward(Learner(build(sizes()["debug"], m, 0), m), [fixed_batch(method=method.name)])
+        for m in (method, replace(method, pair_loss=own))
+    ]
+    assert found[0] == found[1]
+    assert {"pair_plain", "pair_composed"} <= found[1].keys()
 
 
 def test_a_fixed_scale_does_not_learn(tmp_path: Path) -> None:
