@@ -75,12 +75,13 @@ class _Mix:
         return joined(example.captions, other.captions, self.settings.merge, own_first)
 
 
+@dataclass(frozen=True)
 class _WithPartner(_Mix):
     """Mixed with another row of the whole data set."""
 
     settings: PartnerSettings
-    partner: Partner | None
-    rewrites: Rewrites | None
+    partner: Partner | None = None
+    rewrites: Rewrites | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,8 +91,7 @@ class _WithPartner(_Mix):
         """The view that knows the data set. Raises: ValueError for files that cannot be used, or are of other data."""
         path = self.settings.rewrites
         rewrites = None if path is None else Rewrites.read(path, source)
-        bound: _WithPartner = replace(self, partner=Partner(self.settings).bind(source), rewrites=rewrites)  # type: ignore[type-var]
-        return bound
+        return replace(self, partner=Partner(self.settings).bind(source), rewrites=rewrites)
 
     def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
         """The partner, augmented by draws of its own: not with the crop and mirror of the example."""
@@ -110,43 +110,44 @@ class Compose(_WithPartner):
     """CLIP-C: the centre halves of two pictures put together along width or height, and both captions."""
 
     settings: ComposeSettings
-    partner: Partner | None = None
-    rewrites: Rewrites | None = None
 
     def _image(self, own: Tensor, other: Tensor, own_first: bool, draw: Draw, rng: np.random.Generator) -> Tensor:
         return _halves(own, other, own_first, self.settings, rng)
 
 
 @dataclass(frozen=True)
-class Mixup(_WithPartner):
-    """Two pictures blended pixel by pixel, and both captions."""
+class _ByShare(_WithPartner):
+    """Of each picture a share that is drawn from a Beta distribution."""
 
-    settings: MixupSettings
-    partner: Partner | None = None
-    rewrites: Rewrites | None = None
+    settings: MixupSettings | CutmixSettings
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_alpha(self.settings.alpha)
+        if not 0 < self.settings.alpha < np.inf:
+            raise ValueError(f"alpha is {self.settings.alpha}: expected a number above 0.")
 
-    def _image(self, own: Tensor, other: Tensor, own_first: bool, draw: Draw, rng: np.random.Generator) -> Tensor:
-        return blend(own, other, rng.beta(self.settings.alpha, self.settings.alpha))
+    def _share(self, rng: np.random.Generator) -> float:
+        return rng.beta(self.settings.alpha, self.settings.alpha)
 
 
 @dataclass(frozen=True)
-class Cutmix(_WithPartner):
+class Mixup(_ByShare):
+    """Two pictures blended pixel by pixel, and both captions."""
+
+    settings: MixupSettings
+
+    def _image(self, own: Tensor, other: Tensor, own_first: bool, draw: Draw, rng: np.random.Generator) -> Tensor:
+        return blend(own, other, self._share(rng))
+
+
+@dataclass(frozen=True)
+class Cutmix(_ByShare):
     """A crop of the partner's picture pasted at the same place on the own one, and both captions."""
 
     settings: CutmixSettings
-    partner: Partner | None = None
-    rewrites: Rewrites | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_alpha(self.settings.alpha)
 
     def _image(self, own: Tensor, other: Tensor, own_first: bool, draw: Draw, rng: np.random.Generator) -> Tensor:
-        kept = rng.beta(self.settings.alpha, self.settings.alpha)
+        kept = self._share(rng)
         down, right = rng.random(2)
         return paste(own, other, box(own.shape[1], own.shape[2], kept, down, right))
 
@@ -201,8 +202,3 @@ def _halves(own: Tensor, other: Tensor, own_first: bool, settings: HalfSettings,
 def _apart(draw: Draw, purpose: str) -> Draw:
     """Draws of the same row and epoch that have nothing to do with its own."""
     return replace(draw, seed=key(draw.seed, purpose))
-
-
-def _check_alpha(alpha: float) -> None:
-    if not 0 < alpha < np.inf:
-        raise ValueError(f"alpha is {alpha}: expected a number above 0.")
