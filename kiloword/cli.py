@@ -15,6 +15,7 @@ from kiloword import __version__
 from kiloword.mining.options import Options as MineOptions
 
 app = tyro.extras.SubcommandApp()
+MINE = MineOptions()
 
 
 @app.command(name="train")
@@ -156,7 +157,7 @@ def mine(
     data: Positional[tuple[str, ...]],
     side: Path,
     out: Path,
-    options: Annotated[MineOptions, arg(name="")] = MineOptions(),
+    options: Annotated[MineOptions, arg(name="")] = MINE,
 ) -> None:
     """Captions that fit other pictures: kiloword mine photos/train --side features --out mined --calibrate
 
