@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from kiloword.methods import preset
 from kiloword.model import Model, build, initialise
 from kiloword.recipes import HeadConfig, ModelConfig, sizes
 from kiloword.types import Features, Texts
-from kiloword.verify import batch, config, verify
+from kiloword.verify import batch, config, gradients, verify
 
 WIDTH, DIM, K, PATCHES = 32, 16, 3, 4
 TEXTS = Texts.pack([[0] * n for n in (2, 4, 3, 1, 5)])
@@ -226,6 +228,29 @@ def test_conformity_on_two_ranks(name: str) -> None:
     checks = list(verify(name, ranks=(1, 2)))
     assert not [check for check in checks if not check.passed]
     assert len(checks) == 11
+
+
+OWN = """
+from kiloword.methods import preset as built_in
+
+def gram():
+    return built_in("llip", {"form": "gram", "k": 3, "heads": 4})
+
+def direct():
+    return built_in("llip", {"form": "direct", "k": 3, "heads": 4})
+"""
+
+
+def test_the_gram_form_is_cut_in_any_way_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models as small as those of the conformity suite would never choose it."""
+    (tmp_path / "own_llip.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_llip", raising=False)
+    reference = gradients("own_llip:direct")
+    ways: list[dict[str, Any]] = [{}, {"micro": 4}, {"chunk": 3}, {"permute": True}]
+    for way in ways:
+        found = gradients("own_llip:gram", **way)
+        assert all(float((found[name] - value).abs().max()) < 1e-10 for name, value in reference.items())
 
 
 def test_any_method_can_take_the_pooling() -> None:
