@@ -51,7 +51,7 @@ def check(model: Model, batch: Given) -> float:
     return difference
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", choices=["s16", "b32", "b16", "l14"], default="b32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -59,7 +59,11 @@ def main() -> None:
     parser.add_argument("--captions", type=int, default=6, help="captions a picture, against one")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--steps", type=int, default=4, help="steps of each, after one to warm up")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     method = preset("siglip")
     model = build(sizes()[args.size], method).to(args.device)
     learner = Learner(model, method)

@@ -96,9 +96,14 @@ def embed(
     )
     writer = SideWriter(Path(out), file)
     _fill(writer, whole, teacher, batch, workers, report)
+    return _finish(writer, report)
+
+
+def _finish(writer: SideWriter, report: Report) -> SideTable:
+    """The whole table, and a sentence about each kind of row that it lacks."""
     table = writer.finish()
     if writer.skipped:
-        report.say(f"{len(writer.skipped):,} of {len(whole):,} rows are bad, and not in the table.")
+        report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the table.")
     if writer.repeated:
         report.say(f"{writer.repeated:,} rows repeat an earlier one's key and content.")
     return table
