@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from kiloword.learner import Learner
 from kiloword.parallel import sum_over_ranks
 from kiloword.types import Batch, Features
+
+if TYPE_CHECKING:
+    from kiloword.learner import Learner
 
 LEAST, MOST = -40.0, 20.0  # where the bias is looked for
 STEPS = (1.0, 0.1, 0.02)  # of the grids, each around the best of the one before

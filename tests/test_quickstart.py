@@ -30,8 +30,9 @@ from kiloword.experiments.contestants import Chance, Scenes, draw_all
 from kiloword.experiments.quickstart import quickstart, recipe
 from kiloword.experiments.quickstart_judge import QUERIES, misses, within_groups
 from kiloword.experiments.quickstart_results import Compared, Results, Sizes
-from kiloword.experiments.quickstart_words import percent, summary, weaknesses
+from kiloword.experiments.quickstart_words import summary, weaknesses
 from kiloword.recipes import Recipe, read_config
+from kiloword.report.words import percent
 
 SIZES = Sizes(retrieval=60, classes=80, hard=24, baseline=50)
 TASKS = ("colour", "shape", "fill", "count")

@@ -13,7 +13,8 @@ import numpy as np
 from kiloword import report
 from kiloword.experiments.contestants import Scenes
 from kiloword.experiments.quickstart_results import Compared, Found, Judged, Results
-from kiloword.experiments.quickstart_words import SIDES, duration, percent, weaknesses
+from kiloword.experiments.quickstart_words import SIDES, weaknesses
+from kiloword.report.words import duration, percent
 
 HEADER = ("kiloword", "colours alone", "chance")
 LEVELS = {1: "One fact", 2: "One thing, or how two things lie", 3: "Whole scenes"}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kiloword.experiments.quickstart_results import Compared, Judged, Metrics, Misses, Results, Task
+from kiloword.report.words import duration, percent
 
 BLIND, SURE = 0.15, 0.95  # share of the way from chance to perfect: below, hardly better than luck; above, not an error
 SIDES = {"image_retrieval": "caption to picture", "text_retrieval": "picture to caption"}
@@ -83,17 +84,6 @@ def _of_colours(judged: Judged) -> Iterator[str]:
     ahead = [name for name, (c, metric) in pairs.items() if c.colours[metric] > c.model[metric]]
     if ahead:
         yield f"A histogram of colours, which learned from captions or labels, does better at: {'; '.join(ahead)}."
-
-
-def percent(share: float) -> str:
-    """0.125 -> "12.5%", 0.999 -> "99.9%": what nearly all of a thousand are does not read as all."""
-    return f"{round(100 * share, 1):g}%"
-
-
-def duration(seconds: float) -> str:
-    """95 -> "1 min 35 s"."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def summary(results: Results) -> str:

@@ -10,20 +10,22 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from kiloword import bias_search, recipes
 from kiloword.heads import Head, Single, at_least_float
-from kiloword.learner import Learner
 from kiloword.losses import sigmoid_loss, softmax_loss
 from kiloword.losses_many import Balanced, supcon_loss
 from kiloword.method import Method, Piece
 from kiloword.methods import clip
 from kiloword.recipes import ModelConfig
 from kiloword.types import Batch, Pairs, Positives
+
+if TYPE_CHECKING:
+    from kiloword.learner import Learner
 
 
 @dataclass(frozen=True, kw_only=True)

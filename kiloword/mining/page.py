@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from kiloword import report
-from kiloword.experiments.quickstart_words import duration, percent
 from kiloword.mining.calibrate import DIGITS, FLOOR, Choice
 from kiloword.mining.corpus import Floats
 from kiloword.mining.pictures import Picture, Shown, mined_pairs, term_rule, wide_captions
 from kiloword.mining.results import WHOLE, Group, Results, flags, terms, thresholds
 from kiloword.report.histogram import bins, doubling
+from kiloword.report.words import duration, percent
 
 SHOWN = 15  # of the most frequent captions
 
