@@ -17,7 +17,10 @@ from kiloword.recipes import Recipe
 from kiloword.train import Options, train
 from kiloword.verify import verify
 
-MIXES = ("llip+compose", "llip+mined", "llip+compose+mined", "llip+fff", "clip+contextual+mixup", "clip+supcon")
+MIXES = (
+    *("llip+compose", "llip+mined", "llip+compose+mined", "llip+fff", "clip+contextual+mixup"),
+    *("siglip+stylistic", "siglip+supcon", "clip+mined", "fff+exact+compose"),
+)
 DATA = "scenes?n=64&captions=3"
 EVERY = Options(log_every=1, save_every=3, quiet=True)
 

@@ -351,12 +351,6 @@ def test_no_way_of_cutting_the_batch_shows(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [*QUICK, "fff+exact+compose", "clip-c+mined", "llip+fff"])
-def test_conformity(method: str) -> None:
-    assert not [check for check in verify(method, ranks=(1, 2)) if not check.passed]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("function", ["balanced_exact", "balanced_mined", "supcon_in"])
 def test_conformity_of_other_settings(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_fff.py").write_text(OWN)

@@ -222,14 +222,6 @@ def test_conformity_on_one_rank() -> None:
     assert not [check for check in checks if not check.passed]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llip", "clip+contextual"])
-def test_conformity_on_two_ranks(name: str) -> None:
-    checks = list(verify(name, ranks=(1, 2)))
-    assert not [check for check in checks if not check.passed]
-    assert len(checks) == 11
-
-
 OWN = """
 from kiloword.methods import preset as built_in
 

@@ -99,14 +99,6 @@ def test_presets_over_two_ranks(name: str, capsys: pytest.CaptureFixture[str]) -
     assert "2 ranks, 4 micro-batches" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["clip", "siglip"])
-def test_presets_over_four_ranks(name: str) -> None:
-    checks = list(verify(name, ranks=(1, 2, 4)))
-    assert not [check for check in checks if not check.passed]
-    assert len(checks) == 13
-
-
 @pytest.mark.parametrize("module", [RIGHT], indirect=True, ids=["right"])
 def test_a_user_s_own_method(module: str) -> None:
     assert all(check.passed for check in verify(module, ranks=(1,)))
