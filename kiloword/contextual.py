@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -71,7 +72,7 @@ class Attention(nn.Module):
             raise ValueError(
                 f"{settings.heads} heads do not divide the embedding size {self.dim}; choose heads that do"
             )
-        if settings.temperature <= 0:
+        if not 0 < settings.temperature < math.inf:  # False for NaN
             raise ValueError(f"temperature {settings.temperature} came: expected a positive number")
         self.extra = extra(config.image)
         per_token = settings.per_token_projections

@@ -283,5 +283,14 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "another folder" in capsys.readouterr().err
 
 
+def test_a_picture_is_never_overwritten(tmp_path: Path) -> None:
+    photo = picture(tmp_path / "a.png")
+    before = photo.read_bytes()
+    with pytest.raises(ValueError, match=r"over the picture .*a\.png: choose another folder"):
+        write(tmp_path / "x" / "..", matcher(), [picture(tmp_path / "b.jpg"), photo], CAPTIONS)
+    assert photo.read_bytes() == before
+    assert not (tmp_path / "b.png").exists()
+
+
 def test_file_names_are_unique() -> None:
     assert file_names([Path("x/a.png"), Path("y/a.jpg"), Path("a-2.png")]) == ["a.png", "a-2.png", "a-2-2.png"]

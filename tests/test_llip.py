@@ -217,6 +217,12 @@ def test_every_parameter_learns(settings: dict[str, Any]) -> None:
     assert [n for n, g in gradients.items() if g < 1e-10 * max(gradients.values())] == []
 
 
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
+def test_temperature_is_a_positive_number(temperature: float) -> None:
+    with pytest.raises(ValueError, match="expected a positive number"):
+        model(temperature=temperature)
+
+
 def test_conformity_on_one_rank() -> None:
     checks = list(verify("llip", ranks=(1,)))
     assert not [check for check in checks if not check.passed]

@@ -83,6 +83,13 @@ def test_bad_pictures_are_named_by_their_own_row(tmp_path: Path, monkeypatch: py
     assert all(one.row == 4 for one in skipped)
 
 
+def test_nothing_readable_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+    write_tar(tmp_path / "photos" / "0.tar", pairs(1) | {"0000.png": b"no picture"})
+    with pytest.raises(ValueError, match="0 usable vectors"):
+        evaluate(matcher(), "spectrum", str(tmp_path / "photos"))
+
+
 def test_choice_is_the_same_for_every_model_and_within_the_source() -> None:
     source = open_source("scenes:test?n=50", 32)
     assert _chosen(source, 20) == _chosen(open_source("scenes:test?n=50", 64), 20)

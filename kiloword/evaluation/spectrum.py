@@ -65,14 +65,19 @@ def run(
 
 
 def covariance(parts: Iterable[Tensor]) -> tuple[int, Tensor]:
-    """Of vectors that come in parts [n, W]: how many they are, and their covariance [W, W] in double precision."""
+    """Of vectors that come in parts [n, W]: how many they are, and their covariance [W, W] in double precision.
+
+    Of no parts: 0, and a scalar.
+    """
     count, first, sums, products = 0, None, torch.zeros(()), torch.zeros(())
     for part in parts:
         x = part.double()
         first = x.mean(0) if first is None else first  # or a mean far from zero would cancel digits
         x = x - first
         count, sums, products = count + len(x), sums + x.sum(0), products + x.T @ x
-    return count, (products - sums.outer(sums) / max(count, 1)) / max(count - 1, 1)
+    if not count:
+        return 0, products
+    return count, (products - sums.outer(sums) / count) / max(count - 1, 1)
 
 
 def singular_values(spread: Tensor) -> Tensor:

@@ -25,8 +25,10 @@ def write(
     """Explain every pair, write `folder`/PICTURE.png for each picture and `folder`/weights.json.
 
     Returns: lines for the screen, one a pair: its score, entropy of the weights, heaviest tokens.
-    Errors: ValueError when a picture cannot be read or the folder cannot be written.
+    Errors: ValueError when a picture cannot be read, the folder cannot be written, or a figure would replace a picture.
     """
+    files = file_names(images)
+    _check_apart(folder, images, files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -35,7 +37,7 @@ def write(
     names = token_names(matcher, found)
     about = found.about if found.weights is None else f"{found.about} {ENTROPY}"
     lines, pictures = [about], []
-    for i, (path, file) in enumerate(zip(images, file_names(images), strict=True)):
+    for i, (path, file) in enumerate(zip(images, files, strict=True)):
         pairs = [_pair(found, i, t, text, names) for t, text in enumerate(texts)]
         rows = [_row(found, i, t, pair) for t, pair in enumerate(pairs)]
         figure(_large(matcher, path), path.name, about, rows).save(folder / file)
@@ -54,6 +56,14 @@ def file_names(images: Sequence[Path]) -> list[str]:
             name, n = f"{path.stem}-{n}.png", n + 1
         names.append(name)
     return names
+
+
+def _check_apart(folder: Path, images: Sequence[Path], files: Sequence[str]) -> None:
+    """Raises: ValueError when a figure would be written over one of the pictures."""
+    pictures = {path.resolve() for path in images}
+    lost = next((folder / file for file in files if (folder / file).resolve() in pictures), None)
+    if lost is not None:
+        raise ValueError(f"--explain would write a figure over the picture {lost}: choose another folder.")
 
 
 def token_names(matcher: Matcher, found: Explanation) -> list[str]:
