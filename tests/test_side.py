@@ -251,7 +251,7 @@ def test_goes_on_after_an_interruption(tmp_path: Path, workers: int) -> None:
     assert parts_of(tmp_path / "cut") == parts_of(whole)
 
 
-@pytest.mark.parametrize("harm", ["remove", "cut", "empty", "flip", "other"])
+@pytest.mark.parametrize("harm", ["remove", "cut", "empty", "flip", "caption", "key", "other"])
 def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, harm: str) -> None:
     folder = embed(Fake(), Pictures(), tmp_path / "t", part=PART).path
     before = parts_of(folder)
@@ -264,6 +264,13 @@ def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, harm: str) -> No
         feature = SideTable(folder).images()[20].tobytes()
         place = raw.index(feature)
         part.write_bytes(raw[:place] + bytes(DIM * 2) + raw[place + DIM * 2 :])
+        with pytest.raises(ValueError, match=r"part-00001\.arrow is damaged\. The same `kiloword embed`"):
+            SideTable(folder).images()
+    elif harm in ("caption", "key"):
+        text = b"picture 20 caption" if harm == "caption" else b"k020"
+        part.write_bytes(raw.replace(text, b"\xff" * len(text)))
+        with pytest.raises(ValueError, match=r"part-00001\.arrow is damaged\. The same `kiloword embed`"):
+            SideTable(folder).captions  # noqa: B018
     else:
         part.unlink() if harm == "remove" else part.write_bytes(raw[: len(raw) // 2 if harm == "cut" else 0])
         with pytest.raises(ValueError, match=r"part-00001\.arrow is (missing|damaged)\. The same `kiloword embed`"):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,7 +96,7 @@ class Part:
             self._batch.validate(full=True)
         except pa.ArrowException:
             return False
-        return bool(checksum(self.images, self.texts) == self._crc)
+        return checksum(self._batch.columns) == self._crc
 
     def texts_of(self, row: int) -> dict[bytes, int]:
         """The captions of a picture, and where their features stand."""
@@ -111,7 +111,8 @@ class SideTable:
     the table has none) and `image_side[name + ".texts"]` [D], the mean of the example's `text_side` rows.
 
     N pictures in the data's order, without bad rows; T captions. Sending it to a worker sends the path alone.
-    Errors: ValueError when the folder is no finished side table, or is damaged (a part: when it is first read).
+    Errors: ValueError when the folder is no finished side table, or is damaged. What asks for the whole table checks
+    every byte; `join` sees only what makes a part unreadable.
     """
 
     name: str  # of the features in a batch, "teacher" unless said otherwise
@@ -127,6 +128,7 @@ class SideTable:
 
     def _open(self) -> None:
         schema, path = self.file.schema(), self.path
+        self._seen_whole: set[int] = set()  # numbers of parts
         self._part = lru_cache(_OPEN)(lambda number: Part(part_path(path, number), schema))
         if not (path / INDEX).is_file():
             raise ValueError(f"{path} is not finished. {_AGAIN}")
@@ -214,12 +216,19 @@ class SideTable:
         return np.concatenate([_means(part) for part in self._parts()])
 
     def _parts(self) -> Iterator[Part]:
-        return (self._part(number) for number in range(self.file.parts))
+        """All parts, whole."""
+        for number in range(self.file.parts):
+            part = self._part(number)
+            if number not in self._seen_whole and not part.whole():
+                raise ValueError(f"{part_path(self.path, number)} is damaged. {_AGAIN}")
+            self._seen_whole.add(number)
+            yield part
 
 
-def checksum(images: Stored, texts: Stored) -> int:
-    """Of features [n, D] and [t, D] as bytes."""
-    return zlib.crc32(np.ascontiguousarray(texts).data, zlib.crc32(np.ascontiguousarray(images).data))
+def checksum(columns: Iterable[pa.Array]) -> int:
+    """Of all that stands in a part's columns."""
+    buffers = (buffer for column in columns for buffer in column.buffers() if buffer is not None)
+    return reduce(lambda sum_, buffer: zlib.crc32(buffer, sum_), buffers, 0)
 
 
 def part_path(folder: Path, number: int) -> Path:

@@ -108,7 +108,7 @@ class SideWriter:
             pa.ListArray.from_arrays(pa.array(starts), pa.FixedSizeListArray.from_arrays(pa.array(texts.ravel()), dim)),
         ]
         skipped = [[one.row, one.key, one.reason] for one in rows.skipped]
-        meta = {"table": self._id, "skipped": skipped, "crc": checksum(images, texts)}
+        meta = {"table": self._id, "skipped": skipped, "crc": checksum(columns)}
         schema = self.file.schema().with_metadata({"kiloword": json.dumps(meta)})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, schema) as out:
