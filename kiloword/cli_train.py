@@ -101,22 +101,26 @@ def main(argv: Sequence[str]) -> None:
             "train needs a method first, e.g. kiloword train siglip --out runs/first (`kiloword methods`)."
         )
     rest = argv[1:] if method else argv
+    _check_once(rest)
     method = mixed(method, rest)
     both = tyro.cli(_train_type(method, rest), args=rest, prog="kiloword train METHOD", description=Train.__doc__)
     args: Train = both.run
     from kiloword import start
-    from kiloword.prepare import describe, open_sources, with_length
+    from kiloword.dry_run import describe, rehearse
+    from kiloword.prepare import open_sources, with_length
     from kiloword.train import Options, train
 
     recipe = recipe_of(method, args, both.settings)
     start.check(recipe)
     source = open_sources(recipe)
     recipe = with_length(recipe, len(source), args.steps, args.epochs, args.samples)
+    names = ("workers", "device", "log_every", "save_every", "eval_every", "extend")
+    options = Options(**{name: getattr(args, name) for name in names})
     if args.dry_run:
+        rehearse(recipe, source, args.out, options)
         print(describe(recipe, source, args.out))
         return
-    names = ("workers", "device", "log_every", "save_every", "eval_every", "extend")
-    folder = train(recipe, args.out, source, Options(**{name: getattr(args, name) for name in names}))
+    folder = train(recipe, args.out, source, options)
     if os.environ.get("RANK", "0") == "0":  # of torchrun
         print(f"model: {folder}")
 
@@ -170,6 +174,14 @@ def _defaults(method: str, argv: Sequence[str]) -> Recipe:
     from kiloword import start
 
     return start.defaults(method, init, size, data)
+
+
+def _check_once(argv: Sequence[str]) -> None:
+    """Raises: ValueError for a flag that comes twice, of which one would be forgotten."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    twice = next((flag for flag in flags if flags.count(flag) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is given twice: give it once; where it takes several values, they follow it.")
 
 
 def _values_of(argv: Sequence[str], flag: str) -> tuple[str, ...]:

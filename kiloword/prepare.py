@@ -1,4 +1,4 @@
-"""From a recipe and its sources to everything the loop needs; or from the user's few words to a whole recipe."""
+"""From a recipe and its sources to everything the loop needs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kiloword import parallel
-from kiloword.checkpoint import load_state, load_weights, read_model_file, read_tensors, write_json
+from kiloword import parallel, start
+from kiloword.checkpoint import load_state, load_weights, read_model_file, write_json
 from kiloword.data.loader import BadRows, Loader
 from kiloword.data.loader import read as record
 from kiloword.data.sampler import Order
@@ -22,7 +22,7 @@ from kiloword.learner import Learner
 from kiloword.log import Log
 from kiloword.method import Method
 from kiloword.methods import preset
-from kiloword.model import Model, build
+from kiloword.model import build
 from kiloword.optim import Average, Optimizer
 from kiloword.ranges import check
 from kiloword.recipes import Recipe
@@ -82,23 +82,6 @@ def with_length(
     return replace(recipe, steps=steps)
 
 
-def describe(recipe: Recipe, source: Source, out: Path) -> str:
-    """What a run would do, in a few lines."""
-    epochs = recipe.steps * recipe.batch / len(source)
-    val = open_val(recipe)
-    lines = [
-        f"method     {recipe.method} {recipe.settings or ''}",
-        f"data       {' '.join(recipe.data.sources)}: {len(source)} pictures",
-        *([] if val is None else [f"val        {val.name}: {len(val)} pictures"]),
-        f"length     {recipe.steps} steps of {recipe.batch} pictures, {epochs:.1f} epochs",
-        f"towers     {recipe.size}: {recipe.model.image}; {recipe.model.text}",
-        f"optimizer  {recipe.optim}",
-        f"augment    {recipe.data.augment}",
-        f"out        {out}{' (resumes)' if (out / 'state').is_dir() else ''}",
-    ]
-    return "\n".join(lines)
-
-
 def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
     """Captions of about `most` rows spread over the source, without a picture where it can; bad rows give none."""
     read = getattr(source, "captions", None) or (lambda row: record(source, row).captions)
@@ -138,9 +121,9 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         tokenizer.save(out / "model")
         write_json(out / "config.json", asdict(file))
     method = preset(recipe.method, recipe.settings)
-    learner, started = _learner(recipe, method)
+    learner, started = make_learner(recipe, method)
     learner.to(device)
-    loader = _loader(recipe, source, method, tokenizer, workers)
+    loader = make_loader(recipe, source, method, tokenizer, workers)
     run = Run(
         recipe=recipe,
         out=out,
@@ -166,7 +149,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
     return run
 
 
-def _loader(recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, workers: int) -> Loader:
+def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, workers: int) -> Loader:
     """This rank's batches."""
     return Loader(
         source,
@@ -215,36 +198,15 @@ def _order(recipe: Recipe, source: Source) -> Order:
     return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
 
 
-def _learner(recipe: Recipe, method: Method) -> tuple[Learner, str]:
+def make_learner(recipe: Recipe, method: Method) -> tuple[Learner, str]:
     """The learner with its first weights, and a sentence about those that were loaded (empty when all are new)."""
     model = build(recipe.model, method, recipe.seed)
-    started = "" if recipe.init is None else _start_from(model, recipe)
+    started = "" if recipe.init is None else start.load(model, recipe)
     learner = Learner(model, method, recipe.chunk)
     frozen = {"none": (), "image": ("image_tower",), "text": ("text_tower",)}[recipe.freeze]
     for tower in frozen:
         getattr(model, tower).requires_grad_(False)
     return learner.double() if recipe.precision == "fp64" else learner, started
-
-
-def _start_from(model: Model, recipe: Recipe) -> str:
-    """Weights of another model folder; what the method adds stays fresh, what it lacks is left over: both are named."""
-    from kiloword.model import resize
-
-    assert recipe.init is not None
-    file = read_model_file(recipe.init)
-    weights = read_tensors(Path(recipe.init) / "model.safetensors")
-    if file.model.image.size != recipe.model.image.size:
-        _, weights = resize(file.model, weights, recipe.model.image.size)
-    own = model.state_dict()
-    size = f" (pictures of {recipe.model.image.size} pixels instead of {file.model.image.size})"
-    size = size if file.model.image.size != recipe.model.image.size else ""
-    known = {k: v for k, v in weights.items() if k in own}
-    new, left = [k for k in own if k not in known], [k for k in weights if k not in own]
-    load_weights(model, {**{k: own[k] for k in new}, **known}, recipe.init)
-    return (
-        f"started from {recipe.init}{size}: {len(known)} tensors loaded; new: {', '.join(new) or 'none'}; "
-        f"left over: {', '.join(left) or 'none'}."
-    )
 
 
 def resume(run: Run) -> None:

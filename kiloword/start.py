@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from kiloword import recipes
-from kiloword.checkpoint import read_model_file
+from kiloword.checkpoint import load_weights, read_model_file, read_tensors
 from kiloword.recipes import Recipe
+
+if TYPE_CHECKING:
+    from kiloword.model import Model
 
 
 def defaults(method: str, init: str, size: str | None = None, data: tuple[str, ...] = ("scenes",)) -> Recipe:
@@ -38,3 +46,51 @@ def check(recipe: Recipe) -> None:
                 other.append(f"--model.{part.name}.{f.name.replace('_', '-')} is {a}, but {b} in {recipe.init}")
     if other:
         raise ValueError(f"{'; '.join(other[:3])}. Of a model to start from, only the picture size may change.")
+
+
+def load(model: Model, recipe: Recipe) -> str:
+    """Fill a fresh model with the weights of the folder that the recipe starts from.
+
+    What the method adds stays fresh, what it lacks is left over; the class token comes and goes with its position.
+    Returns: a sentence that names all of this. Raises: ValueError when tensors of one name have other shapes.
+    """
+    assert recipe.init is not None
+    weights, size = _read(recipe.init, model)
+    own = model.state_dict()
+    other = [
+        f"{k} is {list(v.shape)} here, {list(weights[k].shape)} there"
+        for k, v in own.items()
+        if _unlike(v, weights.get(k))
+    ]
+    if other:
+        raise ValueError(f"{recipe.init} cannot start {recipe.method} with these settings: {'; '.join(other[:3])}.")
+    known = {k: v for k, v in weights.items() if k in own}
+    new, left = [k for k in own if k not in known], [k for k in weights if k not in own]
+    load_weights(model, {**{k: own[k] for k in new}, **known}, recipe.init)
+    return (
+        f"started from {recipe.init}{size}: {len(known)} tensors loaded; new: {', '.join(new) or 'none'}; "
+        f"left over: {', '.join(left) or 'none'}."
+    )
+
+
+def _read(folder: str, model: Model) -> tuple[dict[str, Tensor], str]:
+    """Weights of a folder with positions as `model` has them, and words about another picture size."""
+    from kiloword.methods import preset
+    from kiloword.model import resize
+
+    file, weights = read_model_file(folder), read_tensors(Path(folder) / "model.safetensors")
+    config = preset(file.method, file.settings).shape(file.model)  # the file says what it was before the method
+    new, said = model.config.image, ""
+    if config.image.size != new.size:
+        said = f" (pictures of {new.size} pixels instead of {config.image.size})"
+        _, weights = resize(config, weights, new.size)
+    name = "image_tower.positions"
+    if config.image.class_token and not new.class_token:
+        weights[name] = weights[name][1:]
+    if new.class_token and not config.image.class_token:
+        weights[name] = torch.cat([model.state_dict()[name][:1], weights[name]])
+    return weights, said
+
+
+def _unlike(mine: Tensor, theirs: Tensor | None) -> bool:
+    return theirs is not None and mine.shape != theirs.shape

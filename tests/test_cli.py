@@ -117,6 +117,38 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fff"], "fff needs features named 'teacher' beside the data"),
+        (["fff", "--side", "nowhere"], "nowhere is no side table"),
+        (["llip", "--settings.heads", "7"], "7 heads do not divide"),
+        (["clip-c", "--settings.partner", "file", "--settings.partner-file", "none.parquet"], "none.parquet cannot"),
+        (["clip", "--batch", "80"], "fewer than one batch of 80"),
+        (["clip", "--micro", "3"], "micro 3 does not divide"),
+        (["clip", "--captions", "0"], "0 captions a picture"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_dry_run_refuses_what_training_would(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = [w for w in RUN if w not in ("--batch", "8")] if "--batch" in words else RUN
+    with pytest.raises(SystemExit) as end:
+        run("train", *words, *rest, "--out", tmp_path / "out", "--dry-run")
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [["--views", "compose", "--views", "mixup"], ["--side=a", "--side", "b"]])
+def test_a_flag_given_twice_is_refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run("train", "clip", *RUN, *words, "--out", tmp_path / "out")
+    assert end.value.code == 2
+    assert f"{words[0].partition('=')[0]} is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("length", "steps"), [(["--epochs", "2"], 16), (["--samples", "33"], 4), (["--steps", "5"], 5)]
 )
 def test_three_ways_to_say_how_long(
@@ -162,6 +194,27 @@ def test_start_from_a_model(model: Path, tmp_path: Path) -> None:
     changed = {name.split(".")[0] for name in old if not bool((old[name] == new[name]).all())}
     assert changed == {"text_tower", "head"}
     assert (out / "model" / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
+
+
+def test_mixture_tokens_start_from_a_model_with_a_class_token_and_back(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    words = ["--data", "scenes?n=64", "--batch", 8, "--steps", 1, "--freeze", "image"]
+    run("train", "llip", *words, "--init", model, "--out", tmp_path / "there")
+    assert "left over: image_tower.class_token" in capsys.readouterr().err
+    run("train", "clip", *words, "--init", tmp_path / "there" / "model", "--out", tmp_path / "back")
+    assert "new: image_tower.class_token" in capsys.readouterr().err
+    folders = (model, tmp_path / "there" / "model", tmp_path / "back" / "model")
+    old, there, back = (load_file(f / "model.safetensors")["image_tower.positions"] for f in folders)
+    assert (old[1:] == there).all()
+    assert (there == back[1:]).all()
+    run("train", "llip", *words, "--init", folders[1], "--model.image.size", 48, "--out", tmp_path / "larger")
+    assert len(load_file(tmp_path / "larger" / "model" / "model.safetensors")["image_tower.positions"]) == 9
+    with pytest.raises(SystemExit):
+        run("train", "llip", *words, "--init", folders[1], "--settings.k", 4, "--out", tmp_path / "other")
+    assert "image_tower.extra_tokens is [4, 32] here, [16, 32] there" in capsys.readouterr().err
 
 
 def test_a_model_to_start_from_brings_its_towers(

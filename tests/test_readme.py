@@ -34,8 +34,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> Pat
     monkeypatch.syspath_prepend(tmp_path)
     for part in ("train", "dev"):
         write_tar(tmp_path / "photos" / part / "0.tar", pairs(12))
-    (tmp_path / "a.png").write_bytes(picture())
-    (tmp_path / "table.csv").write_text("image,caption\na.png,a thing\n")
+    for n in range(4):
+        (tmp_path / f"{n}.png").write_bytes(picture(n))
+    (tmp_path / "table.csv").write_text("image,caption\n" + "".join(f"{n}.png,a thing\n" for n in range(4)))
     (tmp_path / "mine.py").write_text(python("mine.py"))
     for model in ("quickstart", "runs/photos"):
         shutil.copytree(trained, tmp_path / model / "model")
@@ -61,6 +62,7 @@ def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) 
     if words[0] == "train":
         words = [w for n, w in enumerate(words) if w != "--batch" and words[n - 1] != "--batch"]
         words += ["--batch", "4", "--dry-run"]
+        words[words.index("--out") + 1] = "planned"  # the folder in the README holds the model that others use
     if "--side" in words:
         main(["embed", "runs/photos/model", "--data", "photos/train", "--out", "features"])
     main(words)

@@ -96,7 +96,7 @@ class Part:
             self._batch.validate(full=True)
         except pa.ArrowException:
             return False
-        return checksum(self._batch.columns) == self._crc
+        return bool(checksum(self._batch.columns) == self._crc)
 
     def texts_of(self, row: int) -> dict[bytes, int]:
         """The captions of a picture, and where their features stand."""

@@ -1,0 +1,47 @@
+"""A run that is not made: what would run, or the sentence with which it would be refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kiloword.device import choose
+from kiloword.methods import preset
+from kiloword.prepare import make_learner, make_loader, micro_batches, open_val, resolve
+from kiloword.recipes import Recipe
+from kiloword.run_folder import RunFile, check_same_run
+from kiloword.train import Options
+from kiloword.types import Source
+
+
+def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> None:
+    """Do what comes before the first step, but for what writes and for building large towers.
+
+    Raises: ValueError for what training would refuse: settings, data, side tables, a model to start from, `out`.
+    """
+    choose(options.device)
+    micro_batches(recipe)
+    recipe, tokenizer = resolve(recipe, source, out / "model")
+    check_same_run(out, RunFile(recipe=recipe, data_fingerprint=source.fingerprint), options.extend)
+    method = preset(recipe.method, recipe.settings)
+    if recipe.init is None:
+        method.head(method.shape(recipe.model))
+    else:
+        make_learner(recipe, method)
+    make_loader(recipe, source, method, tokenizer, options.workers)
+
+
+def describe(recipe: Recipe, source: Source, out: Path) -> str:
+    """What a run would do, in a few lines."""
+    epochs = recipe.steps * recipe.batch / len(source)
+    val = open_val(recipe)
+    lines = [
+        f"method     {recipe.method} {recipe.settings or ''}",
+        f"data       {' '.join(recipe.data.sources)}: {len(source)} pictures",
+        *([] if val is None else [f"val        {val.name}: {len(val)} pictures"]),
+        f"length     {recipe.steps} steps of {recipe.batch} pictures, {epochs:.1f} epochs",
+        f"towers     {recipe.size}: {recipe.model.image}; {recipe.model.text}",
+        f"optimizer  {recipe.optim}",
+        f"augment    {recipe.data.augment}",
+        f"out        {out}{' (resumes)' if (out / 'state').is_dir() else ''}",
+    ]
+    return "\n".join(lines)
