@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LEAST, MOST = -40.0, 20.0  # where the bias is looked for
 STEPS = (1.0, 0.1, 0.02)  # of the grids, each around the best of the one before
+EDGE, NOTHING = 0.5, 1e-5  # this near to the ends, or at such a loss, nearly all pairs are of one kind
 CLOSE = 1e-4  # where descent ends
 
 
@@ -26,7 +27,8 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
     The same on every rank: losses and gradients are sums over ranks. The loss must be convex in the bias, as sigmoid
     losses are. grid: three grids and a parabola through the best and its neighbours; gradient: descent with secant
     steps, held in a bracket.
-    Returns: a sentence for the log; where another pair loss has taken the bias away, that there is none.
+    Returns: words for the log; where another pair loss has taken the bias away, that there is none; a warning where
+    all pairs are of one kind.
     """
     bias = learner.model.head.bias
     if bias is None:
@@ -36,7 +38,14 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
     before = float(bias.detach())
     found = _by_grid(learner, inputs, bias) if how == "grid" else _by_gradient(learner, inputs, bias)
     first, last = (_losses(learner, inputs, bias, [value])[0] for value in (before, found))  # leaves the bias found
-    return f"bias {before:.4g} -> {found:.4g} ({how} over {len(inputs)} batches, loss {first:.4g} -> {last:.4g})"
+    said = f"bias {before:.4g} -> {found:.4g} ({how} over {len(inputs)} batches, loss {first:.4g} -> {last:.4g})"
+    if last > NOTHING and LEAST + EDGE < found < MOST - EDGE:
+        return said
+    which = "no" if found < 0 else "every"
+    return (
+        f"{said}. The bias alone does it, as nearly {which} pair matches, so there is little to learn: do the thresholds "
+        "fit the teacher? `kiloword mine SRC --side DIR --out OUT --calibrate` finds some that do."
+    )
 
 
 def _losses(

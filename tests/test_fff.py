@@ -284,6 +284,16 @@ def test_the_bias_found_has_the_least_loss() -> None:
     assert losses[1] == min(losses)
 
 
+@pytest.mark.parametrize("how", ["grid", "gradient"])
+@pytest.mark.parametrize(("value", "word"), [(1.0, "every"), (0.0, "no")])
+def test_pairs_of_one_kind_are_warned_of(how: Any, value: float, word: str) -> None:
+    made = learner("siglip")
+    made.method = replace(made.method, positives=lambda pairs: torch.full_like(pairs.logits, value))
+    said = search(made, itertools.repeat(batch()), how, 1)
+    assert f"nearly {word} pair matches" in said
+    assert "--calibrate" in said
+
+
 def test_a_method_whose_loss_took_the_bias_away() -> None:
     method = preset("fff+softmax")
     assert method.prepare is not None
