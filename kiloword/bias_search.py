@@ -43,8 +43,8 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
         return said
     which = "no" if found < 0 else "every"
     return (
-        f"{said}. The bias alone does it, as nearly {which} pair matches, so there is little to learn: do the thresholds "
-        "fit the teacher? `kiloword mine SRC --side DIR --out OUT --calibrate` finds some that do."
+        f"{said}. The bias alone does it, as nearly {which} pair matches, so there is little to learn: do the "
+        "thresholds fit the teacher? `kiloword mine SRC --side DIR --out OUT --calibrate` finds some that do."
     )
 
 
