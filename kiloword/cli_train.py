@@ -177,16 +177,20 @@ def _defaults(method: str, argv: Sequence[str]) -> Recipe:
 
 
 def _check_once(argv: Sequence[str]) -> None:
-    """Raises: ValueError for a flag that comes twice, of which one would be forgotten."""
+    """Raises: ValueError for a flag that adds something and comes twice: the first would be forgotten.
+
+    Of any other flag the last counts, so that a command can be changed at its end.
+    """
     flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    twice = next((flag for flag in flags if flags.count(flag) > 1), None)
+    adds = [f"--{name.replace('_', '-')}" for name in (*MIXING, "data", "side", "extra_captions", "weights")]
+    twice = next((flag for flag in adds if flags.count(flag) > 1), None)
     if twice is not None:
         raise ValueError(f"{twice} is given twice: give it once; where it takes several values, they follow it.")
 
 
 def _values_of(argv: Sequence[str], flag: str) -> tuple[str, ...]:
-    """The values that follow a flag, or come with it behind "="."""
-    for n, word in enumerate(argv):
+    """The values that follow a flag, or come with it behind "="; of a flag that comes again, the last ones."""
+    for n, word in reversed(list(enumerate(argv))):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") != flag:
             continue

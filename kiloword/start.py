@@ -63,9 +63,10 @@ def load(model: Model, recipe: Recipe) -> str:
         if _unlike(v, weights.get(k))
     ]
     if other:
-        raise ValueError(f"{recipe.init} cannot start {recipe.method} with these settings: {'; '.join(other[:3])}.")
+        what = f"do not fit its config, or not the settings of {recipe.method}"
+        raise ValueError(f"weights in {recipe.init} {what}: {'; '.join(other[:3])}.")
     known = {k: v for k, v in weights.items() if k in own}
-    new, left = [k for k in own if k not in known], [k for k in weights if k not in own]
+    new, left = [k for k in own if k not in known], sorted(k for k in weights if k not in own)
     load_weights(model, {**{k: own[k] for k in new}, **known}, recipe.init)
     return (
         f"started from {recipe.init}{size}: {len(known)} tensors loaded; new: {', '.join(new) or 'none'}; "
