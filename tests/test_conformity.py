@@ -83,3 +83,6 @@ def test_truth_is_refused_where_no_source_knows_it(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("image,caption\n" + "".join(f"{n}.png,a star\n" for n in range(20)))
     with pytest.raises(ValueError, match="does not know which texts are true"):
         train(replace(some, data=replace(some.data, sources=(str(tmp_path / "t.csv"),))), tmp_path / "o", options=EVERY)
+    two = ("scenes?n=32&levels=1", "scenes?n=32&levels=3")
+    with pytest.raises(ValueError, match="only scenes do, as the one source of a run"):
+        train(replace(some, data=replace(some.data, sources=two)), tmp_path / "p", options=EVERY)

@@ -71,7 +71,8 @@ class Loader:
             raise ValueError(f"{self.data.captions} captions a picture; expected at least 1, 'one' or 'all'")
         if self.truth and not hasattr(self.source, "relevance"):
             raise ValueError(
-                f"{self.source.name} does not know which texts are true of which pictures: only scenes do."
+                f"{self.source.name} does not know which texts are true of which pictures: only scenes do, as "
+                "the one source of a run."
             )
         for side in self.sides:
             side.check(self.source)
