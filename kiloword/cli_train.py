@@ -36,6 +36,8 @@ class Train:
     positives: str | None = None  # another method's positives: mined, exact
     pair_loss: str | None = None  # another method's pair loss: softmax, sigmoid, supcon
     pooling: str | None = None  # another method's pooling: contextual
+    uncertainty: str | None = None  # gaussian: features with a variance
+    terms: str | None = None  # another method's local terms: inclusion
     side: tuple[str, ...] = ()  # side tables of features (`kiloword embed`), joined by key
     extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the pictures' own
     raw_captions: bool = True  # whether the pictures' own captions stay beside the extra ones
@@ -90,7 +92,7 @@ def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
     return replace(base, data=data, settings=own, **{name: getattr(args, name) for name in same})
 
 
-MIXING = ("pooling", "views", "positives", "pair_loss")  # flags that name a piece for a slot
+MIXING = ("pooling", "views", "positives", "pair_loss", "uncertainty", "terms")  # flags that name a piece for a slot
 
 
 def main(argv: Sequence[str]) -> None:

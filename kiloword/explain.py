@@ -131,15 +131,16 @@ def rollout(seen: list[Tensor]) -> Tensor:
 def token_maps(whole: Tensor, e: int, n: int) -> Tensor:
     """Where each of n tokens looks: [I, n, P], sums to 1.
 
-    Args: whole: attention of all tokens [I, E + P, E + P], the patches last; e: E. The first E tokens look by their
-    attention to the patches; tokens behind them are patches, which stand for themselves.
+    Args: whole: attention of all tokens [I, E + P, E + P], the patches last; e: E. Tokens that are no
+    patches look by their attention to the patches; patches stand for themselves.
     """
-    looks = whole[:, : min(n, e), e:]
+    p = whole.shape[-1] - e
+    own_tokens = n if n <= e else n - p  # an uncertainty token is never mixed
+    assert 0 < own_tokens <= e, f"{n} tokens are mixed, but the tower has {e} extra ones and {p} patches"
+    looks = whole[:, :own_tokens, e:]
     looks = looks / looks.sum(-1, keepdim=True)
     if n <= e:
         return looks
-    p = looks.shape[-1]
-    assert n == e + p, f"{n} tokens are mixed, but the tower has {e} extra ones and {p} patches"
     own = torch.eye(p, dtype=looks.dtype, device=looks.device)
     return torch.cat([looks, own.expand(len(looks), p, p)], 1)
 

@@ -41,11 +41,11 @@ class Pooling(Protocol):
 
 
 class Uncertainty(Protocol):
-    """What a head knows of its own doubt: features of each side, and how a similarity is changed by them."""
+    """What a head knows of its own doubt: features of each side, and what each takes off every similarity."""
 
-    def image(self, tokens: Tensor) -> Features: ...
-    def text(self, tokens: Tensor, texts: Texts) -> Features: ...
-    def adjust(self, score: Tensor, images: Features, texts: Features) -> Tensor: ...
+    def image(self, tokens: Tensor, pooling: Pooling) -> Features: ...
+    def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features: ...
+    def penalty(self, features: Features) -> Tensor: ...
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features: ...
 
 
@@ -83,12 +83,12 @@ class Head(nn.Module):
 
     def image(self, tokens: Tensor) -> Features:
         """Tokens [I, E + P, W] -> features of pictures."""
-        more = {} if self.uncertainty is None else self.uncertainty.image(tokens)
+        more = {} if self.uncertainty is None else self.uncertainty.image(tokens, self.pooling)
         return {**self.pooling.image(tokens), **more}
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         """Packed tokens [S, W] -> features of texts."""
-        more = {} if self.uncertainty is None else self.uncertainty.text(tokens, texts)
+        more = {} if self.uncertainty is None else self.uncertainty.text(tokens, texts, self.pooling)
         return {**self.pooling.text(tokens, texts), **more}
 
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
@@ -102,16 +102,16 @@ class Head(nn.Module):
     def score(self, images: Features, texts: Features) -> Tensor:
         """[i, t], higher is a better match; at least single precision, under autocast too."""
         with torch.autocast(images["vec"].device.type, enabled=False):
-            score = self.pooling.score(images, texts)
-            return score if self.uncertainty is None else self.uncertainty.adjust(score, images, texts)
+            score, doubt = self.pooling.score(images, texts), self.uncertainty
+            return score if doubt is None else score - doubt.penalty(images)[:, None] - doubt.penalty(texts)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
         """[n], picture i with text i of n pictures and n texts; a pooling's own `score_pairs` does it at once."""
-        own = getattr(self.pooling, "score_pairs", None)
-        if own is not None and self.uncertainty is None:
+        own, doubt = getattr(self.pooling, "score_pairs", None), self.uncertainty
+        if own is not None:
             with torch.autocast(images["vec"].device.type, enabled=False):
                 pairs: Tensor = own(images, texts)
-                return pairs
+                return pairs if doubt is None else pairs - doubt.penalty(images) - doubt.penalty(texts)
 
         alone = ([{k: v[[n]] for k, v in side.items()} for side in (images, texts)] for n in range(len(images["vec"])))
         return torch.cat([self.score(*pair)[0] for pair in alone])

@@ -96,14 +96,15 @@ def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
 def resolve(recipe: Recipe, source: Source, folder: Path) -> tuple[Recipe, Tokenizer]:
     """Settle what depends on the data: the tokenizer and its vocabulary; from `init`, the model's whole shape."""
     if recipe.init is not None:
-        file = read_model_file(recipe.init)
+        file, tokenizer = read_model_file(recipe.init), Tokenizer.load(recipe.init)
         image = replace(file.model.image, size=recipe.model.image.size)
-        return replace(recipe, model=replace(file.model, image=image)), Tokenizer.load(recipe.init)
+        text = replace(file.model.text, special=tokenizer.roles.ids())
+        return replace(recipe, model=replace(file.model, image=image, text=text)), tokenizer
     if holds_run(folder.parent):
         tokenizer = Tokenizer.load(folder)
     else:
         tokenizer = Tokenizer.train(captions_of(source), recipe.data.tokenizer_vocab)
-    text = replace(recipe.model.text, vocab=tokenizer.vocab)
+    text = replace(recipe.model.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
     return replace(recipe, model=replace(recipe.model, text=text)), tokenizer
 
 

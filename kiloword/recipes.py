@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
+OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers that we train
 
 
 class Settings:
@@ -29,7 +30,8 @@ class ImageConfig(Settings):
     stem: Literal["linear", "conv"] = "linear"  # linear: one strided convolution; conv: a few 3x3 ones before it
     stem_bias: bool = False
     class_token: bool = True
-    extra_tokens: int = 0  # learned tokens after the class token: registers, mixture tokens, uncertainty token
+    extra_tokens: int = 0  # learned tokens after the class token: registers, mixture tokens
+    uncertainty_token: bool = False  # one more, before the patches, that a Gaussian's variance is read from
     mask_token: bool = False  # a learned token that can replace patches; only where a method trains it
     pre_norm: bool = True  # layer norm before the first block (CLIP)
     activation: Activation = "gelu"
@@ -50,6 +52,7 @@ class TextConfig(Settings):
     causal: bool = True
     pad_to_context: bool = False  # emit pads as real tokens (towers trained with visible padding: SigLIP)
     extra_tokens: tuple[str, ...] = ()  # appended after the end token: "unc", "cls"
+    special: dict[str, int] = field(default_factory=lambda: dict(OWN_SPECIAL))  # the tokenizer's ids that are no words
     activation: Activation = "gelu"
     norm_eps: float = 1e-5
     init_std: float = 0.0  # of token embeddings and positions; 0: the CLIP values 0.02 and 0.01

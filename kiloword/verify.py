@@ -80,7 +80,9 @@ def batch(first: int = 0, end: int = PICTURES, order: Sequence[int] | None = Non
     It carries the side features that the method needs; where the method has views, some pictures count as composed.
     """
     rows, slots = list(order or range(PICTURES))[first:end], preset(method)
-    captions = [[_tokens(row, c) for c in range(1 + row % 3)] for row in rows]
+    text = slots.shape(config()).text
+    tail = [text.special[name] for name in text.extra_tokens]
+    captions = [[_tokens(row, c) + tail for c in range(1 + row % 3)] for row in rows]
     image_side, text_side = _sides(slots.needs, rows)
     return Batch(
         images=torch.stack([_noise(row, (3, 32, 32)) for row in rows]),

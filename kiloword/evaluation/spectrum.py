@@ -137,7 +137,7 @@ def tower_output(model: Model, tokens: Tensor) -> Tensor:
     if isinstance(pooling, Single):
         pooled: Tensor = pooling.image_pool(tokens)
         return pooled[:, None]
-    mixture = extra(model.config.image)
+    mixture = extra(model.config.image) - int(model.config.image.uncertainty_token)
     return tokens[:, :mixture] if mixture else tokens
 
 

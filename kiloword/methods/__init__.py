@@ -93,11 +93,17 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
     def build(settings: Any) -> Method:
         own = {} if kind is None else {f.name: getattr(settings, f.name) for f in dataclasses.fields(kind)}
         method = make() if kind is None else make(kind(**own))
-        for word in sorted(chosen, key=lambda word: chosen[word].slot != "pair loss"):  # others ask what the loss is
+        for word in sorted(chosen, key=lambda word: _turn(chosen[word].slot)):
             method = chosen[word].apply(method, getattr(settings, _python(word)))
         return dataclasses.replace(method, name=name)
 
     return build, mixed
+
+
+def _turn(slot: str) -> int:
+    """Pieces ask what others filled: the pair loss comes first, then uncertainty, before the terms that need it."""
+    first = ("pair loss", "uncertainty")
+    return first.index(slot) if slot in first else len(first)
 
 
 def _chosen(base: str, added: list[str]) -> dict[str, Piece]:

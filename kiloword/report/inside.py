@@ -71,7 +71,7 @@ def token_names(matcher: Matcher, found: Explanation) -> list[str]:
     if found.weights is None:
         return []
     config, columns = matcher.model.config.image, found.grid[1]
-    first = extra(config)
+    first = extra(config) - int(config.uncertainty_token)
     names = ["class token" if config.class_token and n == 0 else f"token {n}" for n in range(first)]
     patches = [f"patch {n // columns}, {n % columns}" for n in range(found.grid[0] * columns)]
     return [*names, *patches][: found.weights.shape[-1]]

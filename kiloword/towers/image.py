@@ -11,7 +11,7 @@ from kiloword.towers.blocks import Block, Init
 
 def extra(config: ImageConfig) -> int:
     """E, the number of tokens before the patches."""
-    return int(config.class_token) + config.extra_tokens
+    return int(config.class_token) + config.extra_tokens + int(config.uncertainty_token)
 
 
 def stem_plan(config: ImageConfig) -> list[tuple[int, int, int, int]]:
@@ -57,8 +57,9 @@ class ImageTower(nn.Module):
         self.stem = ConvStem(config) if config.stem == "conv" else None
         self.class_token = nn.Parameter(torch.empty(width)) if config.class_token else None
         self.extra_tokens = nn.Parameter(torch.empty(config.extra_tokens, width)) if config.extra_tokens else None
+        self.uncertainty_token = nn.Parameter(torch.empty(width)) if config.uncertainty_token else None
         self.mask_token = nn.Parameter(torch.empty(width)) if config.mask_token else None
-        self.positions = nn.Parameter(torch.empty(places, width))  # class token first; extra tokens have none
+        self.positions = nn.Parameter(torch.empty(places, width))  # class token first; other tokens have none
         self.pre_norm = nn.LayerNorm(width, config.norm_eps) if config.pre_norm else None
         self.blocks = nn.ModuleList(
             Block(width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
@@ -71,7 +72,8 @@ class ImageTower(nn.Module):
 
         Args: images [I, 3, H, W] normalised; keep [I, k] int64, the patches to keep (all when None); masked [I, P]
         bool, the patches to replace by the mask token.
-        Returns: [I, E + P, W] (or E + k), normed: class token, extra tokens, patches in the order of `keep`.
+        Returns: [I, E + P, W] (or E + k), normed: class token, extra tokens, uncertainty token, patches in the order of
+        `keep`.
         """
         x = self._embed(images, keep, masked)
         if self.pre_norm is not None:
@@ -91,6 +93,8 @@ class ImageTower(nn.Module):
             before.append((self.class_token + self.positions[0]).expand(len(x), 1, -1))
         if self.extra_tokens is not None:
             before.append(self.extra_tokens.expand(len(x), -1, -1))
+        if self.uncertainty_token is not None:
+            before.append(self.uncertainty_token.expand(len(x), 1, -1))
         return torch.cat([*(b.to(x.dtype) for b in before), x], 1) if before else x
 
     def _patches(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
@@ -101,8 +105,9 @@ class ImageTower(nn.Module):
                 f"{self.config.size}); resize them, or the tower by kiloword.model.resize"
             )
         pixels = unfold(images, self.config.patch)
-        if self.stem is not None and masked is not None:
-            pixels = pixels.masked_fill(masked[..., None], 0.0)  # or convolutions would look into masked neighbours
+        unseen = _unseen(pixels, keep, masked)
+        if self.stem is not None and unseen is not None:  # or convolutions would look into hidden neighbours
+            pixels = pixels.masked_fill(unseen[..., None], 0.0)
             images = fold(pixels, self.config.patch)
         x: Tensor = self.patches(pixels if keep is None else _take(pixels, keep))
         if self.stem is not None:  # added: convolutions alone start slowly
@@ -118,7 +123,7 @@ class ImageTower(nn.Module):
         c = self.config
         std = c.init_std or c.width**-0.5
         given = {"patches.weight": Init(std=(3 * c.patch**2) ** -0.5), "positions": Init(std=std)}
-        for name in ("class_token", "extra_tokens", "mask_token"):
+        for name in ("class_token", "extra_tokens", "uncertainty_token", "mask_token"):
             if getattr(self, name) is not None:
                 given[name] = Init(std=std)
         return given
@@ -137,6 +142,14 @@ def fold(pixels: Tensor, patch: int) -> Tensor:
     side = int(places**0.5)
     x = pixels.reshape(n, side, side, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
     return x.reshape(n, 3, side * patch, side * patch)
+
+
+def _unseen(pixels: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor | None:
+    """[I, P] bool, the patches of pixels [I, P, .] that are dropped or masked; None: all are seen."""
+    if keep is None:
+        return masked
+    dropped = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device).scatter(1, keep, False)
+    return dropped if masked is None else dropped | masked
 
 
 def _take(x: Tensor, keep: Tensor) -> Tensor:

@@ -1,0 +1,159 @@
+"""Features as Gaussians: how far apart two are, whether one includes the other, and the uncertainty axis of a head.
+
+Everything is per dimension or separable: nothing `[I, T, D]`. Source: arXiv:2410.18857.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword import recipes
+from kiloword.heads import Pooling, at_least_float, place_from_end
+from kiloword.recipes import ModelConfig
+from kiloword.towers.blocks import Init
+from kiloword.towers.image import extra
+from kiloword.types import Features, Texts
+
+Form = Literal["paper", "exact"]
+LN2 = math.log(2)
+
+
+def variance_sum(features: Features) -> Tensor:
+    """How uncertain N pictures or texts are: the trace of each covariance, [N]."""
+    return at_least_float(features["log_var"]).exp().sum(-1)
+
+
+def csd(a: Features, b: Features) -> Tensor:
+    """Closed-form sampled distance of pairs, the mean squared distance of a draw of each: [N] of N and N features.
+
+    Source: eq. 1.
+    """
+    distance = (at_least_float(a["vec"]) - at_least_float(b["vec"])).square().sum(-1)
+    return distance + variance_sum(a) + variance_sum(b)
+
+
+def log_inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
+    """log of the integral of p_a^2 p_b without its constants, per dimension: [N, D] of N and N features.
+
+    B^2 / 4A - C of eq. 3 cancels catastrophically; it equals -d^2 / (v_a + 2 v_b), which does not.
+
+    Args: eps: in log space, added to -log var inside A, B and C; form: "paper", eq. 3 as printed; "exact", the
+    integral (the paper takes the normalisers' log variance twice where once is right).
+    """
+    gap, log_a, log_b = _gap(a, b)
+    log_A = eps + torch.logaddexp(-log_a, -log_b - LN2)
+    exponent = gap.square() * (eps - torch.logaddexp(log_a, log_b + LN2)).exp()
+    normalisers = 2 * log_a + log_b if form == "paper" else log_a + 0.5 * log_b
+    return -normalisers - 0.5 * log_A - exponent
+
+
+def inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
+    """H(a in b) = inc(a, b) - inc(b, a) per dimension, positive where a is the narrower: [N, D] of N and N features.
+
+    With u = log var_b - log var_a and m their mean, H = k u - (u + log(2 + e^-u) - log(2 + e^u)) / 2
+    + d^2 e^(eps - m) 2 sinh(u/2) / (5 + 4 cosh u), k 1 (paper) or 1/2 (exact): no difference of large numbers is left.
+    Beware: the sign in each dimension is that of u alone, and distance makes |H| larger; ask for overlap too.
+
+    Source: eq. 4.
+    """
+    gap, log_a, log_b = _gap(a, b)
+    u, m = log_b - log_a, 0.5 * (log_a + log_b)
+    ln2 = u.new_tensor(LN2)
+    widths = torch.logaddexp(ln2, -u) - torch.logaddexp(ln2, u)
+    tilt = 2 * torch.sinh(0.5 * u) / (5 + 4 * torch.cosh(u))
+    return (0.5 if form == "paper" else 0.0) * u - 0.5 * widths + gap.square() * (eps - m).exp() * tilt
+
+
+def _gap(a: Features, b: Features) -> tuple[Tensor, Tensor, Tensor]:
+    """Difference of means and both log variances, [N, D], at least single precision."""
+    gap = at_least_float(a["vec"]) - at_least_float(b["vec"])
+    return gap, at_least_float(a["log_var"]), at_least_float(b["log_var"])
+
+
+def inclusion_loss(
+    a: Features,
+    b: Features,
+    eps: float = -10.0,
+    c: float = 10.0,
+    form: Form = "paper",
+    reduction: Literal["per_dimension", "joint"] = "per_dimension",
+) -> Tensor:
+    """-log sigmoid(c H(a in b)), [N] of N and N features.
+
+    Args: c sharpens; the paper takes eps -20 and c 1000, its authors later advise -10 and 10. reduction:
+    "per_dimension", a sigmoid each and their mean (the authors' code); "joint", one of the sum of H (eq. 5 as read).
+    """
+    h = inclusion(a, b, eps, form)
+    if reduction == "joint":
+        return F.softplus(-c * h.sum(-1))
+    return F.softplus(-c * h).mean(-1)
+
+
+def vib(features: Features, form: Literal["textbook", "released"] = "textbook") -> Tensor:
+    """KL divergence to N(0, 1), mean over dimensions: [N]. "released" has log sigma where log variance belongs."""
+    mean, log_var = at_least_float(features["vec"]), at_least_float(features["log_var"])
+    entropy = log_var if form == "textbook" else 0.5 * log_var
+    return -0.5 * (1 + entropy - mean.square() - log_var.exp()).mean(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianSettings(recipes.Settings):
+    """How variances are read and put together."""
+
+    log_var: float = -10.0  # that training starts from
+    ensemble: Literal["mean", "average"] = "mean"  # variance of a class: 1/N or 1/N^2 of its prompts' sum
+    weighted: Literal["squares", "linear"] = "squares"  # of prompts with weights p: sum p^2 var or sum p var
+
+
+def tokens(config: ModelConfig) -> ModelConfig:
+    """The towers' configuration with an uncertainty token a side, and the text's class token where that is read."""
+    image, text = config.image, config.text
+    extra_tokens = ("unc", "cls") if config.head.text_pool == "last" else ("unc",)
+    return replace(config, image=replace(image, uncertainty_token=True), text=replace(text, extra_tokens=extra_tokens))
+
+
+class Gaussian(nn.Module):
+    """Diagonal Gaussians: log variance from an uncertainty token by one linear layer a side (section 3.1)."""
+
+    def __init__(self, config: ModelConfig, settings: GaussianSettings) -> None:
+        super().__init__()
+        if not config.image.uncertainty_token or "unc" not in config.text.extra_tokens:
+            raise ValueError("a Gaussian needs an uncertainty token in both towers: shape them by gaussian.tokens")
+        self.settings = settings
+        self.image_place = extra(config.image) - 1
+        self.text_place = place_from_end(config.text, "unc")
+        self.image_log_var = nn.Linear(config.image.width, config.head.dim)
+        self.text_log_var = nn.Linear(config.text.width, config.head.dim)
+
+    def image(self, tokens: Tensor, pooling: Pooling) -> Features:
+        """[I, E + P, W] -> "log_var" [I, D]."""
+        return {"log_var": at_least_float(self.image_log_var(tokens[:, self.image_place]))}
+
+    def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
+        """Packed [S, W] -> "log_var" [T, D]."""
+        unc = tokens.index_select(0, texts.starts[1:] - self.text_place)
+        return {"log_var": at_least_float(self.text_log_var(unc))}
+
+    def penalty(self, features: Features) -> Tensor:
+        """[N]: half the trace, so that similarity minus both penalties is 1 - CSD / 2 (eq. A.1)."""
+        return 0.5 * variance_sum(features)
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
+        """The variance of each class [n, D], of its prompts'. Source: section 4.2; with weights algorithm 1."""
+        ones = torch.ones_like(texts["log_var"][:, 0])
+        share = ones if weights is None else weights.to(ones)
+        share = share / share.new_zeros(n).index_add(0, group, share)[group]
+        form = self.settings.ensemble if weights is None else self.settings.weighted
+        factor = share.square() if form in ("average", "squares") else share
+        var = at_least_float(texts["log_var"]).exp() * factor[:, None]
+        return {"log_var": var.new_zeros(n, var.shape[1]).index_add(0, group, var).log()}
+
+    def initial(self) -> dict[str, Init]:
+        start = Init(self.settings.log_var)
+        return {"image_log_var.bias": start, "text_log_var.bias": start}

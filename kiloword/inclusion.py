@@ -1,0 +1,166 @@
+"""Local terms over Gaussians: a picture inside its texts, a whole inside its masked copy, and the bottleneck.
+
+They compare matched pairs of one rank's own batch, never pairs of the whole. Source: arXiv:2410.18857, section 3.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kiloword import recipes
+from kiloword.draw import uniform
+from kiloword.gaussian import Form, inclusion_loss, vib
+from kiloword.model import Model
+from kiloword.recipes import ModelConfig, TextConfig
+from kiloword.types import Batch, Encoded, Features, Texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class InclusionSettings(recipes.Settings):
+    """What includes what, how strongly, and how a masked copy is made."""
+
+    image_in_text: float = 1e-7  # weight of: a picture lies within its caption; 0: left out
+    masked: float = 1e-3  # weight of: whole pictures and captions lie within their masked copies; 0: left out
+    vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: left out
+    inclusion_form: Form = "paper"  # eq. 3 as printed, or the exact integral
+    inclusion_reduction: Literal["per_dimension", "joint"] = "per_dimension"  # a sigmoid each, or one of the sum
+    eps: float = -10.0  # in log space, widens both Gaussians inside A, B, C; the paper: -20
+    c: float = 10.0  # sharpness of the sigmoid; the paper: 1000
+    vib_form: Literal["textbook", "released"] = "textbook"  # the authors' code has log sigma for log variance
+    masked_every: int = 8  # one picture in so many gets masked copies: 12.5% of the batch
+    drop_patches: float = 0.75  # share of a copy's patches that are dropped; the authors' code: 0.25
+    mask_words: float = 0.75  # share of a copy's word tokens that become the mask token
+
+
+def terms(settings: InclusionSettings) -> dict[str, tuple[float, Any]]:
+    """`Method.terms` for these settings, each with its weight."""
+    made: dict[str, tuple[float, Any]] = {}
+    if settings.image_in_text:
+        made["image_in_text"] = (settings.image_in_text, lambda config: ImageInText(settings))
+    if settings.masked:
+        made["masked_image"] = (settings.masked, lambda config: MaskedImage(settings, config))
+        made["masked_text"] = (settings.masked, lambda config: MaskedText(settings, config))
+    if settings.vib:
+        made["vib_image"] = (settings.vib, lambda config: Vib(settings, "image"))
+        made["vib_text"] = (settings.vib, lambda config: Vib(settings, "text"))
+    return made
+
+
+class _Inclusion(nn.Module):
+    """What the inclusion terms share."""
+
+    def __init__(self, settings: InclusionSettings) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def loss(self, a: Features, b: Features) -> Tensor:
+        """[N]: how far each a is from lying within its b."""
+        s = self.settings
+        return inclusion_loss(a, b, s.eps, s.c, s.inclusion_form, s.inclusion_reduction)
+
+    def chosen(self, batch: Batch) -> Tensor:
+        """[I] bool, the pictures with masked copies: by place in the global batch, whose order is drawn."""
+        return batch.position % self.settings.masked_every == 0
+
+
+class ImageInText(_Inclusion):
+    """Every picture lies within each of its own captions; mean over captions."""
+
+    def count(self, batch: Batch) -> Tensor:
+        return batch.position.new_tensor(len(batch.texts))
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        return self.loss(rows(encoded.images, batch.image_of_text), encoded.texts).sum()
+
+
+class MaskedImage(_Inclusion):
+    """Whole pictures lie within their copies of few patches; mean over the chosen pictures."""
+
+    def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
+        super().__init__(settings)
+        patches = (config.image.size // config.image.patch) ** 2
+        self.patches, self.kept = patches, max(1, round(patches * (1 - settings.drop_patches)))
+
+    def count(self, batch: Batch) -> Tensor:
+        return self.chosen(batch).sum()
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        which, weight = at_least_one(self.chosen(batch))
+        noise = uniform(batch.seeds[which], "masked.image", self.patches)
+        keep = noise.argsort(dim=1, stable=True)[:, : self.kept].sort(1).values
+        _, copies = model.encode_image(batch.images[which], keep=keep)
+        return self.loss(rows(encoded.images, which), copies).sum() * weight
+
+
+class MaskedText(_Inclusion):
+    """Whole captions lie within their copies of few words; mean over the chosen pictures' captions."""
+
+    def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
+        super().__init__(settings)
+        self.config = config.text
+
+    def count(self, batch: Batch) -> Tensor:
+        return self.chosen(batch)[batch.image_of_text].sum()
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        which, weight = at_least_one(self.chosen(batch)[batch.image_of_text])
+        of = batch.image_of_text[which]
+        caption = which - torch.searchsorted(batch.image_of_text, of)  # its number among its picture's
+        copies = mask_words(take(batch.texts, which), batch.seeds[of] + caption, self.settings.mask_words, self.config)
+        return self.loss(rows(encoded.texts, which), model.encode_text(copies)[1]).sum() * weight
+
+
+class Vib(nn.Module):
+    """Divergence of one side's Gaussians to N(0, 1), so that variances do not vanish; mean over pictures or texts."""
+
+    def __init__(self, settings: InclusionSettings, side: Literal["image", "text"]) -> None:
+        super().__init__()
+        self.settings, self.side = settings, side
+
+    def count(self, batch: Batch) -> Tensor:
+        return batch.position.new_tensor(len(batch) if self.side == "image" else len(batch.texts))
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        return vib(encoded.images if self.side == "image" else encoded.texts, self.settings.vib_form).sum()
+
+
+def rows(features: Features, which: Tensor) -> Features:
+    """The Gaussians of some rows."""
+    return {name: features[name].index_select(0, which) for name in ("vec", "log_var")}
+
+
+def at_least_one(chosen: Tensor) -> tuple[Tensor, float]:
+    """Indices [n] of what is chosen; of nothing the first, with weight 0: no rank may skip a tower pass."""
+    which = chosen.nonzero()[:, 0]
+    return (which, 1.0) if len(which) else (which.new_zeros(1), 0.0)
+
+
+def take(texts: Texts, which: Tensor) -> Texts:
+    """Some texts, packed, in the order of `which` [n]."""
+    lengths = texts.starts.diff()[which]
+    starts = nn.functional.pad(lengths.cumsum(0), (1, 0))
+    shift = torch.repeat_interleave(texts.starts[which] - starts[:-1], lengths)
+    return Texts(texts.ids[torch.arange(len(shift), device=shift.device) + shift], starts, texts.longest)
+
+
+def mask_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:
+    """Texts with a share of each one's words (rounded) replaced by the mask token; special tokens stay.
+
+    Args: seeds [T] int64, of every text its own.
+    """
+    lengths = texts.starts.diff()
+    of = torch.repeat_interleave(lengths)  # [S]
+    place = torch.arange(len(of), device=of.device) - texts.starts[of]
+    special = torch.tensor(sorted(config.special.values()), device=of.device)
+    words = ~torch.isin(texts.ids, special)
+    noise = uniform(seeds, "masked.text", texts.longest)  # [T, L]
+    order = torch.full_like(noise, 2.0)
+    order[of, place] = torch.where(words, noise[of, place], 2.0)  # others come last
+    rank = order.argsort(dim=1, stable=True).argsort(1)[of, place]
+    wanted = (torch.zeros_like(lengths).index_add(0, of, words.long()) * share).round()
+    hidden = words & (rank < wanted[of])
+    return Texts(texts.ids.masked_fill(hidden, config.special["mask"]), texts.starts, texts.longest)

@@ -1,0 +1,84 @@
+"""ProLIP: a picture and a caption are Gaussians, and the general includes the specific. Source: arXiv:2410.18857."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from kiloword import gaussian
+from kiloword.gaussian import Gaussian, GaussianSettings
+from kiloword.heads import Head
+from kiloword.inclusion import InclusionSettings, terms
+from kiloword.method import Method, Piece
+from kiloword.methods import siglip
+from kiloword.recipes import ModelConfig, sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
+    bidirectional: bool = True  # words see later words too, as in the authors' code; False: as the size says
+
+
+def preset(settings: Settings) -> Method:
+    base = siglip.preset(only(settings, siglip.Settings))
+    made = included(doubtful(base, only(settings, GaussianSettings)), only(settings, InclusionSettings))
+
+    def shape(config: ModelConfig) -> ModelConfig:
+        text = replace(config.text, causal=config.text.causal and not settings.bidirectional)
+        return made.shape(replace(config, text=text))
+
+    return replace(
+        made,
+        name="prolip",
+        source="arXiv:2410.18857",
+        summary="Gaussians, sigmoid over all pairs; the general includes the specific",
+        shape=shape,
+    )
+
+
+def only(settings: Any, kind: type[Any]) -> Any:
+    """The part of the settings that one class knows."""
+    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})
+
+
+def doubtful(method: Method, settings: GaussianSettings) -> Method:
+    """A method whose features are Gaussians: its score loses half of both variance sums (PPCL, eq. 2, with sigmoid).
+
+    Raises: ValueError for a method that has an uncertainty already.
+    """
+    if is_gaussian(method):
+        raise ValueError(f"{method.name} has Gaussians already: leave +gaussian away.")
+
+    def head(config: ModelConfig) -> Head:
+        made = method.head(config)
+        made.uncertainty = Gaussian(config, settings)
+        return made
+
+    return replace(method, head=head, shape=lambda config: gaussian.tokens(method.shape(config)))
+
+
+def included(method: Method, settings: InclusionSettings) -> Method:
+    """A method with the inclusion terms and the information bottleneck.
+
+    Raises: ValueError for a method without Gaussians.
+    """
+    if not is_gaussian(method):
+        raise ValueError(f"inclusion compares Gaussians, but {method.name} has none: add +gaussian.")
+    return replace(method, terms={**method.terms, **terms(settings)})
+
+
+def is_gaussian(method: Method) -> bool:
+    """Whether a method's features are Gaussians."""
+    return method.head(method.shape(sizes()["debug"])).uncertainty is not None
+
+
+PIECES = {
+    "gaussian": Piece(
+        slot="uncertainty", summary="features are Gaussians, read from an uncertainty token",
+        settings=GaussianSettings, apply=doubtful,
+    ),
+    "inclusion": Piece(
+        slot="terms", summary="the general includes the specific (needs Gaussians)",
+        settings=InclusionSettings, apply=included,
+    ),
+}  # fmt: skip
