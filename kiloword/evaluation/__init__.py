@@ -46,7 +46,7 @@ def check(task: str, options: Iterable[str]) -> None:
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}.{hint}")
     parameters = inspect.signature(import_module(TASKS[task]).run).parameters
-    known = [name for name in parameters if name not in ("matcher", "source", "skipped")]
-    strange = [name for name in options if name not in known]
+    known = [name for name in parameters if name not in ("matcher", "source", "skipped", "shown")]
+    strange = [name for name in options if name not in (*known, "shown")]
     if strange:
         raise ValueError(f"the task {task} has no option {strange[0]}; it has: {', '.join(known)}.")

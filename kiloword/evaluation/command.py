@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,25 @@ def main(
     if html is not None and page is None:
         raise ValueError(f"the task {task} has no page to write: leave --html away, or use --json.")
     found: dict[str, Found] = {}
+    shown: dict[str, dict[str, Any]] = {}
     for name, folder in zip(labels(models), models, strict=True):
         matcher = load(folder, device=device)
         skipped: list[Skipped] = []
         source = open_source(data, size=matcher.model.config.image.size)
-        found[name] = evaluation.evaluate(matcher, task, source, skipped=skipped, **given)
+        more = {"shown": shown.setdefault(name, {})} if page is not None and _shows(task) else {}
+        found[name] = evaluation.evaluate(matcher, task, source, skipped=skipped, **given, **more)
         for one in skipped:
             print(f"skipped {one.key}: {one.reason}", file=sys.stderr)
     _print(task, found)
     if json is not None:
         write_json(json, found if len(found) > 1 else next(iter(found.values())))
     if html is not None and page is not None:
-        write(html, page(found, data))
+        write(html, page(found, data, shown) if _shows(task) else page(found, data))
+
+
+def _shows(task: str) -> bool:
+    """Whether a task's `run` fills a dict `shown` with what its page draws beside the values."""
+    return "shown" in signature(import_module(evaluation.TASKS[task]).run).parameters
 
 
 def labels(models: Sequence[str]) -> list[str]:
