@@ -23,7 +23,7 @@ from kiloword.model import Model
 from kiloword.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.towers.image import extra, stem_plan
 
-_WIDE = 180  # columns where the output is no terminal
+_WIDE = 240  # columns where the output is no terminal
 
 
 def methods_table() -> None:

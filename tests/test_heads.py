@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kiloword.heads import Head, ImagePool, Single, TextPool, place_from_end
+from kiloword.heads import Head, ImagePool, Pooling, Single, TextPool, place_from_end
 from kiloword.model import Model, initialise
 from kiloword.recipes import HeadConfig, ModelConfig, TextConfig, sizes
 from kiloword.types import Features, Texts
@@ -160,14 +160,14 @@ def test_a_larger_loaded_scale_is_its_own_limit_also_after_a_resume() -> None:
 class Doubt(nn.Module):
     """A stand-in for an uncertainty: one number a row, subtracted."""
 
-    def image(self, tokens: Tensor) -> Features:
+    def image(self, tokens: Tensor, pooling: Pooling) -> Features:
         return {"doubt": tokens[:, 0, 0]}
 
-    def text(self, tokens: Tensor, texts: Texts) -> Features:
+    def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
         return {"doubt": tokens[texts.starts[:-1], 0]}
 
-    def adjust(self, score: Tensor, images: Features, texts: Features) -> Tensor:
-        return score - images["doubt"][:, None] - texts["doubt"][None]
+    def penalty(self, features: Features) -> Tensor:
+        return features["doubt"]
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
         return {"doubt": texts["doubt"].new_zeros(n).index_add(0, group, texts["doubt"])}
