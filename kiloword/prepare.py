@@ -156,7 +156,7 @@ def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Token
         source,
         _order(recipe, source),
         recipe.data,
-        recipe.model.text,
+        method.shape(recipe.model).text,
         recipe.model.image.size,
         tokenizer,
         views=method.views,
