@@ -16,6 +16,7 @@ from kiloword.data.transforms import EvalTransform
 from kiloword.evaluation.features import chunks, encode_texts, inference, join
 from kiloword.evaluation.zeroshot import Templates, classifier
 from kiloword.explain import Explanation, Maps, explain, together
+from kiloword.gaussian import Form, inclusion_matrix
 from kiloword.types import BadSample, Features
 
 if TYPE_CHECKING:
@@ -100,6 +101,16 @@ class Matcher:
         with inference(self.model):
             return self.model.head.score_pairs(images, texts)
 
+    def inclusion(self, a: Features, b: Features, form: Form = "paper") -> Tensor:
+        """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b], positive where b is the more general.
+
+        Args: a, b: features of either side, texts in texts too; form: "paper", eq. 3 as printed; "exact", its integral.
+        Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, eq. 4.
+        """
+        _check_gaussians(a, b)
+        with inference(self.model):
+            return inclusion_matrix(a, b, form=form)
+
     def explain(
         self, images: Pictures, texts: Features | Sequence[str], maps: Maps = "last", batch: int = 16
     ) -> Explanation:
@@ -176,3 +187,13 @@ class Matcher:
 
 def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
+
+
+def _check_gaussians(*sides: Features) -> None:
+    """A sentence for features of a model that knows no uncertainty."""
+    for features in sides:
+        if "log_var" not in features:
+            raise ValueError(
+                'these features have no "log_var": their model has no Gaussians. Train one that has: prolip, or any '
+                "other method with +gaussian"
+            )

@@ -22,6 +22,7 @@ from kiloword.types import Features, Texts
 
 Form = Literal["paper", "exact"]
 LN2 = math.log(2)
+CELLS = 2**22  # pairs x dimensions whose inclusion is computed at once: 16 MB in single precision
 
 
 def variance_sum(features: Features) -> Tensor:
@@ -56,18 +57,43 @@ def log_inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "pape
 def inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
     """H(a in b) = inc(a, b) - inc(b, a) per dimension, positive where a is the narrower: [N, D] of N and N features.
 
-    With u = log var_b - log var_a and m their mean, H = k u - (u + log(2 + e^-u) - log(2 + e^u)) / 2
-    + d^2 e^(eps - m) 2 sinh(u/2) / (5 + 4 cosh u), k 1 (paper) or 1/2 (exact): no difference of large numbers is left.
+    With u = log var_b - log var_a and t = tanh(u / 2) = (var_b - var_a) / (var_b + var_a),
+    H = k u - atanh(t / 3) + d^2 e^eps / (var_a + var_b) * 4 t / (9 - t^2), k 1 (paper) or 1/2 (exact): all three have
+    the sign of u and none is a difference of large numbers, so the relative error is of the order of rounding.
     Beware: the sign in each dimension is that of u alone, and distance makes |H| larger; ask for overlap too.
 
     Source: eq. 4.
     """
     gap, log_a, log_b = _gap(a, b)
-    u, m = log_b - log_a, 0.5 * (log_a + log_b)
-    ln2 = u.new_tensor(LN2)
-    widths = torch.logaddexp(ln2, -u) - torch.logaddexp(ln2, u)
-    tilt = 2 * torch.sinh(0.5 * u) / (5 + 4 * torch.cosh(u))
-    return (0.5 if form == "paper" else 0.0) * u - 0.5 * widths + gap.square() * (eps - m).exp() * tilt
+    u = log_b - log_a
+    t = torch.tanh(0.5 * u)
+    # 1 / (var_a + var_b) by the larger: neither variance may overflow, and large logarithms are not rounded twice
+    narrow = (gap * (0.5 * (eps - torch.maximum(log_a, log_b))).exp()).square() / (1 + (-u.abs()).exp())
+    return (1.0 if form == "paper" else 0.5) * u - torch.atanh(t / 3) + narrow * (4 * t / (9 - t.square()))
+
+
+def csd_matrix(a: Features, b: Features) -> Tensor:
+    """`csd` of every a with every b, by one matmul: [N_a, N_b] of N_a and N_b features."""
+    x, y = at_least_float(a["vec"]), at_least_float(b["vec"])
+    distance = x.square().sum(-1)[:, None] + y.square().sum(-1) - 2 * x @ y.T
+    return distance.clamp_min(0) + variance_sum(a)[:, None] + variance_sum(b)
+
+
+def inclusion_matrix(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
+    """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b] of N_a and N_b features.
+
+    H is no product of what each side knows, so pairs are taken a block at a time; [N_a, N_b, D] is never held.
+    """
+    n, m = len(a["vec"]), len(b["vec"])
+    step = max(1, int((CELLS / a["vec"].shape[1]) ** 0.5))
+    down = [_rows(a, slice(i, i + step), 1) for i in range(0, n, step)]
+    across = [_rows(b, slice(j, j + step), 0) for j in range(0, m, step)]
+    return torch.cat([torch.cat([inclusion(x, y, eps, form).sum(-1) for y in across], 1) for x in down])
+
+
+def _rows(features: Features, which: slice, axis: int) -> Features:
+    """The Gaussians of some rows, [n, 1, D] (axis 1) or [1, n, D] (axis 0)."""
+    return {name: features[name][which].unsqueeze(axis) for name in ("vec", "log_var")}
 
 
 def _gap(a: Features, b: Features) -> tuple[Tensor, Tensor, Tensor]:
