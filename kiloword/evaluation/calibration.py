@@ -1,0 +1,88 @@
+"""Whether the uncertain are wrong more often: bins of equal counts by uncertainty, against how many are right.
+
+As PCME++ does (arXiv:2305.18171, section 4.4): ten bins, and the correlation between their means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BINS = 10
+LEAST = 3  # bins that a correlation needs: two lie on a line always
+
+
+@dataclass(frozen=True)
+class Bins:
+    """B bins from certain to uncertain. All [B] double."""
+
+    uncertainty: Tensor  # mean sum of variances
+    right: Tensor  # share that is right, in [0, 1]
+    counts: Tensor  # items
+
+
+def binned(uncertainty: Tensor, right: Tensor, bins: int = BINS) -> Bins:
+    """Sort N items by uncertainty and cut them into bins whose counts differ by at most one.
+
+    Of fewer items than bins each is a bin of its own. Items of equal uncertainty all count as right as they are on
+    average, so that their order in the data says nothing.
+
+    Args: uncertainty [N]; right [N], chances in [0, 1].
+    Errors: ValueError without items.
+    """
+    if not len(uncertainty):
+        raise ValueError("calibration got no items: it needs at least one")
+    values, which, counts = uncertainty.double().cpu().unique(return_inverse=True, return_counts=True)
+    mean = torch.zeros_like(values).index_add(0, which, right.double().cpu()) / counts
+    order = which.argsort()
+    parts = order.tensor_split(min(bins, len(order)))
+    return Bins(
+        torch.stack([values[which[part]].mean() for part in parts]),
+        torch.stack([mean[which[part]].mean() for part in parts]),
+        torch.tensor([float(len(part)) for part in parts], dtype=torch.float64),
+    )
+
+
+def calibration(name: str, bins: Bins) -> Iterator[tuple[str, float]]:
+    """Yield `NAME_pearson` and `NAME_spearman` between bin means, then `NAME_uncertainty@k` and `NAME_right@k` of bin k.
+
+    Negative correlations are good: the more uncertain, the less is right. Bins count from 1, the most certain. The
+    correlations are left out below three bins, and where all bins are equally uncertain or equally right.
+    """
+    if len(bins.right) >= LEAST:
+        yield from defined(f"{name}_pearson", pearson(bins.uncertainty, bins.right))
+        yield from defined(f"{name}_spearman", spearman(bins.uncertainty, bins.right))
+    for k, (u, right) in enumerate(zip(bins.uncertainty.tolist(), bins.right.tolist(), strict=True), start=1):
+        yield f"{name}_uncertainty@{k}", u
+        yield f"{name}_right@{k}", right
+
+
+def defined(name: str, value: float) -> Iterator[tuple[str, float]]:
+    """The value under its name, unless it is NaN: what is not defined is left out."""
+    if not math.isnan(value):
+        yield name, value
+
+
+def pearson(a: Tensor, b: Tensor) -> float:
+    """Pearson's correlation of [N] and [N], in [-1, 1]; NaN where one of them is constant or N is below 2."""
+    x, y = a.double().cpu(), b.double().cpu()
+    if len(x) < 2 or x.min() == x.max() or y.min() == y.max():
+        return math.nan
+    x, y = x - x.mean(), y - y.mean()
+    x, y = x / x.abs().max(), y / y.abs().max()  # or squares of tiny variances would underflow
+    return float(x @ y / ((x @ x) * (y @ y)).sqrt())
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """Spearman's correlation of [N] and [N]: Pearson's of their ranks, NaN as there."""
+    return pearson(ranks(a), ranks(b))
+
+
+def ranks(values: Tensor) -> Tensor:
+    """Ranks from 1, [N] double; equal values share their mean rank."""
+    _, which, counts = values.cpu().unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2).double()[which]

@@ -1,0 +1,101 @@
+"""Bins of uncertainty and rank correlations: against scipy where it is there, against literal ones, with ties."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kiloword.evaluation.calibration import binned, calibration, defined, pearson, ranks, spearman
+
+
+def doubles(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def literal_spearman(a: list[float], b: list[float]) -> float:
+    """Ranks by counting: one more than what is below, plus half of what else is equal."""
+    x, y = ([1 + sum(w < v for w in c) + (c.count(v) - 1) / 2 for v in c] for c in (a, b))
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    top = sum((p - mx) * (q - my) for p, q in zip(x, y, strict=True))
+    return top / math.sqrt(sum((p - mx) ** 2 for p in x) * sum((q - my) ** 2 for q in y))
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=2, max_size=30))
+def test_spearman_with_ties(points: list[tuple[int, int]]) -> None:
+    a, b = ([float(p[side]) for p in points] for side in (0, 1))
+    found = spearman(doubles(a), doubles(b))
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        assert math.isnan(found)
+    else:
+        assert found == pytest.approx(literal_spearman(a, b), abs=1e-12)
+
+
+def test_correlations_are_scipys() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 8, 200).astype(float), rng.normal(size=200)
+    assert spearman(torch.tensor(a), torch.tensor(b)) == pytest.approx(stats.spearmanr(a, b).statistic, abs=1e-12)
+    assert pearson(torch.tensor(a), torch.tensor(b)) == pytest.approx(stats.pearsonr(a, b).statistic, abs=1e-12)
+    np.testing.assert_array_equal(ranks(torch.tensor(a)).numpy(), stats.rankdata(a))
+
+
+def test_correlation_of_tiny_variances_does_not_underflow() -> None:
+    a = doubles([1e-200, 2e-200, 4e-200])
+    assert pearson(a, 1e10 * a) == pytest.approx(1, abs=1e-12)
+    assert pearson(torch.tensor([1e-30, 2e-30, 3e-30]), torch.tensor([3.0, 2.0, 1.0])) == pytest.approx(-1, abs=1e-6)
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0]])
+def test_what_is_not_defined_is_left_out(values: list[float]) -> None:
+    found = spearman(doubles(values), torch.arange(len(values)))
+    assert math.isnan(found)
+    assert dict(defined("x", found)) == {} and dict(defined("x", 0.5)) == {"x": 0.5}
+
+
+def test_bins_are_those_of_sorting() -> None:
+    rng = np.random.default_rng(1)
+    uncertainty, right = rng.permutation(103) / 7.0, rng.integers(0, 2, 103).astype(float)
+    bins = binned(torch.tensor(uncertainty), torch.tensor(right))
+    order = np.argsort(uncertainty)
+    parts = np.array_split(order, 10)
+    np.testing.assert_allclose(bins.uncertainty, [uncertainty[p].mean() for p in parts], rtol=1e-12)
+    np.testing.assert_allclose(bins.right, [right[p].mean() for p in parts], rtol=1e-12)
+    assert bins.counts.tolist() == [11] * 3 + [10] * 7
+
+
+def test_equal_uncertainties_do_not_depend_on_their_order() -> None:
+    uncertainty = torch.tensor([1.0] * 20 + [2.0] * 20)
+    right = torch.tensor([1.0, 0.0, 0.0, 0.0] * 5 + [1.0] * 5 + [0.0] * 15)
+    bins = binned(uncertainty, right)
+    assert bins.right.tolist() == pytest.approx([0.25] * 10)
+    names = dict(calibration("text", bins))
+    assert "text_pearson" not in names and "text_spearman" not in names
+    assert binned(torch.tensor([3.0] * 12), torch.arange(12) % 2).right.tolist() == pytest.approx([0.5] * 10)
+
+
+@pytest.mark.parametrize(("n", "bins"), [(1, 1), (2, 2), (9, 9), (10, 10), (11, 10)])
+def test_few_items_make_few_bins(n: int, bins: int) -> None:
+    uncertainty = torch.arange(n, dtype=torch.float32)
+    found = dict(calibration("text", binned(uncertainty, uncertainty < n / 2)))
+    assert sum(name.startswith("text_right@") for name in found) == bins
+    assert ("text_spearman" in found) == (bins >= 3)
+    if bins >= 3:
+        assert found["text_spearman"] < -0.8
+
+
+def test_calibration_of_a_known_model() -> None:
+    uncertainty = torch.arange(100.0)
+    found = dict(calibration("picture", binned(uncertainty, 1 - uncertainty / 100)))
+    assert found["picture_pearson"] == pytest.approx(-1) and found["picture_spearman"] == pytest.approx(-1)
+    assert found["picture_uncertainty@1"] == pytest.approx(4.5) and found["picture_right@10"] == pytest.approx(0.055)
+
+
+def test_no_items_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        binned(torch.empty(0), torch.empty(0))
