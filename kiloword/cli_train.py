@@ -34,7 +34,7 @@ class Train:
     val: str | None = None  # evaluate retrieval on this
     views: str | None = None  # another method's views: compose, mixup, cutmix, stylistic (`kiloword methods`)
     positives: str | None = None  # another method's positives: mined, exact
-    pair_loss: str | None = None  # another method's pair loss: softmax, sigmoid, supcon
+    pair_loss: str | None = None  # another method's pair loss: softmax, sigmoid, supcon, ppcl, matching
     pooling: str | None = None  # another method's pooling: contextual
     uncertainty: str | None = None  # gaussian: features with a variance
     terms: str | None = None  # another method's local terms: inclusion

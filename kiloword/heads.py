@@ -72,8 +72,14 @@ class Head(nn.Module):
         self.log_scale = nn.Parameter(torch.empty(1))
         self.rescale(scale, bias, max_scale)
 
-    def rescale(self, scale: float, bias: float | None = None, max_scale: float | None = None) -> Head:
-        """Another start and limit of scale and bias, before the weights are filled: another pair loss wants its own."""
+    def rescale(
+        self, scale: float, bias: float | None = None, max_scale: float | None = None, distance: bool = False
+    ) -> Head:
+        """Another start and limit of scale and bias, before the weights are filled: another pair loss wants its own.
+
+        Args: distance: what is scaled is minus the squared distance 2 - 2 score instead of the score.
+        """
+        self.distance = distance
         self.bias = None if bias is None else nn.Parameter(torch.empty(1))
         self._start = (math.log(scale), bias or 0.0)
         # rounded as the buffer is, or a resumed run in double precision would have another limit
@@ -135,20 +141,24 @@ class Head(nn.Module):
         return self.pooling.explain(images, texts)
 
     def logits(self, score: Tensor) -> Tensor:
-        """exp(log_scale) * score + bias."""
-        scaled = at_least_float(self.log_scale).exp() * score
+        """exp(log_scale) * score + bias; of distances -exp(log_scale) * (2 - 2 score) + bias."""
+        scaled = at_least_float(self.log_scale).exp() * (2 * score - 2 if self.distance else score)
         return scaled if self.bias is None else scaled + at_least_float(self.bias)
 
     def score_of(self, logits: Tensor) -> Tensor:
         """The scores that logits were made of."""
         shifted = logits if self.bias is None else logits - at_least_float(self.bias)
-        return shifted / at_least_float(self.log_scale).exp()
+        scored = shifted / at_least_float(self.log_scale).exp()
+        return 1 + 0.5 * scored if self.distance else scored
 
     @torch.no_grad()
     def clamp_(self) -> None:
         """Hold the scale to its limit; called after each optimizer step. A larger loaded scale is its own limit."""
         if self._limit < math.inf:
             self.log_scale.clamp_(max=self._limit)
+        for head in self.children():
+            if isinstance(head, Head):
+                head.clamp_()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.log_limit is not None:

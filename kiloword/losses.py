@@ -44,7 +44,7 @@ class Blocks:
         """images: this rank's, every value [I, ...] with "position" [I]; texts: every rank's, "position" [T]
         is the place of the picture that the text was written for; chunk: rows and columns a block, 0: the head's."""
         column = torch.arange(len(texts["vec"]), device=texts["vec"].device)
-        self.head, self.images, self.texts = head, images, {**texts, "column": column}
+        self.head, self.images, self.texts, self.chunk = head, images, {**texts, "column": column}, chunk
         self.shape = (len(images["vec"]), len(texts["vec"]))
         self.step = (chunk, chunk) if chunk else head.block(images, texts)
         self.rows, self.own, self.own_texts = (images["vec"].new_zeros(self.shape[0]) for _ in range(3))
@@ -60,6 +60,10 @@ class Blocks:
                     slice(i, min(i + self.step[0], self.shape[0])),
                     slice(t, min(t + self.step[1], self.shape[1])),
                 )
+
+    def beside(self, name: str) -> Blocks:
+        """The same pairs scored by another head that stands in this one under a name."""
+        return Blocks(getattr(self.head, name), self.images, self.texts, self.chunk)
 
     def block(self, rows: slice, columns: slice) -> Pairs:
         """One block, logits without gradient."""

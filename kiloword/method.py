@@ -31,6 +31,10 @@ class PairBlocks(Protocol):
         """Rows and columns of every block."""
         ...
 
+    def beside(self, name: str) -> PairBlocks:
+        """The same pairs scored by another head that stands in the model's under a name."""
+        ...
+
     def block(self, rows: slice, columns: slice) -> Pairs:
         """One block, without gradient."""
         ...

@@ -13,6 +13,8 @@ from kiloword.recipes import OptimConfig
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that lifts small singular values fast; five rounds suffice
 
+SCALES = ("head.log_scale", "head.bias", "head.deterministic.log_scale", "head.deterministic.bias")
+
 
 def schedule(step: int, steps: int, config: OptimConfig) -> float:
     """Factor of the learning rate at `step` (from 0) of `steps`: linear warm-up, then half a cosine."""
@@ -40,7 +42,7 @@ def groups(parameters: Iterable[tuple[str, Tensor]], config: OptimConfig) -> dic
     for name, p in parameters:
         if not p.requires_grad:
             continue
-        if name.endswith(("head.log_scale", "head.bias")):
+        if name.endswith(SCALES):
             kind = "scale"
         elif config.name == "muon" and is_hidden_matrix(name, p):
             kind = "muon"

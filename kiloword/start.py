@@ -80,7 +80,10 @@ def _read(folder: str, model: Model) -> tuple[dict[str, Tensor], str]:
     from kiloword.model import resize
 
     file, weights = read_model_file(folder), read_tensors(Path(folder) / "model.safetensors")
-    config = preset(file.method, file.settings).shape(file.model)  # the file says what it was before the method
+    method = preset(file.method, file.settings)
+    config = method.shape(file.model)  # the file says what it was before the method
+    if method.head(config).distance != model.head.distance:  # a scale of scores is none of distances
+        weights = {k: v for k, v in weights.items() if k not in ("head.log_scale", "head.bias")}
     new, said = model.config.image, ""
     if config.image.size != new.size:
         said = f" (pictures of {new.size} pixels instead of {config.image.size})"

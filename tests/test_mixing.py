@@ -45,7 +45,7 @@ def test_a_scale_that_softmax_limits_is_limited_in_a_mix_too() -> None:
     [
         ("clip+softmx", "cannot be mixed with 'softmx'.*Did you mean softmax"),
         ("clip+sigmoid+softmax", "sigmoid and softmax both fill the slot 'pair loss' of clip"),
-        ("pcme+++softmax", "unknown method 'pcme\\+\\+'"),
+        ("pcme+++softmx", "pcme\\+\\+ cannot be mixed with 'softmx'.*Did you mean softmax"),
         ("clp+softmax", "unknown method 'clp'.*Did you mean clip"),
     ],
 )

@@ -101,9 +101,9 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
 
 
 def _turn(slot: str) -> int:
-    """Pieces ask what others filled: the pair loss comes first, then uncertainty, before the terms that need it."""
-    first = ("pair loss", "uncertainty")
-    return first.index(slot) if slot in first else len(first)
+    """Pieces ask what others filled: uncertainty comes first, then the pair loss, and last what is added to it."""
+    order = ("uncertainty", "pair loss", "", "deterministic")  # "": all others
+    return order.index(slot if slot in order else "")
 
 
 def _chosen(base: str, added: list[str]) -> dict[str, Piece]:

@@ -22,18 +22,21 @@ class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
 def preset(settings: Settings) -> Method:
     base = siglip.preset(only(settings, siglip.Settings))
     made = included(doubtful(base, only(settings, GaussianSettings)), only(settings, InclusionSettings))
-
-    def shape(config: ModelConfig) -> ModelConfig:
-        text = replace(config.text, causal=config.text.causal and not settings.bidirectional)
-        return made.shape(replace(config, text=text))
-
     return replace(
-        made,
+        bidirectional(made) if settings.bidirectional else made,
         name="prolip",
         source="arXiv:2410.18857",
         summary="Gaussians, sigmoid over all pairs; the general includes the specific",
-        shape=shape,
     )
+
+
+def bidirectional(method: Method) -> Method:
+    """A method whose text tower sees later words too."""
+
+    def shape(config: ModelConfig) -> ModelConfig:
+        return method.shape(replace(config, text=replace(config.text, causal=False)))
+
+    return replace(method, shape=shape)
 
 
 def only(settings: Any, kind: type[Any]) -> Any:
@@ -67,6 +70,16 @@ def included(method: Method, settings: InclusionSettings) -> Method:
     return replace(method, terms={**method.terms, **terms(settings)})
 
 
+def ppcl(method: Method, settings: siglip.Settings) -> Method:
+    """A method with SigLIP's loss, scale and bias over Gaussians (eq. 2).
+
+    Raises: ValueError for a method without Gaussians.
+    """
+    if not is_gaussian(method):
+        raise ValueError(f"ppcl compares Gaussians, but {method.name} has none: add +gaussian, or take +sigmoid.")
+    return siglip.sigmoid(method, settings)
+
+
 def is_gaussian(method: Method) -> bool:
     """Whether a method's features are Gaussians."""
     return method.head(method.shape(sizes()["debug"])).uncertainty is not None
@@ -76,6 +89,10 @@ PIECES = {
     "gaussian": Piece(
         slot="uncertainty", summary="features are Gaussians, read from an uncertainty token",
         settings=GaussianSettings, apply=doubtful,
+    ),
+    "ppcl": Piece(
+        slot="pair loss", summary="a yes-or-no question a pair of Gaussians",
+        settings=siglip.Settings, apply=ppcl,
     ),
     "inclusion": Piece(
         slot="terms", summary="the general includes the specific (needs Gaussians)",
