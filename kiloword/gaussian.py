@@ -75,7 +75,8 @@ def inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") 
 def csd_matrix(a: Features, b: Features) -> Tensor:
     """`csd` of every a with every b, by one matmul: [N_a, N_b] of N_a and N_b features."""
     x, y = at_least_float(a["vec"]), at_least_float(b["vec"])
-    distance = x.square().sum(-1)[:, None] + y.square().sum(-1) - 2 * x @ y.T
+    with torch.autocast(x.device.type, enabled=False):
+        distance = x.square().sum(-1)[:, None] + y.square().sum(-1) - 2 * x @ y.T
     return distance.clamp_min(0) + variance_sum(a)[:, None] + variance_sum(b)
 
 
@@ -180,8 +181,13 @@ class Gaussian(nn.Module):
         share = share / share.new_zeros(n).index_add(0, group, share)[group]
         form = self.settings.ensemble if weights is None else self.settings.weighted
         factor = share.square() if form in ("average", "squares") else share
-        var = at_least_float(texts["log_var"]).exp() * factor[:, None]
-        return {"log_var": var.new_zeros(n, var.shape[1]).index_add(0, group, var).log()}
+        log_var = at_least_float(texts["log_var"]) + factor.log()[:, None]
+        members = group[:, None].expand_as(log_var)
+        # relative to each class's largest: a variance itself may be too small or large for single precision
+        peak = log_var.detach().new_zeros(n, log_var.shape[1])
+        peak = peak.scatter_reduce(0, members, log_var.detach(), "amax", include_self=False)
+        var = (log_var - peak[group]).exp()
+        return {"log_var": peak + torch.zeros_like(peak).index_add(0, group, var).log()}
 
     def initial(self) -> dict[str, Init]:
         start = Init(self.settings.log_var)
