@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kiloword.types import Skipped, Source
 
 TASKS = {
+    "hierarchy": "kiloword.evaluation.hierarchy",
     "retrieval": "kiloword.evaluation.retrieval",
     "spectrum": "kiloword.evaluation.spectrum",
     "zeroshot": "kiloword.evaluation.zeroshot",

@@ -2,6 +2,7 @@
 
 from kiloword.report.gallery import card, gallery
 from kiloword.report.histogram import histogram
+from kiloword.report.ladder import ladder
 from kiloword.report.page import page, write
 from kiloword.report.parts import code, grid, headline, heat_map, paragraph, table
 from kiloword.report.plot import line_plot
@@ -14,6 +15,7 @@ __all__ = [
     "headline",
     "heat_map",
     "histogram",
+    "ladder",
     "line_plot",
     "page",
     "paragraph",

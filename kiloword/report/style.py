@@ -115,6 +115,16 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
 .card .small { image-rendering: pixelated; }
 .card blockquote { margin: 0 0 .4rem; font-size: 1.05rem; line-height: 1.35; color: var(--ink); }
 .card figcaption { padding: .6rem 0 0; font-size: .8rem; line-height: 1.45; overflow-wrap: anywhere; }
+.ladder { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 11rem), 1fr)); gap: 1rem 1.5rem;
+  padding-bottom: 1.5rem; border-bottom: 1px solid var(--rule); font-size: .8rem; line-height: 1.4; }
+.ladder img { display: block; width: 100%; height: auto; border-radius: 3px; background: var(--rule);
+  margin-bottom: .3rem; }
+.ladder .small { image-rendering: pixelated; }
+.ladder span, .ladder h3 { color: var(--muted); overflow-wrap: anywhere; }
+.ladder h3 { font-size: .8rem; font-weight: 600; margin: 0 0 .3rem; }
+.ladder ol { list-style: none; margin: 0; padding: 0; }
+.ladder li { padding: .2rem 0; border-top: 1px solid var(--rule); overflow-wrap: anywhere; }
+.ladder b { color: var(--match); }
 @media (max-width: 36rem) {
   .data { font-size: .8rem; }
   .data th, .data td { padding-left: .6rem; }

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kiloword.data.scenes.captions import describe, describe_things
 from kiloword.data.scenes.grammar import parse, render
+from kiloword.data.scenes.hierarchy import SceneParts, chain
 from kiloword.data.scenes.query import Bools, Query, matches, truth_table
 from kiloword.data.scenes.raster import draw, draw_inner
 from kiloword.data.scenes.sample import GROUP, Drawn, draw_scenes
@@ -99,6 +100,16 @@ class ScenesSource:
     def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> Bools:
         """Which captions are true of which rows' pictures, bool [T, I]; ValueError outside the language."""
         return relevance(captions, self.rows[np.asarray(rows, np.int64)])
+
+    def hierarchies(self, row: int) -> list[list[str]]:
+        """Chains of captions of a row, here one, from general (level 0) to specific (3), each entailed by the next."""
+        choices, *styles = self._rng(row, "hierarchy").integers(2**63, size=5).tolist()
+        queries = chain(self.scene(row), choices, self._describe)
+        return [[render(query, style) for query, style in zip(queries, styles, strict=True)]]
+
+    def picture_levels(self) -> SceneParts:
+        """The scenes' pictures from their largest thing alone to the whole."""
+        return SceneParts(self)
 
     def captions(self, row: int) -> list[str]:
         """Captions of a row, without drawing its picture."""

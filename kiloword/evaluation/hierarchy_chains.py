@@ -1,0 +1,101 @@
+"""Where a data set tells what is general and what is specific: chains of captions, and pictures of several levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kiloword.types import BadSample, Source
+
+
+@dataclass
+class Chains:
+    """Chains of L texts from general (level 0) to specific, each written for one of I pictures."""
+
+    texts: list[str]  # N, all different, in the order in which they first occur
+    places: Tensor  # [C, L] int64, indices into texts
+    picture: Tensor  # [C] int64, ascending
+    rows: list[int]  # I rows of the source
+
+    def of(self, picture: int) -> list[list[int]]:
+        """The chains of one picture, as indices into the texts."""
+        found: list[list[int]] = self.places[self.picture == picture].tolist()
+        return found
+
+    def levels(self) -> Tensor:
+        """At which levels each text stands, [N, L] bool."""
+        at = torch.zeros(len(self.texts), self.places.shape[1], dtype=torch.bool)
+        at[self.places, torch.arange(self.places.shape[1])] = True
+        return at
+
+
+def gather(chains: Sequence[tuple[int, list[list[str]]]]) -> Chains:
+    """Chains of pictures, each as (row, chains)."""
+    index: dict[str, int] = {}
+    places = [[index.setdefault(t, len(index)) for t in chain] for _, own in chains for chain in own]
+    picture = [i for i, (_, own) in enumerate(chains) for _ in own]
+    return Chains(list(index), torch.tensor(places), torch.tensor(picture), [row for row, _ in chains])
+
+
+@dataclass
+class Stored:
+    """What a source's rows say of levels."""
+
+    chains: dict[int, list[list[str]]]  # by row
+    problems: dict[int, str]  # by row: why its chains cannot be used
+    groups: dict[str, dict[int, int]]  # of pictures of several levels: group -> level -> row
+
+
+def read(source: Source) -> Stored:
+    """Chains and levels of every readable row: the source's own `hierarchies(row)`, else its json.
+
+    The json has `hierarchies` (lists of texts, general to specific) or `group` and `level` (a name that the levels of
+    one picture share, and a number from 0, the most general). All chains have as many texts as the first.
+    """
+    stored, length = Stored({}, {}, {}), None
+    for row, info in _infos(source):
+        if "hierarchies" in info:
+            try:
+                stored.chains[row] = _checked(info["hierarchies"], length)
+                length = len(stored.chains[row][0])
+            except BadSample as error:
+                stored.problems[row] = str(error)
+        level, group = info.get("level"), info.get("group")
+        if isinstance(level, int) and isinstance(group, str):
+            stored.groups.setdefault(group, {})[level] = row
+    return stored
+
+
+def _infos(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
+    own = getattr(source, "hierarchies", None)
+    for row in range(len(source)):
+        try:
+            yield row, {"hierarchies": own(row)} if own is not None else source.record(row).info
+        except BadSample:  # named when the pictures are encoded
+            continue
+
+
+def _checked(found: Any, length: int | None) -> list[list[str]]:
+    """Raises BadSample with what is wrong with the chains of one row."""
+    if not (isinstance(found, list) and found and all(isinstance(chain, list) for chain in found)):
+        raise BadSample("hierarchies is not a list of chains")
+    chains = [[text.strip() if isinstance(text, str) else "" for text in chain] for chain in found]
+    if not all(map(all, chains)):
+        raise BadSample("a chain of hierarchies holds what is not a text")
+    length = len(chains[0]) if length is None else length
+    if length < 2 or any(len(chain) != length for chain in chains):
+        raise BadSample(
+            f"a chain of {' and '.join(str(len(chain)) for chain in chains)} texts, {max(length, 2)} expected"
+        )
+    return chains
+
+
+def complete(groups: dict[str, dict[int, int]]) -> Tensor:
+    """Rows of the groups that have all levels, general to specific: [G, L]; G 0 where there are none."""
+    levels = max((max(group) + 1 for group in groups.values()), default=0)
+    whole = [[group[level] for level in range(levels)] for group in groups.values() if len(group) == levels]
+    return torch.tensor(whole, dtype=torch.int64).view(-1, levels)

@@ -1,0 +1,30 @@
+"""A picture beside lists of what was said of it, from general to specific."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+import numpy.typing as npt
+
+from kiloword.report.gallery import SMALL, picture_data
+
+Steps = tuple[str, Sequence[tuple[str, bool | None]]]
+"""A heading, and texts, each with whether it is right; None: nobody knows, or it needs no saying."""
+
+
+def ladder(picture: npt.NDArray[np.uint8], name: str, columns: Sequence[Steps]) -> str:
+    """A picture [H, W, 3] and lists of texts side by side; right ones are ticked.
+
+    Errors: ValueError when the picture is not uint8 [H, W, 3].
+    """
+    height, width = picture.shape[:2]
+    small = ' class="small"' if max(height, width) < SMALL else ""
+    image = f'<img{small} src="{picture_data(picture)}" alt="{escape(name)}" width="{width}" height="{height}">'
+    lists = "".join(f"<div><h3>{escape(heading)}</h3><ol>{_items(steps)}</ol></div>" for heading, steps in columns)
+    return f'<figure class="ladder"><div>{image}<span>{escape(name)}</span></div>{lists}</figure>'
+
+
+def _items(steps: Sequence[tuple[str, bool | None]]) -> str:
+    return "".join(f"<li>{'<b>✓</b> ' if right else ''}{escape(text) or '“”'}</li>" for text, right in steps)
