@@ -47,6 +47,7 @@ def evaluate(
     shortlist: int | None = None,
     of: Literal["tower", "vec"] | None = None,
     samples: int | None = None,
+    includes: Literal["h", "inc"] | None = None,
     json: Path | None = None,
     html: Path | None = None,
     batch: int = 256,
@@ -59,21 +60,23 @@ def evaluate(
 
     Args:
         model: model folder (OUT/model of a run).
-        task: retrieval, zeroshot or spectrum.
+        task: retrieval, zeroshot, hierarchy or spectrum.
         data: test data; for zeroshot with .cls labels and classnames.txt, or scenes:test?task=colour.
         with_: more model folders, evaluated on the same data and shown beside the first.
         shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
         of: spectrum: tower (what the image tower puts out, the default) or vec.
         samples: spectrum: pictures, 5000 if not given.
+        includes: hierarchy: what a caption includes a picture most by, h (the default) or inc.
         json: also write the numbers to this file.
-        html: spectrum: write a page with the plots.
+        html: spectrum, hierarchy: write a page with the plots.
         batch: pictures at a time.
         workers: loader processes.
         device: cpu or cuda.
     """
     from kiloword.evaluation.command import main as run
 
-    options = {"shortlist": shortlist, "of": of, "samples": samples, "batch": batch, "workers": workers}
+    options = {"shortlist": shortlist, "of": of, "samples": samples, "includes": includes}
+    options |= {"batch": batch, "workers": workers}
     run([model, *with_], task, data, json, html, device, **options)
 
 
