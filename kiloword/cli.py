@@ -208,18 +208,30 @@ def verify(method: Positional[str], ranks: tuple[int, ...] = (1, 2, 4)) -> None:
 
 
 @app.command(name="import")
-def import_(format: Positional[Literal["open_clip"]], name: Positional[str], path: Positional[Path], out: Path) -> None:
+def import_(
+    format: Positional[Literal["open_clip", "prolip"]], weights: Positional[tuple[str, ...]], out: Path
+) -> None:
     """Weights in: kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
+
+    The authors' ProLIP: kiloword import prolip model.safetensors --out models/prolip
 
     Args:
         format: where the weights come from.
-        name: the model's name there, e.g. ViT-B-32-quickgelu or ViT-B-16-SigLIP.
-        path: .safetensors, or .pt (read with weights_only).
+        weights: of open_clip the model's name there and its file, .safetensors or .pt (read with weights_only); of
+            prolip the file, with config.json and tokenizer.json beside it.
         out: model folder to write.
     """
-    from kiloword.interop.open_clip import main as run
+    if len(weights) != (2 if format == "open_clip" else 1):
+        expected = "NAME PATH" if format == "open_clip" else "PATH"
+        raise ValueError(f"import {format} got {' '.join(weights) or 'nothing'}: expected import {format} {expected}.")
+    if format == "open_clip":
+        from kiloword.interop.open_clip import main as run_open_clip
 
-    run(name, path, out)
+        run_open_clip(weights[0], Path(weights[1]), out)
+        return
+    from kiloword.interop.prolip import main as run_prolip
+
+    run_prolip(Path(weights[0]), out)
 
 
 @app.command

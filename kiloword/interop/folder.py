@@ -14,7 +14,7 @@ from kiloword.checkpoint import save_model
 from kiloword.data.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
 from kiloword.methods import preset
 from kiloword.model import Model, build
-from kiloword.recipes import ModelFile
+from kiloword.recipes import ModelConfig, ModelFile
 
 if TYPE_CHECKING:
     from kiloword.interop.open_clip import Imported, Report
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 CLIP_VOCAB = 49408
 
 
-def write(imported: Imported, weights: Path, out: Path, name: str) -> None:
+def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:
     """Save imported weights with the tokenizer they were trained with.
 
-    Args: weights: the file they came from; a SigLIP's tokenizer.json is looked for beside it.
+    Args: weights: the file they came from; a SigLIP's tokenizer.json is looked for beside it; origin: what they are,
+    "open_clip ViT-B-32".
     Raises: ValueError when `out` is in use or the tokenizer is missing.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
-    model, tokenizer = assemble(imported, weights)
-    file = ModelFile(method=imported.method, settings={}, model=imported.config, data=f"open_clip {name}")
-    save_model(out, model, tokenizer, file)
+    model, words = assemble(imported, weights)
+    file = ModelFile(method=imported.method, settings={}, model=imported.config, data=origin)
+    save_model(out, model, words, file)
 
 
 def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:
@@ -41,14 +42,18 @@ def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:
     Args: weights: the file they came from; a SigLIP's tokenizer.json is looked for beside it.
     Raises: ValueError when the tokenizer is missing.
     """
-    tokenizer = _tokenizer(imported, weights)
+    words = tokenizer(imported.config, weights)
     model = build(imported.config, preset(imported.method), seed=0)
     model.load_state_dict({**model.state_dict(), **imported.state})
-    return model, tokenizer
+    return model, words
 
 
-def _tokenizer(imported: Imported, weights: Path) -> Tokenizer:
-    if imported.config.text.vocab == CLIP_VOCAB:
+def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
+    """The tokenizer that belongs to a configuration: CLIP's, or else SigLIP's from the tokenizer.json beside weights.
+
+    Raises: ValueError when that is missing or damaged.
+    """
+    if config.text.vocab == CLIP_VOCAB:
         return clip_tokenizer()
     found = weights.with_name("tokenizer.json")
     if not found.is_file():

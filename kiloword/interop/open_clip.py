@@ -34,10 +34,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Imported:
-    """open_clip's weights as ours."""
+    """Foreign weights as ours."""
 
     config: ModelConfig
-    method: Literal["clip", "siglip"]
+    method: Literal["clip", "siglip", "prolip-released"]
     state: dict[str, Tensor]
     report: Report
 
@@ -194,5 +194,5 @@ def _reshape(theirs: str, value: Tensor) -> Tensor:
 def main(name: str, path: Path, out: Path) -> None:
     """Write a model folder from a file of open_clip's weights, and say what became of each part."""
     imported = import_state(name, read(path))
-    folder.write(imported, path, out, name)
+    folder.write(imported, path, out, f"open_clip {name}")
     folder.show(imported.report, out)

@@ -1,0 +1,125 @@
+"""Weights of the released ProLIP models: the names of its public code, which are open_clip's and a few more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kiloword.data.roles import Roles
+from kiloword.interop import folder
+from kiloword.interop.open_clip import Imported, Report, place, read
+from kiloword.interop.prolip_config import model_config
+from kiloword.methods import preset
+from kiloword.model import Model
+from kiloword.recipes import ModelConfig
+
+_TOKENS = "text.token_embedding.weight"
+_POSITIONS = "visual.positional_embedding"  # of [CLS], [UNC] and the patches
+_UNC = "visual.unc_embedding"
+_ROWS = {"unc": "text.unc_emb", "cls": "text.cls_emb"}  # ours are tokens of the vocabulary
+_MORE = {
+    _UNC: "image_tower.uncertainty_token",
+    "visual.uncertainty_proj.weight": "head.uncertainty.image_log_var.weight",
+    "visual.uncertainty_proj.bias": "head.uncertainty.image_log_var.bias",
+    "text.text_uncertainty_projection.weight": "head.uncertainty.text_log_var.weight",
+    "text.text_uncertainty_projection.bias": "head.uncertainty.text_log_var.bias",
+}
+
+
+def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles) -> Imported:
+    """Translate a released state dict.
+
+    Args: config: as `prolip_config.model_config` reads it; roles: of the tokenizer, whose mask token the weights lack.
+    Raises: ValueError when weights are missing or have another shape.
+    """
+    vocab = max(config.text.vocab, 1 + max(roles.ids().values()))
+    method = preset("prolip-released")
+    shaped = method.shape(replace(config, text=replace(config.text, vocab=vocab, special=roles.ids())))
+    with torch.device("meta"):
+        needed = {name: list(value.shape) for name, value in Model(shaped, method.head(shaped)).state_dict().items()}
+    _check_folded(config, state)
+    found, left = _named(_folded(state, roles, vocab), needed)
+    _check(needed, found)
+    new = [f"text_tower.tokens[{i}]" for i in range(config.text.vocab, vocab) if i not in (roles.cls, roles.unc)]
+    report = Report({ours: theirs for ours, (theirs, _) in sorted(found.items())}, new, left)
+    return Imported(shaped, "prolip-released", {ours: value for ours, (_, value) in found.items()}, report)
+
+
+def _check_folded(config: ModelConfig, state: Mapping[str, Tensor]) -> None:
+    """The weights that ours have in other places. Raises: ValueError naming what is missing or of another shape."""
+    image, text = config.image.width, config.text.width
+    places = (config.image.size // config.image.patch) ** 2 + 2
+    shapes = {_TOKENS: [config.text.vocab, text], _POSITIONS: [places, image], _UNC: [image]}
+    shapes |= {name: [text] for name in _ROWS.values()}
+    missing = [name for name in shapes if name not in state]
+    if missing:
+        raise ValueError(f"these weights have no {' and no '.join(missing)}: are they a released ProLIP's?")
+    for name, shape in shapes.items():
+        if list(state[name].shape) != shape:
+            raise ValueError(f"{name} has shape {list(state[name].shape)}, but config.json says {shape}")
+
+
+def _folded(state: Mapping[str, Tensor], roles: Roles, vocab: int) -> dict[str, Tensor]:
+    """The same in open_clip's layout: [UNC] with its position, and text tokens in the vocabulary.
+
+    Tokens without an embedding (the mask) get the mean of all.
+    """
+    places, table = state[_POSITIONS], state[_TOKENS]
+    table = torch.cat([table, table.mean(0).expand(vocab - len(table), -1)])
+    for role, name in _ROWS.items():
+        table[roles.ids()[role]] = state[name]
+    rest = {name: value for name, value in state.items() if name not in _ROWS.values()}
+    return {
+        **rest,
+        _UNC: state[_UNC] + places[1],
+        _POSITIONS: torch.cat([places[:1], places[2:]]),
+        _TOKENS: table,
+    }
+
+
+def _named(
+    state: Mapping[str, Tensor], needed: Mapping[str, list[int]]
+) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
+    """Our name -> theirs and the value; and theirs without a place. The final norm of pictures serves twice."""
+    found, left = {}, []
+    for theirs, value in state.items():
+        ours, reshaped = (_MORE[theirs], value) if theirs in _MORE else place(theirs, value)
+        if ours is None or ours not in needed:
+            left.append(theirs)
+            continue
+        found[ours] = (theirs, reshaped)
+        if ours.startswith("image_tower.norm."):
+            found[ours.replace("image_tower", "head.pooling")] = (theirs, reshaped.clone())
+    return found, sorted(left)
+
+
+def _check(needed: Mapping[str, list[int]], found: Mapping[str, tuple[str, Tensor]]) -> None:
+    """Raises: ValueError naming what is missing or of another shape."""
+    missing = [name for name in needed if name not in found]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"these weights lack what becomes {', '.join(missing[:3])}{more}: does config.json fit them?")
+    for ours, (theirs, value) in found.items():
+        if list(value.shape) != needed[ours]:
+            raise ValueError(f"{theirs} becomes {ours} {list(value.shape)}, but config.json says {needed[ours]}")
+
+
+def main(path: Path, out: Path) -> None:
+    """Write a model folder from released weights, and say what became of each part.
+
+    Args: path: the weights; their config.json and SigLIP's tokenizer.json lie beside them.
+    Raises: ValueError when one of the three is missing or does not fit the others.
+    """
+    state, config = read(path), model_config(path.with_name("config.json"))
+    if config.text.vocab == folder.CLIP_VOCAB:
+        raise ValueError(
+            f"{path} has CLIP's vocabulary: which token its captions were padded with is not known, and the model sees "
+            "its pads. Released models with SigLIP's vocabulary can be imported."
+        )
+    imported = import_state(config, state, folder.tokenizer(config, path).roles)
+    folder.write(imported, path, out, f"ProLIP {path.parent.name}")
+    folder.show(imported.report, out)

@@ -1,0 +1,319 @@
+"""Released ProLIP weights: our model of them is the public code's forward pass, transcribed here from its names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+from kiloword.api import load
+from kiloword.checkpoint import load_model, read_model_file
+from kiloword.cli import main
+from kiloword.model import Model
+from kiloword.types import Features, Texts
+
+State = dict[str, Tensor]
+WORDS = ("a", "red", "dog", "on", "the", "grass")
+CAPTIONS = ["A red dog!", "the grass", "a dog on the red grass on the grass", ""]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a released model; the defaults are its ViT-B/16's."""
+
+    dim: int = 768
+    size: int = 224
+    patch: int = 16
+    width: int = 768
+    layers: int = 12
+    context: int = 64
+    vocab: int = 32100
+
+    @property
+    def heads(self) -> int:
+        return self.width // 64
+
+    def config(self) -> dict[str, Any]:
+        """The config.json that is published with the weights."""
+        vision = {"image_size": self.size, "layers": self.layers, "width": self.width, "patch_size": self.patch}
+        text: dict[str, Any] = {
+            "context_length": self.context,
+            "vocab_size": self.vocab,
+            "width": self.width,
+            "heads": self.heads,
+        }
+        text |= {"layers": self.layers, "no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
+        text |= {"embed_cls": True, "norm_kwargs": {"eps": 1e-6}, "tokenizer_kwargs": {"clean": "canonicalize"}}
+        unc = {"embed_unc": True, "init_unc_bias": -10}
+        return {"embed_dim": self.dim, "init_logit_bias": -10, "vision_cfg": vision | unc, "text_cfg": text | unc}
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Names and shapes of the weights."""
+        w, d, p = self.width, self.dim, self.patch
+        whole = {
+            "logit_scale": [],
+            "logit_bias": [],
+            "visual.conv1.weight": [w, 3, p, p],
+            "visual.class_embedding": [w],
+            "visual.unc_embedding": [w],
+            "visual.positional_embedding": [(self.size // p) ** 2 + 2, w],
+            "visual.proj": [w, d],
+            "visual.uncertainty_proj.weight": [d, w],
+            "visual.uncertainty_proj.bias": [d],
+            "text.token_embedding.weight": [self.vocab, w],
+            "text.cls_emb": [w],
+            "text.unc_emb": [w],
+            "text.positional_embedding": [self.context + 2, w],
+            "text.text_projection.weight": [d, w],
+            "text.text_projection.bias": [d],
+            "text.text_uncertainty_projection.weight": [d, w],
+            "text.text_uncertainty_projection.bias": [d],
+        }
+        norms = ["visual.ln_pre", "visual.ln_post", "text.ln_final"]
+        for tower in ("visual", "text"):
+            for n in range(self.layers):
+                block = f"{tower}.transformer.resblocks.{n}"
+                norms += [f"{block}.ln_1", f"{block}.ln_2"]
+                whole |= {f"{block}.attn.in_proj_weight": [3 * w, w], f"{block}.attn.in_proj_bias": [3 * w]}
+                whole |= {f"{block}.attn.out_proj.weight": [w, w], f"{block}.attn.out_proj.bias": [w]}
+                whole |= {f"{block}.mlp.c_fc.weight": [4 * w, w], f"{block}.mlp.c_fc.bias": [4 * w]}
+                whole |= {f"{block}.mlp.c_proj.weight": [w, 4 * w], f"{block}.mlp.c_proj.bias": [w]}
+        return whole | {f"{norm}.{part}": [w] for norm in norms for part in ("weight", "bias")}
+
+    def weights(self) -> State:
+        """Random, and off the values (0 and 1) where an error would not show."""
+        generator = torch.Generator().manual_seed(0)
+        state = {}
+        for name, shape in self.shapes().items():
+            noise = torch.randn(shape, generator=generator)
+            state[name] = noise * (shape[-1] if len(shape) > 1 else 400) ** -0.5
+            if "ln_" in name and name.endswith("weight"):
+                state[name] += 1
+        state["visual.proj"] = torch.randn(self.width, self.dim, generator=generator) * self.width**-0.5
+        state["logit_scale"], state["logit_bias"] = torch.tensor(2.5), torch.tensor(-9.0)
+        for name in ("visual.uncertainty_proj.bias", "text.text_uncertainty_projection.bias"):
+            state[name] = state[name] - 5
+        for name in ("visual.unc_embedding", "visual.positional_embedding"):
+            state[name] = (1024 * state[name]).round() / 1024  # so that their sum is exact in single precision
+        return state
+
+
+SMALL = Shape(dim=128, size=32, patch=8, width=128, layers=2, context=9, vocab=40)
+
+
+def norm(state: State, name: str, x: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], eps)
+
+
+def blocks(state: State, tower: str, x: Tensor, shape: Shape, eps: float) -> Tensor:
+    """The residual attention blocks, all tokens seeing all: [N, L, W]."""
+    for n in range(shape.layers):
+        block = f"{tower}.transformer.resblocks.{n}"
+        q, k, v = F.linear(
+            norm(state, f"{block}.ln_1", x, eps),
+            state[f"{block}.attn.in_proj_weight"],
+            state[f"{block}.attn.in_proj_bias"],
+        ).chunk(3, -1)
+        mixed = []
+        for head in range(shape.heads):
+            one = slice(64 * head, 64 * head + 64)
+            weights = (q[..., one] @ k[..., one].transpose(1, 2) / 8).softmax(-1)
+            mixed.append(weights @ v[..., one])
+        x = x + F.linear(
+            torch.cat(mixed, -1), state[f"{block}.attn.out_proj.weight"], state[f"{block}.attn.out_proj.bias"]
+        )
+        hidden = F.linear(
+            norm(state, f"{block}.ln_2", x, eps), state[f"{block}.mlp.c_fc.weight"], state[f"{block}.mlp.c_fc.bias"]
+        )
+        x = x + F.linear(F.gelu(hidden), state[f"{block}.mlp.c_proj.weight"], state[f"{block}.mlp.c_proj.bias"])
+    return x
+
+
+def of_pictures(state: State, pixels: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Mean and log variance [I, D] of normalised pictures [I, 3, H, W]."""
+    x = F.conv2d(pixels, state["visual.conv1.weight"], stride=shape.patch).flatten(2).transpose(1, 2)
+    first = [state[name].expand(len(x), 1, -1) for name in ("visual.class_embedding", "visual.unc_embedding")]
+    x = torch.cat([*first, x], 1) + state["visual.positional_embedding"]
+    x = blocks(state, "visual", norm(state, "visual.ln_pre", x, 1e-5), shape, 1e-5)
+    x = norm(state, "visual.ln_post", x, 1e-5)
+    mean = norm(state, "visual.ln_post", x[:, 0], 1e-5) @ state["visual.proj"]  # the class token: twice
+    log_var = F.linear(x[:, 1], state["visual.uncertainty_proj.weight"], state["visual.uncertainty_proj.bias"])
+    return F.normalize(mean, dim=-1), log_var
+
+
+def of_texts(state: State, ids: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Mean and log variance [T, D] of padded texts [T, context]."""
+    x = F.embedding(ids, state["text.token_embedding.weight"])
+    last = [state[name].expand(len(x), 1, -1) for name in ("text.unc_emb", "text.cls_emb")]
+    x = blocks(state, "text", torch.cat([x, *last], 1) + state["text.positional_embedding"], shape, 1e-6)
+    mean = norm(state, "text.ln_final", x[:, -1], 1e-6)
+    mean = F.linear(mean, state["text.text_projection.weight"], state["text.text_projection.bias"])
+    log_var = F.linear(  # of the mean, not of the uncertainty token
+        mean, state["text.text_uncertainty_projection.weight"], state["text.text_uncertainty_projection.bias"]
+    )
+    return F.normalize(mean, dim=-1), log_var
+
+
+def ppcl_logits(state: State, images: tuple[Tensor, Tensor], texts: tuple[Tensor, Tensor]) -> Tensor:
+    """[I, T], every pair's variances summed in the open."""
+    both = images[1].exp()[:, None] + texts[1].exp()[None]
+    return state["logit_scale"].exp() * (images[0] @ texts[0].T - both.sum(-1) / 2) + state["logit_bias"]
+
+
+def write(folder: Path, shape: Shape, state: State) -> Path:
+    """What is published: weights, config and SigLIP's tokenizer, whose end and pad are 1."""
+    folder.mkdir(exist_ok=True)
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)] + [(f"\u2581{w}", -1.0) for w in WORDS]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=2))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(shape.config()))
+    save_file(state, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def bring(path: Path, out: Path) -> None:
+    main(["import", "prolip", str(path), "--out", str(out)])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[State, Path]:
+    """Weights, and the model folder made of them."""
+    folder = tmp_path_factory.mktemp("released")
+    state = SMALL.weights()
+    bring(write(folder / "hub", SMALL, state), folder / "ours")
+    return state, folder / "ours"
+
+
+def compare(shape: Shape, state: State, folder: Path, dtype: str, tolerance: float) -> None:
+    model, tokenizer = load_model(folder, dtype=dtype)
+    model.eval()
+    state = {name: value.to(next(model.parameters()).dtype) for name, value in state.items()}
+    generator = torch.Generator().manual_seed(1)
+    pictures = torch.randint(0, 256, (3, 3, shape.size, shape.size), dtype=torch.uint8, generator=generator)
+    texts = tokenizer.encode(CAPTIONS, model.config.text)
+    padded = torch.ones(len(CAPTIONS), shape.context, dtype=torch.int64)  # pads and the end are 1
+    for row, caption in enumerate(CAPTIONS):
+        words = caption.lower().replace("!", "").split()[: shape.context - 1]
+        padded[row, : len(words)] = torch.tensor([3 + WORDS.index(word) for word in words], dtype=torch.int64)
+    check(model, state, shape, pictures, texts, padded, tolerance)
+
+
+@torch.no_grad()
+def check(
+    model: Model, state: State, shape: Shape, pictures: Tensor, texts: Texts, padded: Tensor, tolerance: float
+) -> None:
+    images, captions = model.encode_image(pictures)[1], model.encode_text(texts)[1]
+    theirs = of_pictures(state, model.normalise(pictures), shape), of_texts(state, padded, shape)
+    for ours, (mean, log_var) in zip((images, captions), theirs, strict=True):
+        assert worst(ours, mean, log_var) < tolerance
+    logits = ppcl_logits(state, *theirs)
+    assert (model.head.logits(model.score(images, captions)) - logits).abs().max() < tolerance * logits.abs().max()
+    assert logits.std() > 100 * tolerance  # so that an error would show
+
+
+def worst(ours: Features, mean: Tensor, log_var: Tensor) -> float:
+    return max(float((ours["vec"] - mean).abs().max()), float((ours["log_var"] - log_var).abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("fp64", 1e-10)])
+def test_our_model_is_their_forward_pass(small: tuple[State, Path], dtype: str, tolerance: float) -> None:
+    compare(SMALL, *small, dtype, tolerance)
+
+
+@pytest.mark.parametrize("changed", ["visual.ln_post.weight", "visual.unc_embedding", "text.unc_emb", "text.cls_emb"])
+def test_each_of_their_quirks_counts(small: tuple[State, Path], changed: str) -> None:
+    state = {
+        **small[0],
+        changed: small[0][changed] + 0.5 * torch.randn(128, generator=torch.Generator().manual_seed(2)),
+    }
+    with pytest.raises(AssertionError):
+        compare(SMALL, state, small[1], "fp64", 1e-3)
+
+
+@pytest.mark.slow
+def test_the_real_shape(tmp_path: Path) -> None:
+    shape = Shape()
+    state = shape.weights()
+    bring(write(tmp_path / "hub", shape, state), tmp_path / "ours")
+    compare(shape, state, tmp_path / "ours", "fp32", 1e-5)
+
+
+def test_what_the_folder_says(small: tuple[State, Path]) -> None:
+    file = read_model_file(small[1])
+    assert file.method == "prolip-released"
+    assert (file.model.text.context, file.model.text.extra_tokens) == (11, ("unc", "cls"))
+    assert not file.model.text.causal
+    assert file.model.text.pad_to_context
+    matcher = load(small[1])
+    ids = matcher.tokenizer.encode(["a red dog"], matcher.model.config.text).ids.tolist()
+    assert ids == [3, 4, 5, 1, 1, 1, 1, 1, 1, matcher.tokenizer.special("unc"), matcher.tokenizer.special("cls")]
+    assert matcher.encode_text(["a red dog"])["log_var"].shape == (1, 128)
+
+
+def test_a_vocabulary_without_special_tokens_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the real one does: 32100 tokens of which none is the mask, [UNC] or [CLS]."""
+    shape = Shape(dim=128, size=32, patch=8, width=128, layers=1, context=9, vocab=3 + len(WORDS))
+    state = shape.weights()
+    bring(write(tmp_path / "hub", shape, {**state, "ts_mean.weight": torch.ones(1)}), tmp_path / "ours")
+    said = capsys.readouterr().out
+    assert "new: text_tower.tokens[9]" in said
+    assert "left over: ts_mean.weight" in said
+    compare(shape, state, tmp_path / "ours", "fp64", 1e-10)
+
+
+def refused(capsys: pytest.CaptureFixture[str], path: Path, out: Path) -> str:
+    with pytest.raises(SystemExit) as end:
+        bring(path, out)
+    assert end.value.code == 2
+    assert not out.exists()
+    return capsys.readouterr().err
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, good = tmp_path / "out", SMALL.weights()
+
+    def said(state: State) -> str:
+        return refused(capsys, write(tmp_path / "hub", SMALL, state), out)
+
+    assert "no text.cls_emb: are they a released ProLIP's?" in said(
+        {k: v for k, v in good.items() if "cls_emb" not in k}
+    )
+    lacking = {k: v for k, v in good.items() if "uncertainty_proj" not in k}
+    assert "lack what becomes head.uncertainty.image_log_var.weight" in said(lacking)
+    name = "visual.positional_embedding"
+    assert f"{name} has shape [17, 128], but config.json says [18, 128]" in said({**good, name: good[name][1:].clone()})
+    name = "text.text_projection.bias"
+    assert f"{name} becomes head.pooling.text_projection.bias [127]" in said({**good, name: torch.zeros(127)})
+
+
+def test_what_lies_beside_the_weights_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = write(tmp_path / "hub", SMALL, SMALL.weights()), tmp_path / "out"
+    published = SMALL.config()
+    for part, key, value in (("text_cfg", "embed_unc", False), ("vision_cfg", "timm_model_name", "vit")):
+        (path.parent / "config.json").write_text(json.dumps({**published, part: {**published[part], key: value}}))
+        assert f"{part}.{key}" in refused(capsys, path, out)
+    clip = {**published["text_cfg"], "vocab_size": 49408}
+    (path.parent / "config.json").write_text(json.dumps({**published, "text_cfg": clip}))
+    assert "which token its captions were padded with is not known" in refused(capsys, path, out)
+    (path.parent / "config.json").unlink()
+    assert "put the config.json that is published with them beside them" in refused(capsys, path, out)
+    write(tmp_path / "hub", SMALL, SMALL.weights())
+    (path.parent / "tokenizer.json").unlink()
+    assert "put the tokenizer.json" in refused(capsys, path, out)
+
+
+def test_the_verb_says_what_it_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["import", "prolip", "ViT-B-16", "model.safetensors", "--out", str(tmp_path / "out")])
+    assert "expected import prolip PATH" in capsys.readouterr().err
