@@ -16,7 +16,7 @@ from kiloword.data.transforms import EvalTransform
 from kiloword.evaluation.features import chunks, encode_texts, inference, join
 from kiloword.evaluation.zeroshot import Templates, classifier
 from kiloword.explain import Explanation, Maps, explain, together
-from kiloword.gaussian import Form, inclusion_matrix
+from kiloword.gaussian import Form, csd_matrix, inclusion_matrix, variance_sum
 from kiloword.types import BadSample, Features
 
 if TYPE_CHECKING:
@@ -101,8 +101,31 @@ class Matcher:
         with inference(self.model):
             return self.model.head.score_pairs(images, texts)
 
+    def uncertainty(self, features: Features) -> Tensor:
+        """How uncertain N pictures or texts are, the sum of each one's variances: [N].
+
+        Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, section 4.3.
+        """
+        _check_gaussians(features)
+        with inference(self.model):
+            return variance_sum(features)
+
+    def distance(self, a: Features, b: Features) -> Tensor:
+        """Closed-form sampled distance of every a and every b, of either side: [N_a, N_b].
+
+        The mean squared distance of a draw of each: 2 - 2 cosine of the means, plus both uncertainties.
+
+        Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, eq. 1.
+        """
+        _check_gaussians(a, b)
+        with inference(self.model):
+            return csd_matrix(a, b)
+
     def inclusion(self, a: Features, b: Features, form: Form = "paper") -> Tensor:
         """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b], positive where b is the more general.
+
+        H compares how wide the two are, and being far apart makes it larger: to know whether they overlap at all, see
+        `includes` and `distance`.
 
         Args: a, b: features of either side, texts in texts too; form: "paper", eq. 3 as printed; "exact", its integral.
         Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, eq. 4.
@@ -110,6 +133,28 @@ class Matcher:
         _check_gaussians(a, b)
         with inference(self.model):
             return inclusion_matrix(a, b, form=form)
+
+    def includes(self, a: Features, b: Features, overlap: float | None = None, form: Form = "paper") -> Tensor:
+        """Whether a lies within b, for every a and every b: bool [N_a, N_b].
+
+        It does where `inclusion` is positive and the two overlap; H alone would call a narrow Gaussian ten units
+        outside a wide one included.
+
+        Args: a, b, form: as of `inclusion`. overlap: the `distance` below which two overlap; None: where a picture and
+        a text so far apart would be a match more likely than not, as the model learned it. Texts lie nearer to texts
+        than to pictures, and general captions far from everything: for either choose it on pairs that you know.
+
+        Raises: ValueError when the features are no Gaussians, or when overlap is None and the model has no bias.
+        """
+        head = self.model.head
+        if overlap is None and head.bias is None:
+            raise ValueError(
+                "overlap=None asks what the model calls a match, but one trained by softmax never learned that: give "
+                "overlap, a distance in (0, 4)"
+            )
+        within, distance = self.inclusion(a, b, form) > 0, self.distance(a, b)
+        with inference(self.model):
+            return within & (head.logits(1 - 0.5 * distance) > 0 if overlap is None else distance < overlap)
 
     def explain(
         self, images: Pictures, texts: Features | Sequence[str], maps: Maps = "last", batch: int = 16

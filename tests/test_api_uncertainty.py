@@ -1,0 +1,142 @@
+"""Matcher over Gaussians: uncertainty, distance, inclusion, and a sentence for models that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kiloword import gaussian
+from kiloword.api import Matcher
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.recipes import sizes
+from kiloword.types import Features
+
+CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
+
+
+def matcher(method: str = "prolip") -> Matcher:
+    return Matcher(build(sizes()["debug"], preset(method)), Tokenizer.train(CAPTIONS, 300))
+
+
+def pictures(n: int) -> torch.Tensor:
+    return torch.randint(256, (n, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def at(cosine: float, log_var: float, dim: int = 16) -> Features:
+    """One Gaussian whose mean has this cosine with the first axis, equally wide in all dimensions."""
+    vec = torch.zeros(1, dim)
+    vec[0, :2] = torch.tensor([cosine, (1 - cosine**2) ** 0.5])
+    return {"vec": vec, "log_var": torch.full((1, dim), log_var)}
+
+
+@pytest.mark.parametrize("method", ["prolip", "pcme++", "llip+gaussian"])
+def test_either_side_in_either_side(method: str) -> None:
+    m = matcher(method)
+    images, texts = m.encode_image(pictures(4)), m.encode_text(CAPTIONS)
+    for a in (images, texts):
+        torch.testing.assert_close(m.uncertainty(a), a["log_var"].exp().sum(1))
+        for b in (images, texts):
+            h, distance = m.inclusion(a, b), m.distance(a, b)
+            assert h.shape == distance.shape == (len(a["vec"]), len(b["vec"]))
+            torch.testing.assert_close(h, -m.inclusion(b, a).T)
+            torch.testing.assert_close(distance, m.distance(b, a).T)
+            for i in range(len(a["vec"])):
+                one = {k: v[[i]].expand_as(b[k]) for k, v in a.items() if k in ("vec", "log_var")}
+                torch.testing.assert_close(h[i], gaussian.inclusion(one, b).sum(1))
+                torch.testing.assert_close(distance[i], gaussian.csd(one, b))
+            assert torch.equal(m.includes(a, b, overlap=9.0), h > 0)
+            assert not m.includes(a, b, overlap=0.0).any()
+            assert not (m.includes(a, b, overlap=9.0) & m.includes(b, a, overlap=9.0).T).any()
+
+
+def test_the_score_is_the_distance() -> None:
+    m = matcher()
+    images, texts = m.encode_image(pictures(4)), m.encode_text(CAPTIONS)
+    torch.testing.assert_close(m.score(images, texts), 1 - m.distance(images, texts) / 2)
+
+
+def test_far_is_not_included() -> None:
+    """H is larger the farther a narrow Gaussian is from a wide one; `includes` asks for overlap."""
+    m, narrow, wide = matcher(), at(1.0, -6.0), at(1.0, -4.0)
+    far = at(-1.0, -6.0)
+    assert float(m.inclusion(far, wide)) > float(m.inclusion(narrow, wide)) > 0
+    for form in ("paper", "exact"):
+        assert m.includes(narrow, wide, overlap=1.0, form=form).item()
+        assert not m.includes(wide, narrow, overlap=1.0, form=form).item()
+        assert not m.includes(far, wide, overlap=1.0, form=form).item()
+    assert m.includes(far, wide, overlap=5.0).item()
+
+
+def test_forms_differ() -> None:
+    """The wider in most dimensions by the paper, the narrower by the integral: the setting reaches both."""
+    a = {"vec": torch.zeros(1, 2), "log_var": torch.tensor([[-1.0, 1.0]])}
+    b = {"vec": torch.tensor([[0.0, 7.0]]), "log_var": torch.tensor([[4.0, 0.0]])}
+    m = matcher()
+    assert float(m.inclusion(a, b)) > 0 > float(m.inclusion(a, b, form="exact"))
+    assert m.includes(a, b, overlap=1e3).item()
+    assert not m.includes(a, b, overlap=1e3, form="exact").item()
+
+
+@pytest.mark.parametrize("method", ["prolip", "pcme++"])
+def test_overlap_is_what_the_model_calls_a_match(method: str) -> None:
+    """Pictures at all cosines within one wide text: included exactly where the match's probability is above 1/2."""
+    m = matcher(method)
+    head = m.model.head
+    assert head.bias is not None
+    with torch.no_grad():
+        head.log_scale.fill_(2.5)
+        head.bias.fill_(-5.0 if method == "prolip" else 12.0)
+    parts = [at(0.05 * n, -6.0) for n in range(21)]
+    images = {k: torch.cat([part[k] for part in parts]) for k in ("vec", "log_var")}
+    text = at(1.0, -5.0)
+    found = m.includes(images, text)[:, 0]
+    with torch.inference_mode():
+        likely = head.logits(m.score(images, text)).sigmoid()[:, 0] > 0.5
+    assert torch.equal(found, likely)
+    assert 3 < int(found.sum()) < 18
+
+
+def test_many_pairs_hold_no_cube(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many, no more than CELLS pairs x dimensions are taken at once."""
+    seen = []
+    original = gaussian.inclusion
+
+    def counted(a: Features, b: Features, eps: float, form: gaussian.Form) -> torch.Tensor:
+        h = original(a, b, eps, form)
+        seen.append(h.numel())
+        return h
+
+    monkeypatch.setattr(gaussian, "inclusion", counted)
+    vec = F.normalize(torch.randn(700, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+    a = {"vec": vec, "log_var": vec - 3}
+    assert matcher().inclusion(a, a).shape == (700, 700)
+    assert max(seen) <= gaussian.CELLS < sum(seen)
+
+
+Use = Callable[[Matcher, Features], object]
+USES: list[Use] = [
+    lambda m, x: m.uncertainty(x),
+    lambda m, x: m.distance(x, x),
+    lambda m, x: m.inclusion(x, x),
+    lambda m, x: m.includes(x, x, overlap=1.0),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_points_have_no_uncertainty(use: Use) -> None:
+    m = matcher("siglip")
+    with pytest.raises(ValueError, match=r'no "log_var".*prolip.*\+gaussian'):
+        use(m, m.encode_text(CAPTIONS))
+
+
+def test_softmax_knows_no_overlap() -> None:
+    m = matcher("clip+gaussian")
+    texts = m.encode_text(CAPTIONS)
+    with pytest.raises(ValueError, match="softmax never learned that"):
+        m.includes(texts, texts)
+    assert m.includes(texts, texts, overlap=1.0).shape == (3, 3)
