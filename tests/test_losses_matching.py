@@ -1,0 +1,188 @@
+"""PCME++'s matching loss and the loss of means beside it, against loops over single pairs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kiloword.gaussian import Gaussian, GaussianSettings, csd, tokens
+from kiloword.heads import Head, Single
+from kiloword.losses import Blocks, sigmoid_loss
+from kiloword.losses_matching import WithDeterministic, cosine_head, matching_loss
+from kiloword.method import annotated
+from kiloword.model import initialise
+from kiloword.recipes import sizes
+from kiloword.types import Features, Pairs
+
+CHUNKS = [0, 1, 3]
+PICTURES, TEXTS = [0, 1, 2, 3, 4], [0, 0, 0, 1, 2, 2, 3, 4, 4]
+
+
+def features(position: list[int], seed: int) -> Features:
+    """Gaussians in double precision, wide enough to matter."""
+    generator = torch.Generator().manual_seed(seed)
+    vec, log_var = (torch.randn(len(position), 6, dtype=torch.float64, generator=generator) for _ in range(2))
+    return {"vec": F.normalize(vec, dim=1), "log_var": log_var - 2.0, "position": torch.tensor(position)}
+
+
+def sides() -> tuple[Features, Features, list[Tensor]]:
+    """Pictures, texts of which some are equal (of one picture, and of several), and what both are made of."""
+    images, texts = features(PICTURES, 0), features(TEXTS, 1)
+    for name in ("vec", "log_var"):
+        texts[name] = texts[name][[0, 0, 2, 0, 4, 5, 6, 4, 0]]
+    leaves = [side[name].requires_grad_() for side in (images, texts) for name in ("vec", "log_var")]
+    for side in (images, texts):  # a gradient away from the sphere says nothing
+        side["vec"] = F.normalize(side["vec"], dim=1)
+    return images, texts, leaves
+
+
+def gaussian_head(scale: float = 1.7, bias: float = 1.3) -> Head:
+    config = tokens(sizes()["debug"])
+    head = Head(Single(config), Gaussian(config, GaussianSettings())).rescale(scale, bias, distance=True)
+    head.deterministic = cosine_head(4.0, -1.0)
+    initialise(head.double(), 0)
+    return head
+
+
+def distance(images: Features, i: int, texts: Features, t: int) -> Tensor:
+    """arXiv:2305.18171, eq. 1."""
+    total = images["vec"].new_zeros(())
+    for d in range(6):
+        gap = images["vec"][i, d] - texts["vec"][t, d]
+        total = total + gap**2 + torch.exp(images["log_var"][i, d]) + torch.exp(texts["log_var"][t, d])
+    return total
+
+
+def entropy(z: Tensor, y: float) -> Tensor:
+    p = 1 / (1 + torch.exp(-z))
+    return -y * torch.log(p) - (1 - y) * torch.log(1 - p)
+
+
+def literal(images: Features, texts: Features, y: Any, a: Tensor, b: Tensor, pseudo: float) -> Tensor:
+    """The sum over pairs; y[i][t] is 0 or 1."""
+    d = [[distance(images, i, texts, t) for t in range(len(TEXTS))] for i in range(len(PICTURES))]
+
+    def near(i: int, t: int, j: int, u: int) -> bool:
+        return float((d[i][t] - d[j][u]).detach()) <= 1e-13
+
+    total = a.new_zeros(())
+    for i, picture in enumerate(PICTURES):
+        for t, of in enumerate(TEXTS):
+            z = -a * d[i][t] + b
+            own_texts = [u for u in range(len(TEXTS)) if TEXTS[u] == picture]
+            own_pictures = [j for j in range(len(PICTURES)) if PICTURES[j] == of]
+            of_picture = y[i][t] or any(near(i, t, i, u) for u in own_texts)
+            of_text = y[i][t] or any(near(i, t, j, t) for j in own_pictures)
+            total = total + entropy(z, float(y[i][t]))
+            total = total + pseudo * (entropy(z, float(of_picture)) + entropy(z, float(of_text))) / 2
+    return total
+
+
+def other(pairs: Pairs) -> Tensor:
+    """Annotated pairs, and some more."""
+    more = (pairs.images["position"][:, None] - pairs.texts["position"]) == 2
+    return (pairs.annotated | more).to(pairs.logits.dtype)
+
+
+def agree(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    mine, theirs = (torch.autograd.grad(x, parameters, retain_graph=True) for x in (found, expected))
+    for g, reference in zip(mine, theirs, strict=True):
+        assert float(reference.abs().max()) > 1e-6
+        assert (g - reference).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("positives", [annotated, other])
+@pytest.mark.parametrize(("reduction", "count"), [("pairs", 45), ("pictures", 5)])
+@pytest.mark.parametrize("pseudo", [0.0, 0.1, 3.0])
+def test_matching_loss_and_its_gradients(pseudo: float, reduction: Any, count: int, positives: Any, chunk: int) -> None:
+    (images, texts, leaves), head = sides(), gaussian_head()
+    blocks = Blocks(head, images, texts, chunk)
+    total = matching_loss(blocks, positives, pseudo, reduction)
+    assert float(total.count) == count
+    assert float(blocks.rows.sum()) == pytest.approx(float(total.sum.detach()), rel=1e-12)
+    y = [[int(p == t or (positives is other and p - t == 2)) for t in TEXTS] for p in PICTURES]
+    assert head.bias is not None
+    expected = literal(images, texts, y, head.log_scale.exp()[0], head.bias[0], pseudo) / count
+    agree(total.sum / total.count, expected, [*leaves, head.log_scale, head.bias])
+
+
+def test_pseudo_positives_are_those_as_near_as_the_farthest_own() -> None:
+    """By hand: what lifts the loss of logits -5 is that their pair does not match."""
+    vec = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    tilted = F.normalize(torch.tensor([[2.0, 1.0], [1.0, 2.0], [1.0, 1.0]], dtype=torch.float64), dim=1)
+    images = {"vec": vec, "log_var": torch.full((2, 2), -9.0).double(), "position": torch.arange(2)}
+    texts = {"vec": tilted[[0, 1, 2]], "log_var": torch.full((3, 2), -9.0).double()}
+    texts["position"] = torch.tensor([0, 0, 1])  # the farthest of picture 0's own is text 1; text 2 is nearer
+
+    def gap(pseudo: float) -> float:
+        return float(matching_loss(Blocks(gaussian_head(), images, texts), annotated, pseudo).sum.detach())
+
+    blocks = Blocks(gaussian_head(), images, texts)
+    z = blocks.block(slice(0, 2), slice(0, 3)).logits.detach()
+    of_picture = torch.tensor([[1, 1, 1], [0, 1, 1]])  # text 1 is nearer to picture 1 than its own text 2
+    of_text = torch.tensor([[1, 1, 1], [0, 1, 1]])  # picture 0 is as near to text 2 as picture 1: a tie
+    expected = sum((F.softplus(z) - y * z).sum() for y in (of_picture, of_text)) / 2
+    assert gap(1.0) - gap(0.0) == pytest.approx(float(expected), rel=1e-12)
+
+
+@given(st.floats(0.01, 500), st.floats(-20, 20), st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_logits_are_of_distances_and_score_of_inverts_them(scale: float, bias: float, seed: int) -> None:
+    images, texts = features(PICTURES, seed), features(PICTURES, seed + 1)
+    head = gaussian_head(scale, bias)
+    with torch.no_grad():
+        score = head.score(images, texts)
+        logits = head.logits(score)
+        assert head.bias is not None
+        assert torch.allclose(logits.diagonal(), -head.log_scale.exp() * csd(images, texts) + head.bias, rtol=1e-9)
+        assert torch.allclose(head.score_of(logits), score, rtol=0, atol=1e-9)
+        plain = head.rescale(scale, bias)
+        initialise(plain.double(), 0)
+        assert torch.allclose(plain.logits(score), plain.log_scale.exp() * score + plain.bias)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("own", [partial(matching_loss, pseudo=0.1), sigmoid_loss])
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_a_loss_of_means_beside_that_of_gaussians(loss: Any, own: Any, chunk: int) -> None:
+    (images, texts, leaves), head = sides(), gaussian_head()
+    if loss == "softmax":
+        head.deterministic = cosine_head(4.0)
+        initialise(head.double(), 0)
+    blocks = Blocks(head, images, texts, chunk)
+    total = WithDeterministic(own, loss, 0.7)(blocks, annotated)
+    assert total.rows is not None
+    assert float(total.rows.sum()) == pytest.approx(float(total.sum.detach()), rel=1e-12)
+
+    first = own(Blocks(head, images, texts), annotated)
+    small = head.deterministic
+    cosines = [[(images["vec"][i] * texts["vec"][t]).sum() for t in range(len(TEXTS))] for i in range(len(PICTURES))]
+    z = torch.stack([torch.stack(row) for row in cosines]) * small.log_scale.exp()
+    y = torch.tensor([[float(p == t) for t in TEXTS] for p in PICTURES], dtype=torch.float64)
+    if loss == "sigmoid":
+        z = z + small.bias
+        second = sum(entropy(z[i, t], float(y[i, t])) for i in range(len(PICTURES)) for t in range(len(TEXTS))) / 5
+    else:
+        by_picture = [-(y[i] / y[i].sum() * z[i].log_softmax(0)).sum() for i in range(len(PICTURES))]
+        by_text = [-z[:, t].log_softmax(0)[TEXTS[t]] for t in range(len(TEXTS))]
+        second = (torch.stack(by_picture).mean() + torch.stack(by_text).mean()) / 2
+    parameters = [*leaves, head.log_scale, small.log_scale]
+    parameters += [] if small.bias is None else [small.bias]
+    agree(total.sum / total.count, first.sum / first.count + 0.7 * second, parameters)
+
+
+def test_without_gradient_the_value_is_the_same() -> None:
+    (images, texts, _), head = sides(), gaussian_head()
+    loss = WithDeterministic(matching_loss, "sigmoid", 1.0)
+    with torch.no_grad():
+        free = loss(Blocks(head, images, texts), annotated)
+    assert float(free.sum) == pytest.approx(float(loss(Blocks(head, images, texts), annotated).sum.detach()), rel=1e-12)
