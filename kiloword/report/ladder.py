@@ -15,16 +15,18 @@ Steps = tuple[str, Sequence[tuple[str, bool | None]]]
 
 
 def ladder(picture: npt.NDArray[np.uint8], name: str, columns: Sequence[Steps]) -> str:
-    """A picture [H, W, 3] and lists of texts side by side; right ones are ticked.
+    """A picture [H, W, 3] above the first of some lists of texts, the others beside it; right ones are ticked.
 
     Errors: ValueError when the picture is not uint8 [H, W, 3].
     """
     height, width = picture.shape[:2]
     small = ' class="small"' if max(height, width) < SMALL else ""
     image = f'<img{small} src="{picture_data(picture)}" alt="{escape(name)}" width="{width}" height="{height}">'
-    lists = "".join(f"<div><h3>{escape(heading)}</h3><ol>{_items(steps)}</ol></div>" for heading, steps in columns)
-    return f'<figure class="ladder"><div>{image}<span>{escape(name)}</span></div>{lists}</figure>'
+    first = f"{image}<span>{escape(name)}</span>"
+    lists = [f"<h3>{escape(heading)}</h3><ol>{_items(steps)}</ol>" for heading, steps in columns]
+    rest = "".join(f"<div>{steps}</div>" for steps in lists[1:])
+    return f'<figure class="ladder"><div>{first}{"".join(lists[:1])}</div>{rest}</figure>'
 
 
 def _items(steps: Sequence[tuple[str, bool | None]]) -> str:
-    return "".join(f"<li>{'<b>✓</b> ' if right else ''}{escape(text) or '“”'}</li>" for text, right in steps)
+    return "".join(f"<li>{'<b>✓</b> ' if right else ''}{escape(text)}</li>" for text, right in steps)

@@ -85,6 +85,10 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; vector-effect: non-scaling-stroke; }
 .line.step { fill-opacity: .12; stroke-width: 1.5; }
 .line.raw { stroke-width: 1; opacity: .35; }
+.dot { fill: none; stroke-width: 7; stroke-linecap: round; vector-effect: non-scaling-stroke; }
+.dot.square { stroke-linecap: square; stroke-width: 8; }
+.dot.faint { stroke-width: 4; opacity: .5; }
+.ring { fill-opacity: .1; stroke-width: 1; stroke-opacity: .6; vector-effect: non-scaling-stroke; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1.5rem;
   margin: 0 0 .75rem; padding: 0; font-size: .9rem; }
 .legend svg { width: 28px; height: 10px; margin-right: .5rem; vertical-align: middle; }
@@ -115,13 +119,14 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
 .card .small { image-rendering: pixelated; }
 .card blockquote { margin: 0 0 .4rem; font-size: 1.05rem; line-height: 1.35; color: var(--ink); }
 .card figcaption { padding: .6rem 0 0; font-size: .8rem; line-height: 1.45; overflow-wrap: anywhere; }
-.ladder { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 11rem), 1fr)); gap: 1rem 1.5rem;
+.ladder { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 9rem), 1fr)); gap: 1rem 1.25rem;
   padding-bottom: 1.5rem; border-bottom: 1px solid var(--rule); font-size: .8rem; line-height: 1.4; }
 .ladder img { display: block; width: 100%; height: auto; border-radius: 3px; background: var(--rule);
   margin-bottom: .3rem; }
 .ladder .small { image-rendering: pixelated; }
 .ladder span, .ladder h3 { color: var(--muted); overflow-wrap: anywhere; }
 .ladder h3 { font-size: .8rem; font-weight: 600; margin: 0 0 .3rem; }
+.ladder span + h3 { margin-top: .8rem; }
 .ladder ol { list-style: none; margin: 0; padding: 0; }
 .ladder li { padding: .2rem 0; border-top: 1px solid var(--rule); overflow-wrap: anywhere; }
 .ladder b { color: var(--match); }
