@@ -34,6 +34,7 @@ class InclusionSettings(recipes.Settings):
     masked_every: int = 8  # one picture in so many gets masked copies: 12.5% of the batch
     drop_patches: float = 0.75  # share of a copy's patches that are dropped; the authors' code: 0.25
     mask_words: float = 0.75  # share of a copy's word tokens that become the mask token
+    hide_words: Literal["mask", "drop"] = "mask"  # drop: those words are left out, which makes copies general captions
 
 
 def terms(settings: InclusionSettings) -> dict[str, tuple[float, Any]]:
@@ -110,7 +111,8 @@ class MaskedText(_Inclusion):
         which, weight = at_least_one(self.chosen(batch)[batch.image_of_text])
         of = batch.image_of_text[which]
         caption = which - torch.searchsorted(batch.image_of_text, of)  # its number among its picture's
-        copies = mask_words(take(batch.texts, which), batch.seeds[of] + caption, self.settings.mask_words, self.config)
+        hide = drop_words if self.settings.hide_words == "drop" else mask_words
+        copies = hide(take(batch.texts, which), batch.seeds[of] + caption, self.settings.mask_words, self.config)
         return self.loss(rows(encoded.texts, which), model.encode_text(copies)[1]).sum() * weight
 
 
@@ -147,8 +149,8 @@ def take(texts: Texts, which: Tensor) -> Texts:
     return Texts(texts.ids[torch.arange(len(shift), device=shift.device) + shift], starts, texts.longest)
 
 
-def mask_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:
-    """Texts with a share of each one's words (rounded) replaced by the mask token; special tokens stay.
+def chosen_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Tensor:
+    """A share (rounded) of each text's words: [S] bool; never special tokens.
 
     Args: seeds [T] int64, of every text its own.
     """
@@ -162,5 +164,17 @@ def mask_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) ->
     order[of, place] = torch.where(words, noise[of, place], 2.0)  # others come last
     rank = order.argsort(dim=1, stable=True).argsort(1)[of, place]
     wanted = (torch.zeros_like(lengths).index_add(0, of, words.long()) * share).round()
-    hidden = words & (rank < wanted[of])
+    return words & (rank < wanted[of])
+
+
+def mask_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:
+    """Texts with a share of each one's words replaced by the mask token; arguments as `chosen_words`."""
+    hidden = chosen_words(texts, seeds, share, config)
     return Texts(texts.ids.masked_fill(hidden, config.special["mask"]), texts.starts, texts.longest)
+
+
+def drop_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:
+    """Texts without a share of each one's words, packed anew; arguments as `chosen_words`."""
+    kept = ~chosen_words(texts, seeds, share, config)
+    before = nn.functional.pad(kept.cumsum(0), (1, 0))  # kept tokens before each place
+    return Texts(texts.ids[kept], before[texts.starts], texts.longest)
