@@ -12,10 +12,12 @@ import tyro
 from tyro.conf import Positional, arg
 
 from kiloword import __version__
+from kiloword.evaluation.prompt_options import PromptOptions
 from kiloword.mining.options import Options as MineOptions
 
 app = tyro.extras.SubcommandApp()
 MINE = MineOptions()
+PROMPTS = PromptOptions()
 
 
 @app.command(name="train")
@@ -48,6 +50,8 @@ def evaluate(
     of: Literal["tower", "vec"] | None = None,
     samples: int | None = None,
     includes: Literal["h", "inc"] | None = None,
+    prompts: Literal["ensemble", "filter", "topk", "bprw"] | None = None,
+    prompt_options: Annotated[PromptOptions, arg(name="prompts")] = PROMPTS,
     json: Path | None = None,
     html: Path | None = None,
     batch: int = 256,
@@ -67,15 +71,19 @@ def evaluate(
         of: spectrum: tower (what the image tower puts out, the default) or vec.
         samples: spectrum: pictures, 5000 if not given.
         includes: hierarchy: what a caption includes a picture most by, h (the default) or inc.
+        prompts: zeroshot: how a class's prompts count: alike (ensemble, the default), the least uncertain (filter,
+            topk), or as they explain pictures (bprw); all but the first need a model with Gaussians.
+        prompt_options: zeroshot: what filter, topk and bprw may be told.
         json: also write the numbers to this file.
-        html: spectrum, hierarchy: write a page with the plots.
+        html: zeroshot, spectrum, hierarchy: write a page with the plots.
         batch: pictures at a time.
         workers: loader processes.
         device: cpu or cuda.
     """
     from kiloword.evaluation.command import main as run
 
-    options = {"shortlist": shortlist, "of": of, "samples": samples, "includes": includes}
+    options: dict[str, object] = {"shortlist": shortlist, "of": of, "samples": samples, "includes": includes}
+    options |= {"prompts": prompts, "prompt_options": None if prompt_options == PROMPTS else prompt_options}
     options |= {"batch": batch, "workers": workers}
     run([model, *with_], task, data, json, html, device, **options)
 

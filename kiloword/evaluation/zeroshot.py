@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import encode_texts, inference, seen
+from kiloword.evaluation.features import Seen, chunks, encode_texts, inference, join, rows, seen
 from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
+from kiloword.evaluation.prompt_options import PromptOptions, Way
+from kiloword.evaluation.prompts import ROWS, WEIGHT, Chosen, Pictures, Prompts, check_gaussians, choose, values
+from kiloword.evaluation.prompts_page import drawn
+from kiloword.evaluation.prompts_page import report as report
 from kiloword.evaluation.retrieval import Score
 from kiloword.types import Features, Skipped, Source
 
@@ -79,9 +83,13 @@ def zeroshot(
 
 def _standing(scores: Tensor, labels: Tensor, count: int) -> Standing:
     """Where the true class of every picture stands among all classes."""
+    _check_labels(labels, count)
+    return standing(scores, torch.nn.functional.one_hot(labels, count).bool())
+
+
+def _check_labels(labels: Tensor, count: int) -> None:
     if not 0 <= int(labels.min()) <= int(labels.max()) < count:
         raise ValueError(f"labels run from {int(labels.min())} to {int(labels.max())}, but there are {count} classes")
-    return standing(scores, torch.nn.functional.one_hot(labels, count).bool())
 
 
 def run(
@@ -90,11 +98,18 @@ def run(
     *,
     classnames: Sequence[str] | None = None,
     templates: Templates | None = None,
+    prompts: Way = "ensemble",
+    prompt_options: PromptOptions | None = None,
     batch: int = 64,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
+    shown: dict[str, Any] | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """Classify a source's pictures by the prompts of its classes; names and templates default to the source's own."""
+    """Classify a source's pictures by the prompts of its classes; names and templates default to the source's own.
+
+    Args: prompts: how a class's prompts become one row; all but "ensemble" need Gaussians and hold the features of all
+    pictures. They also yield what the ensemble makes of the same pictures (`ensemble_acc1`, ...), and all weights.
+    """
     names = classnames or getattr(source, "classnames", None)
     if not names:
         raise ValueError(
@@ -102,14 +117,65 @@ def run(
             "(for scenes: scenes:test?task=colour)"
         )
     given = templates or getattr(source, "templates", None) or ["{c}"]
-    classes = classifier(matcher.model, matcher.tokenizer, names, given)
-    bad = [] if skipped is None else skipped
-    yield from zeroshot(matcher.score, _labelled(matcher, source, batch, workers, bad), classes)
+    options = prompt_options or PromptOptions()
+    options.check(prompts)
+    labelled = _labelled(matcher, source, batch, workers, [] if skipped is None else skipped)
+    if prompts == "ensemble":
+        classes = classifier(matcher.model, matcher.tokenizer, names, given)
+        yield from zeroshot(matcher.score, ((part.images, _labels(part)) for part in labelled), classes)
+        return
+    captions, asked = encoded(matcher, names, given)
+    check_gaussians(asked.texts, prompts)
+    pictures = _held(labelled, source.fingerprint, len(names))
+    chosen = chosen_by(matcher, prompts, asked, pictures, options)
+    rest = pictures.without(chosen.taken)
+    yield from judged(matcher, rest, chosen.classes)
+    alike = chosen_by(matcher, "ensemble", asked, rest, PromptOptions())
+    yield from ((f"ensemble_{name}", value) for name, value in judged(matcher, rest, alike.classes))
+    yield from values(prompts, chosen, asked, captions)
+    if shown is not None:
+        shown |= drawn(matcher, source, chosen, asked, pictures, captions)
 
 
-def _labelled(
-    matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]
-) -> Iterator[tuple[Features, Tensor]]:
+def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tuple[list[str], Prompts]:
+    """All prompts of all classes, as words and as features."""
+    captions, group = prompts(names, templates)
+    texts = encode_texts(matcher.model, matcher.tokenizer, captions)
+    return captions, Prompts(texts, torch.tensor(group, device=texts["vec"].device), len(names), names)
+
+
+def chosen_by(matcher: Matcher, way: Way, asked: Prompts, pictures: Pictures, options: PromptOptions) -> Chosen:
+    """`prompts.choose` with a model."""
+    with inference(matcher.model):
+        return choose(way, matcher.model.head, matcher.score, asked, pictures, options)
+
+
+def judged(matcher: Matcher, pictures: Pictures, classes: Features) -> Iterator[tuple[str, float]]:
+    """`zeroshot` of pictures that are held."""
+    parts = chunks(len(pictures.rows), ROWS)
+    yield from zeroshot(matcher.score, ((rows(pictures.images, p), pictures.labels[p]) for p in parts), classes)
+
+
+def _held(parts: Iterable[Seen], fingerprint: str, count: int) -> Pictures:
+    """All pictures together."""
+    held = list(parts)
+    labels = torch.cat([_labels(part).cpu() for part in held])
+    if labels.ndim == 1:
+        _check_labels(labels, count)
+    return Pictures(join([part.images for part in held]), labels, [r for p in held for r in p.rows], fingerprint)
+
+
+def _labels(part: Seen) -> Tensor:
+    assert part.labels is not None, "rows without labels were left out"
+    return part.labels
+
+
+def brief(name: str) -> bool:
+    """Whether a value belongs on a screen: the prompts' weights do not."""
+    return not name.startswith(WEIGHT)
+
+
+def _labelled(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> Iterator[Seen]:
     """Encoded pictures with labels; a row without one is named in `skipped`."""
     none = True
     for part in seen(matcher, source, batch, workers, skipped):
@@ -118,8 +184,7 @@ def _labelled(
             continue
         if part.labels.ndim == 1:
             part = part.without((part.labels < 0).tolist(), "no class label", skipped)
-        assert part.labels is not None
         none = False
-        yield part.images, part.labels
+        yield part
     if none:
         raise ValueError(f"{source.name} has no class labels (.cls members): zeroshot needs one a picture")

@@ -1,0 +1,266 @@
+"""Which prompts count: filter, top-k and re-weighting as choices of zero-shot, on models with Gaussians and without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kiloword.api import Matcher
+from kiloword.checkpoint import save_model
+from kiloword.cli import main
+from kiloword.data.sources import open_source
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.evaluation import evaluate
+from kiloword.evaluation import prompts as choosing
+from kiloword.evaluation.bprw import combined
+from kiloword.evaluation.prompt_options import PromptOptions, Way
+from kiloword.evaluation.prompts import Pictures, Prompts, choose, filtered, labelled, least, nearest
+from kiloword.gaussian import variance_sum
+from kiloword.heads import Head
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.recipes import ModelFile, sizes
+from kiloword.types import Features
+
+SCENES = "scenes:test?task=fill&n=48&size=32"
+TEMPLATES = ["something {c}", "a {c} thing", "there is something {c}", "a red {c} thing", "{c}"]
+WEIGHING: tuple[Way, ...] = ("filter", "topk", "bprw")
+
+
+@cache
+def matcher(method: str = "prolip") -> Matcher:
+    tokenizer = Tokenizer.train(["a solid red object", "a striped blue thing", "there is something hollow"], vocab=300)
+    made = preset(method)
+    return Matcher(build(made.shape(sizes()["debug"]), made, 0), tokenizer)
+
+
+def zeroshot(way: Way, method: str = "prolip", source: str = SCENES, **options: object) -> dict[str, float]:
+    given = PromptOptions(**options)  # type: ignore[arg-type]
+    return evaluate(matcher(method), "zeroshot", source, prompts=way, prompt_options=given, templates=TEMPLATES)
+
+
+def weights(found: dict[str, float]) -> dict[str, list[float]]:
+    """Of each class by its number."""
+    own: dict[str, list[float]] = {}
+    for name, value in found.items():
+        if name.startswith("weight@"):
+            own.setdefault(name.removeprefix("weight@").split(".")[0], []).append(value)
+    return own
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    doubt=st.lists(st.sampled_from([0.1, 0.2, 0.2, 0.7, 1.5, 3.0]), min_size=1, max_size=12),
+    coeff=st.sampled_from([-2.0, -0.5, 0.0, 1.0, 5.0]),
+    k=st.integers(0, 4),
+)
+def test_filter_and_top_k_are_what_they_say(doubt: list[float], coeff: float, k: int) -> None:
+    group = [n % 3 for n in range(len(doubt))] if len(doubt) > 2 else [0] * len(doubt)
+    by_sigma = filtered(torch.tensor(doubt).double(), torch.tensor(group), coeff).tolist()
+    by_rank = least(torch.tensor(doubt).double(), torch.tensor(group), k).tolist()
+    for c in set(group):
+        own = [n for n in range(len(doubt)) if group[n] == c]
+        mean = sum(doubt[n] for n in own) / len(own)
+        spread = (sum((doubt[n] - mean) ** 2 for n in own) / len(own)) ** 0.5
+        for n in own:
+            bound = mean + coeff * spread
+            if abs(doubt[n] - bound) > 1e-6:
+                assert by_sigma[n] == (doubt[n] <= max(bound, min(doubt[m] for m in own)))
+        ranked = sorted(own, key=lambda n: doubt[n])[: k or (len(own) + 1) // 2]
+        assert [n for n in own if by_rank[n]] == sorted(ranked)
+        assert any(by_sigma[n] for n in own)
+
+
+def score(images: Features, texts: Features) -> Tensor:
+    return images["vec"] @ texts["vec"].T
+
+
+def unit(*shape: int, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.nn.functional.normalize(torch.randn(*shape, generator=g), dim=-1)
+
+
+@pytest.mark.parametrize("rows", [7, 4096])
+def test_nearest_pictures_of_each_class(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "ROWS", rows)
+    images, classes = {"vec": unit(30, 8)}, {"vec": unit(4, 8, seed=1)}
+    expected = score(images, classes).argsort(0, descending=True)[:10].T
+    assert nearest(score, images, classes, 10).tolist() == expected.tolist()
+    few = nearest(score, {"vec": unit(3, 8)}, classes, 10)
+    assert few.shape == (4, 3)
+    assert all(sorted(own) == [0, 1, 2] for own in few.tolist())
+
+
+def pictures(labels: Tensor) -> Pictures:
+    rows = list(range(100, 100 + len(labels)))
+    return Pictures({"vec": unit(len(labels), 8), "log_var": torch.full((len(labels), 8), -8.0)}, labels, rows, "data")
+
+
+def test_labelled_pictures_are_of_their_class_and_drawn_by_row() -> None:
+    labels = torch.arange(40) % 4
+    names = ["a", "b", "c", "d"]
+    some = labelled(pictures(labels), names, PromptOptions(shots=3))
+    assert some.shape == (4, 3)
+    assert (labels[some] == torch.arange(4)[:, None]).all()
+    assert len(set(some.flatten().tolist())) == 12
+    assert labelled(pictures(labels), names, PromptOptions(shots=3)).tolist() == some.tolist()
+    assert labelled(pictures(labels), names, PromptOptions(shots=3, seed=1)).tolist() != some.tolist()
+    assert labelled(pictures(labels), names, PromptOptions(shots=2)).tolist() == some[:, :2].tolist()
+    with pytest.raises(ValueError, match="class 'c' has 0 labelled pictures"):
+        labelled(pictures(torch.arange(40) % 2), ["a", "b", "c"], PromptOptions(shots=3))
+    with pytest.raises(ValueError, match="has 10 labelled pictures"):
+        labelled(pictures(labels), names, PromptOptions(shots=10))  # none would be left to score
+    with pytest.raises(ValueError, match="these have many"):
+        labelled(pictures(torch.eye(4)), names, PromptOptions(shots=1))
+
+
+def test_wrong_prompts_lose_their_weight() -> None:
+    """Two classes, each with two prompts near its pictures and two near the other's: five labels a class tell."""
+    centre = unit(2, 8)
+    labels = torch.arange(40) % 2
+    seen = pictures(labels)
+    seen.images["vec"] = torch.nn.functional.normalize(centre[labels] + 0.1 * unit(40, 8, seed=2), dim=1)
+    about = torch.tensor([0, 0, 1, 1, 1, 1, 0, 0])
+    vec = torch.nn.functional.normalize(centre[about] + 0.1 * unit(8, 8, seed=3), dim=1)
+    texts = {"vec": vec, "log_var": torch.full((8, 8), -6.0)}
+    asked = Prompts(texts, torch.arange(8) // 4, 2, ["left", "right"])
+    head = matcher().model.head
+    found = choose("bprw", head, score, asked, seen, PromptOptions(shots=5))
+    right = (about == asked.group).view(2, 4)
+    own = found.weights.view(2, 4)
+    assert (own[right].view(2, 2).sum(1) > 0.9).all()
+    torch.testing.assert_close(own.sum(1), torch.ones(2, dtype=torch.float64))
+    rest = seen.without(found.taken)
+    assert len(rest.rows) == 30
+    assert not set(rest.rows) & {seen.rows[i] for i in found.taken.tolist()}
+    assert (score(rest.images, found.classes).argmax(1) == rest.labels).all()
+
+
+def test_weighed_gaussians() -> None:
+    """Z = sum of weight times Z_i, and the settings on how its length and its variance are taken."""
+    texts = {"vec": unit(4, 8), "log_var": torch.randn(4, 8, generator=torch.Generator().manual_seed(0)) - 6}
+    group, weight = torch.tensor([0, 1, 0, 0]), torch.tensor([0.5, 1.0, 0.5, 0.0], dtype=torch.float64)
+    head: Head = matcher().model.head
+    mean = torch.stack([(texts["vec"][0] + texts["vec"][2]) / 2, texts["vec"][1]])
+    var = texts["log_var"].exp()
+    for options, share, expected in (
+        (PromptOptions(), 0.25, mean),
+        (PromptOptions(variance="linear"), 0.5, mean),
+        (PromptOptions(renormalise=True), 0.25, torch.nn.functional.normalize(mean, dim=1)),
+    ):
+        found = combined(head, texts, group, 2, weight, options)
+        torch.testing.assert_close(found["vec"], expected)
+        torch.testing.assert_close(found["log_var"].exp(), torch.stack([share * (var[0] + var[2]), var[1]]))
+
+
+def test_all_prompts_kept_is_the_ensemble() -> None:
+    plain = zeroshot("ensemble")
+    for way, options in (("filter", {"coeff": 1e6}), ("topk", {"k": 99})):
+        found = zeroshot(way, **options)  # type: ignore[arg-type]
+        assert {name: found[name] for name in plain} == plain
+        assert found["ensemble_acc1"] == plain["acc1"]
+        assert found["kept"] == 5
+        assert weights(found) == {c: [pytest.approx(0.2)] * 5 for c in "012"}
+
+
+def test_filter_keeps_the_least_uncertain() -> None:
+    found = zeroshot("topk", k=2)
+    said = [template.replace("{c}", "solid") for template in TEMPLATES]
+    doubt = variance_sum(matcher().encode_text(said))
+    kept = [n for n, value in enumerate(weights(found)["0"]) if value > 0]
+    assert kept == sorted(doubt.argsort()[:2].tolist())
+    assert found["kept"] == 2
+
+
+@pytest.mark.parametrize("shots", [0, 5])
+def test_values_of_re_weighting(shots: int) -> None:
+    found = zeroshot("bprw", shots=shots)
+    assert found["held_out"] == 3 * shots
+    assert found["max_weight_uniform"] == pytest.approx(0.2)
+    assert found["entropy_uniform"] == pytest.approx(1.6094379)
+    assert 0.2 <= found["max_weight"] <= 1
+    assert 0 <= found["entropy"] <= 1.61
+    assert [sum(own) for own in weights(found).values()] == [pytest.approx(1.0)] * 3
+    assert 0 < found["acc1"] < 1
+    assert zeroshot("bprw", shots=shots) == found
+    assert weights(zeroshot("bprw", shots=shots, seed=1)) != weights(found)
+
+
+def test_without_shots_no_label_is_looked_at() -> None:
+    seen = pictures(torch.arange(40) % 2)
+    texts = {"vec": unit(8, 8, seed=4), "log_var": torch.full((8, 8), -6.0)}
+    asked = Prompts(texts, torch.arange(8) // 4, 2, ["left", "right"])
+    other = replace(seen, labels=torch.full((40,), -1))
+    head = matcher().model.head
+    found = [choose("bprw", head, score, asked, p, PromptOptions()).weights for p in (seen, other)]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_labelled_pictures_are_not_scored() -> None:
+    """Accuracy is that of the same source without the rows that were learned from."""
+    source = open_source(SCENES, 32)
+    labels = torch.tensor([source.record(row).label for row in range(48)])
+    held = labelled(
+        replace(pictures(labels), rows=list(range(48)), fingerprint=source.fingerprint), "abc", PromptOptions(shots=4)
+    )
+    images = matcher().encode_image(torch.stack([matcher()._transform(source.record(row).image) for row in range(48)]))
+    rest = torch.tensor([row for row in range(48) if row not in held])
+    names = source.classnames  # type: ignore[attr-defined]
+    correct = matcher().classify({k: v[rest] for k, v in images.items()}, names, TEMPLATES).argmax(1) == labels[rest]
+    found = zeroshot("bprw", shots=4)
+    assert found["ensemble_acc1"] == pytest.approx(correct.double().mean().item())
+
+
+def test_fewer_pictures_than_neighbours() -> None:
+    found = zeroshot("bprw", source="scenes:test?task=fill&n=4&size=32")
+    assert [sum(own) for own in weights(found).values()] == [pytest.approx(1.0)] * 3
+
+
+def test_conditioned_on_the_text_and_uncertain() -> None:
+    assert 0 <= zeroshot("bprw", method="llip+gaussian", shots=2)["acc1"] <= 1
+
+
+@pytest.mark.parametrize("way", WEIGHING)
+def test_a_model_without_gaussians_is_refused(way: Way) -> None:
+    with pytest.raises(ValueError, match=f"--prompts {way} weighs prompts by their uncertainty"):
+        zeroshot(way, method="siglip")
+    assert "acc1" in zeroshot("ensemble", method="siglip")
+
+
+def test_verb_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = matcher()
+    file = ModelFile(method="prolip", settings={}, model=model.model.config)
+    save_model(tmp_path / "a" / "model", model.model, model.tokenizer, file)
+    words = ["eval", str(tmp_path / "a" / "model"), "zeroshot", "--data", SCENES]
+    html, numbers = tmp_path / "z.html", tmp_path / "z.json"
+    main([*words, "--prompts", "bprw", "--prompts.shots", "2", "--html", str(html), "--json", str(numbers)])
+    said = capsys.readouterr().out
+    assert "max_weight_uniform" in said
+    assert "weight@" not in said
+    found = json.loads(numbers.read_text())
+    assert found["held_out"] == 6
+    assert len(weights(found)) == 3
+    page = html.read_text()
+    assert page.count("<img") == 3 * 2  # two pictures of each class
+    assert "there is something solid" in page
+    main([*words, "--html", str(html)])
+    assert "acc1" in html.read_text()
+    for more, sentence in (
+        (
+            ["--prompts", "topk", "--prompts.alpha", "3"],
+            "--prompts.alpha is read by --prompts bprw, but --prompts is topk",
+        ),
+        (["--prompts.shots", "3"], "--prompts is ensemble"),
+        (["--prompts", "bprw", "--prompts.shots", "100"], "must be left to score"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+        assert sentence in capsys.readouterr().err
