@@ -5,6 +5,7 @@ They compare matched pairs of one rank's own batch, never pairs of the whole. So
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ class InclusionSettings(recipes.Settings):
 
     image_in_text: float = 1e-7  # weight of: a picture lies within its caption; 0: left out
     masked: float = 1e-3  # weight of: whole pictures and captions lie within their masked copies; 0: left out
+    spread: float = 0.0  # weight of: variances fit the distances of matched pairs (not in the paper); 0: left out
     vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: left out
     inclusion_form: Form = "paper"  # eq. 3 as printed, or the exact integral
     inclusion_reduction: Literal["per_dimension", "joint"] = "per_dimension"  # a sigmoid each, or one of the sum
@@ -38,17 +40,38 @@ class InclusionSettings(recipes.Settings):
 
 
 def terms(settings: InclusionSettings) -> dict[str, tuple[float, Any]]:
-    """`Method.terms` for these settings, each with its weight."""
+    """`Method.terms` for these settings, each with its weight; what has weight 0 is left out.
+
+    Raises: ValueError for settings out of their range.
+    """
+    _check(settings)
     made: dict[str, tuple[float, Any]] = {}
     if settings.image_in_text:
         made["image_in_text"] = (settings.image_in_text, lambda config: ImageInText(settings))
     if settings.masked:
         made["masked_image"] = (settings.masked, lambda config: MaskedImage(settings, config))
         made["masked_text"] = (settings.masked, lambda config: MaskedText(settings, config))
+    if settings.spread:
+        made["spread"] = (settings.spread, lambda config: Spread())
     if settings.vib:
         made["vib_image"] = (settings.vib, lambda config: Vib(settings, "image"))
         made["vib_text"] = (settings.vib, lambda config: Vib(settings, "text"))
     return made
+
+
+def _check(settings: InclusionSettings) -> None:
+    for name in ("image_in_text", "masked", "vib"):
+        if not 0 <= getattr(settings, name) < math.inf:
+            raise ValueError(f"{name} is {getattr(settings, name)}: expected a weight of 0 or more.")
+    for name in ("drop_patches", "mask_words"):
+        if not 0 <= getattr(settings, name) <= 1:
+            raise ValueError(f"{name} is {getattr(settings, name)}: expected a share, 0 to 1.")
+    if settings.masked_every < 1:
+        raise ValueError(
+            f"masked_every is {settings.masked_every}: expected at least 1; for no masked copies, masked 0."
+        )
+    if not 0 < settings.c < math.inf:
+        raise ValueError(f"c is {settings.c}: expected a sharpness above 0.")
 
 
 class _Inclusion(nn.Module):
@@ -114,6 +137,24 @@ class MaskedText(_Inclusion):
         hide = drop_words if self.settings.hide_words == "drop" else mask_words
         copies = hide(take(batch.texts, which), batch.seeds[of] + caption, self.settings.mask_words, self.config)
         return self.loss(rows(encoded.texts, which), model.encode_text(copies)[1]).sum() * weight
+
+
+class Spread(nn.Module):
+    """A caption's variance is how far its pictures lie from it: mean over captions of -log of the integral of p_v p_t.
+
+    Its constants are left out, and the mean over dimensions is taken. Only variances learn from it: means would only be
+    drawn together. A caption of many scenes lies far from each, whatever its length, so that its variance grows with
+    what it is true of. Not in the paper, which leaves it to the pair loss.
+    """
+
+    def count(self, batch: Batch) -> Tensor:
+        return batch.position.new_tensor(len(batch.texts))
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        images, texts = rows(encoded.images, batch.image_of_text), encoded.texts
+        both = torch.logaddexp(images["log_var"], texts["log_var"])
+        gap = (images["vec"] - texts["vec"]).detach()
+        return 0.5 * (both + gap.square() * (-both).exp()).mean(-1).sum()
 
 
 class Vib(nn.Module):
