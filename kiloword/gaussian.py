@@ -142,10 +142,18 @@ class GaussianSettings(recipes.Settings):
 
 
 def tokens(config: ModelConfig) -> ModelConfig:
-    """The towers' configuration with an uncertainty token a side, and the text's class token where that is read."""
+    """The towers' configuration with an uncertainty token a side, and the text's class token where that is read.
+
+    A causal tower's end token has seen all words, and not [UNC]: it stays the class token.
+    """
     image, text = config.image, config.text
-    extra_tokens = ("unc", "cls") if config.head.text_pool == "last" else ("unc",)
+    extra_tokens = ("unc", "cls") if config.head.text_pool == "last" and not text.causal else ("unc",)
     return replace(config, image=replace(image, uncertainty_token=True), text=replace(text, extra_tokens=extra_tokens))
+
+
+def log_variance(layer: nn.Linear, tokens: Tensor) -> Tensor:
+    """[N, W] -> [N, D], at least single precision: near a bias of -10, bfloat16 has steps of 1/16."""
+    return at_least_float(F.linear(tokens, layer.weight)) + at_least_float(layer.bias)
 
 
 class Gaussian(nn.Module):
@@ -163,12 +171,12 @@ class Gaussian(nn.Module):
 
     def image(self, tokens: Tensor, pooling: Pooling) -> Features:
         """[I, E + P, W] -> "log_var" [I, D]."""
-        return {"log_var": at_least_float(self.image_log_var(tokens[:, self.image_place]))}
+        return {"log_var": log_variance(self.image_log_var, tokens[:, self.image_place])}
 
     def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
         """Packed [S, W] -> "log_var" [T, D]."""
         unc = tokens.index_select(0, texts.starts[1:] - self.text_place)
-        return {"log_var": at_least_float(self.text_log_var(unc))}
+        return {"log_var": log_variance(self.text_log_var, unc)}
 
     def penalty(self, features: Features) -> Tensor:
         """[N]: half the trace, so that similarity minus both penalties is 1 - CSD / 2 (eq. A.1)."""
