@@ -1,0 +1,6 @@
+"""HierarImgs: from a picture set with instance masks to pictures of several levels (arXiv:2410.18857, appendix B.3)."""
+
+from kiloword.data.hierarimgs.masks import decode_mask
+from kiloword.data.hierarimgs.writer import Options, Report, build
+
+__all__ = ["Options", "Report", "build", "decode_mask"]

@@ -1,0 +1,50 @@
+"""`python -m kiloword.data.hierarimgs ANNOTATIONS.json PICTURES OUT`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional, arg
+
+from kiloword.data.hierarimgs.writer import Options, build
+
+DEFAULTS = Options()
+
+
+def run(
+    annotations: Annotated[Positional[Path], arg(metavar="ANNOTATIONS.json")],
+    pictures: Annotated[Positional[Path], arg(metavar="PICTURES")],
+    out: Annotated[Positional[Path], arg(metavar="OUT")],
+    options: Annotated[Options, arg(name="")] = DEFAULTS,
+) -> None:
+    """HierarImgs: photos by levels, from their largest segment alone to the whole, for `kiloword eval MODEL hierarchy`.
+
+    python -m kiloword.data.hierarimgs instances_val2014.json val2014 hierarimgs
+
+    Args:
+        annotations: instances in COCO's json layout (images, annotations with segmentation and area, categories).
+        pictures: folder of the photos that the json names.
+        out: new folder of webdataset tars.
+        options: which pictures are taken, and how their parts are drawn.
+    """
+    for line in build(annotations, pictures, out, options).lines():
+        print(line)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point. Errors a user can mend are one sentence on stderr and exit code 2."""
+    try:
+        tyro.cli(run, prog="python -m kiloword.data.hierarimgs", args=argv)
+    except ValueError as error:
+        print(f"hierarimgs: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
+        print(f"hierarimgs: {error.strerror or error}: {error.filename}.", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Building HierarImgs: which pictures, which segments, what is drawn and what is written."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from kiloword.data.decode import Pixels, decode
+from kiloword.data.hierarimgs.masks import Mask, decode_mask
+from kiloword.data.sample import IMAGE_SUFFIXES
+from kiloword.recipes import Settings
+from kiloword.types import BadSample
+
+CANVAS = {"white": 255, "grey": 128, "black": 0}
+SHARD = 1000  # samples of a tar
+Member = tuple[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings):
+    """Which pictures are taken, and how their parts are drawn."""
+
+    segments: int = 3  # that are pasted, the largest ones; a picture with fewer is left out
+    least: float = 5000.0  # pixels: a picture is left out if its smallest segment considered has no more
+    considered: Literal["all", "pasted"] = "all"  # by that rule: all segments of a picture, or only those pasted
+    crowd: bool = False  # regions marked iscrowd are segments too
+    canvas: Literal["white", "grey", "black"] = "white"  # what segments are pasted on
+
+
+@dataclass
+class Report:
+    """What became of the pictures of an annotation file."""
+
+    pictures: int = 0  # that the file names
+    few: int = 0  # with fewer segments than are pasted
+    small: int = 0  # whose smallest segment considered is too small
+    written: int = 0
+    bad: Counter[str] = field(default_factory=Counter)  # reasons -> pictures
+
+    def lines(self) -> Iterator[str]:
+        """In words, for a terminal."""
+        yield f"{self.written} of {self.pictures} pictures written"
+        yield f"{self.few} have too few segments, {self.small} a segment that is too small"
+        yield from (f"{n} left out: {reason}" for reason, n in self.bad.most_common())
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One instance of a picture."""
+
+    id: Any
+    area: float  # pixels, as annotated
+    name: str  # of its category
+    segmentation: Any
+
+
+def build(annotations: Path, pictures: Path, out: Path, options: Options | None = None) -> Report:
+    """Write a folder of webdataset tars with the levels of every picture that qualifies.
+
+    With n segments pasted there are levels 0 to n: level k below n shows the k + 1 largest segments at their places on
+    a blank canvas, level n is the photo itself. (The paper speaks of four levels and calls the photo
+    level 4; ours are 0 to 3.) Each sample's json has `level`, `levels`, `group` (the picture's id), `parent` (the key
+    of the next more general level), `segments`, and `captions` made of the segments' category names.
+
+    The folder appears when all of it is written. Raises: ValueError when it exists, when the annotations are not COCO's
+    json of instances, or when no picture qualifies.
+    """
+    options = options or Options()
+    if options.segments < 1:
+        raise ValueError(f"{options.segments} segments; expected at least 1")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists: choose another OUT, or remove it.")
+    images, segments = read_annotations(annotations, options.crowd)
+    report = Report(pictures=len(images))
+    new = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        new.mkdir(parents=True)
+        _write(new, _samples(images, segments, pictures, options, report))
+        if not report.written:
+            raise ValueError(f"{annotations}: no picture qualifies: {'; '.join(report.lines())}.")
+        if out.is_dir():
+            out.rmdir()
+        new.replace(out)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return report
+
+
+def read_annotations(path: Path, crowd: bool) -> tuple[list[dict[str, Any]], dict[Any, list[Segment]]]:
+    """The pictures of a COCO json in order of id, and the segments of each, by id."""
+    try:
+        with path.open("rb") as file:
+            found = json.load(file)
+        names = {one["id"]: one["name"] for one in found.get("categories", ())}
+        images = sorted(found["images"], key=lambda image: image["id"])
+        segments: dict[Any, list[Segment]] = {image["id"]: [] for image in images}
+        for one in found["annotations"]:
+            if one["image_id"] in segments and (crowd or not one.get("iscrowd", 0)):
+                name = names.get(one.get("category_id"), "object")
+                segments[one["image_id"]].append(Segment(one["id"], float(one["area"]), name, one["segmentation"]))
+        assert all(isinstance(image["file_name"], str) for image in images)
+        assert all(isinstance(image[side], int) for image in images for side in ("height", "width"))
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise ValueError(
+            f"{path} is not COCO's json of instances ({type(error).__name__}: {error}): expected `images` with id, "
+            "file_name, height, width and `annotations` with id, image_id, area, segmentation."
+        ) from None
+    return images, segments
+
+
+def _samples(
+    images: Sequence[dict[str, Any]],
+    segments: dict[Any, list[Segment]],
+    folder: Path,
+    options: Options,
+    report: Report,
+) -> Iterator[list[list[Member]]]:
+    """The levels of each picture that qualifies, each as the members of a tar."""
+    for image in images:
+        chosen = choose(segments[image["id"]], options, report)
+        if chosen:
+            try:
+                levels = _levels(image, chosen, folder, options)
+            except BadSample as error:
+                report.bad[str(error)] += 1
+                continue
+            report.written += 1
+            yield levels
+
+
+def choose(segments: Sequence[Segment], options: Options, report: Report) -> list[Segment]:
+    """The segments that are pasted, the largest first; none when the picture is left out."""
+    ordered = sorted(segments, key=lambda segment: -segment.area)
+    pasted = ordered[: options.segments]
+    if len(pasted) < options.segments:
+        report.few += 1
+        return []
+    if (ordered if options.considered == "all" else pasted)[-1].area <= options.least:
+        report.small += 1
+        return []
+    return pasted
+
+
+def _levels(image: dict[str, Any], chosen: Sequence[Segment], folder: Path, options: Options) -> list[list[Member]]:
+    """Members of the samples of one picture, general to specific."""
+    path = folder / image["file_name"]
+    try:
+        photo = path.read_bytes()
+    except OSError as error:
+        raise BadSample(f"cannot read the picture: {error.strerror}") from None
+    pixels = decode(photo)
+    height, width = image["height"], image["width"]
+    if pixels.shape[:2] != (height, width):
+        raise BadSample("the picture is not of the size that was annotated")
+    masks = [decode_mask(segment.segmentation, height, width) for segment in chosen]
+    pictures = [_png(paste(pixels, masks[: k + 1], CANVAS[options.canvas])) for k in range(len(chosen))]
+    group = f"{image['id']:012d}" if isinstance(image["id"], int) else str(image["id"]).replace(".", "-")
+    suffix = path.suffix.lower().lstrip(".")
+    whole = (suffix, photo) if suffix in IMAGE_SUFFIXES else ("png", _png(pixels))
+    drawn = [*(("png", picture) for picture in pictures), whole]
+    return [_members(group, k, chosen[: k + 1], len(chosen), *picture) for k, picture in enumerate(drawn)]
+
+
+def paste(pixels: Pixels, masks: Sequence[Mask], canvas: int) -> Pixels:
+    """The parts of a photo [H, W, 3] that some masks [H, W] show, on a canvas of one grey.
+
+    Parts keep their places, so which is pasted first makes no difference.
+    """
+    shown = np.any(masks, axis=0)
+    return np.where(shown[..., None], pixels, np.uint8(canvas))
+
+
+def _members(group: str, level: int, shown: Sequence[Segment], last: int, suffix: str, picture: bytes) -> list[Member]:
+    key = f"{group}-{level}"
+    info = {
+        "captions": [" and ".join(segment.name for segment in shown)],
+        "level": level,
+        "levels": last + 1,
+        "group": group,
+        "parent": f"{group}-{level - 1}" if level else None,
+        "segments": [{"id": s.id, "category": s.name, "area": s.area} for s in shown],
+    }
+    return [(f"{key}.{suffix}", picture), (f"{key}.json", json.dumps(info, ensure_ascii=False).encode())]
+
+
+def _png(pixels: Pixels) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def _write(folder: Path, samples: Iterator[list[list[Member]]]) -> None:
+    """Tars of about SHARD samples; the levels of one picture stay together, and the same input gives the same bytes."""
+    tar, shards, held = None, 0, SHARD
+    try:
+        for levels in samples:
+            if held >= SHARD:
+                if tar is not None:
+                    tar.close()
+                tar, held, shards = tarfile.open(folder / f"{shards}.tar", "w"), 0, shards + 1  # noqa: SIM115
+            assert tar is not None
+            for name, data in (member for sample in levels for member in sample):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+            held += len(levels)
+    finally:
+        if tar is not None:
+            tar.close()
+    (folder / "nshards.txt").write_text(f"{shards}\n")

@@ -1,0 +1,289 @@
+"""HierarImgs: masks against slow definitions, what is chosen and drawn, what our readers and `eval hierarchy` see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tars import encode, noise
+
+from kiloword.api import Matcher
+from kiloword.data.decode import decode
+from kiloword.data.hierarimgs import Options, build, decode_mask
+from kiloword.data.hierarimgs.__main__ import main
+from kiloword.data.hierarimgs.masks import decompress
+from kiloword.data.hierarimgs.writer import paste
+from kiloword.data.sources import open_source
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.evaluation import evaluate
+from kiloword.methods import preset
+from kiloword.model import build as build_model
+from kiloword.recipes import sizes
+from kiloword.types import BadSample
+
+
+def runs(mask: np.ndarray) -> list[int]:
+    """Run lengths of a mask [H, W], column by column, the first of zeros."""
+    counts, value = [0], False
+    for pixel in mask.T.ravel():
+        if pixel != value:
+            counts.append(0)
+            value = bool(pixel)
+        counts[-1] += 1
+    return counts
+
+
+def compress(counts: list[int]) -> str:
+    """COCO's rleToString, transcribed."""
+    out = ""
+    for i, count in enumerate(counts):
+        x = count - counts[i - 2] if i > 2 else count
+        more = True
+        while more:
+            group = x & 0x1F
+            x >>= 5
+            more = x != -1 if group & 0x10 else x != 0
+            out += chr((group | 0x20 if more else group) + 48)
+    return out
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 2**32 - 1), st.floats(0, 1))
+def test_run_lengths_plain_and_compressed(height: int, width: int, seed: int, share: float) -> None:
+    mask = np.random.default_rng(seed).random((height, width)) < share
+    counts = runs(mask)
+    assert decompress(compress(counts).encode()) == counts
+    for written in (counts, compress(counts), compress(counts).encode()):
+        np.testing.assert_array_equal(decode_mask({"counts": written, "size": [height, width]}, height, width), mask)
+
+
+@given(st.lists(st.integers(0, 2**20), min_size=1, max_size=12))
+def test_large_numbers_are_decompressed(counts: list[int]) -> None:
+    assert decompress(compress(counts).encode()) == counts
+
+
+def holds(polygon: list[float], x: float, y: float) -> bool:
+    """Whether a point lies in a polygon: an odd number of edges to its right."""
+    corners, inside = list(zip(polygon[::2], polygon[1::2], strict=True)), False
+    for (ax, ay), (bx, by) in zip(corners, [*corners[1:], corners[0]], strict=True):
+        if (ay > y) != (by > y) and x < ax + (y - ay) / (by - ay) * (bx - ax):
+            inside = not inside
+    return inside
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.floats(-3, 14), st.floats(-3, 12)), min_size=3, max_size=7))
+def test_a_polygon_is_the_pixels_whose_centres_it_holds(corners: list[tuple[float, float]]) -> None:
+    tilted = [(x + 0.0137 * y, y + 0.0071) for x, y in corners]  # no edge through a centre, but by an ill chance
+    polygon = [float(v) for corner in tilted for v in corner]
+    expected = [[holds(polygon, x + 0.5, y + 0.5) for x in range(11)] for y in range(9)]
+    np.testing.assert_array_equal(decode_mask([polygon], 9, 11), expected)
+
+
+def box(x: float, y: float, w: float, h: float) -> list[float]:
+    return [x, y, x + w, y, x + w, y + h, x, y + h]
+
+
+def test_polygons_have_their_area_and_are_put_together() -> None:
+    mask = decode_mask([box(2, 3, 5, 4), box(4, 3, 5, 4)], 20, 30)
+    assert mask.sum() == 7 * 4
+    assert mask[3:7, 2:9].all()
+    assert decode_mask([[0, 0, 30, 0, 0, 20]], 20, 30).sum() == pytest.approx(300, abs=15)
+    assert not decode_mask([box(40, 3, 5, 4)], 20, 30).any()
+
+
+def test_masks_are_nearly_pycocotools() -> None:
+    coco = pytest.importorskip("pycocotools.mask")
+    polygons = [[3.2, 4.1, 60.7, 8.9, 50.3, 44.4, 30.1, 20.2, 8.8, 47.5], box(10, 30, 20, 15)]
+    theirs = coco.decode(coco.merge(coco.frPyObjects(polygons, 60, 80))).astype(bool)
+    ours = decode_mask(polygons, 60, 80)
+    assert (ours & theirs).sum() / (ours | theirs).sum() > 0.95
+    packed = coco.encode(np.asfortranarray(ours.astype(np.uint8)))
+    np.testing.assert_array_equal(decode_mask(packed, 60, 80), ours)
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "said"),
+    [
+        ({"counts": [3, 4], "size": [2, 3]}, "cover 7 pixels of 6"),
+        ({"counts": [3, -3, 6], "size": [2, 3]}, "not whole numbers"),
+        ({"counts": [6], "size": [3, 2]}, r"size \[3, 2\] in a picture of \[2, 3\]"),
+        ({"counts": "P", "size": [2, 3]}, "end within a number"),
+        ({"counts": "6\n", "size": [2, 3]}, "strange character"),
+        ([], "neither polygons nor run lengths"),
+        ([[1, 2, 3, 4]], "three corners or more"),
+        ([[1, 2, 3, 4, 5, "x"]], "is not a number"),
+        ([[1, 2, 3, 4, 5, float("inf")]], "is not finite"),
+    ],
+)
+def test_bad_masks_are_named(segmentation: Any, said: str) -> None:
+    with pytest.raises(BadSample, match=said):
+        decode_mask(segmentation, 2, 3)
+
+
+HEIGHT, WIDTH = 40, 60
+
+
+def annotation(number: int, image: int, x: int, y: int, w: int, h: int, kind: str = "polygon", crowd: int = 0) -> dict:
+    mask = np.zeros((HEIGHT, WIDTH), bool)
+    mask[y : y + h, x : x + w] = True
+    counts = runs(mask)
+    segmentation: Any = [box(x, y, w, h)]
+    if kind != "polygon":
+        segmentation = {"counts": counts if kind == "plain" else compress(counts), "size": [HEIGHT, WIDTH]}
+    known = {"id": number, "image_id": image, "category_id": number % 3, "iscrowd": crowd}
+    return known | {"area": float(w * h), "segmentation": segmentation}
+
+
+def coco(folder: Path) -> tuple[Path, Path]:
+    """Pictures 1 and 2 qualify; 3 has two segments and a crowd, 4 a small one, 5 is missing, 6 of another size."""
+    pictures = folder / "pictures"
+    pictures.mkdir(parents=True)
+    for i in (1, 2, 3, 4, 6):
+        shape = (HEIGHT, WIDTH) if i != 6 else (HEIGHT, WIDTH + 1)
+        (pictures / f"{i}.png").write_bytes(encode(noise(*shape, seed=i)))
+    (pictures / "2.png").rename(pictures / "2.jpg")
+    (pictures / "2.jpg").write_bytes(encode(noise(HEIGHT, WIDTH, seed=2), "JPEG"))
+    kinds = ("polygon", "plain", "compressed")
+    annotations = [
+        *(annotation(10 + k, 1, 18 * k, 2, 8 + k, 10, kind) for k, kind in enumerate(kinds)),
+        annotation(14, 1, 0, 30, 8, 8),  # fourth, 64 pixels
+        *(annotation(20 + k, 2, 18 * k, 5, 12 - k, 12) for k in range(3)),
+        *(annotation(30 + k, 3, 18 * k, 5, 12, 12, "plain", crowd=int(k == 2)) for k in range(3)),
+        *(annotation(40 + k, 4, 18 * k, 5, 12 if k else 4, 12) for k in range(3)),
+        *(annotation(10 * i + k, i, 18 * k, 5, 12, 12) for i in (5, 6) for k in range(3)),
+    ]
+    images = [
+        {"id": i, "file_name": f"{i}.{'jpg' if i == 2 else 'png'}", "height": HEIGHT, "width": WIDTH}
+        for i in (2, 1, 3, 4, 5, 6)
+    ]
+    categories = [{"id": k, "name": name} for k, name in enumerate(("cup", "dog", "tree"))]
+    path = folder / "instances.json"
+    path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
+    return path, pictures
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+    coco(tmp_path)
+    return tmp_path
+
+
+def test_what_is_chosen(made: Path) -> None:
+    files = made / "instances.json", made / "pictures"
+    report = build(*files, made / "out", Options(least=50))
+    assert (report.pictures, report.few, report.small, report.written) == (6, 1, 1, 2)
+    assert report.bad == {
+        "cannot read the picture: No such file or directory": 1,
+        "the picture is not of the size that was annotated": 1,
+    }
+    assert build(*files, made / "all", Options(least=64)).small == 2  # not below, but not above: 1's fourth segment
+    pasted = build(*files, made / "pasted", Options(least=64, considered="pasted"))
+    assert (pasted.small, pasted.written) == (1, 2)
+    assert build(*files, made / "crowd", Options(least=50, crowd=True)).written == 3
+    assert build(*files, made / "two", Options(least=50, segments=2)).few == 0
+
+
+def test_what_is_written_is_what_our_readers_read(made: Path) -> None:
+    build(made / "instances.json", made / "pictures", made / "out", Options(least=50))
+    source = open_source(str(made / "out"))
+    records = [source.record(row) for row in range(len(source))]
+    assert [r.key for r in records] == [f"{i:012d}-{k}" for i in (1, 2) for k in range(4)]
+    assert [r.info["level"] for r in records] == [0, 1, 2, 3] * 2
+    assert [r.info["parent"] for r in records[:4]] == [None, *(f"{1:012d}-{k}" for k in range(3))]
+    assert all(r.info["levels"] == 4 and r.info["group"] == f"{1:012d}" for r in records[:4])
+    assert [r.captions for r in records[:4]] == [["cup"], ["cup and tree"], *[["cup and tree and dog"]] * 2]
+    assert [s["id"] for s in records[2].info["segments"]] == [12, 11, 10]  # largest first
+    photo = noise(HEIGHT, WIDTH, seed=1)
+    for k, record in enumerate(records[:3]):
+        expected = np.full_like(photo, 255)
+        for x, w in ((36, 10), (18, 9), (0, 8))[: k + 1]:
+            expected[2:12, x : x + w] = photo[2:12, x : x + w]
+        np.testing.assert_array_equal(decode(record.image), expected)
+    np.testing.assert_array_equal(decode(records[3].image), photo)
+    assert records[7].image == (made / "pictures" / "2.jpg").read_bytes()
+    assert (made / "out" / "nshards.txt").read_text() == "1\n"
+
+
+def test_the_same_input_gives_the_same_bytes_in_shards(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kiloword.data.hierarimgs.writer.SHARD", 3)
+    for name in ("a", "b"):
+        build(made / "instances.json", made / "pictures", made / name, Options(least=50))
+    assert sorted(p.name for p in (made / "a").iterdir()) == ["0.tar", "1.tar", "nshards.txt"]
+    for name in ("0.tar", "1.tar"):
+        assert (made / "a" / name).read_bytes() == (made / "b" / name).read_bytes()
+    assert len(open_source(str(made / "a"))) == 8
+
+
+def test_canvas() -> None:
+    photo = noise(4, 6)
+    shown = paste(photo, [np.eye(4, 6, dtype=bool)], 128)
+    assert (shown[0, 0] == photo[0, 0]).all()
+    assert (shown[0, 1] == 128).all()
+    assert shown.dtype == np.uint8
+
+
+def test_nothing_is_left_when_it_fails(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(p.name for p in made.iterdir())
+    files = made / "instances.json", made / "pictures"
+    with pytest.raises(ValueError, match="no picture qualifies: 0 of 6 pictures written"):
+        build(*files, made / "out", Options(least=1e6))
+    monkeypatch.setattr("kiloword.data.hierarimgs.writer._png", lambda pixels: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        build(*files, made / "out", Options(least=50))
+    assert sorted(p.name for p in made.iterdir()) == before
+
+
+def test_words_for_what_a_user_can_mend(made: Path) -> None:
+    files = made / "instances.json", made / "pictures"
+    with pytest.raises(ValueError, match="pictures exists: choose another OUT"):
+        build(*files, made / "pictures", Options(least=50))
+    with pytest.raises(ValueError, match="0 segments; expected at least 1"):
+        build(*files, made / "out", Options(segments=0))
+    for text in ("{", "[]", '{"images": []}', '{"images": [{"id": 1}], "annotations": []}'):
+        (made / "wrong.json").write_text(text)
+        with pytest.raises(ValueError, match=r"wrong.json is not COCO's json of instances"):
+            build(made / "wrong.json", made / "pictures", made / "out")
+
+
+def test_verb(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(made / name) for name in ("instances.json", "pictures", "out")]
+    main([*words, "--least", "50"])
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "2 of 6 pictures written\n1 have too few segments, 1 a segment that is too small\n1 left out"
+    )
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert "exists: choose another OUT" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main([str(made / "none.json"), *words[1:2], str(made / "new")])
+    assert end.value.code == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def matcher(method: str) -> Matcher:
+    tokenizer = Tokenizer.train(["a red dog", "a blue cat", "green"], vocab=300)
+    return Matcher(build_model(sizes()["debug"], preset(method)), tokenizer)
+
+
+def test_eval_hierarchy_judges_the_levels(made: Path) -> None:
+    build(made / "instances.json", made / "pictures", made / "out", Options(least=50))
+    model = matcher("prolip")
+    found = evaluate(model, "hierarchy", str(made / "out"))
+    source = open_source(str(made / "out"))
+    of_level_1 = model.encode_image([Image.fromarray(decode(source.record(row).image)) for row in (1, 5)])
+    expected = float(of_level_1["log_var"].exp().sum(1).mean())
+    assert found["image_uncertainty_level@1"] == pytest.approx(expected, rel=1e-5)
+    assert {"image_inclusion_h@3", "image_inclusion_whole_h@0", "image_uncertainty_order"} < set(found)
+    assert not [name for name in found if name.startswith(("text", "hierarcaps", "traversal"))]
+    with pytest.raises(ValueError, match="the model has no uncertainty"):
+        evaluate(matcher("clip"), "hierarchy", str(made / "out"))
