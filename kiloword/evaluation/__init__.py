@@ -16,6 +16,7 @@ TASKS = {
     "hierarchy": "kiloword.evaluation.hierarchy",
     "retrieval": "kiloword.evaluation.retrieval",
     "spectrum": "kiloword.evaluation.spectrum",
+    "uncertainty": "kiloword.evaluation.uncertainty",
     "zeroshot": "kiloword.evaluation.zeroshot",
 }
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def binned(uncertainty: Tensor, right: Tensor, bins: int = BINS) -> Bins:
     """
     if not len(uncertainty):
         raise ValueError("calibration got no items: it needs at least one")
-    values, which, counts = uncertainty.double().cpu().unique(return_inverse=True, return_counts=True)
+    values, which, counts = groups(uncertainty.double())
     mean = torch.zeros_like(values).index_add(0, which, right.double().cpu()) / counts
     order = which.argsort()
     parts = order.tensor_split(min(bins, len(order)))
@@ -48,7 +49,7 @@ def binned(uncertainty: Tensor, right: Tensor, bins: int = BINS) -> Bins:
 
 
 def calibration(name: str, bins: Bins) -> Iterator[tuple[str, float]]:
-    """Yield `NAME_pearson` and `NAME_spearman` between bin means, then `NAME_uncertainty@k` and `NAME_right@k` of bin k.
+    """Yield `NAME_pearson`, `NAME_spearman` between bin means, then `NAME_uncertainty@k` and `NAME_right@k` of bin k.
 
     Negative correlations are good: the more uncertain, the less is right. Bins count from 1, the most certain. The
     correlations are left out below three bins, and where all bins are equally uncertain or equally right.
@@ -84,5 +85,13 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 def ranks(values: Tensor) -> Tensor:
     """Ranks from 1, [N] double; equal values share their mean rank."""
-    _, which, counts = values.cpu().unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2).double()[which]
+    _, which, counts = groups(values)
+    mean = counts.cumsum(0) - (counts - 1) / 2
+    return mean.double()[which]
+
+
+def groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of [N]: the different values, ascending, [G]; which of them each is, [N]; how often each occurs, [G]."""
+    found = np.unique(values.cpu().numpy(), return_inverse=True, return_counts=True)
+    different, which, counts = map(torch.from_numpy, found)
+    return different, which, counts

@@ -1,13 +1,16 @@
 """Self-contained HTML reports: every piece is a pure function from numbers and pictures to a string."""
 
-from kiloword.report.gallery import card, gallery
+from kiloword.report.boxes import box_plot
+from kiloword.report.gallery import card, gallery, tiles
 from kiloword.report.histogram import histogram
 from kiloword.report.ladder import ladder
 from kiloword.report.page import page, write
 from kiloword.report.parts import code, grid, headline, heat_map, paragraph, table
 from kiloword.report.plot import line_plot
+from kiloword.report.scatter import scatter
 
 __all__ = [
+    "box_plot",
     "card",
     "code",
     "gallery",
@@ -19,6 +22,8 @@ __all__ = [
     "line_plot",
     "page",
     "paragraph",
+    "scatter",
     "table",
+    "tiles",
     "write",
 ]

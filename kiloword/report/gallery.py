@@ -25,6 +25,19 @@ def gallery(queries: Sequence[tuple[str, Sequence[Hit]]]) -> str:
     return "".join(_query(text, hits) for text, hits in queries)
 
 
+def tiles(pictures: Sequence[tuple[npt.NDArray[np.uint8], str]], columns: int = 6) -> str:
+    """Pictures in rows of so many, each with a few words below it.
+
+    Errors: ValueError when a picture is not uint8 [H, W, 3].
+    """
+    items = "".join(
+        f'<li><img{_size(picture)} src="{picture_data(picture)}" alt="{escape(words)}" width="{picture.shape[1]}" '
+        f'height="{picture.shape[0]}"><div><span>{escape(words)}</span></div></li>'
+        for picture, words in pictures
+    )
+    return f'<div class="query"><ol style="--n:{columns}">{items}</ol></div>'
+
+
 def card(pictures: Sequence[tuple[npt.NDArray[np.uint8], str]], lines: Sequence[str], *, strong: str = "") -> str:
     """Pictures side by side, each with words below it, above lines of plain text; `strong` is the first, large.
 
