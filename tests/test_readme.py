@@ -27,7 +27,7 @@ def python(first_words: str) -> str:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, gaussian: Path) -> Path:
     """A folder with what the README's commands are about."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
@@ -41,14 +41,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path) -> Pat
     for model in ("quickstart", "runs/photos"):
         shutil.copytree(trained, tmp_path / model / "model")
     shutil.copytree(trained, tmp_path / "models" / "b32")
+    shutil.copytree(gaussian, tmp_path / "runs/prolip" / "model")
     (tmp_path / "quickstart" / "example.png").write_bytes(picture())
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("run")
-    words = "train siglip --data scenes?n=64 --size debug --batch 8 --steps 2 --vocab 300 --out"
+    return train("siglip", tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def gaussian(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train("prolip", tmp_path_factory.mktemp("run"))
+
+
+def train(method: str, out: Path) -> Path:
+    words = f"train {method} --data scenes?n=64 --size debug --batch 8 --steps 2 --vocab 300 --out"
     main([*words.split(), str(out)])
     return out / "model"
 
