@@ -20,6 +20,8 @@ from kiloword.verify import verify
 MIXES = (
     *("llip+compose", "llip+mined", "llip+compose+mined", "llip+fff", "clip+contextual+mixup"),
     *("siglip+stylistic", "siglip+supcon", "clip+mined", "fff+exact+compose"),
+    *("llip+gaussian", "llip+gaussian+inclusion", "clip+gaussian+matching", "pcme+++ppcl+mixup"),
+    *("prolip+deterministic", "pcme+++deterministic"),
 )
 DATA = "scenes?n=64&captions=3"
 EVERY = Options(log_every=1, save_every=3, quiet=True)
@@ -48,7 +50,7 @@ def recipe(method: str, side: tuple[str, ...], steps: int = 8) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("method", ["clip-c", "fff", "llip+compose+mined"])
+@pytest.mark.parametrize("method", ["clip-c", "fff", "llip+compose+mined", "prolip", "pcme++"])
 def test_a_cut_run_goes_on_as_if_nothing_had_been(
     method: str, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
