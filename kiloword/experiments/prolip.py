@@ -1,8 +1,8 @@
 """ProLIP on scenes: what variances learn of generality, and what they cost, against the exact truth.
 
 `python -m kiloword.experiments.prolip --out runs/prolip --jobs 2`; the claims are those of arXiv:2410.18857: retrieval
-is not lost (table 1), the inclusion loss makes texts more uncertain than pictures, the masked one makes variances follow
-generality, and PCME++'s loss does not train an uncertainty token without a deterministic one (table C.3).
+is not lost (table 1), the inclusion loss makes texts more uncertain than pictures, the masked one makes variances
+follow generality, and PCME++'s loss does not train an uncertainty token without a deterministic one (table C.3).
 """
 
 from __future__ import annotations
