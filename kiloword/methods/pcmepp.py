@@ -87,8 +87,8 @@ def deterministic(method: Method, settings: Deterministic) -> Method:
         raise ValueError(f"deterministic adds a loss of means to that of Gaussians, but {method.name} has only means.")
     if not isinstance(head.pooling, Single):
         raise ValueError(
-            f"deterministic compares one mean a picture with one a text, but the pooling of {method.name} does not read "
-            "pictures into one: leave +deterministic away."
+            "deterministic compares one mean a picture with one a text, but the pooling of "
+            f"{method.name} does not read pictures into one: leave +deterministic away."
         )
     _check("weight", settings.weight, settings.weight > 0)
     _check("scale", settings.scale, settings.scale >= 0, "at least 0")
