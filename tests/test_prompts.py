@@ -16,6 +16,8 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.checkpoint import save_model
 from kiloword.cli import main
+from kiloword.data.scenes.grammar import parse
+from kiloword.data.scenes.tasks import TASKS
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
@@ -23,6 +25,7 @@ from kiloword.evaluation import prompts as choosing
 from kiloword.evaluation.bprw import combined
 from kiloword.evaluation.prompt_options import PromptOptions, Way
 from kiloword.evaluation.prompts import Pictures, Prompts, choose, filtered, labelled, least, nearest
+from kiloword.experiments import bprw as experiment
 from kiloword.gaussian import variance_sum
 from kiloword.heads import Head
 from kiloword.methods import preset
@@ -263,4 +266,44 @@ def test_verb_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ):
         with pytest.raises(SystemExit):
             main([*words, *more])
+        assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_noisy_prompts_are_right_and_wrong_as_their_kind_says(task: str) -> None:
+    source = open_source(f"scenes:test?task={task}&n=60")
+    labels = torch.tensor([source.record(row).label for row in range(60)])
+    prompts = experiment.noisy(task)
+    assert list(prompts) == list(TASKS[task].classnames)
+    for c, own in enumerate(prompts.values()):
+        kinds = [kind for _, kind in own]
+        assert [kinds.count(kind) for kind in experiment.KINDS] == [4, 3, 2, 1]
+        said = [prompt for prompt, kind in own if kind != "negated"]
+        assert all(parse(prompt) is not None for prompt in said)
+        true = torch.from_numpy(source.relevance(said, range(60)))  # type: ignore[attr-defined]  # [prompts, 60]
+        assert (true[:4] == (labels == c)).all()
+        assert not true[4:7, labels == c].any()
+        assert (true[7:] != (labels == c)).any(1).all()
+
+
+def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for method in ("prolip", "siglip"):
+        model = matcher(method)
+        file = ModelFile(method=method, settings={}, model=model.model.config)
+        save_model(tmp_path / method / "model", model.model, model.tokenizer, file)
+    numbers = tmp_path / "numbers.json"
+    words = ["--tasks", "fill", "--n", "40", "--draws", "2"]
+    experiment.main(["--model", str(tmp_path / "prolip" / "model"), *words, "--json", str(numbers)])
+    said = capsys.readouterr().out
+    draws = json.loads(numbers.read_text())["prolip"]["fill"]
+    mean = sum(found["bprw, K = 5"]["acc1"] for found in draws) / 2
+    assert f"| bprw, K = 5 | {mean:.3f} |" in said
+    assert draws[0]["uniform"]["right"] == pytest.approx(0.1)
+    for more, sentence in (
+        (["--model", str(tmp_path / "siglip" / "model"), *words], "which this model does not know"),
+        (["--model", "none", "--tasks", "size"], "--tasks got size"),
+        (["--model", "none", "--draws", "0"], "--draws is 0"),
+    ):
+        with pytest.raises(SystemExit):
+            experiment.main(more)
         assert sentence in capsys.readouterr().err

@@ -119,14 +119,15 @@ def run(
     given = templates or getattr(source, "templates", None) or ["{c}"]
     options = prompt_options or PromptOptions()
     options.check(prompts)
-    labelled = _labelled(matcher, source, batch, workers, [] if skipped is None else skipped)
+    bad = [] if skipped is None else skipped
     if prompts == "ensemble":
+        labelled = _labelled(matcher, source, batch, workers, bad)
         classes = classifier(matcher.model, matcher.tokenizer, names, given)
         yield from zeroshot(matcher.score, ((part.images, _labels(part)) for part in labelled), classes)
         return
     captions, asked = encoded(matcher, names, given)
     check_gaussians(asked.texts, prompts)
-    pictures = _held(labelled, source.fingerprint, len(names))
+    pictures = encoded_pictures(matcher, source, len(names), batch, workers, bad)
     chosen = chosen_by(matcher, prompts, asked, pictures, options)
     rest = pictures.without(chosen.taken)
     yield from judged(matcher, rest, chosen.classes)
@@ -156,13 +157,20 @@ def judged(matcher: Matcher, pictures: Pictures, classes: Features) -> Iterator[
     yield from zeroshot(matcher.score, ((rows(pictures.images, p), pictures.labels[p]) for p in parts), classes)
 
 
-def _held(parts: Iterable[Seen], fingerprint: str, count: int) -> Pictures:
-    """All pictures together."""
-    held = list(parts)
+def encoded_pictures(
+    matcher: Matcher,
+    source: Source,
+    classes: int,
+    batch: int = 64,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+) -> Pictures:
+    """All labelled pictures of a source, held together."""
+    held = list(_labelled(matcher, source, batch, workers, [] if skipped is None else skipped))
     labels = torch.cat([_labels(part).cpu() for part in held])
     if labels.ndim == 1:
-        _check_labels(labels, count)
-    return Pictures(join([part.images for part in held]), labels, [r for p in held for r in p.rows], fingerprint)
+        _check_labels(labels, classes)
+    return Pictures(join([part.images for part in held]), labels, [r for p in held for r in p.rows], source.fingerprint)
 
 
 def _labels(part: Seen) -> Tensor:
