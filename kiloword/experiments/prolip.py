@@ -57,7 +57,7 @@ def arms(options: ProlipOptions) -> list[Arm]:
         arm("no-masked", "prolip", {**HERE, "masked": 0.0}),
         arm("ppcl-alone", "prolip", {**HERE, "image_in_text": 0.0, "masked": 0.0}),
         arm("mask-token", "prolip", {**HERE, "hide_words": "mask"}),
-        arm("spread", "prolip", {**HERE, "spread": 0.1}),
+        arm("spread", "prolip", {**HERE, "spread": 3.0, "log_var": -6.0, "bias": -7.0}),  # starts where it will end
         arm("pcme++", "pcme++", {}),
         arm("clip+pcme++", "pcme+++deterministic", {}),
     ]
