@@ -15,6 +15,7 @@ from kiloword.report.parts import Cell
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
+    from kiloword.evaluation.prompt_options import Way
     from kiloword.evaluation.prompts import Chosen, Pictures, Prompts
     from kiloword.types import Source
 
@@ -53,7 +54,13 @@ class Class:
 
 
 def drawn(
-    matcher: Matcher, source: Source, chosen: Chosen, prompts: Prompts, pictures: Pictures, captions: Sequence[str]
+    matcher: Matcher,
+    source: Source,
+    way: Way,
+    chosen: Chosen,
+    prompts: Prompts,
+    pictures: Pictures,
+    captions: Sequence[str],
 ) -> dict[str, Any]:
     """What the page shows of one model: its classes, those with the least uniform weights first."""
     group, weights = prompts.group.tolist(), chosen.weights.tolist()
@@ -65,7 +72,7 @@ def drawn(
     if chosen.seen is not None:
         for c in order[:CARDS]:
             classes[c].pictures = _seen(matcher, source, pictures, chosen.seen[c][:SEEN], prompts.names)
-    return {"classes": [classes[c] for c in order]}
+    return {"way": way, "classes": [classes[c] for c in order]}
 
 
 def _seen(
@@ -86,15 +93,19 @@ def _seen(
 def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     """A page: accuracy of every model, then the weights of its prompts, where it has any."""
     columns = [name for name in VALUES if any(name in values for values in found.values())]
-    rows: list[list[Cell]] = [[m, *(v.get(name) for name in columns)] for m, v in found.items()]
+    rows: list[list[Cell]] = [[m, *(_shown(v, name) for name in columns)] for m, v in found.items()]
     numbers = table(rows, ["model", *(VALUES[name] for name in columns)], digits=3, strong=1)
     sections = [("Accuracy", numbers)]
     for model, more in shown.items():
         classes: list[Class] = more.get("classes", [])
         if classes:
-            sections.append((f"Prompts: {model}", _weights(classes) + _cards(classes)))
+            sections.append((f"Prompts of {model}, by {more['way']}", _weights(classes) + _cards(classes)))
     intro = f"Zero-shot classification of {data}. Weights of a class's prompts sum to 1; entropies are in nats."
     return page("Zero-shot classification by prompts", intro, sections)
+
+
+def _shown(values: Mapping[str, float], name: str) -> Cell:
+    return int(values[name]) if name == "held_out" and name in values else values.get(name)
 
 
 def _weights(classes: Sequence[Class]) -> str:

@@ -135,7 +135,7 @@ def run(
     yield from ((f"ensemble_{name}", value) for name, value in judged(matcher, rest, alike.classes))
     yield from values(prompts, chosen, asked, captions)
     if shown is not None:
-        shown |= drawn(matcher, source, chosen, asked, pictures, captions)
+        shown |= drawn(matcher, source, prompts, chosen, asked, pictures, captions)
 
 
 def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tuple[list[str], Prompts]:
