@@ -27,24 +27,36 @@ Pictures = Sequence["Image.Image | str | Path"] | Tensor
 """Pillow pictures, paths of picture files, or uint8 [I, 3, H, W] of the model's own size."""
 
 
-def load(path: str | Path, device: str = "cpu", dtype: str = "fp32", size: int | None = None) -> Matcher:
+def load(
+    path: str | Path,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    size: int | None = None,
+    context: int | None = None,
+) -> Matcher:
     """Read a model folder (`OUT/model` of a run).
 
-    Args: dtype "fp32", "bf16" or "fp64"; size: another picture size in pixels, positions interpolated.
-    Raises: ValueError when a file is missing, damaged or does not fit the others, or the patch does not divide size.
+    Args: dtype "fp32", "bf16" or "fp64"; size: another picture size in pixels, positions interpolated; context: another
+    number of tokens a text may have, the first 20 and last 2 positions kept, the rest interpolated (arXiv:2503.08048).
+    Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
+    context leaves no position between those that are kept.
     """
     from kiloword.checkpoint import load_model
 
     model, tokenizer = load_model(path, device, dtype)
-    return Matcher(model if size is None else _resized(model, size), tokenizer)
+    return Matcher(_resized(model, size, context), tokenizer)
 
 
-def _resized(model: Model, size: int) -> Model:
-    from kiloword.model import Model, resize
+def _resized(model: Model, size: int | None, context: int | None) -> Model:
+    from kiloword.model import Model, resize, resize_text
 
-    if size == model.config.image.size:
+    config, state = model.config, model.state_dict()
+    if size not in (None, config.image.size):
+        config, state = resize(config, state, size)
+    if context not in (None, config.text.context):
+        config, state = resize_text(config, state, context)
+    if config == model.config:
         return model
-    config, state = resize(model.config, model.state_dict(), size)
     other = Model(config, model.head, dict(model.more.items()))
     other.load_state_dict(state)
     some = next(model.parameters())

@@ -134,3 +134,27 @@ def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple
     patches = grid.reshape(grid.shape[1], -1).T.to(places.dtype)
     resized = {**state, name: torch.cat([places[:first], patches])}
     return replace(config, image=replace(config.image, size=size)), resized
+
+
+def resize_text(
+    config: ModelConfig, state: Mapping[str, Tensor], context: int, keep: tuple[int, int] = (20, 2)
+) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A model's configuration and state for another context, its text positions interpolated (linear).
+
+    Args: keep: so many positions at the beginning and at the end stay as they are: most captions are short, and the
+    last are those of [UNC] and [CLS] where pads are seen.
+    Raises: ValueError when a context leaves none between those that are kept. Source: arXiv:2503.08048, section 3.
+    """
+    first, last = keep
+    least = min(context, config.text.context)
+    if least <= first + last:
+        raise ValueError(
+            f"context {context} came for a text tower of {config.text.context} tokens: its first {first} and last "
+            f"{last} positions are kept, and of both at least {first + last + 1} are needed"
+        )
+    name = "text_tower.positions"
+    places = state[name]
+    middle = places[first : len(places) - last].float().T[None]
+    middle = F.interpolate(middle, context - first - last, mode="linear")[0].T.to(places.dtype)
+    resized = {**state, name: torch.cat([places[:first], middle, places[len(places) - last :]])}
+    return replace(config, text=replace(config.text, context=context)), resized

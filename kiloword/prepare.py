@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kiloword import parallel, start
-from kiloword.checkpoint import load_state, load_weights, read_model_file, write_json
+from kiloword.checkpoint import load_state, load_weights, write_json
 from kiloword.data.loader import BadRows, Loader
 from kiloword.data.loader import read as record
 from kiloword.data.sampler import Order
@@ -96,10 +96,8 @@ def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
 def resolve(recipe: Recipe, source: Source, folder: Path) -> tuple[Recipe, Tokenizer]:
     """Settle what depends on the data: the tokenizer and its vocabulary; from `init`, the model's whole shape."""
     if recipe.init is not None:
-        file, tokenizer = read_model_file(recipe.init), Tokenizer.load(recipe.init)
-        image = replace(file.model.image, size=recipe.model.image.size)
-        text = replace(file.model.text, special=tokenizer.roles.ids())
-        return replace(recipe, model=replace(file.model, image=image, text=text)), tokenizer
+        tokenizer = Tokenizer.load(recipe.init)
+        return start.settle(recipe, tokenizer), tokenizer
     if holds_run(folder.parent):
         tokenizer = Tokenizer.load(folder)
     else:

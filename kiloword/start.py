@@ -1,8 +1,9 @@
-"""Starting from another model: it brings its towers, and only the picture size may be another."""
+"""Starting from another model: it brings its towers; picture size and context may be others, tokens may come and go."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from kiloword import recipes
 from kiloword.checkpoint import load_weights, read_model_file, read_tensors
-from kiloword.recipes import Recipe
+from kiloword.recipes import ModelConfig, Recipe
 
 if TYPE_CHECKING:
+    from kiloword.data.tokenizer import Tokenizer
     from kiloword.model import Model
+
+FREE = (("image", "size"), ("text", "context"))  # what of the towers may be another
 
 
 def defaults(method: str, init: str, size: str | None = None, data: tuple[str, ...] = ("scenes",)) -> Recipe:
@@ -42,21 +46,60 @@ def check(recipe: Recipe) -> None:
         mine, theirs = getattr(recipe.model, part.name), getattr(model, part.name)
         for f in fields(theirs):
             a, b = getattr(mine, f.name), getattr(theirs, f.name)
-            if a != b and (part.name, f.name) != ("image", "size"):
+            if a != b and (part.name, f.name) not in FREE:
                 other.append(f"--model.{part.name}.{f.name.replace('_', '-')} is {a}, but {b} in {recipe.init}")
     if other:
-        raise ValueError(f"{'; '.join(other[:3])}. Of a model to start from, only the picture size may change.")
+        raise ValueError(
+            f"{'; '.join(other[:3])}. Of a model to start from, only the picture size and the context may change."
+        )
+
+
+def settle(recipe: Recipe, tokenizer: Tokenizer) -> Recipe:
+    """The recipe with the towers of the model it starts from, at its own picture size and context.
+
+    Tokens that the method adds get room in the vocabulary. A causal text tower stays causal unless the settings of the
+    method say otherwise: weights that never saw later words are lost on a bidirectional one.
+    """
+    from kiloword.methods import preset
+
+    assert recipe.init is not None
+    file, settings = read_model_file(recipe.init), recipe.settings
+    if _shape(recipe.init).text.causal and _may_choose(recipe) and settings.get("bidirectional") is None:
+        settings = {**settings, "bidirectional": False}
+    image = replace(file.model.image, size=recipe.model.image.size)
+    text = replace(file.model.text, context=recipe.model.text.context, special=tokenizer.roles.ids())
+    model = replace(file.model, image=image, text=text)
+    if preset(recipe.method, settings).shape(model).text.extra_tokens:
+        model = replace(model, text=replace(text, vocab=max(text.vocab, tokenizer.vocab)))
+    return replace(recipe, model=model, settings=settings)
+
+
+def _may_choose(recipe: Recipe) -> bool:
+    """Whether the method has a setting for what its text tower sees."""
+    from kiloword.methods import find
+
+    kind = find(recipe.method)[1]
+    return kind is not None and any(f.name == "bidirectional" for f in fields(kind))
+
+
+def _shape(folder: str) -> ModelConfig:
+    """The towers of a model folder as its method shaped them; the file says what they were before."""
+    from kiloword.methods import preset
+
+    file = read_model_file(folder)
+    return preset(file.method, file.settings).shape(file.model)
 
 
 def load(model: Model, recipe: Recipe) -> str:
     """Fill a fresh model with the weights of the folder that the recipe starts from.
 
-    What the method adds stays fresh, what it lacks is left over; the class token comes and goes with its position.
+    What the method adds stays fresh, but for tokens (see `_add_tokens`); what it lacks is left over; the class token
+    comes and goes with its position.
     Returns: a sentence that names all of this. Raises: ValueError when tensors of one name have other shapes.
     """
     assert recipe.init is not None
-    weights, size = _read(recipe.init, model)
-    own = model.state_dict()
+    brought = _read(recipe.init, model)
+    weights, own = brought.weights, model.state_dict()
     other = [
         f"{k} is {list(v.shape)} here, {list(weights[k].shape)} there"
         for k, v in own.items()
@@ -68,32 +111,99 @@ def load(model: Model, recipe: Recipe) -> str:
     known = {k: v for k, v in weights.items() if k in own}
     new, left = [k for k in own if k not in known], sorted(k for k in weights if k not in own)
     load_weights(model, {**{k: own[k] for k in new}, **known}, recipe.init)
-    return (
-        f"started from {recipe.init}{size}: {len(known)} tensors loaded; new: {', '.join(new) or 'none'}; "
-        f"left over: {', '.join(left) or 'none'}."
-    )
+    sizes = f" ({', '.join(brought.sizes)})" if brought.sizes else ""
+    said = [
+        f"started from {recipe.init}{sizes}: {len(known.keys() - brought.made)} tensors loaded",
+        f"new: {', '.join(new) or 'none'}",
+        f"left over: {', '.join(left) or 'none'}",
+        *brought.tokens,
+    ]
+    return "; ".join(said) + "."
 
 
-def _read(folder: str, model: Model) -> tuple[dict[str, Tensor], str]:
-    """Weights of a folder with positions as `model` has them, and words about another picture size."""
-    from kiloword.methods import preset
-    from kiloword.model import resize
+@dataclass
+class _Brought:
+    """Weights of a folder as a model wants them, and words about what was done to them."""
 
-    file, weights = read_model_file(folder), read_tensors(Path(folder) / "model.safetensors")
-    method = preset(file.method, file.settings)
-    config = method.shape(file.model)  # the file says what it was before the method
-    if method.head(config).distance != model.head.distance:  # a scale of scores is none of distances
-        weights = {k: v for k, v in weights.items() if k not in ("head.log_scale", "head.bias")}
-    new, said = model.config.image, ""
-    if config.image.size != new.size:
-        said = f" (pictures of {new.size} pixels instead of {config.image.size})"
-        _, weights = resize(config, weights, new.size)
-    name = "image_tower.positions"
-    if config.image.class_token and not new.class_token:
+    weights: dict[str, Tensor]
+    sizes: list[str] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    made: set[str] = field(default_factory=set)  # weights that the folder does not have
+
+
+def _read(folder: str, model: Model) -> _Brought:
+    """Weights of a folder with positions and tokens as `model` has them."""
+    old, new = _shape(folder), model.config
+    brought = _Brought(read_tensors(Path(folder) / "model.safetensors"))
+    if not _same_scale(folder, model, brought.weights):
+        brought.weights = {k: v for k, v in brought.weights.items() if k not in ("head.log_scale", "head.bias")}
+    _add_tokens(brought, old, new)  # the class token's position is still there
+    _resize(brought, old, new)
+    name, weights = "image_tower.positions", brought.weights
+    if old.image.class_token and not new.image.class_token:
         weights[name] = weights[name][1:]
-    if new.class_token and not config.image.class_token:
+    if new.image.class_token and not old.image.class_token:
         weights[name] = torch.cat([model.state_dict()[name][:1], weights[name]])
-    return weights, said
+    if old.text.causal:
+        brought.tokens.append(f"the text tower {'stays' if new.text.causal else 'was'} causal")
+    elif new.text.causal:
+        brought.tokens.append("the text tower was bidirectional, and is causal")
+    return brought
+
+
+def _same_scale(folder: str, model: Model, weights: Mapping[str, Tensor]) -> bool:
+    """Whether the model's scale means what the folder's does: not of distances, nor beside a bias that is not there."""
+    from kiloword.methods import preset
+
+    file = read_model_file(folder)
+    method = preset(file.method, file.settings)
+    same = method.head(method.shape(file.model)).distance == model.head.distance
+    return same and (model.head.bias is None or "head.bias" in weights)
+
+
+def _resize(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
+    """Positions for another picture size and another context."""
+    from kiloword.model import resize, resize_text
+
+    if old.image.size != new.image.size:
+        brought.sizes.append(f"pictures of {new.image.size} pixels instead of {old.image.size}")
+        _, brought.weights = resize(old, brought.weights, new.image.size)
+    if old.text.context != new.text.context:
+        brought.sizes.append(f"texts of {new.text.context} tokens instead of {old.text.context}")
+        _, brought.weights = resize_text(old, brought.weights, new.text.context)
+
+
+def _add_tokens(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
+    """Tokens that are new to the towers start as those whose place they take, so that scores hardly change.
+
+    [UNC] and [CLS] of texts start as the pads they replace where those are seen: then a text's features stay the same
+    (but for texts that need the two places). Else as the end token; a causal tower's end token has not seen [UNC], and
+    its features stay the same too. A picture's [UNC] starts as the class token with its position, or the first mixture
+    token: after softmax, a token twice is nearly a token once. Tokens without a row get the mean of all rows.
+    """
+    weights, special, name = brought.weights, new.text.special, "text_tower.tokens"
+    more = new.text.vocab - len(weights[name])
+    table = torch.cat([weights[name], weights[name].mean(0).expand(max(more, 0), -1)])
+    added = [token for token in new.text.extra_tokens if token not in old.text.extra_tokens]
+    like = "pad" if old.text.pad_to_context else "end"
+    for token in added:
+        table[special[token]] = table[special[like]]
+    weights[name] = table
+    if more > 0:
+        brought.tokens.append(f"{name} has {more} rows more")
+    if added:
+        brought.tokens.append(f"tokens of texts that start as {like}: {', '.join(added)}")
+    unc, tokens = "image_tower.uncertainty_token", "image_tower.extra_tokens"
+    if not new.image.uncertainty_token or unc in weights:
+        return
+    if old.image.class_token:
+        weights[unc] = weights["image_tower.class_token"] + weights["image_tower.positions"][0]
+        brought.tokens.append(f"{unc} starts as the class token")
+        brought.made.add(unc)
+    elif tokens in weights:
+        weights[unc] = weights[tokens][0].clone()
+        brought.tokens.append(f"{unc} starts as the first of {tokens}")
+        brought.made.add(unc)
 
 
 def _unlike(mine: Tensor, theirs: Tensor | None) -> bool:

@@ -233,7 +233,7 @@ def test_a_model_to_start_from_brings_its_towers(
     assert "towers     debug: ImageConfig(size=32, patch=16, width=32" in said
     run(*words, "--model.image.size", 48)
     assert "(pictures of 48 pixels instead of 32)" in capsys.readouterr().err
-    for flag, value in (("--model.text.context", 16), ("--model.head.dim", 8)):
+    for flag, value in (("--model.text.width", 16), ("--model.head.dim", 8)):
         with pytest.raises(SystemExit) as end:
             run(*words, flag, value)
         assert end.value.code == 2

@@ -25,8 +25,8 @@ _MORE = {
     _UNC: "image_tower.uncertainty_token",
     "visual.uncertainty_proj.weight": "head.uncertainty.image_log_var.weight",
     "visual.uncertainty_proj.bias": "head.uncertainty.image_log_var.bias",
-    "text.text_uncertainty_projection.weight": "head.uncertainty.text_log_var.weight",
-    "text.text_uncertainty_projection.bias": "head.uncertainty.text_log_var.bias",
+    "text.text_uncertainty_projection.weight": "head.uncertainty.mean_log_var.weight",
+    "text.text_uncertainty_projection.bias": "head.uncertainty.mean_log_var.bias",
 }
 
 

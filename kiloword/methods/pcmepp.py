@@ -30,7 +30,8 @@ class Matching(recipes.Settings):
 @dataclass(frozen=True, kw_only=True)
 class Settings(GaussianSettings, Matching):
     vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: left out; as the authors' code weighs it: 5e-5
-    bidirectional: bool = True  # words see later words too, as prolip's do; False: as the size says
+    # words see later words too, as in the authors' code; False: as the size says; None: yes, unless --init is causal
+    bidirectional: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ def preset(settings: Settings) -> Method:
     )
     made = matched(doubtful(plain, only(settings, GaussianSettings)), only(settings, Matching))
     made = included(made, InclusionSettings(image_in_text=0, masked=0, vib=settings.vib))
-    return bidirectional(made) if settings.bidirectional else made
+    return bidirectional(made) if settings.bidirectional is not False else made
 
 
 def matched(method: Method, settings: Matching) -> Method:

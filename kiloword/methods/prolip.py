@@ -16,14 +16,15 @@ from kiloword.recipes import ModelConfig, sizes
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
-    bidirectional: bool = True  # words see later words too, as in the authors' code; False: as the size says
+    # words see later words too, as in the authors' code; False: as the size says; None: yes, unless --init is causal
+    bidirectional: bool | None = None
 
 
 def preset(settings: Settings) -> Method:
     base = siglip.preset(only(settings, siglip.Settings))
     made = included(doubtful(base, only(settings, GaussianSettings)), only(settings, InclusionSettings))
     return replace(
-        bidirectional(made) if settings.bidirectional else made,
+        bidirectional(made) if settings.bidirectional is not False else made,
         name="prolip",
         source="arXiv:2410.18857",
         summary="Gaussians, sigmoid over all pairs; the general includes the specific",

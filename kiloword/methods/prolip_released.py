@@ -25,6 +25,7 @@ from kiloword.heads import Head, Pooling, Single, at_least_float, unit
 from kiloword.method import Method
 from kiloword.methods import prolip
 from kiloword.recipes import ModelConfig
+from kiloword.towers.blocks import Init
 from kiloword.types import Features, Texts
 
 
@@ -75,9 +76,14 @@ class FromMean(Gaussian):
 
     def __init__(self, config: ModelConfig, settings: GaussianSettings) -> None:
         super().__init__(config, settings)
-        self.text_log_var = nn.Linear(config.head.dim, config.head.dim)
+        del self.text_log_var  # another name: the two layers cannot start from each other
+        self.mean_log_var = nn.Linear(config.head.dim, config.head.dim)
 
     def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
         """Packed [S, W] -> "log_var" [T, D]."""
         read = cast(Single, pooling).text_pool(tokens, texts)
-        return {"log_var": at_least_float(self.text_log_var(pooling.project_text_tokens(read)))}
+        return {"log_var": at_least_float(self.mean_log_var(pooling.project_text_tokens(read)))}
+
+    def initial(self) -> dict[str, Init]:
+        start = Init(self.settings.log_var)
+        return {"image_log_var.bias": start, "mean_log_var.bias": start}
