@@ -1,0 +1,222 @@
+"""Starting ProLIP from models without Gaussians: what stays the same, what is new; and a longer context."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+from kiloword import start
+from kiloword.api import load
+from kiloword.checkpoint import load_model, read_model_file, save_model
+from kiloword.data.tokenizer import Tokenizer, siglip_tokenizer_from
+from kiloword.methods import preset
+from kiloword.model import Model, build, resize_text
+from kiloword.recipes import ModelConfig, ModelFile, Recipe, sizes
+from kiloword.types import Features
+
+WORDS = [f"w{n}" for n in range(40)]
+SHORT = [" ".join(WORDS[n : n + 1 + n % 7]) for n in range(24)]  # fit beside any special tokens
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    """A vocabulary as an imported model has it: its weights have no row for mask, cls and unc."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)] + [(f"\u2581{w}", -1.0) for w in WORDS]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=2))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    return siglip_tokenizer_from(json.dumps(json.loads(backend.to_str())))
+
+
+def config(words: Tokenizer, kind: str) -> ModelConfig:
+    """Towers as loud as trained ones: CLIP's (causal), SigLIP's (pads are seen, no class token), or own."""
+    small = sizes()["debug"]
+    text = replace(small.text, vocab=words.plain_vocab, init_std=1.0, causal=kind == "clip", context=32)
+    image = replace(small.image, patch=8, init_std=1.0)
+    if kind == "siglip":
+        text = replace(text, pad_to_context=True)
+        image = replace(image, class_token=False)
+        return replace(small, image=image, text=text, head=replace(small.head, image_pool="map"))
+    return replace(small, image=image, text=text)
+
+
+def folder(words: Tokenizer, kind: str, out: Path) -> Path:
+    method = "clip" if kind == "clip" else "siglip"
+    model = build(config(words, kind), preset(method), seed=3)
+    save_model(out, model, words, ModelFile(method=method, settings={}, model=config(words, kind)))
+    return out
+
+
+def begin(
+    method: str, path: Path, words: Tokenizer, settings: dict[str, bool] | None = None
+) -> tuple[Model, Recipe, str]:
+    recipe = replace(start.defaults(method, str(path), "debug"), settings=settings or {})
+    start.check(recipe)
+    recipe = start.settle(recipe, words)
+    model = build(recipe.model, preset(method, recipe.settings), seed=0)
+    return model.eval(), recipe, start.load(model, recipe)
+
+
+@torch.no_grad()
+def encode(model: Model, words: Tokenizer) -> tuple[Features, Features]:
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.image.size
+    pictures = torch.randint(0, 256, (24, 3, size, size), dtype=torch.uint8, generator=generator)
+    texts = words.encode(SHORT, model.config.text)
+    return model.encode_image(pictures)[1], model.encode_text(texts)[1]
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
+
+
+@pytest.mark.parametrize("method", ["prolip", "siglip+gaussian", "llip+gaussian"])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_features_of_texts_stay_what_they_were(kind: str, method: str, words: Tokenizer, tmp_path: Path) -> None:
+    path = folder(words, kind, tmp_path)
+    before = load_model(path)[0].eval()
+    model, recipe, said = begin(method, path, words)
+    if method == "llip+gaussian":
+        texts = words.encode(SHORT, model.config.text), words.encode(SHORT, before.config.text)
+        pool = [cast(Any, side.head.pooling).text_pool for side in (before, model)]
+        with torch.no_grad():
+            now, then = pool[1](model.text_tower(texts[0]), texts[0]), pool[0](before.text_tower(texts[1]), texts[1])
+    else:
+        now, then = encode(model, words)[1]["vec"], encode(before, words)[1]["vec"]
+    assert (now - then).abs().max() < 1e-5
+    assert model.config.text.extra_tokens == (("unc",) if kind == "clip" else ("unc", "cls"))
+    assert recipe.model.text.vocab == words.vocab == words.plain_vocab + 4
+    assert "text_tower.tokens has 4 rows more" in said
+    assert "head.uncertainty.text_log_var.weight" in said.partition("new: ")[2].partition("left over: ")[0]
+
+
+@pytest.mark.parametrize(("kind", "least"), [("clip", 0.99), ("own", 0.5)])
+def test_scores_hardly_change_and_more_with_tokens_that_start_anew(
+    kind: str, least: float, words: Tokenizer, tmp_path: Path
+) -> None:
+    path = folder(words, kind, tmp_path)  # own: bidirectional without pads, [CLS] stands two places behind the end
+    before = load_model(path)[0].eval()
+    score = before.score(*encode(before, words))
+    model, _, said = begin("prolip", path, words)
+    near = correlation(model.score(*encode(model, words)), score)
+    assert near > least
+    assert "image_tower.uncertainty_token starts as the class token" in said
+    fresh = build(model.config, preset("prolip"), seed=9).state_dict()
+    tokens, state = words.roles, model.state_dict()
+    for row in (tokens.unc, tokens.cls):
+        state["text_tower.tokens"][row] = fresh["text_tower.tokens"][row]
+    model.load_state_dict({**state, "image_tower.uncertainty_token": fresh["image_tower.uncertainty_token"]})
+    assert correlation(model.score(*encode(model, words)), score) < near
+
+
+def test_tokens_without_a_row_get_the_mean_of_all(words: Tokenizer, tmp_path: Path) -> None:
+    path = folder(words, "siglip", tmp_path)
+    old = load_model(path)[0].text_tower.tokens
+    new = begin("prolip", path, words)[0].text_tower.tokens
+    assert (new[: len(old)] == old).all()
+    assert torch.allclose(new[words.roles.mask], old.mean(0))
+    assert (new[words.roles.cls] == old[words.roles.pad]).all()
+
+
+def test_a_causal_tower_stays_causal_unless_told_otherwise(words: Tokenizer, tmp_path: Path) -> None:
+    path = folder(words, "clip", tmp_path / "clip")
+    model, recipe, said = begin("prolip", path, words)
+    assert model.config.text.causal
+    assert recipe.settings["bidirectional"] is False
+    assert "the text tower stays causal" in said
+    model, recipe, said = begin("prolip", path, words, {"bidirectional": True})
+    assert not model.config.text.causal
+    assert model.config.text.extra_tokens == ("unc", "cls")
+    assert "the text tower was causal" in said
+    model, recipe, said = begin("prolip", folder(words, "own", tmp_path / "own"), words)
+    assert not model.config.text.causal
+    assert "bidirectional" not in recipe.settings
+    assert "the text tower" not in said
+
+
+def test_a_trained_prolip_starts_from_itself_as_it_is(words: Tokenizer, tmp_path: Path) -> None:
+    model, recipe, _ = begin("prolip", folder(words, "own", tmp_path / "own"), words)
+    file = ModelFile(method="prolip", settings=recipe.settings, model=recipe.model)
+    save_model(tmp_path / "prolip", model, words, file)
+    again, _, said = begin("prolip", tmp_path / "prolip", words)
+    assert all(bool((a == b).all()) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert "new: none; left over: none." in said
+
+
+def test_a_scale_without_its_bias_is_none(words: Tokenizer, tmp_path: Path) -> None:
+    """CLIP's scale of up to 100 beside a new bias of -10 would call every pair a match; the authors reset both."""
+    model, _, said = begin("prolip", folder(words, "clip", tmp_path), words)
+    assert model.head.log_scale.exp().item() == pytest.approx(10)
+    assert {"head.log_scale", "head.bias"} <= set(said.partition("new: ")[2].partition("; ")[0].split(", "))
+
+
+def test_the_log_variance_of_texts_is_not_started_from_another_kind(words: Tokenizer, tmp_path: Path) -> None:
+    """prolip-released reads it from the mean: where width and dimension agree, nothing else would notice."""
+    model, recipe, _ = begin("prolip-released", folder(words, "own", tmp_path / "own"), words)
+    save_model(
+        tmp_path / "released", model, words, ModelFile(method="prolip-released", settings={}, model=recipe.model)
+    )
+    said = begin("prolip", tmp_path / "released", words)[2]
+    assert "head.uncertainty.text_log_var.weight" in said.partition("new: ")[2].partition("; ")[0]
+    assert "head.uncertainty.mean_log_var.weight" in said.partition("left over: ")[2]
+
+
+@pytest.mark.parametrize("context", [23, 31, 33, 64, 256])
+def test_positions_are_kept_at_both_ends_and_interpolated_between(context: int, words: Tokenizer) -> None:
+    shape = config(words, "own")
+    ramp = torch.arange(32.0)[:, None] * torch.tensor([1.0, -2.0])
+    new, state = resize_text(shape, {"text_tower.positions": ramp, "other": ramp}, context)
+    found = state["text_tower.positions"]
+    assert new.text.context == len(found) == context
+    assert (found[:20] == ramp[:20]).all()
+    assert (found[-2:] == ramp[-2:]).all()
+    steps = found[:, 0].diff()
+    assert (steps >= 0).all()
+    assert found[20:-2, 0].min() >= 20
+    assert found[20:-2, 0].max() <= 29
+    assert torch.allclose(found[:, 1], -2 * found[:, 0])
+    assert state["other"] is ramp
+
+
+def test_a_context_that_leaves_nothing_is_refused(words: Tokenizer, tmp_path: Path) -> None:
+    path = folder(words, "clip", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"context 22 came .* tower of 32 tokens: its first 20 and last 2 .* at least 23"
+    ):
+        load(path, context=22)
+
+
+@pytest.mark.parametrize("kind", ["clip", "own"])
+def test_short_texts_score_the_same_with_a_longer_context(kind: str, words: Tokenizer, tmp_path: Path) -> None:
+    """Without pads, they stand on positions that are kept; longer ones do not."""
+    path = folder(words, kind, tmp_path)
+    before, after = load(path), load(path, context=256)
+    a, b = (matcher.encode_text(SHORT)["vec"] for matcher in (before, after))
+    assert torch.equal(a, b)
+    long = [" ".join(WORDS[:28])]
+    assert not torch.allclose(before.encode_text(long)["vec"], after.encode_text(long)["vec"], atol=1e-3)
+    many = [" ".join(WORDS * 6)]
+    assert after.tokenizer.encode(many, after.model.config.text).truncated == 0
+    assert after.encode_text(many)["vec"].isfinite().all()
+
+
+def test_training_starts_with_a_longer_context(words: Tokenizer, tmp_path: Path) -> None:
+    path = folder(words, "siglip", tmp_path)
+    recipe = start.defaults("prolip", str(path), "debug")
+    recipe = replace(recipe, model=replace(recipe.model, text=replace(recipe.model.text, context=64)))
+    start.check(recipe)
+    recipe = start.settle(recipe, words)
+    model = build(recipe.model, preset("prolip", recipe.settings), seed=0)
+    assert "(texts of 64 tokens instead of 32)" in start.load(model, recipe)
+    old = load_model(path)[0].text_tower.positions
+    assert (model.text_tower.positions[-2:] == old[-2:]).all()
+    assert (model.text_tower.positions[:20] == old[:20]).all()
+    assert read_model_file(path).model.text.context == 32
