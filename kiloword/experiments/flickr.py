@@ -34,7 +34,7 @@ def arms(options: FlickrOptions) -> list[Arm]:
         return evaluation.evaluate(matcher, "retrieval", options.val)
 
     def arm(name: str, method: str, settings: dict[str, Any] | None = None) -> Arm:
-        recipe = _base(options, method)
+        recipe = base(options, method)
         side = (str(teacher.features(options.out)),) if name.endswith("mined") else ()
         recipe = replace(recipe, data=replace(recipe.data, side=side), settings=settings or {})
         return Arm(name=name, recipe=recipe, judge=judge)
@@ -53,18 +53,18 @@ def arms(options: FlickrOptions) -> list[Arm]:
     ]
 
 
-def _base(options: FlickrOptions, method: str) -> Recipe:
+def base(options: FlickrOptions, method: str) -> Recipe:
     """The defaults for few photos, with patches of 16 at `tiny`, so that all arms take minutes."""
-    base = recipes.default(method, options.size, (options.data,))
+    recipe = recipes.default(method, options.size, (options.data,))
     if options.size != "tiny":
-        return base
-    return replace(base, model=replace(base.model, image=replace(base.model.image, patch=16)))
+        return recipe
+    return replace(recipe, model=replace(recipe.model, image=replace(recipe.model.image, patch=16)))
 
 
 def first(options: FlickrOptions) -> None:
     """The teacher, where mined positives are asked for."""
     if options.mined:
-        recipe = replace(_base(options, "siglip"), steps=options.teacher_steps)
+        recipe = replace(base(options, "siglip"), steps=options.teacher_steps)
         teacher.make(recipe, options.out, options.device, options.workers)
 
 

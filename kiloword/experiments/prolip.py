@@ -22,6 +22,7 @@ JUDGED = "scenes:test?levels=0:1,1:1,2:1,3:1&captions=4&n=1000"  # captions of e
 # The paper's weights go with c = 1000; at c = 10 and so few steps they do nothing. What is masked there is dropped
 # here: a masked copy is known by its mask tokens, which short captions do not have.
 HERE = {"masked": 0.1, "image_in_text": 1e-2, "hide_words": "drop"}
+SPREAD = {"spread": 3.0, "log_var": -6.0, "bias": -7.0}  # starts where it will end
 COLUMNS = {  # of a table: heading -> metric
     "variance of pictures": "image_uncertainty_mean",
     "texts / pictures": "texts_over_pictures",
@@ -57,7 +58,7 @@ def arms(options: ProlipOptions) -> list[Arm]:
         arm("no-masked", "prolip", {**HERE, "masked": 0.0}),
         arm("ppcl-alone", "prolip", {**HERE, "image_in_text": 0.0, "masked": 0.0}),
         arm("mask-token", "prolip", {**HERE, "hide_words": "mask"}),
-        arm("spread", "prolip", {**HERE, "spread": 3.0, "log_var": -6.0, "bias": -7.0}),  # starts where it will end
+        arm("spread", "prolip", {**HERE, **SPREAD}),
         arm("pcme++", "pcme++", {}),
         arm("clip+pcme++", "pcme+++deterministic", {}),
     ]
