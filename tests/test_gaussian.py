@@ -474,3 +474,16 @@ def test_towers_without_a_token_are_refused() -> None:
     for wrong in (replace(shaped, image=config().image), replace(shaped, text=config().text)):
         with pytest.raises(ValueError, match="shape them by"):
             Gaussian(wrong, GaussianSettings())
+
+
+def test_half_precision_towers_do_not_round_log_variances() -> None:
+    """bfloat16 near -10 has steps of 1/16, more than two captions may differ by: the bias is added in single."""
+    made = build(config(), preset("prolip"))
+    axis = made.head.uncertainty
+    assert isinstance(axis, Gaussian)
+    tokens = 0.02 * torch.randn(50, 6, 32, generator=torch.Generator().manual_seed(0))
+    expected = made.head.image(tokens)["log_var"]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = made.head.image(tokens)["log_var"]
+    assert float((found - expected).detach().abs().max()) < 1e-3
+    assert float(expected.detach().std()) > 1e-2
