@@ -64,7 +64,7 @@ def evaluate(
 
     Args:
         model: model folder (OUT/model of a run).
-        task: retrieval, zeroshot, hierarchy or spectrum.
+        task: retrieval, zeroshot, hierarchy, uncertainty or spectrum.
         data: test data; for zeroshot with .cls labels and classnames.txt, or scenes:test?task=colour.
         with_: more model folders, evaluated on the same data and shown beside the first.
         shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
@@ -75,7 +75,7 @@ def evaluate(
             topk), or as they explain pictures (bprw); all but the first need a model with Gaussians.
         prompt_options: zeroshot: what filter, topk and bprw may be told.
         json: also write the numbers to this file.
-        html: zeroshot, spectrum, hierarchy: write a page with the plots.
+        html: zeroshot, spectrum, hierarchy, uncertainty: write a page with the plots.
         batch: pictures at a time.
         workers: loader processes.
         device: cpu or cuda.

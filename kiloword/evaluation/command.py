@@ -77,5 +77,10 @@ def _print(task: str, found: Mapping[str, Found]) -> None:
     names = dict.fromkeys(name for values in found.values() for name in values)
     for name in names:
         if brief is None or brief(name):
-            shown = (f"{values[name]:.4f}" if name in values else "-" for values in found.values())
+            shown = (number(values[name]) if name in values else "-" for values in found.values())
             print(f"{name:36s}", *(f"{value:>{width}s}" if len(found) > 1 else value for value in shown))
+
+
+def number(value: float) -> str:
+    """A value with four digits after the point, or, where these would hide it, three that count."""
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.3g}"

@@ -79,7 +79,8 @@ def run(
     if found.levelled is not None:
         yield from by_level(found.levelled)
     if written:
-        found.answers = answers(matcher, links(written, exact=hasattr(source, "relevance")))
+        found.exact = caption_levels(source, [text for _, texts in written for text in texts]) is not None
+        found.answers = answers(matcher, links(written, found.exact))
         yield from inclusion_tests(found.answers)
     for name, doubts, right in _judged(matcher, data, classnames, templates, chunk):
         found.bins[name] = binned(doubts, right)

@@ -134,9 +134,9 @@ def chains(data: Data) -> list[Chain]:
 
 
 def levelled(matcher: Matcher, data: Data, found: Sequence[Chain]) -> Levelled | None:
-    """Captions of scenes with the levels of their words, else the texts of chains; None where nothing has levels."""
+    """Captions of scenes where they are of several levels, else the texts of chains; None where nothing has levels."""
     levels = caption_levels(data.source, data.captions)
-    if levels is not None:
+    if levels is not None and (len(set(levels)) > 1 or not found):
         first = different(data.captions)
         return Levelled(torch.tensor(levels)[first], data.text_doubt[first], captions=True)
     standing = [(text, k) for _, texts in found for k, text in enumerate(texts)]

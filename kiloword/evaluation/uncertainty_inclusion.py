@@ -97,7 +97,9 @@ def links(found: Sequence[Chain], exact: bool) -> Links:
 
 def _follows(a: str, b: str) -> bool:
     specific, general = parse(a), parse(b)
-    return specific is not None and general is not None and follows(specific, general)
+    assert specific is not None, "captions of scenes are understood"
+    assert general is not None, "captions of scenes are understood"
+    return follows(specific, general)
 
 
 @dataclass

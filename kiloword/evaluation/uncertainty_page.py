@@ -25,8 +25,9 @@ Shown = Mapping[str, Any]
 
 QUANTILES = (5, 25, 50, 75, 95)  # percent, of a box
 DOTS = 1500  # of a scatter plot, at most
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 LINKS = 5  # of chains, whose histograms fit one plot
-TAIL = 0.5  # percent of each end that the outermost bars of a histogram hold together
+TAIL = 2  # percent of each end that the outermost bars of a histogram hold together
 STDS = 2  # of the ellipses
 _KINDS = {"text": ("Captions", "recall@1"), "image": ("Pictures", "recall@1"), "zeroshot": ("Classes", "accuracy")}
 _INTRO = (
@@ -36,15 +37,15 @@ _INTRO = (
     "one Gaussian lies within another. Its sign mostly tells which of the two is wider."
 )
 _FIGURES = {
-    "image_uncertainty_mean": "pictures",
-    "text_uncertainty_mean": "texts",
-    "text_above_image": "text above its picture",
-    "text_uncertainty_words_spearman": "with length",
-    "text_uncertainty_level_spearman": "with level",
-    "truth_spearman": "with truth",
-    "calibration_text_spearman": "captions' recall",
-    "calibration_image_spearman": "pictures' recall",
-    "calibration_zeroshot_spearman": "classes' accuracy",
+    "image_uncertainty_mean": "pictures, mean",
+    "text_uncertainty_mean": "texts, mean",
+    "text_above_image": "share of captions above their picture",
+    "text_uncertainty_words_spearman": "texts, with number of words",
+    "text_uncertainty_level_spearman": "texts, with level",
+    "truth_spearman": "texts, with pictures they are true of",
+    "calibration_text_spearman": "texts, with recall@1 over bins",
+    "calibration_image_spearman": "pictures, with recall@1 over bins",
+    "calibration_zeroshot_spearman": "pictures, with zero-shot accuracy over bins",
 }
 
 
@@ -66,10 +67,8 @@ def _figures(found: Mapping[str, Values]) -> str:
             cells = [f"{values[name]:.3g}" if name in values else None for values in found.values()]
             rows.append([_FIGURES[name], *cells])
     note = paragraph(
-        "Mean uncertainty of pictures and texts, and the share of captions that are less certain than their picture. "
-        "Below them Spearman's correlations of uncertainty: with a caption's words, level, and number of pictures that "
-        "it is true of; and, over bins of equal counts, with what is found. Where uncertainty is honest, all but that "
-        "with truth are negative."
+        "With: Spearman's correlation of uncertainty with it. Where uncertainty is honest, that with the number of "
+        "pictures that a text is true of is positive, and the others are negative."
     )
     return table(rows, ["", *found]) + note
 
@@ -89,7 +88,7 @@ def _sections(values: Values, more: Shown) -> Iterator[tuple[str, str]]:
     if rest["matched"] is not None:
         yield "Pictures within their captions", _matched(values, rest["matched"])
     if rest["answers"]:
-        yield "Specific texts within general ones", _chains(values, rest["answers"])
+        yield "Specific texts within general ones", _chains(values, rest["answers"], rest["exact"])
     yield "Most certain pictures", _pictures(more["certain"])
     yield "Most uncertain pictures", _pictures(more["uncertain"])
     if len(more["words"]):
@@ -99,23 +98,25 @@ def _sections(values: Values, more: Shown) -> Iterator[tuple[str, str]]:
 
 
 def _unit(values: Tensor) -> tuple[float, str]:
-    """A power of a thousand by which sums of variances are multiplied to be readable, and what the axis is called."""
+    """What sums of variances are multiplied by to be readable, a power of a thousand, and what their axis is called."""
     most = float(values.max())
-    power = 0 if most <= 0 or 0.1 <= most < 1000 else -3 * math.floor(math.log10(most) / 3)
-    return 10.0**power, "sum of variances" + (f", × 10^{-power}".replace("-", "−") if power else "")
+    power = 0 if most <= 0 or 0.1 <= most < 1000 else 3 * math.floor(math.log10(most) / 3)
+    unit = f" in 10{str(power).translate(_RAISED)}" if power else ""
+    return 10.0**-power, f"sum of variances{unit}"
 
 
 def _bars(series: Mapping[str, Tensor], x_label: str, y_label: str) -> str:
-    """Histograms whose outermost bars also hold the tails."""
+    """Histograms whose outermost bars also hold the tails, which is said below them."""
     every = np.concatenate([values.numpy() for values in series.values()])
     low, high = np.percentile(every, (TAIL, 100 - TAIL))
-    edges = bins([low, high], 50)
+    edges = bins([low, high], 30)
     inside = np.nextafter(edges[-1], edges[0])
     shares = {
         name: (np.histogram(values.numpy().clip(edges[0], inside), edges)[0] / len(values)).tolist()
         for name, values in series.items()
     }
-    return histogram(shares, edges, x_label, y_label)
+    note = paragraph(f"The outermost bars also hold what lies beyond, at most {TAIL}% of all on each side.")
+    return histogram(shares, edges, x_label, y_label) + note
 
 
 def _spread(values: Values, more: Shown) -> str:
@@ -169,10 +170,11 @@ def _truth(values: Values, more: Shown) -> str:
     count, doubts = more["found"]["true_of"], more["different"]
     scale, label = _unit(doubts)
     texts = more["found"]["levelled"]
-    level = texts.level if texts is not None and texts.captions else torch.zeros_like(count)
+    known = texts is not None and texts.captions
+    level = texts.level if texts is not None and known else torch.zeros_like(count)
     points = torch.stack([count.double(), doubts * scale], 1)
     levels = sorted(set(level[count > 0].tolist()))
-    series = {f"level {k}": _some(points[(level == k) & (count > 0)]) for k in levels}
+    series = {f"level {k}" if known else "captions": _some(points[(level == k) & (count > 0)]) for k in levels}
     rates = [f"level {k} {values[name]:.2f}" for k in levels if (name := f"truth_spearman_level@{k}") in values]
     pooled = [f"all {values['truth_spearman']:.2f}"] if "truth_spearman" in values else []
     said = paragraph(f"Spearman's correlation: {', '.join([*pooled, *rates])}.") if pooled or rates else ""
@@ -201,7 +203,7 @@ def _matched(values: Values, h: Tensor) -> str:
     return paragraph(said) + _bars({"pairs": h}, "H(picture in its caption)", "share of the pairs")
 
 
-def _chains(values: Values, found: Mapping[str, Answer]) -> str:
+def _chains(values: Values, found: Mapping[str, Answer], exact: bool) -> str:
     """Histograms of H of the links of chains, and the rates of right answers."""
     links = [name for name in found if name.startswith("chain_")][:LINKS]
     some = {_link(name): found[name].h for name in [*links, "unrelated"] if name in found}
@@ -215,7 +217,8 @@ def _chains(values: Values, found: Mapping[str, Answer]) -> str:
         ]
         for n, a in found.items()
     ]
-    said = (
+    said = "" if exact else "Chains are taken as true, and all else as false. "
+    said += (
         f"Overlapping are texts whose distance is below {values['inclusion_overlap']:.3g}, by which most answers about "
         "half of the chains are right; the last column is about the other half."
         if "inclusion_overlap" in values
@@ -232,13 +235,13 @@ def _link(name: str) -> str:
 
 
 def _pictures(found: Sequence[tuple[Any, float]]) -> str:
-    return tiles([(picture, f"{doubt:.3g}") for picture, doubt in found])
+    return tiles([(picture, f"{doubt:#.3g}") for picture, doubt in found])
 
 
 def _texts(more: Shown) -> str:
     parts = []
     for name in ("certain texts", "uncertain texts"):
-        rows: list[list[Cell]] = [[text, f"{doubt:.3g}"] for text, doubt in more[name]]
+        rows: list[list[Cell]] = [[text, f"{doubt:#.3g}"] for text, doubt in more[name]]
         parts.append(table(rows, [f"most {name.split()[0]}", "variance"]))
     return grid(parts)
 

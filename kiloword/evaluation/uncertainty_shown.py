@@ -37,6 +37,7 @@ class Findings:
     true_of: Tensor | None = None  # [N] pictures that each different caption is true of
     levelled: Levelled | None = None
     answers: dict[str, Answer] = field(default_factory=dict)
+    exact: bool = False  # whether the truth of these is known
     bins: dict[str, Bins] = field(default_factory=dict)
 
 
@@ -67,7 +68,9 @@ def drawn(found: Findings) -> dict[str, Any]:
         "own": data.image_doubt[data.picture],  # of each caption's picture
         "words": torch.tensor([len(text.split()) for text in texts]),
         "different": doubts,
-        "found": {name: getattr(found, name) for name in ("matched", "true_of", "levelled", "answers", "bins")},
+        "found": {
+            name: getattr(found, name) for name in ("matched", "true_of", "levelled", "answers", "exact", "bins")
+        },
         "certain": _pictures(data, pictures[:SHOWN]),
         "uncertain": _pictures(data, pictures[::-1][:SHOWN]),
         "certain texts": [(texts[i], float(doubts[i])) for i in up[:SHOWN]],
