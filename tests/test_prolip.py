@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kiloword.data.tokenizer import Tokenizer
 from kiloword.gaussian import Gaussian
 from kiloword.learner import Learner
 from kiloword.methods import find, preset
 from kiloword.model import Model, build
-from kiloword.recipes import parse, sizes
+from kiloword.prepare import captions_of, make_loader, open_sources
+from kiloword.recipes import default, parse, sizes
 from kiloword.types import Features
 from kiloword.verify import batch, config
 
@@ -43,6 +45,17 @@ def test_towers_carry_an_uncertainty_token() -> None:
     torch.testing.assert_close(features["log_var"], doubt.text_log_var(words[some.texts.starts[1:] - 2]))
     mean = pooling.text_projection(words[some.texts.starts[1:] - 1])  # type: ignore[attr-defined]
     torch.testing.assert_close(features["vec"], mean / mean.norm(dim=1, keepdim=True))
+
+
+def test_training_captions_end_with_the_tokens_that_are_read() -> None:
+    """A loader that packs for the unshaped tower would have words read as class and uncertainty tokens."""
+    recipe = replace(default("prolip", "debug", ("scenes?n=16",)), batch=8)
+    source = open_sources(recipe)
+    tokenizer = Tokenizer.train(captions_of(source), 300)
+    loader = make_loader(recipe, source, preset("prolip"), tokenizer, workers=0)
+    texts = next(loader.batches()).texts
+    last = torch.stack([texts.ids[texts.starts[1:] - place] for place in (3, 2, 1)])
+    assert torch.equal(last, torch.tensor([[tokenizer.special(n)] * 8 for n in ("end", "unc", "cls")]))
 
 
 def test_a_text_that_is_not_read_at_a_token_has_no_class_token() -> None:
