@@ -55,7 +55,8 @@ def test_correlation_of_tiny_variances_does_not_underflow() -> None:
 def test_what_is_not_defined_is_left_out(values: list[float]) -> None:
     found = spearman(doubles(values), torch.arange(len(values)))
     assert math.isnan(found)
-    assert dict(defined("x", found)) == {} and dict(defined("x", 0.5)) == {"x": 0.5}
+    assert dict(defined("x", found)) == {}
+    assert dict(defined("x", 0.5)) == {"x": 0.5}
 
 
 def test_bins_are_those_of_sorting() -> None:
@@ -75,7 +76,8 @@ def test_equal_uncertainties_do_not_depend_on_their_order() -> None:
     bins = binned(uncertainty, right)
     assert bins.right.tolist() == pytest.approx([0.25] * 10)
     names = dict(calibration("text", bins))
-    assert "text_pearson" not in names and "text_spearman" not in names
+    assert "text_pearson" not in names
+    assert "text_spearman" not in names
     assert binned(torch.tensor([3.0] * 12), torch.arange(12) % 2).right.tolist() == pytest.approx([0.5] * 10)
 
 
@@ -92,8 +94,10 @@ def test_few_items_make_few_bins(n: int, bins: int) -> None:
 def test_calibration_of_a_known_model() -> None:
     uncertainty = torch.arange(100.0)
     found = dict(calibration("picture", binned(uncertainty, 1 - uncertainty / 100)))
-    assert found["picture_pearson"] == pytest.approx(-1) and found["picture_spearman"] == pytest.approx(-1)
-    assert found["picture_uncertainty@1"] == pytest.approx(4.5) and found["picture_right@10"] == pytest.approx(0.055)
+    assert found["picture_pearson"] == pytest.approx(-1)
+    assert found["picture_spearman"] == pytest.approx(-1)
+    assert found["picture_uncertainty@1"] == pytest.approx(4.5)
+    assert found["picture_right@10"] == pytest.approx(0.055)
 
 
 def test_no_items_are_refused() -> None:

@@ -1,6 +1,6 @@
 """Whether the uncertain are wrong more often: bins of equal counts by uncertainty, against how many are right.
 
-As PCME++ does (arXiv:2305.18171, section 4.4): ten bins, and the correlation between their means.
+As PCME++ does (arXiv:2305.18171): ten bins, and the correlation between their means.
 """
 
 from __future__ import annotations

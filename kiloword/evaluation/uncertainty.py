@@ -1,4 +1,4 @@
-"""What a model's uncertainty says: `kiloword eval MODEL uncertainty` (arXiv:2410.18857, sections 4.3 and C.4).
+"""What a model's uncertainty says: `kiloword eval MODEL uncertainty` (arXiv:2410.18857, section 4.3).
 
 The uncertainty of a picture or a text is the sum of the variances of its Gaussian. Whether it is honest is asked of
 lengths and levels of captions, of the number of pictures that they are true of, of what is included in what, and of

@@ -240,10 +240,11 @@ def _pictures(found: Sequence[tuple[Any, float]]) -> str:
 
 def _texts(more: Shown) -> str:
     parts = []
-    for name in ("certain texts", "uncertain texts"):
-        rows: list[list[Cell]] = [[text, f"{doubt:#.3g}"] for text, doubt in more[name]]
-        parts.append(table(rows, [f"most {name.split()[0]}", "variance"]))
-    return grid(parts)
+    kinds = {"certain": "most certain", "uncertain": "most uncertain", "long": "of the longest tenth, most uncertain"}
+    for kind, name in kinds.items():
+        rows: list[list[Cell]] = [[text, f"{doubt:#.3g}"] for text, doubt in more[f"{kind} texts"]]
+        parts.append(table(rows, [name, "variance"]))
+    return grid(parts[:2]) + parts[2]
 
 
 def _plane(found: Plane) -> str:

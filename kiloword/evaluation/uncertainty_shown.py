@@ -23,6 +23,7 @@ from kiloword.types import Features
 Pixels = npt.NDArray[np.uint8]
 
 SHOWN = 12  # most and least certain pictures, and texts
+LONG = 90  # percent of the texts are shorter than those that are called long
 PLANE = 4  # pictures in the plane
 CAPTIONS = 4  # of each of them
 SIDE = 128  # pixels a side of a picture on the page, at most
@@ -61,12 +62,14 @@ def drawn(found: Findings) -> dict[str, Any]:
     doubts = data.text_doubt[first]
     texts = [data.captions[i] for i in first]
     up = doubts.argsort(stable=True).tolist()
+    words = torch.tensor([len(text.split()) for text in texts])
+    long = words >= np.percentile(words, LONG) if texts else words
     pictures = data.image_doubt.argsort(stable=True).tolist()
     return {
         "image": data.image_doubt,
         "text": data.text_doubt,
         "own": data.image_doubt[data.picture],  # of each caption's picture
-        "words": torch.tensor([len(text.split()) for text in texts]),
+        "words": words,
         "different": doubts,
         "found": {
             name: getattr(found, name) for name in ("matched", "true_of", "levelled", "answers", "exact", "bins")
@@ -75,6 +78,7 @@ def drawn(found: Findings) -> dict[str, Any]:
         "uncertain": _pictures(data, pictures[::-1][:SHOWN]),
         "certain texts": [(texts[i], float(doubts[i])) for i in up[:SHOWN]],
         "uncertain texts": [(texts[i], float(doubts[i])) for i in up[::-1][:SHOWN]],
+        "long texts": [(texts[i], float(doubts[i])) for i in up[::-1] if long[i]][:SHOWN],
         "plane": plane(data),
     }
 
@@ -93,7 +97,7 @@ def pixels(data: Data, picture: int) -> Pixels:
 def plane(data: Data) -> Plane | None:
     """Some pictures with captions, the same ones for every model; None below two points.
 
-    The projection is linear, so a Gaussian stays one: its covariance becomes P diag(variances) P^T (appendix A.3 uses
+    The projection is linear, so a Gaussian stays one: its covariance becomes P diag(variances) P^T (appendix A.1 uses
     draws of it instead).
     """
     if data.texts is None:
