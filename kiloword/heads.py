@@ -15,7 +15,7 @@ from kiloword.towers.blocks import Init, Mlp
 from kiloword.towers.image import extra
 from kiloword.types import Features, Texts
 
-BLOCK = 4096  # rows and columns of pairs scored at once unless a pooling knows better: 64 MB of fp32 logits
+BLOCK = {"cpu": 1024, "cuda": 4096}  # rows and columns of pairs scored at once unless a pooling knows better
 
 
 def at_least_float(x: Tensor) -> Tensor:
@@ -125,7 +125,8 @@ class Head(nn.Module):
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs that are scored at once; a pooling whose pairs cost memory has its own `block`."""
         own = getattr(self.pooling, "block", None)
-        return (BLOCK, BLOCK) if own is None else own(images, texts)
+        side = BLOCK.get(images["vec"].device.type, BLOCK["cuda"])
+        return (side, side) if own is None else own(images, texts)
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None = None) -> Features:
         """Prompts of a class -> one row a class.

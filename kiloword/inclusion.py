@@ -196,7 +196,7 @@ def chosen_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) 
     Args: seeds [T] int64, of every text its own.
     """
     lengths = texts.starts.diff()
-    of = torch.repeat_interleave(lengths)  # [S]
+    of = torch.repeat_interleave(lengths, output_size=len(texts.ids))  # [S]; the size known, no device is waited for
     place = torch.arange(len(of), device=of.device) - texts.starts[of]
     special = torch.tensor(sorted(config.special.values()), device=of.device)
     words = ~torch.isin(texts.ids, special)
