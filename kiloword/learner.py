@@ -76,9 +76,11 @@ class Learner(nn.Module):
     def _apart(self, pairs: Blocks, total: Total, plain: Tensor) -> dict[str, Tensor]:
         """Shares of the loss by picture and of the score with one's own texts, plain [I] and composed examples apart.
 
+        Both losses are in the unit of "pair", whatever that is divided by: their mean over all pictures is "pair".
         Not a number where the batch has none of a kind.
         """
-        by_picture = pairs.rows if total.rows is None else total.rows
+        images = sum_over_ranks(total.count.new_tensor(float(len(plain))))
+        by_picture = (pairs.rows if total.rows is None else total.rows) * (images / sum_over_ranks(total.count))
         own = self.model.head.score_of(pairs.own / pairs.own_texts)
         found = {}
         for name, chosen in (("plain", plain), ("composed", ~plain)):

@@ -205,6 +205,17 @@ def test_a_pair_loss_that_says_nothing_of_pictures_is_told_apart_too() -> None:
     assert {"pair_plain", "pair_composed"} <= found[1].keys()
 
 
+@pytest.mark.parametrize("name", ["siglip+compose", "pcme+++compose", "pcme+++deterministic+compose", "fff+compose"])
+def test_both_kinds_together_are_the_pair_loss(name: str) -> None:
+    """Whatever the loss is divided by: pictures, pairs, or texts."""
+    method, some = preset(name), fixed_batch(method=name)
+    found = {k: float(v) for k, v in backward(Learner(build(sizes()["debug"], method, 0), method), [some]).items()}
+    composed = float(some.composed.double().mean())
+    assert 0 < composed < 1
+    both = composed * found["pair_composed"] + (1 - composed) * found["pair_plain"]
+    assert both == pytest.approx(found["pair"], rel=1e-5)
+
+
 def test_a_fixed_scale_does_not_learn(tmp_path: Path) -> None:
     for method, settings in (("clip-c", {"rho": 0.5}), ("clip+mixup", {})):
         train(recipe(method, fixed_scale=True, scale=20.0, **settings), tmp_path / method, options=Options(quiet=True))
