@@ -78,7 +78,13 @@ class Head(nn.Module):
         """Another start and limit of scale and bias, before the weights are filled: another pair loss wants its own.
 
         Args: distance: what is scaled is minus the squared distance 2 - 2 score instead of the score.
+        Raises: ValueError for a scale or limit that is not positive, or a bias that is no number.
         """
+        for name, value in (("scale", scale), ("max_scale", max_scale)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value:g}: expected a number above 0.")
+        if bias is not None and not math.isfinite(bias):
+            raise ValueError(f"bias is {bias:g}: expected a number.")
         self.distance = distance
         self.bias = None if bias is None else nn.Parameter(torch.empty(1))
         self._start = (math.log(scale), bias or 0.0)

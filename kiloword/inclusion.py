@@ -60,7 +60,7 @@ def terms(settings: InclusionSettings) -> dict[str, tuple[float, Any]]:
 
 
 def _check(settings: InclusionSettings) -> None:
-    for name in ("image_in_text", "masked", "vib"):
+    for name in ("image_in_text", "masked", "spread", "vib"):
         if not 0 <= getattr(settings, name) < math.inf:
             raise ValueError(f"{name} is {getattr(settings, name)}: expected a weight of 0 or more.")
     for name in ("drop_patches", "mask_words"):
@@ -72,6 +72,8 @@ def _check(settings: InclusionSettings) -> None:
         )
     if not 0 < settings.c < math.inf:
         raise ValueError(f"c is {settings.c}: expected a sharpness above 0.")
+    if not abs(settings.eps) <= 50:  # False for NaN
+        raise ValueError(f"eps is {settings.eps}: expected a logarithm, -50 to 50.")
 
 
 class _Inclusion(nn.Module):

@@ -141,6 +141,12 @@ def test_scale_is_held_to_its_limit() -> None:
     assert free.log_scale.item() == 5.0
 
 
+@pytest.mark.parametrize("said", [{"scale": 0.0}, {"scale": -1.0}, {"max_scale": -5.0}, {"bias": math.nan}])
+def test_scale_and_bias_out_of_range_are_refused(said: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(said))} is (0|-1|-5|nan): expected a number"):
+        head(**said)
+
+
 def test_a_larger_loaded_scale_is_its_own_limit_also_after_a_resume() -> None:
     h = head(max_scale=100.0)
     foreign = {k: v for k, v in h.state_dict().items() if k != "log_limit"}

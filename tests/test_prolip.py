@@ -166,6 +166,12 @@ OUT_OF_RANGE = [
     ({"mask_words": -0.1}, "mask_words is -0.1"),
     ({"masked_every": 0}, "masked_every is 0: expected at least 1"),
     ({"c": 0.0}, "c is 0.0: expected a sharpness above 0"),
+    ({"spread": -1.0}, "spread is -1.0: expected a weight of 0 or more"),
+    ({"eps": float("nan")}, "eps is nan: expected a logarithm, -50 to 50"),
+    ({"log_var": float("nan")}, "log_var is nan: expected a logarithm, -50 to 50"),
+    ({"log_var": 1000.0}, "log_var is 1000.0"),
+    ({"scale": -1.0}, "scale is -1: expected a number above 0"),
+    ({"bias": float("nan")}, "bias is nan: expected a number"),
     ({"inclusion_form": "printed"}, "inclusion_form"),
     ({"epsilon": -10.0}, "epsilon"),
 ]
@@ -213,6 +219,9 @@ def test_what_cannot_mix_is_refused() -> None:
         preset("siglip+inclusion")
     with pytest.raises(ValueError, match=r"prolip has Gaussians already: leave \+gaussian away"):
         preset("prolip+gaussian")
+    with pytest.raises(ValueError, match=r"prolip has inclusion terms already: leave \+inclusion away"):
+        preset("prolip+inclusion")
+    assert "masked_image" in preset("pcme+++inclusion").terms
     with pytest.raises(ValueError, match=r"masked_every is 0"):
         preset("siglip+gaussian+inclusion", {"inclusion": {"masked_every": 0}})
 

@@ -48,10 +48,12 @@ def only(settings: Any, kind: type[Any]) -> Any:
 def doubtful(method: Method, settings: GaussianSettings) -> Method:
     """A method whose features are Gaussians: its score loses half of both variance sums (PPCL, eq. 2, with sigmoid).
 
-    Raises: ValueError for a method that has an uncertainty already.
+    Raises: ValueError for a method that has an uncertainty already, or a variance out of range.
     """
     if is_gaussian(method):
         raise ValueError(f"{method.name} has Gaussians already: leave +gaussian away.")
+    if not abs(settings.log_var) <= 50:  # False for NaN
+        raise ValueError(f"log_var is {settings.log_var}: expected a logarithm, -50 to 50.")
 
     def head(config: ModelConfig) -> Head:
         made = method.head(config)
@@ -64,10 +66,12 @@ def doubtful(method: Method, settings: GaussianSettings) -> Method:
 def included(method: Method, settings: InclusionSettings) -> Method:
     """A method with the inclusion terms and the information bottleneck.
 
-    Raises: ValueError for a method without Gaussians.
+    Raises: ValueError for a method without Gaussians, or with inclusion terms already.
     """
     if not is_gaussian(method):
         raise ValueError(f"inclusion compares Gaussians, but {method.name} has none: add +gaussian.")
+    if "image_in_text" in method.terms:
+        raise ValueError(f"{method.name} has inclusion terms already: leave +inclusion away, they are in its settings.")
     return replace(method, terms={**method.terms, **terms(settings)})
 
 
