@@ -111,18 +111,18 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
 
     Raises: ValueError when `out` holds another recipe's run (says what differs) or cannot be written.
     """
+    method = preset(recipe.method, recipe.settings)
     make_folder(out)
     recipe, tokenizer = resolve(recipe, source, out / "model")
     file = RunFile(recipe=recipe, data_fingerprint=source.fingerprint)
     check_same_run(out, file, extend)
-    main = parallel.rank() == 0
-    if main:
-        tokenizer.save(out / "model")
-        write_json(out / "config.json", asdict(file))
-    method = preset(recipe.method, recipe.settings)
     learner, started = make_learner(recipe, method)
     learner.to(device)
     loader = make_loader(recipe, source, method, tokenizer, workers)
+    main = parallel.rank() == 0
+    if main:  # not before all that refuses a recipe
+        tokenizer.save(out / "model")
+        write_json(out / "config.json", asdict(file))
     run = Run(
         recipe=recipe,
         out=out,
