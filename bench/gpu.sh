@@ -4,7 +4,9 @@
 #   bench/gpu.sh llip      Llip's score to 32k texts, steps with mixture tokens and with six captions
 #   bench/gpu.sh scenes    the papers' claims on drawn scenes at s16; call again to go on where it stopped
 #   bench/gpu.sh photos    the presets on Flickr8k at s16; call again to go on where it stopped
-# Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k), BUDGET (seconds in all), WORKERS.
+#   bench/gpu.sh prolip    what Gaussians cost, then ProLIP on scenes and on photos at s16; call again to go on
+# Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k and coco_hier), BUDGET (seconds in
+# all), WORKERS.
 # Results: $OUT/gpu-PART.jsonl, one line for the machine, then one a run; what is missing is skipped with a sentence.
 set -u
 cd "$(dirname "$0")/.."
@@ -105,8 +107,8 @@ train() {
 }
 
 case $PART in
-  steps | llip | scenes | photos) ;;
-  *) echo "unknown part $PART: expected steps, llip, scenes or photos" >&2 && exit 2 ;;
+  steps | llip | scenes | photos | prolip) ;;
+  *) echo "unknown part $PART: expected steps, llip, scenes, photos or prolip" >&2 && exit 2 ;;
 esac
 
 # A missing card is an answer, not a failure: the caller may try this on any machine.
@@ -160,6 +162,24 @@ scenes() {
 photos() {
   experiment flickr --data "$DATA/flickr8k/train" --val "$DATA/flickr8k/dev" --mined --seeds 0 1 2 --batch 256 \
     --steps 700
+}
+
+prolip() {
+  # Measured once: a later call has the card for the experiments.
+  if ! grep -qs '"run": "prolip pair loss".*"status": 0' "$OUT/gpu-prolip-cost.jsonl"; then
+    run "prolip step b32" 100 "$PYTHON" bench/prolip.py --size b32 --batch 512 --dtype bf16 --device cuda --steps 15
+    run "prolip step b16" 120 "$PYTHON" bench/prolip.py --size b16 --batch 256 --dtype bf16 --device cuda --steps 15
+    run "prolip pair loss" 100 "$PYTHON" bench/prolip_pairs.py --device cuda --pairs 1024 2048 4096 8192 16384 \
+      --chunk 0 1024 --repeat 10
+    cp "$RESULTS" "$OUT/gpu-prolip-cost.jsonl"
+  fi
+  if [ -d "$DATA/flickr8k/train" ] && [ -d "$DATA/flickr8k/dev" ] && [ -d "$DATA/coco_hier/dev" ]; then
+    experiment prolip_photos --data "$DATA/flickr8k/train" --val "$DATA/flickr8k/dev" --chains "$DATA/coco_hier/dev" \
+      --seeds 0 1 2 --batch 256 --steps 1500
+  else
+    echo "skipped: photos, there are no folders flickr8k/train, flickr8k/dev and coco_hier/dev in $DATA; set DATA"
+  fi
+  experiment prolip --seeds 0 1 2 --steps 3000
 }
 
 "$PART"
