@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,13 @@ def test_words_for_what_a_user_can_mend(made: Path) -> None:
         build(*files, made / "pictures", Options(least=50))
     with pytest.raises(ValueError, match="0 segments; expected at least 1"):
         build(*files, made / "out", Options(segments=0))
-    for text in ("{", "[]", '{"images": []}', '{"images": [{"id": 1}], "annotations": []}'):
+    with pytest.raises(ValueError, match="least is nan: expected a number of pixels"):
+        build(*files, made / "out", Options(least=math.nan))
+    good = json.loads(files[0].read_text())
+    twice = json.dumps({**good, "images": [good["images"][0]] * 2})
+    unnamed = json.dumps({**good, "categories": [{"id": 1, "name": 7}]})
+    few = '{"images": []}', '{"images": [{"id": 1}], "annotations": []}'
+    for text in ("{", "[]", "[" * 100_000, *few, twice, unnamed):
         (made / "wrong.json").write_text(text)
         with pytest.raises(ValueError, match=r"wrong.json is not COCO's json of instances"):
             build(made / "wrong.json", made / "pictures", made / "out")

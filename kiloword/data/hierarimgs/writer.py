@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 import tarfile
@@ -79,6 +80,8 @@ def build(annotations: Path, pictures: Path, out: Path, options: Options | None 
     options = options or Options()
     if options.segments < 1:
         raise ValueError(f"{options.segments} segments; expected at least 1")
+    if not 0 <= options.least < math.inf:
+        raise ValueError(f"least is {options.least}: expected a number of pixels, 0 or more.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists: choose another OUT, or remove it.")
     images, segments = read_annotations(annotations, options.crowd)
@@ -109,9 +112,11 @@ def read_annotations(path: Path, crowd: bool) -> tuple[list[dict[str, Any]], dic
             if one["image_id"] in segments and (crowd or not one.get("iscrowd", 0)):
                 name = names.get(one.get("category_id"), "object")
                 segments[one["image_id"]].append(Segment(one["id"], float(one["area"]), name, one["segmentation"]))
+        assert len(segments) == len(images), "two images have one id"
+        assert all(isinstance(name, str) for name in names.values()), "a category's name is no string"
         assert all(isinstance(image["file_name"], str) for image in images)
         assert all(isinstance(image[side], int) for image in images for side in ("height", "width"))
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
         raise ValueError(
             f"{path} is not COCO's json of instances ({type(error).__name__}: {error}): expected `images` with id, "
             "file_name, height, width and `annotations` with id, image_id, area, segmentation."
