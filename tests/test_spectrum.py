@@ -126,6 +126,9 @@ def test_verb_shows_several_models_in_one_plot(tmp_path: Path, capsys: pytest.Ca
         with pytest.raises(SystemExit):
             main(["eval", a, *words.split(), *data, "--html", str(html)])
         assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["eval", a, "uncertainty", *data, "--with", b])
+    assert "kiloword: a: this model's features have no variance" in capsys.readouterr().err
 
 
 def test_labels_tell_models_apart() -> None:

@@ -46,7 +46,10 @@ def main(
         skipped: list[Skipped] = []
         source = open_source(data, size=matcher.model.config.image.size)
         more = {"shown": shown.setdefault(name, {})} if page is not None and _shows(task) else {}
-        found[name] = evaluation.evaluate(matcher, task, source, skipped=skipped, **given, **more)
+        try:
+            found[name] = evaluation.evaluate(matcher, task, source, skipped=skipped, **given, **more)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
         for one in skipped:
             print(f"skipped {one.key}: {one.reason}", file=sys.stderr)
     _print(task, found)
