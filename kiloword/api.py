@@ -143,6 +143,8 @@ class Matcher:
         Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, eq. 4.
         """
         _check_gaussians(a, b)
+        if form not in ("paper", "exact"):
+            raise ValueError(f'form is {form!r}: expected "paper" or "exact"')
         with inference(self.model):
             return inclusion_matrix(a, b, form=form)
 
@@ -156,7 +158,7 @@ class Matcher:
         a text so far apart would be a match more likely than not, as the model learned it. Texts lie nearer to texts
         than to pictures, and general captions far from everything: for either choose it on pairs that you know.
 
-        Raises: ValueError when the features are no Gaussians, or when overlap is None and the model has no bias.
+        Raises: ValueError when the features are no Gaussians, overlap is no number, or None in a model without bias.
         """
         head = self.model.head
         if overlap is None and head.bias is None:
@@ -164,6 +166,8 @@ class Matcher:
                 "overlap=None asks what the model calls a match, but one trained by softmax never learned that: give "
                 "overlap, a distance in (0, 4)"
             )
+        if overlap is not None and not (isinstance(overlap, int | float) and overlap == overlap):
+            raise ValueError(f"overlap is {overlap!r}: expected a distance in (0, 4)")
         within, distance = self.inclusion(a, b, form) > 0, self.distance(a, b)
         with inference(self.model):
             return within & (head.logits(1 - 0.5 * distance) > 0 if overlap is None else distance < overlap)
@@ -247,10 +251,18 @@ def _kind(value: Any) -> str:
 
 
 def _check_gaussians(*sides: Features) -> None:
-    """A sentence for features of a model that knows no uncertainty."""
+    """A sentence for what are no features, for those of a model that knows no uncertainty, and for two models'."""
     for features in sides:
+        if not isinstance(features, dict):
+            raise ValueError(f"got {_kind(features)}: expected features, as encode_image and encode_text make them")
         if "log_var" not in features:
             raise ValueError(
                 'these features have no "log_var": their model has no Gaussians. Train one that has: prolip, or any '
                 "other method with +gaussian"
             )
+        shapes = [list(features[name].shape) if name in features else [] for name in ("vec", "log_var")]
+        if shapes[0] != shapes[1] or len(shapes[0]) != 2:
+            raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
+    widths = [features["vec"].shape[1] for features in sides]
+    if len(set(widths)) > 1:
+        raise ValueError(f"got features of {widths[0]} and of {widths[1]} dimensions: expected those of one model")

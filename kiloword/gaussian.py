@@ -86,6 +86,8 @@ def inclusion_matrix(a: Features, b: Features, eps: float = 0.0, form: Form = "p
     H is no product of what each side knows, so pairs are taken a block at a time; [N_a, N_b, D] is never held.
     """
     n, m = len(a["vec"]), len(b["vec"])
+    if not n * m:
+        return at_least_float(a["vec"]).new_zeros(n, m)
     step = max(1, int((CELLS / a["vec"].shape[1]) ** 0.5))
     down = [_rows(a, slice(i, i + step), 1) for i in range(0, n, step)]
     across = [_rows(b, slice(j, j + step), 0) for j in range(0, m, step)]

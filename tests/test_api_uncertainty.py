@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -140,3 +141,49 @@ def test_softmax_knows_no_overlap() -> None:
     with pytest.raises(ValueError, match="softmax never learned that"):
         m.includes(texts, texts)
     assert m.includes(texts, texts, overlap=1.0).shape == (3, 3)
+
+
+def test_no_pictures_and_no_texts_are_no_pairs() -> None:
+    m = matcher()
+    texts = m.encode_text(CAPTIONS)
+    none = {name: value[:0] for name, value in texts.items()}
+    assert m.uncertainty(none).shape == (0,)
+    for measure in (m.distance, m.inclusion, m.includes):
+        for a, b in ((none, texts), (texts, none), (none, none)):
+            assert measure(a, b).shape == (len(a["vec"]), len(b["vec"]))
+
+
+WRONG: list[tuple[Any, str]] = [
+    (["a dog"], "got a list: expected features, as encode_image and encode_text make them"),
+    (torch.zeros(2, 16), "got a Tensor: expected features"),
+    ({"log_var": torch.zeros(2, 16)}, r'"vec" \[\] and "log_var" \[2, 16\]: expected both \[N, D\]'),
+    ({"vec": torch.zeros(2, 16), "log_var": torch.zeros(1, 16)}, r"expected both \[N, D\]"),
+    ({"vec": torch.zeros(16), "log_var": torch.zeros(16)}, r"expected both \[N, D\]"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), WRONG)
+def test_what_are_no_features_of_this_model_is_refused(given: Any, sentence: str) -> None:
+    m = matcher()
+    good = at(1.0, -5.0)
+    with pytest.raises(ValueError, match=sentence):
+        m.uncertainty(given)
+    for measure in (m.distance, m.inclusion, m.includes):
+        for a, b in ((given, good), (good, given)):
+            with pytest.raises(ValueError, match=sentence):
+                measure(a, b)
+
+
+def test_features_of_two_models_are_refused() -> None:
+    m = matcher()
+    for measure in (m.distance, m.inclusion, m.includes):
+        with pytest.raises(ValueError, match="got features of 16 and of 4 dimensions: expected those of one model"):
+            measure(at(1.0, -5.0), at(1.0, -5.0, dim=4))
+
+
+def test_options_that_mean_nothing_are_refused() -> None:
+    m, one = matcher(), at(1.0, -5.0)
+    with pytest.raises(ValueError, match='form is \'printed\': expected "paper" or "exact"'):
+        m.inclusion(one, one, form="printed")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="overlap is nan: expected a distance"):
+        m.includes(one, one, overlap=float("nan"))
