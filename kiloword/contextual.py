@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kiloword import mixing, recipes
-from kiloword.heads import Pooling, Single, TextPool, at_least_float, unit
+from kiloword.heads import Pooling, Single, unit
+from kiloword.pools import TextPool, at_least_float
 from kiloword.recipes import ModelConfig
 from kiloword.towers.blocks import Init
 from kiloword.towers.image import extra

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.contextual import OneVector
-from kiloword.heads import Single, at_least_float
+from kiloword.heads import Single
+from kiloword.pools import at_least_float
 from kiloword.towers.blocks import SelfAttention
 from kiloword.towers.image import ImageTower, extra
 from kiloword.types import Features

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword import recipes
-from kiloword.heads import Pooling, at_least_float, place_from_end
+from kiloword.heads import Pooling
+from kiloword.pools import at_least_float, place_from_end
 from kiloword.recipes import ModelConfig
 from kiloword.towers.blocks import Init
 from kiloword.towers.image import extra

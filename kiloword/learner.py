@@ -11,6 +11,7 @@ from kiloword.losses import Blocks
 from kiloword.method import Method
 from kiloword.model import Model
 from kiloword.parallel import gather_features, ranks, sum_over_ranks
+from kiloword.pools import at_least_float
 from kiloword.types import Batch, Encoded, Features, Total
 
 
@@ -46,8 +47,8 @@ class Learner(nn.Module):
     def pair_inputs(self, encoded: Encoded, batch: Batch) -> tuple[Features, Features]:
         """Features as the pair loss sees them: at least fp32, with positions and side features."""
         of = batch.image_of_text
-        images = {k: _at_least_fp32(v) for k, v in encoded.images.items()}
-        texts = {k: _at_least_fp32(v) for k, v in encoded.texts.items()}
+        images = {k: at_least_float(v) for k, v in encoded.images.items()}
+        texts = {k: at_least_float(v) for k, v in encoded.texts.items()}
         mineable = ~batch.composed
         images |= {"position": batch.position, "mineable": mineable}
         texts |= {"position": batch.position[of], "mineable": mineable[of]}
@@ -113,7 +114,3 @@ class Learner(nn.Module):
         weighted = [self.method.terms[name][0] * out[name] for name in self.terms]
         out["loss"] = torch.stack([out["pair"], *weighted]).sum() * ranks()
         return out
-
-
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.heads import Head, at_least_float
+from kiloword.heads import Head
 from kiloword.losses import sigmoid_loss, softmax_loss
 from kiloword.method import PairBlocks, PairLoss
 from kiloword.parallel import stack_over_ranks, sum_over_ranks
+from kiloword.pools import at_least_float
 from kiloword.types import Features, Pairs, Positives, Total
 
 ROUNDING = 1e3  # resolutions of a logit: equal captions are equally near on any number of ranks

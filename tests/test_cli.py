@@ -20,9 +20,9 @@ RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3
 
 # Every setting has a place below --optim, --augment or --model: a flag up here is a decision, not a habit.
 FLAGS = (
-    "out data val views positives pair_loss pooling uncertainty terms side extra_captions raw_captions size steps epochs "
-    "samples batch micro chunk precision freeze init captions decoder weights together vocab bad_share seed workers device log_every "
-    "save_every eval_every extend dry_run optim augment model"
+    "out data val views positives pair_loss pooling uncertainty terms side extra_captions raw_captions size steps "
+    "epochs samples batch micro chunk precision freeze init captions decoder weights together vocab bad_share seed "
+    "workers device log_every save_every eval_every extend dry_run optim augment model"
 )
 VERBS = "train quickstart eval score embed mine data verify import methods sizes doctor"
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kiloword.heads import Head, ImagePool, Pooling, Single, TextPool, place_from_end
+from kiloword.heads import Head, Pooling, Single
 from kiloword.model import Model, initialise
+from kiloword.pools import ImagePool, TextPool, place_from_end
 from kiloword.recipes import HeadConfig, ModelConfig, TextConfig, sizes
 from kiloword.types import Features, Texts
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from kiloword.draw import key
 from kiloword.evaluation.features import chunks
 from kiloword.evaluation.prompt_options import PromptOptions
-from kiloword.heads import Head, at_least_float
+from kiloword.heads import Head
+from kiloword.pools import at_least_float
 from kiloword.types import Features
 
 HELD = 2**23  # numbers of observations that are held at once, in double precision

@@ -17,7 +17,8 @@ from kiloword.evaluation.hierarchy_chains import Chains
 from kiloword.evaluation.metrics import check_scores
 from kiloword.evaluation.retrieval import Score
 from kiloword.gaussian import inclusion, log_inclusion, variance_sum
-from kiloword.heads import at_least_float, unit
+from kiloword.heads import unit
+from kiloword.pools import at_least_float
 from kiloword.types import Features
 
 Includes = Literal["h", "inc"]

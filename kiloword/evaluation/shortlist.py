@@ -13,7 +13,7 @@ from torch import Tensor
 from kiloword.evaluation.features import chunks, rows
 from kiloword.evaluation.metrics import Standing, check_scores, hit, standing
 from kiloword.evaluation.retrieval import PANEL, Relevance, check_pairs, true_means
-from kiloword.heads import at_least_float
+from kiloword.pools import at_least_float
 from kiloword.types import Features
 
 PairScore = Callable[[Features, Features], Tensor]

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from kiloword import bias_search, recipes
-from kiloword.heads import Head, Single, at_least_float
+from kiloword.heads import Head, Single
 from kiloword.losses import sigmoid_loss, softmax_loss
 from kiloword.losses_many import Balanced, supcon_loss
 from kiloword.method import Method, Piece
 from kiloword.methods import clip
+from kiloword.pools import at_least_float
 from kiloword.recipes import ModelConfig
 from kiloword.types import Batch, Pairs, Positives
 

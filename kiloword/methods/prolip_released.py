@@ -21,9 +21,10 @@ from typing import Literal, cast
 from torch import Tensor, nn
 
 from kiloword.gaussian import Gaussian, GaussianSettings
-from kiloword.heads import Head, Pooling, Single, at_least_float, unit
+from kiloword.heads import Head, Pooling, Single, unit
 from kiloword.method import Method
 from kiloword.methods import prolip
+from kiloword.pools import at_least_float
 from kiloword.recipes import ModelConfig
 from kiloword.towers.blocks import Init
 from kiloword.types import Features, Texts
