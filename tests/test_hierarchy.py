@@ -30,7 +30,6 @@ from kiloword.evaluation.hierarchy_chains import Chains, complete, gather, read
 from kiloword.evaluation.hierarchy_levels import (
     inclusion_by_level,
     kendall,
-    spearman,
     uncertainty_by_level,
     wrong_texts,
 )
@@ -138,16 +137,6 @@ def test_kendall_pair_by_pair_and_ties_count_nothing(values: list[int]) -> None:
     assert float(kendall(torch.tensor([values]))) == pytest.approx(sum(signs) / len(signs))
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=3, max_size=12))
-def test_spearman_is_scipys(pairs: list[tuple[int, int]]) -> None:
-    stats = pytest.importorskip("scipy.stats")
-    a, b = (torch.tensor(values, dtype=torch.float64) for values in zip(*pairs, strict=True))
-    if len(a.unique()) == 1 or len(b.unique()) == 1:
-        assert spearman(a, b) == 0
-    else:
-        assert spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic, abs=1e-12)
-
-
 @pytest.mark.parametrize("nearest", ["cosine", "csd"])
 @pytest.mark.parametrize("steps", [2, 50])
 def test_traversal_is_the_transcription(nearest: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +215,12 @@ def test_uncertainty_by_level_by_hand() -> None:
     assert found["uncertainty_spearman"] == pytest.approx(
         -14 / (4 * 17.5**0.5)
     )  # ranks less their means: x . y / |x| |y|
+
+
+def test_constant_uncertainty_has_no_correlation() -> None:
+    found = dict(uncertainty_by_level(torch.ones(2, 3)))
+    assert "uncertainty_spearman" not in found
+    assert found["uncertainty_order"] == 0
 
 
 def test_inclusion_by_level_of_known_gaussians() -> None:

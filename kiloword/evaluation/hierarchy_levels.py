@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kiloword.evaluation.calibration import defined, spearman
 from kiloword.evaluation.features import chunks
 from kiloword.evaluation.hierarchy_chains import Chains
 from kiloword.evaluation.hierarchy_paths import Truth
@@ -26,29 +26,17 @@ def kendall(values: Tensor) -> Tensor:
     return (values[:, j] - values[:, i]).sign().double().mean(1)
 
 
-def spearman(a: Tensor, b: Tensor) -> float:
-    """Spearman's rank correlation of [N] and [N], equal values at their mean rank; 0 where one is constant."""
-    x, y = (_ranks(v) for v in (a, b))
-    x, y = x - x.mean(), y - y.mean()
-    scale = float((x @ x).sqrt() * (y @ y).sqrt())
-    return float(x @ y) / scale if scale > 0 else 0.0
-
-
-def _ranks(values: Tensor) -> Tensor:
-    _, place, count = np.unique(values.cpu().numpy(), return_inverse=True, return_counts=True)
-    return torch.from_numpy((count.cumsum() - (count - 1) / 2)[place])
-
-
 def uncertainty_by_level(uncertainty: Tensor) -> Iterator[tuple[str, float]]:
     """Of the uncertainty of chains [C, L], general to specific.
 
-    `uncertainty_level@k`: mean at level k; `uncertainty_spearman`: of level and uncertainty over everything;
-    `uncertainty_order`: mean Kendall's tau within a chain of its levels and how certain they are, 1: it always falls.
+    `uncertainty_level@k`: mean at level k; `uncertainty_spearman`: of level and uncertainty over everything, left out
+    where all are equal; `uncertainty_order`: mean Kendall's tau within a chain of its levels and how certain they are,
+    1: it always falls.
     """
     for k, value in enumerate(uncertainty.double().mean(0).tolist()):
         yield f"uncertainty_level@{k}", value
     level = torch.arange(uncertainty.shape[1]).expand_as(uncertainty)
-    yield "uncertainty_spearman", spearman(level.flatten(), uncertainty.flatten())
+    yield from defined("uncertainty_spearman", spearman(level.flatten(), uncertainty.flatten()))
     yield "uncertainty_order", float(kendall(-uncertainty).mean())
 
 

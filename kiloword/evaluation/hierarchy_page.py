@@ -74,7 +74,11 @@ def _uncertainty(found: Found) -> str:
         lines = {model: points for model, points in lines.items() if points}
         if lines:
             spread: list[list[Cell]] = [
-                [model, found[model][f"{kind}_uncertainty_spearman"], found[model][f"{kind}_uncertainty_order"]]
+                [
+                    model,
+                    found[model].get(f"{kind}_uncertainty_spearman"),
+                    found[model][f"{kind}_uncertainty_order"],
+                ]
                 for model in lines
             ]
             html += line_plot(lines, f"level of {name}", "mean sum of variances")
