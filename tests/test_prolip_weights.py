@@ -18,7 +18,9 @@ from torch import Tensor
 from kiloword.api import load
 from kiloword.checkpoint import load_model, read_model_file
 from kiloword.cli import main
-from kiloword.model import Model
+from kiloword.methods import preset
+from kiloword.model import Model, build
+from kiloword.recipes import sizes
 from kiloword.types import Features, Texts
 
 State = dict[str, Tensor]
@@ -317,3 +319,13 @@ def test_the_verb_says_what_it_takes(capsys: pytest.CaptureFixture[str], tmp_pat
     with pytest.raises(SystemExit):
         main(["import", "prolip", "ViT-B-16", "model.safetensors", "--out", str(tmp_path / "out")])
     assert "expected import prolip PATH" in capsys.readouterr().err
+
+
+def test_released_settings_are_the_code_s() -> None:
+    """Where they differ from those of `prolip`."""
+    method = preset("prolip-released")
+    made = build(sizes()["debug"], method, 0)
+    assert float(made.head.log_scale.detach().exp()) == pytest.approx(1 / 0.07)
+    for name in ("vib_image", "masked_image", "image_in_text"):
+        said = method.terms[name][1](made.config).settings
+        assert (said.vib_form, said.drop_patches, said.c, said.eps) == ("released", 0.25, 1000.0, -10.0)
