@@ -53,6 +53,7 @@ def arms(options: ProlipOptions) -> list[Arm]:
 
     return [
         arm("siglip", "siglip", {}),
+        arm("as-preset", "prolip", {}),
         arm("prolip", "prolip", HERE),
         arm("no-image-in-text", "prolip", {**HERE, "image_in_text": 0.0}),
         arm("no-masked", "prolip", {**HERE, "masked": 0.0}),
