@@ -210,17 +210,17 @@ def test_true_texts_count_wherever_they_stand(batch: int) -> None:
 
 def test_uncertainty_by_level_by_hand() -> None:
     found = dict(uncertainty_by_level(torch.tensor([[4.0, 3.0, 1.0], [5.0, 2.0, 2.5]])))
-    assert [found[f"uncertainty_level@{k}"] for k in range(3)] == [4.5, 2.5, 1.75]
-    assert found["uncertainty_order"] == pytest.approx((1 + 1 / 3) / 2)
-    assert found["uncertainty_spearman"] == pytest.approx(
+    assert [found[f"chain_uncertainty@{k}"] for k in range(3)] == [4.5, 2.5, 1.75]
+    assert found["chain_uncertainty_order"] == pytest.approx((1 + 1 / 3) / 2)
+    assert found["chain_uncertainty_spearman"] == pytest.approx(
         -14 / (4 * 17.5**0.5)
     )  # ranks less their means: x . y / |x| |y|
 
 
 def test_constant_uncertainty_has_no_correlation() -> None:
     found = dict(uncertainty_by_level(torch.ones(2, 3)))
-    assert "uncertainty_spearman" not in found
-    assert found["uncertainty_order"] == 0
+    assert "chain_uncertainty_spearman" not in found
+    assert found["chain_uncertainty_order"] == 0
 
 
 def test_inclusion_by_level_of_known_gaussians() -> None:
@@ -331,8 +331,8 @@ def test_task_on_scenes_whatever_the_batch() -> None:
     for root in ("empty", "inclusive", "mean"):
         expected += [f"traversal_{root}_{name}" for name in (*ROOTED, "true_precision", "true_recall")]
     for kind, levels in (("text", 4), ("image", 3)):
-        expected += [f"{kind}_uncertainty_level@{k}" for k in range(levels)]
-        expected += [f"{kind}_uncertainty_spearman", f"{kind}_uncertainty_order"]
+        expected += [f"{kind}_chain_uncertainty@{k}" for k in range(levels)]
+        expected += [f"{kind}_chain_uncertainty_spearman", f"{kind}_chain_uncertainty_order"]
         expected += [f"{kind}_inclusion_h@{k}" for k in range(1, levels)]
     expected += ["text_inclusion_inc@2", "text_inclusion_inc@3"]  # level 0 is true of every picture
     expected += [f"image_inclusion_whole_h@{k}" for k in range(2)]
@@ -344,10 +344,10 @@ def test_uncertainty_of_scenes_is_that_of_their_chains() -> None:
     assert isinstance(source, ScenesSource)
     found = evaluate(model, "hierarchy", source)
     general = model.encode_text([source.hierarchies(row)[0][0] for row in range(11)])
-    assert found["text_uncertainty_level@0"] == pytest.approx(float(general["log_var"].exp().sum(1).mean()))
+    assert found["text_chain_uncertainty@0"] == pytest.approx(float(general["log_var"].exp().sum(1).mean()))
     parts = SceneParts(source)
     alone = model.encode_image([np_picture(parts, row) for row in range(0, len(parts), 3)])
-    assert found["image_uncertainty_level@0"] == pytest.approx(float(alone["log_var"].exp().sum(1).mean()), rel=1e-5)
+    assert found["image_chain_uncertainty@0"] == pytest.approx(float(alone["log_var"].exp().sum(1).mean()), rel=1e-5)
 
 
 def np_picture(source: SceneParts, row: int):  # type: ignore[no-untyped-def]
@@ -366,7 +366,7 @@ def test_models_without_gaussians_have_one_root() -> None:
 
 def test_scenes_of_one_thing_have_no_picture_levels() -> None:
     found = evaluate(matcher(), "hierarchy", "scenes:test?n=9&objects=1")
-    assert "text_uncertainty_level@0" in found
+    assert "text_chain_uncertainty@0" in found
     assert not [name for name in found if name.startswith("image")]
 
 

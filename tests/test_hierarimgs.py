@@ -289,8 +289,8 @@ def test_eval_hierarchy_judges_the_levels(made: Path) -> None:
     source = open_source(str(made / "out"))
     of_level_1 = model.encode_image([Image.fromarray(decode(source.record(row).image)) for row in (1, 5)])
     expected = float(of_level_1["log_var"].exp().sum(1).mean())
-    assert found["image_uncertainty_level@1"] == pytest.approx(expected, rel=1e-5)
-    assert {"image_inclusion_h@3", "image_inclusion_whole_h@0", "image_uncertainty_order"} < set(found)
+    assert found["image_chain_uncertainty@1"] == pytest.approx(expected, rel=1e-5)
+    assert {"image_inclusion_h@3", "image_inclusion_whole_h@0", "image_chain_uncertainty_order"} < set(found)
     assert not [name for name in found if name.startswith(("text", "hierarcaps", "traversal"))]
     with pytest.raises(ValueError, match="the model has no uncertainty"):
         evaluate(matcher("clip"), "hierarchy", str(made / "out"))

@@ -29,15 +29,15 @@ def kendall(values: Tensor) -> Tensor:
 def uncertainty_by_level(uncertainty: Tensor) -> Iterator[tuple[str, float]]:
     """Of the uncertainty of chains [C, L], general to specific.
 
-    `uncertainty_level@k`: mean at level k; `uncertainty_spearman`: of level and uncertainty over everything, left out
-    where all are equal; `uncertainty_order`: mean Kendall's tau within a chain of its levels and how certain they are,
-    1: it always falls.
+    `chain_uncertainty@k`: mean at level k; `chain_uncertainty_spearman`: of level and uncertainty over everything, left
+    out where all are equal; `chain_uncertainty_order`: mean Kendall's tau within a chain of its levels and how certain
+    they are, 1: it always falls. A text that stands in several chains counts in each, unlike in `eval uncertainty`.
     """
     for k, value in enumerate(uncertainty.double().mean(0).tolist()):
-        yield f"uncertainty_level@{k}", value
+        yield f"chain_uncertainty@{k}", value
     level = torch.arange(uncertainty.shape[1]).expand_as(uncertainty)
-    yield from defined("uncertainty_spearman", spearman(level.flatten(), uncertainty.flatten()))
-    yield "uncertainty_order", float(kendall(-uncertainty).mean())
+    yield from defined("chain_uncertainty_spearman", spearman(level.flatten(), uncertainty.flatten()))
+    yield "chain_uncertainty_order", float(kendall(-uncertainty).mean())
 
 
 def chosen(features: Features, places: Tensor) -> Features:

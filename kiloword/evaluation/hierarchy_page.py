@@ -70,14 +70,14 @@ def _uncertainty(found: Found) -> str:
     """Mean uncertainty by level: texts of all models in one plot, pictures in another."""
     html = ""
     for kind, name in (("text", "texts"), ("image", "pictures")):
-        lines = {m: _levels(values, f"{kind}_uncertainty_level@") for m, values in found.items()}
+        lines = {m: _levels(values, f"{kind}_chain_uncertainty@") for m, values in found.items()}
         lines = {model: points for model, points in lines.items() if points}
         if lines:
             spread: list[list[Cell]] = [
                 [
                     model,
-                    found[model].get(f"{kind}_uncertainty_spearman"),
-                    found[model][f"{kind}_uncertainty_order"],
+                    found[model].get(f"{kind}_chain_uncertainty_spearman"),
+                    found[model][f"{kind}_chain_uncertainty_order"],
                 ]
                 for model in lines
             ]

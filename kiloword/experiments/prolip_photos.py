@@ -28,7 +28,7 @@ COLUMNS = {  # of a table: heading -> metric
     "inclusive precision": "traversal_inclusive_precision",
     "inclusive recall": "traversal_inclusive_recall",
     **{f"variance {k}": f"text_uncertainty_level@{k}" for k in range(4)},
-    "rho level": "text_uncertainty_spearman",
+    "rho level": "text_uncertainty_level_spearman",
     "rho words": "text_uncertainty_words_spearman",
     "in general": "inclusion_chain",
 }
@@ -40,7 +40,7 @@ class PhotoOptions(FlickrOptions):
 
 
 def arms(options: PhotoOptions) -> list[Arm]:
-    """The baseline, ProLIP as the paper weighs its terms, and as they show at this scale."""
+    """The baseline, ProLIP with the weights of its preset, and with those that show at this scale."""
 
     def judge(matcher: Matcher) -> dict[str, float]:
         found = evaluation.evaluate(matcher, "retrieval", options.val)
@@ -54,7 +54,7 @@ def arms(options: PhotoOptions) -> list[Arm]:
 
     return [
         arm("siglip", "siglip", {}),
-        arm("prolip-as-paper", "prolip", {}),
+        arm("as-preset", "prolip", {}),
         arm("prolip", "prolip", HERE),
         arm("mask-token", "prolip", {**HERE, "hide_words": "mask"}),
         arm("spread", "prolip", {**HERE, **SPREAD}),
