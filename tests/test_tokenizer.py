@@ -36,6 +36,7 @@ ODD = [
     "<start_of_text> in the middle <end_of_text> and <mask> <pad>",
     "</w> !!!! ... ---- aaaaaaaa ______",
     "İstanbul ẞ ﬁne Ⅷ ½ ²",
+    "a\u0345b !\u0345! \u0345",
     "x" * 3000,
     "word " * 200,
 ]
