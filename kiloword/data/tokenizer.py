@@ -24,8 +24,8 @@ REMEMBERED = 1 << 15  # captions whose ids are kept, about 1 kB each
 REMEMBERED_TOKENS = 128  # not of captions of 100 kB
 CLIP_MERGES = 49152 - 256 - 2
 CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
-# CLIP's pattern ignores case: in lower-cased text that matters for the long s, which folds to s, and for one mark, U+0345:
-# it folds to a letter without being one, so that no part of the pattern takes it.
+# CLIP's pattern ignores case: in lower-cased text that matters for the long s, which folds to s, and for one mark,
+# U+0345: it folds to a letter without being one, so that no part of the pattern takes it.
 CLIP_WORDS = rf"{CLIP_START}|{CLIP_END}|'[sſ]|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}\x{{345}}]+"
 
 
