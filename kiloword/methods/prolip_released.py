@@ -20,11 +20,10 @@ from typing import Literal, cast
 
 from torch import Tensor, nn
 
-from kiloword.gaussian import Gaussian, GaussianSettings
+from kiloword.gaussian import Gaussian, GaussianSettings, log_variance
 from kiloword.heads import Head, Pooling, Single, unit
 from kiloword.method import Method
 from kiloword.methods import prolip
-from kiloword.pools import at_least_float
 from kiloword.recipes import ModelConfig
 from kiloword.towers.blocks import Init
 from kiloword.types import Features, Texts
@@ -83,7 +82,7 @@ class FromMean(Gaussian):
     def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
         """Packed [S, W] -> "log_var" [T, D]."""
         read = cast(Single, pooling).text_pool(tokens, texts)
-        return {"log_var": at_least_float(self.mean_log_var(pooling.project_text_tokens(read)))}
+        return {"log_var": log_variance(self.mean_log_var, pooling.project_text_tokens(read))}
 
     def initial(self) -> dict[str, Init]:
         start = Init(self.settings.log_var)
