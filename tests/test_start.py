@@ -124,6 +124,15 @@ def test_tokens_without_a_row_get_the_mean_of_all(words: Tokenizer, tmp_path: Pa
     assert (new[: len(old)] == old).all()
     assert torch.allclose(new[words.roles.mask], old.mean(0))
     assert (new[words.roles.cls] == old[words.roles.pad]).all()
+    assert (new[words.roles.unc] == old[words.roles.pad]).all()
+
+
+def test_a_pictures_uncertainty_token_starts_as_the_class_token_at_its_place(words: Tokenizer, tmp_path: Path) -> None:
+    path = folder(words, "clip", tmp_path)
+    old, new = load_model(path)[0].image_tower, begin("prolip", path, words)[0].image_tower
+    assert old.class_token is not None
+    assert new.uncertainty_token is not None
+    assert torch.equal(new.uncertainty_token, old.class_token + old.positions[0])
 
 
 def test_a_causal_tower_stays_causal_unless_told_otherwise(words: Tokenizer, tmp_path: Path) -> None:
