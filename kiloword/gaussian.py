@@ -140,8 +140,8 @@ class GaussianSettings(recipes.Settings):
     """How variances are read and put together."""
 
     log_var: float = -10.0  # that training starts from
-    ensemble: Literal["mean", "average"] = "mean"  # variance of a class: 1/N or 1/N^2 of its prompts' sum
-    weighted: Literal["squares", "linear"] = "squares"  # of prompts with weights p: sum p^2 var or sum p var
+    # variance of a class of N prompts: the mean of theirs, 1/N of the sum, or that of their average, 1/N^2 of it
+    ensemble: Literal["mean", "of_average"] = "mean"
 
 
 def tokens(config: ModelConfig) -> ModelConfig:
@@ -186,12 +186,13 @@ class Gaussian(nn.Module):
         return 0.5 * variance_sum(features)
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
-        """The variance of each class [n, D], of its prompts'. Source: section 4.2; with weights algorithm 1."""
+        """The variance of each class [n, D] of its prompts': with weights p that sum to 1 in a class, sum p var
+        ("mean") or sum p^2 var ("of_average"). Source: section 4.2.
+        """
         ones = torch.ones_like(texts["log_var"][:, 0])
         share = ones if weights is None else weights.to(ones)
         share = share / share.new_zeros(n).index_add(0, group, share)[group]
-        form = self.settings.ensemble if weights is None else self.settings.weighted
-        factor = share.square() if form in ("average", "squares") else share
+        factor = share.square() if self.settings.ensemble == "of_average" else share
         log_var = at_least_float(texts["log_var"]) + factor.log()[:, None]
         members = group[:, None].expand_as(log_var)
         # relative to each class's largest: a variance itself may be too small or large for single precision

@@ -286,19 +286,18 @@ def gaussian_axis(**given: Any) -> Gaussian:
 
 
 ENSEMBLES = [
-    ({"ensemble": "mean"}, False, lambda p: p),
-    ({"ensemble": "average"}, False, lambda p: p * p),
-    ({"weighted": "squares"}, True, lambda p: p * p),
-    ({"weighted": "linear"}, True, lambda p: p),
+    (form, weighted, factor)
+    for form, factor in (("mean", lambda p: p), ("of_average", lambda p: p * p))
+    for weighted in (False, True)
 ]
 
 
-@pytest.mark.parametrize(("given", "weighted", "factor"), ENSEMBLES)
-def test_variance_of_a_class(given: dict[str, Any], weighted: bool, factor: Any) -> None:
+@pytest.mark.parametrize(("form", "weighted", "factor"), ENSEMBLES)
+def test_variance_of_a_class(form: str, weighted: bool, factor: Any) -> None:
     """1/N or 1/N^2 of the sum (section 4.2); with weights p, which need not sum to 1, sum p^2 var or sum p var."""
     texts, group = gaussians(6, trained=True), torch.tensor([1, 0, 1, 1, 0, 2])
     weights = torch.tensor([0.5, 0.2, 0.5, 0.3, 2.0, 3.0], dtype=torch.float64) if weighted else None
-    found = gaussian_axis(**given).ensemble(texts, group, 3, weights)["log_var"]
+    found = gaussian_axis(ensemble=form).ensemble(texts, group, 3, weights)["log_var"]
     expected = []
     for k in range(3):
         members = [n for n in range(6) if group[n] == k]
@@ -319,11 +318,11 @@ def test_the_head_ensembles_means_and_variances() -> None:
     torch.testing.assert_close(found["log_var"].exp(), expected)
 
 
-@pytest.mark.parametrize("given", [{}, {"ensemble": "average"}, {"weighted": "linear"}])
-def test_tiny_and_huge_variances_ensemble(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("form", ["mean", "of_average"])
+def test_tiny_and_huge_variances_ensemble(form: str) -> None:
     """Single precision cannot hold e^-120 or e^100; their mean's logarithm it can. A prompt of weight 0 is out."""
     texts = {"vec": torch.zeros(4, 1), "log_var": torch.tensor([[-120.0], [-120.0], [100.0], [90.0]])}
-    axis = gaussian_axis(**given).float()
+    axis = gaussian_axis(ensemble=form).float()
     for weights in (None, torch.tensor([1.0, 1.0, 1.0, 0.0])):
         found = axis.ensemble(texts, torch.tensor([0, 0, 1, 1]), 2, weights)["log_var"]
         wide = {"vec": texts["vec"].double(), "log_var": texts["log_var"].double()}

@@ -104,14 +104,14 @@ def test_settings_reach_what_they_name() -> None:
         "vib": 0.125,
         "eps": -1.0,
     }
-    method = preset("prolip", said | {"ensemble": "average", "drop_patches": 0.5, "masked_every": 2})
+    method = preset("prolip", said | {"ensemble": "of_average", "drop_patches": 0.5, "masked_every": 2})
     made = Learner(build(config(), method), method)
     head = made.model.head
     assert head.log_scale.exp().item() == pytest.approx(7)
     assert head.bias is not None
     assert head.bias.item() == -4
     assert isinstance(head.uncertainty, Gaussian)
-    assert head.uncertainty.settings.ensemble == "average"
+    assert head.uncertainty.settings.ensemble == "of_average"
     assert (head.uncertainty.text_log_var.bias == -3).all()
     weights = dict(zip(TERMS, (0.5, 0.25, 0.25, 0.125, 0.125), strict=True))
     assert {name: weight for name, (weight, _) in method.terms.items()} == weights
