@@ -26,6 +26,11 @@ LN2 = math.log(2)
 CELLS = 2**18  # pairs x dimensions whose inclusion is computed at once: few enough to stay in a cache
 
 
+def rows(features: Features, which: Tensor) -> Features:
+    """The Gaussians of some rows, by index [n]: "vec" and "log_var" [n, D]."""
+    return {name: features[name].index_select(0, which) for name in ("vec", "log_var")}
+
+
 def variance_sum(features: Features) -> Tensor:
     """How uncertain N pictures or texts are: the trace of each covariance, [N]."""
     return at_least_float(features["log_var"]).exp().sum(-1)

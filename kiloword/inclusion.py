@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kiloword import recipes
 from kiloword.draw import uniform
-from kiloword.gaussian import Form, inclusion_loss, vib
+from kiloword.gaussian import Form, inclusion_loss, rows, vib
 from kiloword.model import Model
 from kiloword.recipes import ModelConfig, TextConfig
 from kiloword.types import Batch, Encoded, Features, Texts
@@ -32,7 +32,7 @@ class InclusionSettings(recipes.Settings):
     inclusion_reduction: Literal["per_dimension", "joint"] = "per_dimension"  # a sigmoid each, or one of the sum
     eps: float = -10.0  # in log space, widens both Gaussians inside A, B, C; the paper: -20
     c: float = 10.0  # sharpness of the sigmoid; the paper: 1000
-    vib_form: Literal["textbook", "released"] = "textbook"  # the authors' code has log sigma for log variance
+    vib_form: Literal["textbook", "released"] = "textbook"  # the authors' code has sigma where the variance belongs
     masked_every: int = 8  # one picture in so many gets masked copies: 12.5% of the batch
     drop_patches: float = 0.75  # share of a copy's patches that are dropped; the authors' code: 0.25
     mask_words: float = 0.75  # share of a copy's word tokens that become the mask token
@@ -171,11 +171,6 @@ class Vib(nn.Module):
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         return vib(encoded.images if self.side == "image" else encoded.texts, self.settings.vib_form).sum()
-
-
-def rows(features: Features, which: Tensor) -> Features:
-    """The Gaussians of some rows."""
-    return {name: features[name].index_select(0, which) for name in ("vec", "log_var")}
 
 
 def at_least_one(chosen: Tensor) -> tuple[Tensor, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -256,6 +256,11 @@ class ModelFile(Settings):
 
 
 Config = TypeVar("Config")
+
+
+def only(settings: Any, kind: type[Config]) -> Config:
+    """The part of a method's settings that one of the dataclasses it is made of knows."""
+    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})  # type: ignore[arg-type]
 
 
 def read_config(path: Path, kind: type[Config]) -> Config:

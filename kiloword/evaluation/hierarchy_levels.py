@@ -11,7 +11,7 @@ from kiloword.evaluation.calibration import defined, spearman
 from kiloword.evaluation.features import chunks
 from kiloword.evaluation.hierarchy_chains import Chains
 from kiloword.evaluation.hierarchy_paths import Truth
-from kiloword.gaussian import inclusion, log_inclusion
+from kiloword.gaussian import inclusion, log_inclusion, rows
 from kiloword.types import Features
 
 
@@ -40,14 +40,9 @@ def uncertainty_by_level(uncertainty: Tensor) -> Iterator[tuple[str, float]]:
     yield "chain_uncertainty_order", float(kendall(-uncertainty).mean())
 
 
-def chosen(features: Features, places: Tensor) -> Features:
-    """Rows of Gaussians by index."""
-    return {name: features[name][places] for name in ("vec", "log_var")}
-
-
 def included(features: Features, specific: Tensor, general: Tensor) -> Tensor:
     """H(specific in general), the sum over dimensions with eps 0: [n] of two lists [n] of rows."""
-    return inclusion(chosen(features, specific), chosen(features, general)).sum(-1)
+    return inclusion(rows(features, specific), rows(features, general)).sum(-1)
 
 
 def inclusion_by_level(features: Features, chains: Tensor, others: Tensor) -> Iterator[tuple[str, float]]:
@@ -65,8 +60,8 @@ def inclusion_by_level(features: Features, chains: Tensor, others: Tensor) -> It
             yield f"inclusion_h@{k}", float((h > 0).double().mean())
         known = differ & (other >= 0)
         if bool(known.any()):
-            child = chosen(features, specific[known])
-            own, wrong = (log_inclusion(child, chosen(features, p[known])).sum(-1) for p in (general, other))
+            child = rows(features, specific[known])
+            own, wrong = (log_inclusion(child, rows(features, p[known])).sum(-1) for p in (general, other))
             yield f"inclusion_inc@{k}", float(((own > wrong).double() + 0.5 * (own == wrong).double()).mean())
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kiloword.data.views import (
     Compose,
@@ -18,9 +18,8 @@ from kiloword.data.views import (
 )
 from kiloword.method import Method, Piece
 from kiloword.methods import clip
+from kiloword.recipes import only
 from kiloword.types import View
-
-Own = TypeVar("Own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +28,14 @@ class Settings(ComposeSettings, clip.Settings):
 
 
 def preset(settings: Settings) -> Method:
-    base = clip.preset(_only(settings, clip.Settings))
-    made = _viewed(Compose)(base, _only(settings, ComposeSettings))
+    base = clip.preset(only(settings, clip.Settings))
+    made = _viewed(Compose)(base, only(settings, ComposeSettings))
     return replace(
         made,
         name="clip-c",
         source="arXiv:2407.01408",
         summary="CLIP, some examples composed of two halves",
     )
-
-
-def _only(settings: Any, kind: type[Own]) -> Own:
-    """The part of the settings that one class knows."""
-    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})  # type: ignore[arg-type]
 
 
 def _viewed(view: Callable[[Any], View]) -> Callable[[Method, Any], Method]:

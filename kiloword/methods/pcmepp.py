@@ -13,8 +13,8 @@ from kiloword.heads import Head, Single
 from kiloword.inclusion import InclusionSettings
 from kiloword.losses_matching import WithDeterministic, cosine_head, matching_loss
 from kiloword.method import Method, Piece
-from kiloword.methods.prolip import bidirectional, doubtful, included, is_gaussian, only
-from kiloword.recipes import ModelConfig, sizes
+from kiloword.methods.prolip import bidirectional, doubtful, included, is_gaussian
+from kiloword.recipes import ModelConfig, only, sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Matching(recipes.Settings):
 @dataclass(frozen=True, kw_only=True)
 class Settings(GaussianSettings, Matching):
     vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: left out; as the authors' code weighs it: 5e-5
-    # words see later words too, as in the authors' code; False: as the size says; None: yes, unless --init is causal
+    # words see later words too, as those of prolip; False: as the size says; None: yes, unless --init is causal
     bidirectional: bool | None = None
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from kiloword import gaussian
 from kiloword.gaussian import Gaussian, GaussianSettings
@@ -11,7 +10,7 @@ from kiloword.heads import Head
 from kiloword.inclusion import InclusionSettings, terms
 from kiloword.method import Method, Piece
 from kiloword.methods import siglip
-from kiloword.recipes import ModelConfig, sizes
+from kiloword.recipes import ModelConfig, only, sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +37,6 @@ def bidirectional(method: Method) -> Method:
         return method.shape(replace(config, text=replace(config.text, causal=False)))
 
     return replace(method, shape=shape)
-
-
-def only(settings: Any, kind: type[Any]) -> Any:
-    """The part of the settings that one class knows."""
-    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})
 
 
 def doubtful(method: Method, settings: GaussianSettings) -> Method:

@@ -24,7 +24,7 @@ from kiloword.gaussian import Gaussian, GaussianSettings, log_variance
 from kiloword.heads import Head, Pooling, Single, unit
 from kiloword.method import Method
 from kiloword.methods import prolip
-from kiloword.recipes import ModelConfig
+from kiloword.recipes import ModelConfig, only
 from kiloword.towers.blocks import Init
 from kiloword.types import Features, Texts
 
@@ -38,12 +38,12 @@ class Settings(prolip.Settings):
 
 
 def preset(settings: Settings) -> Method:
-    base = prolip.preset(prolip.only(settings, prolip.Settings))
+    base = prolip.preset(only(settings, prolip.Settings))
 
     def head(config: ModelConfig) -> Head:
         made = base.head(config)
         made.pooling = TwiceNormed(config)
-        made.uncertainty = FromMean(config, prolip.only(settings, GaussianSettings))
+        made.uncertainty = FromMean(config, only(settings, GaussianSettings))
         return made
 
     def shape(config: ModelConfig) -> ModelConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -162,13 +162,17 @@ def _means(points: Points, width: int) -> list[tuple[float, float]]:
     return means
 
 
-def legend(names: Sequence[str]) -> str:
-    """Names beside samples of their lines; nothing for a single one."""
+def line_sample(number: int) -> str:
+    """A bit of a line, in the colour and dashes of its number."""
+    return f'<path class="line" d="M1 5H27" style="stroke:var(--s{number});stroke-dasharray:{DASHES[number]}"/>'
+
+
+def legend(names: Sequence[str], sample: Callable[[int], str] = line_sample) -> str:
+    """Names beside samples of what is drawn, `sample` of their numbers; nothing for a single one."""
     if len(names) < 2:
         return ""
     items = "".join(
-        f'<li><svg aria-hidden="true" viewBox="0 0 28 10"><path class="line" d="M1 5H27" '
-        f'style="stroke:var(--s{i});stroke-dasharray:{DASHES[i]}"/></svg>{escape(name)}</li>'
+        f'<li><svg aria-hidden="true" viewBox="0 0 28 10">{sample(i)}</svg>{escape(name)}</li>'
         for i, name in enumerate(names)
     )
     return f'<ul class="legend">{items}</ul>'

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from kiloword.report.plot import Axis, Points, linear_axis, log_axis, scales
+from kiloword.report.plot import Axis, Points, legend, linear_axis, log_axis, scales
 from kiloword.report.style import SERIES
 
 CORNERS = 48  # of an ellipse
@@ -68,7 +68,7 @@ def scatter(
     bodies = "".join(_marks(i, one, x, y, faint, joined) for i, one in enumerate(given.values()))
     label = escape(_summary(given, x_label, y_label))
     return (
-        f'<figure class="plot">{_legend(given)}<div class="frame">'
+        f'<figure class="plot">{legend(list(given), _dot_sample)}<div class="frame">'
         f'<svg class="axes" role="img" aria-label="{label}">{scales(x, y, x_label, y_label)}'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%" overflow="visible">'
         f"{bodies}</svg></svg></div></figure>"
@@ -111,15 +111,8 @@ def _places(points: Points, x: Axis, y: Axis) -> list[str]:
     return [f"{1000 * x.place(a):.1f} {1000 - 1000 * y.place(b):.1f}" for a, b in points]
 
 
-def _legend(series: Mapping[str, Dots]) -> str:
-    if len(series) < 2:
-        return ""
-    items = "".join(
-        f'<li><svg aria-hidden="true" viewBox="0 0 28 10"><path class="dot" d="M14 5h0" style="stroke:var(--s{i})"/>'
-        f"</svg>{escape(name)}</li>"
-        for i, name in enumerate(series)
-    )
-    return f'<ul class="legend">{items}</ul>'
+def _dot_sample(number: int) -> str:
+    return f'<path class="dot" d="M14 5h0" style="stroke:var(--s{number})"/>'
 
 
 def _summary(series: Mapping[str, Dots], x_label: str, y_label: str) -> str:
