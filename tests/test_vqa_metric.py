@@ -1,0 +1,142 @@
+"""VQA accuracy against a slow transcription of the official rules (visualqa.org)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kiloword.evaluation.vqa_metric import CONTRACTIONS, Judged, accuracy, majority, means, normalise
+
+MARKS = [";", "/", "[", "]", '"', "{", "}", "(", ")", "=", "+", "\\", "_", "-", ">", "<", "@", "`", ",", "?", "!"]
+DIGITS = {
+    "none": "0", "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",
+    "eight": "8", "nine": "9", "ten": "10",
+}  # fmt: skip
+
+
+def literal_normalise(text: str) -> str:
+    """The rules one after the other, letter by letter."""
+    in_number = any(text[i] == "," and text[i - 1].isdigit() and text[i + 1].isdigit() for i in range(1, len(text) - 1))
+    out = text
+    for mark in MARKS:
+        beside_space = any(
+            text[i] == mark and (text[i + 1 : i + 2] == " " or (i > 0 and text[i - 1] == " ")) for i in range(len(text))
+        )
+        out = "".join(("" if beside_space or in_number else " ") if letter == mark else letter for letter in out)
+    kept, dropped = "", 0
+    for i, letter in enumerate(out):
+        if letter == "." and not out[i + 1 : i + 2].isdigit() and dropped < 32:
+            dropped += 1
+        else:
+            kept += letter
+    words = [DIGITS.get(word, word) for word in kept.lower().split()]
+    return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ("a", "an", "the"))
+
+
+def literal_accuracy(answer: str, answers: list[str]) -> float:
+    """Ten annotators, each left out once."""
+    said = [a.replace("\n", " ").replace("\t", " ").strip() for a in [answer, *answers]]
+    if any(a != said[1] for a in said[1:]):
+        said = [literal_normalise(a) for a in said]
+    found = []
+    for left_out in range(len(answers)):
+        others = [a for n, a in enumerate(said[1:]) if n != left_out]
+        found.append(min(1.0, sum(a == said[0] for a in others) / 3))
+    return sum(found) / len(found)
+
+
+words = st.sampled_from(
+    ["red", "The", "a", "two", "TEN", "none", "dont", "couldnt've", "1,000", "3.", ".5", "2.5", "u.s.a.", "x-ray", "it"]
+)
+texts = st.one_of(
+    st.lists(words, max_size=4).map(" ".join),
+    st.text("ab 1,.-?'\"/\n\t", max_size=8),
+)
+answers = st.lists(texts, min_size=1, max_size=3).flatmap(
+    lambda few: st.lists(st.sampled_from(few), min_size=10, max_size=10)
+)
+
+
+@given(texts)
+@example("1,000 - 2")
+@example("." * 40)
+def test_normalise_is_the_rules_letter_by_letter(text: str) -> None:
+    assert normalise(text) == literal_normalise(text)
+
+
+@given(texts, answers)
+def test_accuracy_is_the_transcription(answer: str, ten: list[str]) -> None:
+    for said in (answer, ten[0]):
+        assert accuracy(said, ten) == pytest.approx(literal_accuracy(said, ten), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The  two dogs.", "2 dogs"),
+        ("black/white", "black white"),
+        ("black / white", "black white"),
+        ("black/white /x", "blackwhite x"),  # a slash beside a space takes all slashes away
+        ("1,000", "1000"),
+        ("1,000-2", "10002"),  # and so does a comma within a number
+        ("1.5", "1.5"),
+        ("3.", "3"),
+        ("u.s.a.", "usa"),
+        ("dont", "don't"),
+        ("shouldnt've", "shouldn't've"),
+        ("somebody'd", "somebodyd"),
+        ("an apple", "apple"),
+        ("None", "0"),
+    ],
+)
+def test_normalise(text: str, expected: str) -> None:
+    assert normalise(text) == expected
+
+
+def test_contractions_are_the_evaluators() -> None:
+    """Its table has 120 entries, six of which change nothing: four begin with a capital I, two map to themselves."""
+    assert len(CONTRACTIONS) == 114
+    assert CONTRACTIONS["'ows'at"] == CONTRACTIONS["ow's'at"] == "'ow's'at"
+    assert not {"ill", "shes", "wed"} & CONTRACTIONS.keys()
+
+
+@pytest.mark.parametrize(("agreeing", "expected"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (10, 1)])
+def test_leave_one_out(agreeing: int, expected: float) -> None:
+    """Of ten: k who agree give k/10 min(1, (k - 1)/3) + (10 - k)/10 min(1, k/3)."""
+    assert accuracy("red", ["red"] * agreeing + ["blue"] * (10 - agreeing)) == pytest.approx(expected)
+
+
+def test_equal_answers_are_compared_as_they_are() -> None:
+    assert accuracy("2", ["two"] * 10) == 0  # the evaluator's own quirk
+    assert accuracy("2", ["two"] * 9 + ["three"]) == 1
+    assert accuracy(" two\n", ["two"] * 10) == 1
+
+
+def test_other_numbers_of_annotators() -> None:
+    assert accuracy("red", ["red"]) == 1
+    assert accuracy("red", ["blue"]) == 0
+    assert accuracy("red", ["red", "red"]) == 1
+    assert accuracy("red", ["red", "blue"]) == 0.5
+    assert accuracy("red", ["red", "red", "red"]) == 1
+    with pytest.raises(ValueError, match="at least one"):
+        accuracy("red", [])
+
+
+def test_means_and_majority() -> None:
+    rows = [Judged(1.0, "colour", "other"), Judged(0.0, "colour", "other"), Judged(1.0, "count", "number")]
+    assert dict(means(rows)) == pytest.approx(
+        {
+            "accuracy": 2 / 3,
+            "accuracy/question/colour": 0.5,
+            "accuracy/question/count": 1,
+            "accuracy/answer/number": 1,
+            "accuracy/answer/other": 0.5,
+        }
+    )
+    assert dict(means([Judged(0.25)])) == {"accuracy": 0.25}
+    assert math.isnan(dict(means([]))["accuracy"])
+    found = majority([("colour", "red"), ("colour", "blue"), ("count", "1"), ("count", "1"), (None, "blue")])
+    assert found == {None: "1", "colour": "blue", "count": "1"}  # blue before red: in order of the alphabet
