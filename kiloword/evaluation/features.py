@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -99,3 +99,16 @@ def seen(matcher: Matcher, source: Source, batch: int, workers: int, skipped: li
     if empty:
         why = f", the first because: {skipped[0].reason}" if skipped else ""
         raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable picture{why}")
+
+
+def labelled(parts: Iterable[Seen], source: Source, skipped: list[Skipped]) -> Iterator[Seen]:
+    """The same without rows that have no class label; these are appended to `skipped`."""
+    none = True
+    for part in parts:
+        if part.labels is None:
+            part.without([True] * len(part.rows), "no class label", skipped)
+            continue
+        none = False
+        yield part.without((part.labels < 0).tolist(), "no class label", skipped) if part.labels.ndim == 1 else part
+    if none:
+        raise ValueError(f"{source.name} has no class labels (.cls members): one a picture is needed")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import Seen, chunks, encode_texts, inference, join, rows, seen
+from kiloword.evaluation.features import Seen, chunks, encode_texts, inference, join, labelled, rows, seen
 from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
 from kiloword.evaluation.prompt_options import PromptOptions, Way
 from kiloword.evaluation.prompts import ROWS, WEIGHT, Chosen, Pictures, Prompts, check_gaussians, choose, values
@@ -121,9 +121,9 @@ def run(
     options.check(prompts)
     bad = [] if skipped is None else skipped
     if prompts == "ensemble":
-        labelled = _labelled(matcher, source, batch, workers, bad)
+        parts = _labelled(matcher, source, batch, workers, bad)
         classes = classifier(matcher.model, matcher.tokenizer, names, given)
-        yield from zeroshot(matcher.score, ((part.images, _labels(part)) for part in labelled), classes)
+        yield from zeroshot(matcher.score, ((part.images, _labels(part)) for part in parts), classes)
         return
     captions, asked = encoded(matcher, names, given)
     check_gaussians(asked.texts, prompts)
@@ -184,15 +184,4 @@ def brief(name: str) -> bool:
 
 
 def _labelled(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> Iterator[Seen]:
-    """Encoded pictures with labels; a row without one is named in `skipped`."""
-    none = True
-    for part in seen(matcher, source, batch, workers, skipped):
-        if part.labels is None:
-            part.without([True] * len(part.rows), "no class label", skipped)
-            continue
-        if part.labels.ndim == 1:
-            part = part.without((part.labels < 0).tolist(), "no class label", skipped)
-        none = False
-        yield part
-    if none:
-        raise ValueError(f"{source.name} has no class labels (.cls members): zeroshot needs one a picture")
+    return labelled(seen(matcher, source, batch, workers, skipped), source, skipped)
