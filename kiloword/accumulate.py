@@ -28,29 +28,38 @@ def backward(learner: Learner, micro: list[Batch], precision: Precision = nullco
     """
     counts = learner.counts(micro)
     if len(micro) == 1:
-        with precision():
-            out = learner(micro[0], counts)
-        out["loss"].backward()
-        pieces = [out]
+        pieces = [_one(learner, micro[0], counts, precision)]
     else:
         pieces = _accumulate(learner, micro, counts, precision)
     average_gradients(learner)
     return _report(pieces)
 
 
+def _one(
+    learner: Learner, batch: Batch, counts: dict[str, Tensor], precision: Precision, replay: Replay | None = None
+) -> dict[str, Tensor]:
+    """Forward and backward of one micro-batch."""
+    with precision():
+        out = learner(batch, counts, replay)
+    out["loss"].backward()
+    found: dict[str, Tensor] = out
+    return found
+
+
 def _accumulate(
     learner: Learner, micro: list[Batch], counts: dict[str, Tensor], precision: Precision
 ) -> list[dict[str, Tensor]]:
+    if learner.method.pair_weight == 0:  # nothing to replay
+        return [_one(learner, batch, counts, precision) for batch in micro]
     with torch.no_grad(), precision():
         inputs = [learner.pair_inputs(learner.encode(b), b) for b in micro]
     found, replays = _pair_gradients(learner, inputs)
     pieces = []
     for batch, replay in zip(micro, replays, strict=True):
-        with precision():
-            out = learner(batch, counts, replay)
-        out["loss"].backward()
+        out = _one(learner, batch, counts, precision, replay)
         shares = {name: value / len(micro) for name, value in found.items()}
-        loss = out["loss"].detach() + (shares["pair"] - out["pair"].detach()) * ranks()  # "pair" was a surrogate here
+        missing = shares["pair"] - out["pair"].detach()  # "pair" was a surrogate here
+        loss = out["loss"].detach() + learner.method.pair_weight * missing * ranks()
         pieces.append({**out, **shares, "loss": loss})
     return pieces
 

@@ -155,7 +155,8 @@ def tokens(config: ModelConfig) -> ModelConfig:
     A causal tower's end token has seen all words, and not [UNC]: it stays the class token.
     """
     image, text = config.image, config.text
-    extra_tokens = ("unc", "cls") if config.head.text_pool == "last" and not text.causal else ("unc",)
+    read = config.head.text_pool == "last" and not text.causal
+    extra_tokens = ("unc", "cls") if read or "cls" in text.extra_tokens else ("unc",)
     return replace(config, image=replace(image, uncertainty_token=True), text=replace(text, extra_tokens=extra_tokens))
 
 

@@ -188,9 +188,9 @@ class Single(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.image_pool = ImagePool(config.image, config.head.image_pool)
+        self.image_pool = ImagePool(config.image, config.head)
         self.text_pool = TextPool(config.text, config.head.text_pool)
-        dim, width = config.head.dim, config.image.width
+        dim, width = config.head.dim, self.image_pool.width
         if not config.head.image_projection and width != dim:
             raise ValueError(f"without an image projection the embedding size {dim} must be the tower's width {width}")
         self.image_projection = nn.Linear(width, dim, bias=False) if config.head.image_projection else None
@@ -201,6 +201,10 @@ class Single(nn.Module):
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         return {"vec": unit(self.project_text_tokens(self.text_pool(tokens, texts)))}
+
+    def memory(self, tokens: Tensor) -> Tensor:
+        """What a text decoder looks at."""
+        return self.image_pool.memory(tokens)
 
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
         return tokens if self.image_projection is None else self.image_projection(tokens)

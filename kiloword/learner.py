@@ -38,6 +38,8 @@ class Learner(nn.Module):
         super().__init__()
         self.model, self.method, self.chunk = model, method, chunk
         self.terms = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.terms.items()})
+        if method.pair_weight == 0:
+            model.head.requires_grad_(False)
 
     def encode(self, batch: Batch) -> Encoded:
         image_tokens, images = self.model.encode_image(batch.images)
@@ -63,6 +65,8 @@ class Learner(nn.Module):
 
         Args: as `pair_inputs` makes them.
         """
+        if self.method.pair_weight == 0:
+            return {"pair": images["vec"].new_zeros(())}
         with torch.autocast(images["vec"].device.type, enabled=False):
             pairs = Blocks(self.model.head, images, gather_features(texts), self.chunk)
             positives = self.method.positives
@@ -112,5 +116,5 @@ class Learner(nn.Module):
         out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in self.terms.items()}
         out |= self.pair_loss(images, texts) if replay is None else {"pair": replay.surrogate(images, texts)}
         weighted = [self.method.terms[name][0] * out[name] for name in self.terms]
-        out["loss"] = torch.stack([out["pair"], *weighted]).sum() * ranks()
+        out["loss"] = torch.stack([self.method.pair_weight * out["pair"], *weighted]).sum() * ranks()
         return out

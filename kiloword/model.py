@@ -54,8 +54,18 @@ class Model(nn.Module):
         self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None
     ) -> tuple[Tensor, Features]:
         """Tokens [I, E + P, W] and features of uint8 pictures; `keep` and `masked` as in `ImageTower`."""
-        tokens = self.image_tower(self.normalise(images), keep, masked)
+        tokens = self.image_tokens(images, keep, masked)
         return tokens, self.head.image(tokens)
+
+    def image_tokens(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
+        """Tokens [I, E + P, W] of uint8 pictures; `keep` and `masked` as in `ImageTower`."""
+        tokens: Tensor = self.image_tower(self.normalise(images), keep, masked)
+        return tokens
+
+    def memory(self, image_tokens: Tensor) -> Tensor:
+        """What a decoder sees of pictures: all tokens [I, E + P, W], or the pooling's own [I, Q, W], where it has."""
+        own = getattr(self.head.pooling, "memory", None)
+        return image_tokens if own is None else own(image_tokens)
 
     def encode_text(self, texts: Texts) -> tuple[Tensor, Features]:
         """Packed tokens [S, W] and features of texts."""

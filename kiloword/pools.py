@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kiloword.recipes import ImageConfig, TextConfig
+from kiloword.recipes import HeadConfig, ImageConfig, TextConfig
 from kiloword.towers.attention import Packing, attention
-from kiloword.towers.blocks import Init, Mlp
+from kiloword.towers.blocks import CrossAttention, Init, Mlp
 from kiloword.towers.image import extra
 from kiloword.types import Texts
 
@@ -21,19 +21,29 @@ def at_least_float(x: Tensor) -> Tensor:
 
 
 class ImagePool(nn.Module):
-    """[I, E + P, W] -> [I, W]: the class token, or the patches' mean, maximum or attention."""
+    """[I, E + P, W] -> [I, W]: the class token, or the patches' mean, maximum or attention; `width` is that of W."""
 
-    def __init__(self, config: ImageConfig, kind: Literal["cls", "mean", "max", "map"]) -> None:
+    def __init__(self, config: ImageConfig, head: HeadConfig) -> None:
         super().__init__()
+        kind = head.image_pool
         if kind == "cls" and not config.class_token:
             raise ValueError("image_pool cls needs a tower with class_token; choose mean, max or map without one")
         self.kind = kind
         self.extra = extra(config)
         self.map = MapPool(config) if kind == "map" else None
+        self.attentional = AttentionalPool(config, head) if kind == "attentional" else None
+        self.width = config.width if self.attentional is None else self.attentional.width
+
+    def memory(self, tokens: Tensor) -> Tensor:
+        """What a text decoder looks at: all tokens, or what the queries for captions gathered [I, Q, W']."""
+        return tokens if self.attentional is None else self.attentional(tokens, slice(1, None))
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.kind == "cls":
             return tokens[:, 0]
+        if self.attentional is not None:
+            pooled: Tensor = self.attentional(tokens, slice(0, 1))
+            return pooled[:, 0]
         patches = tokens[:, self.extra :]
         if self.map is not None:
             out: Tensor = self.map(patches)
@@ -73,6 +83,31 @@ class MapPool(nn.Module):
 
     def initial(self) -> dict[str, Init]:
         return {"probe": Init(std=self.config.init_std or self.config.width**-0.5)}
+
+
+class AttentionalPool(nn.Module):
+    """Learned queries look at all tokens: the first for the vector, the others for a text decoder (CoCa, open_clip)."""
+
+    def __init__(self, config: ImageConfig, head: HeadConfig) -> None:
+        super().__init__()
+        if head.pool_queries < 1:
+            raise ValueError(f"pool_queries is {head.pool_queries}: expected at least 1 for captions to look at")
+        self.width = head.pool_width or config.width
+        self.query = nn.Parameter(torch.empty(1 + head.pool_queries, self.width))
+        self.norm_query = nn.LayerNorm(self.width, config.norm_eps)
+        self.norm_tokens = nn.LayerNorm(config.width, config.norm_eps)
+        self.attention = CrossAttention(self.width, head.pool_heads, config.width)
+        self.norm = nn.LayerNorm(self.width, config.norm_eps)
+
+    def forward(self, tokens: Tensor, which: slice) -> Tensor:
+        """Tokens [I, E + P, W] -> what some of the queries gathered [I, q, W']."""
+        query = self.norm_query(self.query[which]).expand(len(tokens), -1, -1)
+        keys = self.attention.keys(self.norm_tokens(tokens))
+        out: Tensor = self.norm(self.attention(query, keys, None, None))
+        return out
+
+    def initial(self) -> dict[str, Init]:
+        return {"query": Init(std=self.width**-0.5)}
 
 
 class TextPool(nn.Module):

@@ -63,7 +63,10 @@ class HeadConfig(Settings):
     """From tower tokens to features to scores."""
 
     dim: int = 512
-    image_pool: Literal["cls", "mean", "max", "map"] = "cls"
+    image_pool: Literal["cls", "mean", "max", "map", "attentional"] = "cls"  # attentional: CoCa's learned queries
+    pool_queries: int = 256  # attentional: what captions are read from; one more is for the vector
+    pool_width: int = 0  # attentional: of the queries; 0: the image tower's
+    pool_heads: int = 8  # attentional
     text_pool: Literal["last", "mean", "max"] = "last"
     image_projection: bool = True
     text_projection_bias: bool = False

@@ -191,6 +191,13 @@ class Encoded:
     text_tokens: Tensor  # [S, W], packed
     images: Features
     texts: Features
+    found: dict[str, Tensor] = field(default_factory=dict)  # what several terms need, made by the first
+
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives, made once a batch."""
+        if name not in self.found:
+            self.found[name] = make()
+        return self.found[name]
 
 
 @dataclass

@@ -32,14 +32,14 @@ def head(config: ModelConfig = DEBUG, **kwargs: Any) -> Head:
 @pytest.mark.parametrize("kind", ["cls", "mean", "max"])
 def test_image_pools(kind: Literal["cls", "mean", "max"]) -> None:
     tokens = numbers(2, 3 + 4, 32)  # class token, two extra ones, four patches
-    got = ImagePool(replace(DEBUG.image, extra_tokens=2), kind)(tokens)
+    got = ImagePool(replace(DEBUG.image, extra_tokens=2), HeadConfig(image_pool=kind))(tokens)
     patches = tokens[:, 3:]
     expected = {"cls": tokens[:, 0], "mean": patches.mean(1), "max": patches.max(1).values}[kind]
     assert torch.allclose(got, expected)
 
 
 def test_map_pool_against_torch() -> None:
-    pool = ImagePool(replace(DEBUG.image, class_token=False), "map").double()
+    pool = ImagePool(replace(DEBUG.image, class_token=False), HeadConfig(image_pool="map")).double()
     initialise(pool, 0)
     tokens = numbers(3, 4, 32)
     attend = nn.MultiheadAttention(32, DEBUG.image.heads, batch_first=True).double()
@@ -209,7 +209,7 @@ def test_every_parameter_learns(
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="needs a tower with class_token"):
-        ImagePool(replace(DEBUG.image, class_token=False), "cls")
+        ImagePool(replace(DEBUG.image, class_token=False), HeadConfig(image_pool="cls"))
     with pytest.raises(ValueError, match="must be the tower's width 32"):
         Single(replace(DEBUG, head=HeadConfig(dim=16, image_projection=False)))
     with pytest.raises(ValueError, match="cannot say what in a picture matched"):

@@ -116,7 +116,7 @@ def _chosen(base: str, added: list[str]) -> dict[str, Piece]:
     by_slot: dict[str, str] = {}
     for word in added:
         slot = known[word].slot
-        if slot in by_slot:
+        if slot in by_slot and (slot != "terms" or added.count(word) > 1):  # of terms a method may have several
             raise ValueError(f"{by_slot[slot]} and {word} both fill the slot {slot!r} of {base}: choose one.")
         by_slot[slot] = word
     return {word: known[word] for word in added}

@@ -67,11 +67,19 @@ class Cache:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
+    def __len__(self) -> int:
+        return 0 if self.k is None else self.k.shape[1]
+
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append new keys and values; returns all of them."""
         self.k = k if self.k is None else torch.cat([self.k, k], 1)
         self.v = v if self.v is None else torch.cat([self.v, v], 1)
         return self.k, self.v
+
+    def take(self, rows: Tensor) -> None:
+        """Row n goes on from what was row rows[n]; rows [M] int64."""
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k[rows], self.v[rows]
 
 
 def attention(
@@ -86,15 +94,16 @@ def attention(
     """softmax(q k^T / sqrt(d)) v, H heads at once.
 
     Args: each of q and (k, v) is dense [N, L, H, d], or packed [S, H, d] when its packing is given; packed queries
-    may look at dense keys (row n belongs to text n). causal: query i of a sequence sees keys up to its own place,
-    counted from the end, so that with a cache the last query sees every key. cache: dense only.
+    may look at dense keys, and dense ones at packed keys (row n belongs to text n). causal: query i of a sequence sees
+    keys up to its own place, counted from the end, so that with a cache the last query sees every key. cache: dense
+    only.
     Returns: the shape of q.
     """
     if cache is not None:
         assert packing_q is None, "decoding with a cache is dense"
         k, v = cache.extend(k, v)
-    if packing_q is None:
-        assert packing_k is None, "dense queries look at dense keys"
+    assert not causal or packing_k is packing_q, "causal attention is within one text"
+    if packing_q is None and packing_k is None:
         return _dense(q, k, v, None, causal)
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         return _varlen(q, k, v, packing_q, packing_k, causal)
@@ -104,23 +113,32 @@ def attention(
         if not packing_k.full and not (causal and packing_k is packing_q):
             valid = packing_k.valid
         k, v = packing_k.pad(k), packing_k.pad(v)
-    assert not causal or packing_k is packing_q, "causal attention is within one text"
+    if packing_q is None:
+        return _dense(q, k, v, valid, causal)
     return packing_q.unpad(_dense(packing_q.pad(q), k, v, valid, causal))
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packing_q: Packing, packing_k: Packing | None, causal: bool) -> Tensor:
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, packing_q: Packing | None, packing_k: Packing | None, causal: bool
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if packing_k is not None:
-        starts, longest = packing_k.starts, packing_k.longest
-    else:
-        n, longest = k.shape[:2]
-        starts = torch.arange(0, (n + 1) * longest, longest, dtype=torch.int32, device=k.device)
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    (starts_q, longest_q), (starts_k, longest_k) = _lengths(q, packing_q), _lengths(k, packing_k)
+    shape = q.shape
+    q = q if packing_q is not None else q.flatten(0, 1)
+    k, v = (k, v) if packing_k is not None else (k.flatten(0, 1), v.flatten(0, 1))
     window = (-1, 0) if causal else (-1, -1)
-    out = varlen_attn(q, k, v, packing_q.starts, starts, packing_q.longest, longest, window_size=window)
+    out = varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, window_size=window)
     assert isinstance(out, Tensor)
-    return out
+    return out.view(shape)
+
+
+def _lengths(x: Tensor, packing: Packing | None) -> tuple[Tensor, int]:
+    """Cumulative lengths [N + 1] int32 and the longest, of packed x, or of dense x [N, L, H, d]."""
+    if packing is not None:
+        return packing.starts, packing.longest
+    n, longest = x.shape[:2]
+    return torch.arange(0, (n + 1) * longest, longest, dtype=torch.int32, device=x.device), longest
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) -> Tensor:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from kiloword.recipes import Activation
 from kiloword.towers.attention import Cache, Packing, attention
 
+Keys = tuple[Tensor, Tensor]
+"""Keys and values of what is looked at: each [N, M, H, d], or packed [S, H, d]."""
+
 
 @dataclass(frozen=True)
 class Init:
@@ -82,10 +85,70 @@ class Block(nn.Module):
     def initial(self) -> dict[str, Init]:
         """CLIP's text tower, used for both towers (arXiv:2103.00020, its public code)."""
         width: int = self.attention.out.in_features
-        add = (2 * self.depth * width) ** -0.5
-        return {
-            "attention.qkv.weight": Init(std=width**-0.5),
-            "attention.out.weight": Init(std=add),
-            "mlp.fc.weight": Init(std=(2 * width) ** -0.5),
-            "mlp.proj.weight": Init(std=add),
-        }
+        return {"attention.qkv.weight": Init(std=width**-0.5), **_adding(width, self.depth)}
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention to a memory of any width; the rows of `kv` are k, v, each head by head."""
+
+    def __init__(self, width: int, heads: int, memory: int) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} cannot be split into {heads} heads; choose heads that divide it")
+        self.heads = heads
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(memory, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def keys(self, memory: Tensor) -> Keys:
+        """Keys and values of a memory, dense [N, M, W'] or packed [S, W'], each [..., H, d]."""
+        k, v = self.kv(memory).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        return k, v
+
+    def forward(self, x: Tensor, keys: Keys, packing: Packing | None, packing_k: Packing | None) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, -1))
+        if packing is None:  # rows of one memory (beams) are queries of one sequence: they share its keys
+            memories = len(keys[0]) if packing_k is None else len(packing_k)
+            q = q.reshape(memories, -1, *q.shape[-2:])
+        mixed = attention(q, *keys, packing, packing_k)
+        out: Tensor = self.out(mixed.flatten(-2).view(x.shape))
+        return out
+
+
+class CrossBlock(nn.Module):
+    """Pre-norm block that looks at a memory, then an MLP; x is dense [N, L, W] or, with a packing, [S, W]."""
+
+    def __init__(
+        self, width: int, heads: int, mlp: int, activation: Activation, eps: float, depth: int, memory: int
+    ) -> None:
+        super().__init__()
+        self.depth = depth
+        self.norm1 = nn.LayerNorm(width, eps)
+        self.norm_memory = nn.LayerNorm(memory, eps)
+        self.attention = CrossAttention(width, heads, memory)
+        self.norm2 = nn.LayerNorm(width, eps)
+        self.mlp = Mlp(width, mlp, activation)
+
+    def keys(self, memory: Tensor) -> Keys:
+        """What `forward` looks at, of a memory [N, M, W'] or packed [S, W']."""
+        return self.attention.keys(self.norm_memory(memory))
+
+    def forward(
+        self, x: Tensor, keys: Keys, packing: Packing | None = None, packing_k: Packing | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.norm1(x), keys, packing, packing_k)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+    def initial(self) -> dict[str, Init]:
+        """As `Block`."""
+        width: int = self.attention.out.in_features
+        memory: int = self.attention.kv.in_features
+        query, keys = Init(std=width**-0.5), Init(std=memory**-0.5)
+        return {"attention.q.weight": query, "attention.kv.weight": keys, **_adding(width, self.depth)}
+
+
+def _adding(width: int, depth: int) -> dict[str, Init]:
+    """What adds to the stream of a tower of `depth` blocks."""
+    add = Init(std=(2 * depth * width) ** -0.5)
+    return {"attention.out.weight": add, "mlp.fc.weight": Init(std=(2 * width) ** -0.5), "mlp.proj.weight": add}

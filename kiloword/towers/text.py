@@ -7,11 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.recipes import TextConfig
-from kiloword.towers.attention import Packing
+from kiloword.towers.attention import Cache, Packing
 from kiloword.towers.blocks import Block, Init
 from kiloword.types import Texts
 
 ROWS = 256  # packed rows are a multiple of this where every shape costs
+
+
+def packing_of(texts: Texts, dtype: torch.dtype) -> Packing:
+    """Where the tokens of texts stand, for towers whose parameters are of a type."""
+    return Packing.of(texts, ROWS if _compiles_per_shape(texts.ids.device, dtype) else 1)
 
 
 def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
@@ -45,13 +50,29 @@ class TextTower(nn.Module):
             raise ValueError(
                 f"a text of {texts.longest} tokens given to a tower for {self.config.context}; truncate it first"
             )
-        packing = Packing.of(texts, ROWS if _compiles_per_shape(texts.ids.device, self.tokens.dtype) else 1)
+        packing = packing_of(texts, self.tokens.dtype)
         x = F.embedding(texts.ids, self.tokens) + F.embedding(packing.place, self.positions)
         x = F.pad(x, (0, 0, 0, packing.tail)) if packing.tail else x
         for block in self.blocks:
             x = block(x, packing, self.config.causal)
         out: Tensor = self.norm(x)
         return out[: len(texts.ids)]
+
+    def step(self, ids: Tensor, caches: list[Cache]) -> Tensor:
+        """The newest tokens of N texts of one length: ids [N, n] -> [N, n, W], normed.
+
+        Args: caches: one a block, which hold the earlier tokens and take these. The tower must be causal.
+        Raises: ValueError when a text becomes longer than the context.
+        """
+        assert self.config.causal, "earlier tokens would see the new ones"
+        first = len(caches[0])
+        if first + ids.shape[1] > self.config.context:
+            raise ValueError(f"a text of {first + ids.shape[1]} tokens given to a tower for {self.config.context}")
+        x = F.embedding(ids, self.tokens) + self.positions[first : first + ids.shape[1]]
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, causal=True, cache=cache)
+        out: Tensor = self.norm(x)
+        return out
 
     def initial(self) -> dict[str, Init]:
         std = self.config.init_std

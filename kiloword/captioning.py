@@ -1,0 +1,214 @@
+"""The captioning term: the next word of a caption from those before it and the picture.
+
+Source: arXiv:2401.02137, eq. 4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword import masking
+from kiloword.masking import MaskSettings
+from kiloword.method import Method
+from kiloword.model import Model
+from kiloword.recipes import ModelConfig, TextConfig
+from kiloword.towers.blocks import Keys
+from kiloword.towers.decoder import TextDecoder
+from kiloword.towers.text import packing_of
+from kiloword.types import Batch, Encoded, Texts
+
+CHUNK = 1024  # words whose logits [CHUNK, V] exist at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionSettings(MaskSettings):
+    """How captions are predicted, and what of the picture they see."""
+
+    caption_weight: float = 2.0  # of the caption loss: lambda_IC
+    smoothing: float = 0.0  # label smoothing: share of each target spread over the vocabulary
+    decoder_depth: int = 0  # layers of the text decoder; 0: as many as the text tower has
+    tied: bool = False  # the decoder's output is the text tower's token table
+    caption_mask: Literal["none", "attentive", "random"] = "none"  # attentive: what the caption does not speak of
+    caption_share: float = 0.5  # of the patches, that are masked: r_l
+    caption_op: Literal["drop", "token"] = "drop"  # masked patches are left out (cheaper), or a learned token
+
+
+def captioned(method: Method, settings: CaptionSettings) -> Method:
+    """A method that predicts its captions too: a text decoder and the caption loss.
+
+    Raises: ValueError for a method that does so already, or settings out of range.
+    """
+    if "text_decoder" in method.towers:
+        raise ValueError(f"{method.name} predicts captions already: leave +caption away, its settings are there.")
+    if not 0 < settings.caption_weight < math.inf:
+        raise ValueError(
+            f"caption_weight is {settings.caption_weight}: expected a weight above 0; for none leave captions away."
+        )
+    if not 0 <= settings.smoothing < 1:
+        raise ValueError(f"smoothing is {settings.smoothing}: expected a share of at least 0 and below 1.")
+    if settings.decoder_depth < 0:
+        raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers, or 0.")
+
+    def shape(config: ModelConfig) -> ModelConfig:
+        shaped = method.shape(config)
+        check_causal(shaped.text)
+        token = settings.caption_mask != "none" and settings.caption_op == "token"
+        return with_mask_token(shaped) if token else shaped
+
+    return replace(
+        method,
+        shape=shape,
+        towers={**method.towers, "text_decoder": lambda config: text_decoder(config, settings)},
+        terms={**method.terms, "caption": (settings.caption_weight, lambda config: Caption(settings, config))},
+    )
+
+
+def text_decoder(config: ModelConfig, settings: CaptionSettings) -> TextDecoder:
+    """The decoder of a model whose towers are these."""
+    depth = settings.decoder_depth or config.text.depth
+    pool = config.head.pool_width if config.head.image_pool == "attentional" else 0
+    return TextDecoder(config.text, depth, pool or config.image.width, settings.tied)
+
+
+def with_mask_token(config: ModelConfig) -> ModelConfig:
+    """Towers whose pictures have a learned token for masked patches."""
+    return replace(config, image=replace(config.image, mask_token=True))
+
+
+def check_causal(config: TextConfig) -> None:
+    """Raises: ValueError for a text tower that would show a word to its own prediction."""
+    if not config.causal or config.pad_to_context:
+        what = "sees later words" if not config.causal else "has visible pads"
+        raise ValueError(
+            f"captions are predicted word by word, but this text tower {what}: take a causal one without them "
+            "(--settings.bidirectional False, where the method has it)."
+        )
+
+
+class Caption(nn.Module):
+    """-log probability of each next token of a caption (words and end); mean over those tokens.
+
+    The text tower's pass is the one of the pair loss. So is the picture's without a mask; with one there is a second
+    pass, of the patches that are left.
+    """
+
+    def __init__(self, settings: CaptionSettings, config: ModelConfig) -> None:
+        super().__init__()
+        self.settings = settings
+        self.extra = len(config.text.extra_tokens)
+        self.patches = (config.image.size // config.image.patch) ** 2
+        masked = settings.caption_mask != "none"
+        self.masked = masking.number(settings.caption_share, self.patches, "caption_share") if masked else 0
+
+    def count(self, batch: Batch) -> Tensor:
+        texts = batch.texts
+        return texts.ids.new_tensor(len(texts.ids) - len(texts) * (1 + self.extra))
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        decoder = model.more["text_decoder"]
+        assert isinstance(decoder, TextDecoder)
+        keys = self._keys(model, decoder, batch, encoded)
+        return caption_loss(decoder, model, batch.texts, encoded.text_tokens, keys, self.extra, self.settings.smoothing)
+
+    def _keys(self, model: Model, decoder: TextDecoder, batch: Batch, encoded: Encoded) -> list[Keys]:
+        """What each caption sees of its picture."""
+        of = batch.image_of_text
+        if self.settings.caption_mask == "attentive":  # each caption has its own view of the picture
+            scored = masking.scores(model, batch, encoded, self.settings)
+            return decoder.remember(self._memory(model, batch.images[of], scored))
+        if self.settings.caption_mask == "random":
+            memory = self._memory(model, batch.images, masking.noise(batch, "caption.mask", self.patches))
+        else:
+            memory = model.memory(encoded.image_tokens)
+        keys = decoder.remember(memory)
+        return keys if len(of) == len(batch) else [(k[of], v[of]) for k, v in keys]
+
+    def _memory(self, model: Model, images: Tensor, scored: Tensor) -> Tensor:
+        """Pictures without the patches of the lowest score."""
+        hidden = masking.chosen(scored, self.masked, most=False)
+        if self.settings.caption_op == "drop":
+            return model.memory(model.image_tokens(images, keep=masking.others(hidden, self.patches)))
+        return model.memory(model.image_tokens(images, masked=masking.as_bool(hidden, self.patches)))
+
+
+def caption_loss(
+    decoder: TextDecoder, model: Model, texts: Texts, tokens: Tensor, keys: list[Keys], extra: int, smoothing: float
+) -> Tensor:
+    """Sum over all next tokens of -log their probability.
+
+    Args: tokens [S, W]: what the text tower made of `texts`; keys: of what text n sees; extra: tokens after the end.
+    """
+    place, before = prefixes(texts, 1 + extra)
+    packing = packing_of(before, model.text_tower.tokens.dtype)
+    x = F.pad(tokens[place], (0, 0, 0, packing.tail))
+    targets = F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
+    return word_loss(decoder(x, keys, packing), decoder.table(model.text_tower.tokens), targets, smoothing)
+
+
+def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:
+    """Texts without their last `cut` tokens: the places [S'] of what is left, and the texts that it makes."""
+    lengths = texts.starts.diff() - cut
+    starts = F.pad(lengths.cumsum(0), (1, 0))
+    shift = torch.repeat_interleave(
+        texts.starts[:-1] - starts[:-1], lengths, output_size=len(texts.ids) - cut * len(texts)
+    )
+    place = torch.arange(len(shift), device=shift.device) + shift
+    return place, Texts(texts.ids[place], starts, max(texts.longest - cut, 0))
+
+
+def word_loss(x: Tensor, table: Tensor, targets: Tensor, smoothing: float = 0.0, chunk: int = CHUNK) -> Tensor:
+    """Sum of the cross-entropy of logits x @ table.T, without ever holding all of them.
+
+    Args: x [N, W]; table [V, W]; targets [N], -1: not counted; smoothing: as of torch's cross_entropy; chunk: rows
+    whose logits exist at once. Gradients are made in the forward pass, so that logits are not made twice.
+    """
+    device = x.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else table.dtype
+    loss: Tensor = _WordLoss.apply(x, table, targets, smoothing, chunk, kind)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _WordLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, table: Tensor, targets: Tensor, smoothing: float, chunk: int, kind: torch.dtype
+    ) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weight, rows = table.detach().to(kind), x.detach().to(kind)
+            sums, by_row, by_table = [], [], None
+            for some, wanted in zip(torch.split(rows, chunk), torch.split(targets, chunk), strict=True):
+                value, gradient = _words(some @ weight.T, wanted, smoothing)
+                sums.append(value)
+                gradient = gradient.to(kind)
+                by_row.append(gradient @ weight)
+                part = (gradient.T @ some).to(table.dtype)
+                by_table = part if by_table is None else by_table + part
+            assert by_table is not None
+            ctx.save_for_backward(torch.cat(by_row).to(x.dtype), by_table)
+            return torch.stack(sums).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        by_row, by_table = ctx.saved_tensors
+        return by_row * upstream[0].to(by_row.dtype), by_table * upstream[0].to(by_table.dtype), *[None] * 4
+
+
+def _words(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropy of logits [n, V], at least in single precision, and its gradient by them."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    log_p = logits.log_softmax(-1)
+    counted = (targets >= 0)[:, None]
+    index = targets.clamp(min=0)[:, None]
+    even = smoothing / logits.shape[1]
+    value = -(1 - smoothing) * log_p.gather(1, index)
+    if smoothing:
+        value = value - even * log_p.sum(1, keepdim=True)
+    gradient = log_p.exp_().sub_(even) if smoothing else log_p.exp()
+    gradient.scatter_add_(1, index, gradient.new_full(index.shape, smoothing - 1))
+    return (value * counted).sum(), gradient * counted

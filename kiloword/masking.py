@@ -1,0 +1,103 @@
+"""Which patches a caption speaks of, and masks made of that. Source: arXiv:2401.02137, section 3.3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kiloword import recipes
+from kiloword.draw import uniform
+from kiloword.heads import unit
+from kiloword.model import Model
+from kiloword.pools import at_least_float
+from kiloword.recipes import TextConfig
+from kiloword.towers.attention import Packing
+from kiloword.towers.image import extra
+from kiloword.types import Batch, Encoded, Texts
+
+Mask = Literal["attentive", "random"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSettings(recipes.Settings):
+    """How a caption chooses patches; of attentive masks alone."""
+
+    similarity: Literal["cosine", "dot"] = "cosine"  # of a patch and a word, both in the shared dimension
+    similar_to: Literal["tokens", "words"] = "tokens"  # tokens: words, start and end; words: those of the caption alone
+
+
+def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings) -> Tensor:
+    """How much each caption speaks of each patch of its picture: [T, P], made once a batch, without gradient.
+
+    The greatest similarity of the patch with one of the caption's tokens (eq. 7); pads and extra tokens do not count.
+    """
+
+    @torch.no_grad()
+    def make() -> Tensor:
+        config = model.config
+        with torch.autocast(batch.images.device.type, enabled=False):
+            patches = model.head.project_image_tokens(_as(model, encoded.image_tokens[:, extra(config.image) :]))
+            tokens = model.head.project_text_tokens(_as(model, encoded.text_tokens))
+            packing = Packing.of(batch.texts)
+            counted = packing.pad(countable(batch.texts, packing, config.text, settings))
+            return similarity(patches[batch.image_of_text], packing.pad(tokens), counted, settings)
+
+    return encoded.once("attentive", make)
+
+
+def similarity(patches: Tensor, tokens: Tensor, counted: Tensor, settings: MaskSettings) -> Tensor:
+    """Greatest similarity of each patch [T, P, D] with a counted token: tokens [T, L, D], counted [T, L] -> [T, P]."""
+    patches, tokens = at_least_float(patches), at_least_float(tokens)
+    if settings.similarity == "cosine":
+        patches, tokens = unit(patches), unit(tokens)
+    pairs = patches @ tokens.transpose(1, 2)  # [T, P, L]
+    return pairs.masked_fill(~counted[:, None], float("-inf")).amax(2)
+
+
+def countable(texts: Texts, packing: Packing, config: TextConfig, settings: MaskSettings) -> Tensor:
+    """[S] bool, the tokens that a patch may be similar to; of an empty caption its start and end."""
+    words = texts.starts.diff() - len(config.extra_tokens)
+    inside = packing.place < words[packing.text]
+    if settings.similar_to == "tokens":
+        return inside
+    special = torch.tensor(sorted(config.special.values()), device=texts.ids.device)
+    said = inside & ~torch.isin(texts.ids, special)
+    empty = torch.zeros_like(words).index_add(0, packing.text, said.long()) == 0
+    return said | (inside & empty[packing.text])
+
+
+def chosen(scored: Tensor, n: int, most: bool) -> Tensor:
+    """The n patches of the greatest (or least) score [N, P], ascending: [N, n] int64; of equal ones the first."""
+    order = scored.argsort(dim=1, descending=most, stable=True)
+    return order[:, :n].sort(1).values
+
+
+def noise(batch: Batch, purpose: str, patches: int) -> Tensor:
+    """Scores for random masks: one of each picture [I, P], whatever its captions."""
+    return uniform(batch.seeds, purpose, patches)
+
+
+def others(masked: Tensor, patches: int) -> Tensor:
+    """The patches that are not masked [N, m], in ascending order: [N, P - m]."""
+    return (~as_bool(masked, patches)).nonzero()[:, 1].view(len(masked), patches - masked.shape[1])
+
+
+def as_bool(masked: Tensor, patches: int) -> Tensor:
+    """Places [N, m] -> [N, P] bool."""
+    empty = torch.zeros(len(masked), patches, dtype=torch.bool, device=masked.device)
+    return empty.scatter(1, masked, True)
+
+
+def number(share: float, patches: int, name: str) -> int:
+    """How many of P patches a share is: at least one is masked and one seen. Raises: ValueError for no share."""
+    if not 0 < share < 1:
+        raise ValueError(f"{name} is {share}: expected a share of the patches between 0 and 1, such as 0.5.")
+    return min(max(1, round(share * patches)), patches - 1)
+
+
+def _as(model: Model, tokens: Tensor) -> Tensor:
+    """Tokens in the type of the head's weights, which autocast does not see to here."""
+    return tokens.to(next(model.head.parameters()).dtype)
