@@ -1,0 +1,96 @@
+"""How near captions are to those that people wrote: BLEU, ROUGE-L, CIDEr-D, METEOR, SPICE, and how much they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kiloword.evaluation import caption_java
+from kiloword.evaluation.caption_scorers import Captions, Floats, bleu, cider, rouge_l
+from kiloword.evaluation.caption_tokens import TokenizerName, tokenize
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Values of a whole set by name, and those of each picture, [I]."""
+
+    values: dict[str, float]
+    cider: Floats
+    rouge_l: Floats
+
+
+def score_captions(
+    candidates: Sequence[str],
+    references: Sequence[Sequence[str]],
+    *,
+    tokenizer: TokenizerName = "own",
+    meteor: bool = False,
+    spice: bool = False,
+    limit: float = 600,
+) -> dict[str, float]:
+    """Metrics of one caption a picture against all captions that the picture has.
+
+    `bleu_1` to `bleu_4`, `rouge_l`, `cider` (CIDEr-D; papers print it times 100), `meteor` and `spice` where asked for;
+    then of the candidates alone: `distinct` (share of different ones), `words` (mean length), `vocabulary` (different
+    words). With tokenizer "ptb" all figures are pycocoevalcap's; "own" needs no Java.
+
+    Args: I candidates, which may be empty; I lists of at least one reference; limit in seconds for each Java program.
+    Errors: ValueError without a picture or a reference, or where Java or what it needs is missing or fails.
+    """
+    return score(candidates, references, tokenizer=tokenizer, meteor=meteor, spice=spice, limit=limit).values
+
+
+def score(
+    candidates: Sequence[str],
+    references: Sequence[Sequence[str]],
+    *,
+    tokenizer: TokenizerName = "own",
+    meteor: bool = False,
+    spice: bool = False,
+    limit: float = 600,
+) -> Scored:
+    """As `score_captions`, with the values of each picture."""
+    _check(candidates, references)
+    why = caption_java.no_spice() if spice else None
+    if why is not None:  # said before anything is computed
+        raise ValueError(f"SPICE cannot be computed: {why}.")
+    captions = tokenized(candidates, references, tokenizer, limit)
+    each_cider, each_rouge = cider(captions), rouge_l(captions)
+    values = {f"bleu_{n}": value for n, value in enumerate(bleu(captions), start=1)}
+    values |= {"rouge_l": float(each_rouge.mean()), "cider": float(each_cider.mean())}
+    if meteor:
+        values["meteor"] = caption_java.meteor(captions.candidates, captions.references, limit)[0]
+    if spice:
+        values["spice"] = caption_java.spice(captions.candidates, captions.references, limit)
+    return Scored({**values, **variety(captions.candidates)}, each_cider, each_rouge)
+
+
+def tokenized(
+    candidates: Sequence[str], references: Sequence[Sequence[str]], tokenizer: TokenizerName, limit: float
+) -> Captions:
+    """Candidates and references in words, as `tokenize` cuts them."""
+    lines = iter(tokenize([*candidates, *(r for own in references for r in own)], tokenizer, limit))
+    said = [next(lines) for _ in candidates]
+    return Captions(said, [[next(lines) for _ in own] for own in references])
+
+
+def variety(candidates: Sequence[str]) -> dict[str, float]:
+    """How much tokenized captions differ: a model that says the same of every picture has `distinct` near 0."""
+    words = [candidate.split() for candidate in candidates]
+    return {
+        "distinct": len(set(candidates)) / len(candidates),
+        "words": sum(map(len, words)) / len(words),
+        "vocabulary": float(len({word for own in words for word in own})),
+    }
+
+
+def _check(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    if isinstance(candidates, str) or any(isinstance(own, str) for own in references):
+        raise ValueError("captions came as one string. Expected a list of captions, and a list of lists of references.")
+    if not candidates or len(candidates) != len(references):
+        raise ValueError(
+            f"{len(candidates)} captions came for {len(references)} pictures. Expected one for each of some pictures."
+        )
+    bare = next((i for i, own in enumerate(references) if not own), None)
+    if bare is not None:
+        raise ValueError(f"picture {bare} has no references. Leave pictures without captions of their own out.")

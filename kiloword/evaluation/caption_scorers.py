@@ -1,0 +1,193 @@
+"""BLEU, ROUGE-L and CIDEr-D of tokenized captions, as pycocoevalcap 1.2 computes them, without its loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+LONGEST = 4  # words of an n-gram
+TINY, SMALL = 1e-15, 1e-9  # BLEU: added to what is right, and to what was said, so that nothing divides by 0
+BETA = 1.2  # ROUGE-L: recall counts so much more than precision
+SIGMA = 6.0  # CIDEr-D: words, of the penalty for another length
+
+
+@dataclass(frozen=True)
+class Captions:
+    """One candidate and at least one reference for each of I pictures, tokenized: words and single spaces."""
+
+    candidates: Sequence[str]
+    references: Sequence[Sequence[str]]
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    @cached_property
+    def owner(self) -> Ints:
+        """The picture of each reference, [R]."""
+        return np.repeat(np.arange(len(self)), [len(own) for own in self.references])
+
+    @cached_property
+    def lengths(self) -> tuple[Ints, Ints]:
+        """Words of candidates [I] and of references [R]."""
+        said = np.array([len(c.split()) for c in self.candidates], np.int64)
+        return said, np.array([len(r.split()) for own in self.references for r in own], np.int64)
+
+    @cached_property
+    def shared(self) -> list[Shared]:
+        """The n-grams of 1 to LONGEST words."""
+        texts = [*self.candidates, *(r for own in self.references for r in own)]
+        return [_share(counts, self.owner, len(self)) for counts in _grams(texts)]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often n-grams stand in captions; rows in the order of captions, then of n-grams."""
+
+    caption: Ints  # [N]
+    gram: Ints  # [N] a number for each different n-gram
+    count: Ints  # [N] at least 1
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The n-grams of one length of all candidates and references."""
+
+    kinds: int  # different ones
+    said: Counts  # of candidates
+    known: Counts  # of references
+    row: Ints  # [H] rows of `known` whose n-gram the picture's candidate says too
+    by: Ints  # [H] the rows of `said` where it does
+
+
+def _grams(texts: Sequence[str]) -> Iterator[Counts]:
+    """The n-grams of 1 to LONGEST words of C texts."""
+    words = [text.split() for text in texts]
+    caption = np.repeat(np.arange(len(words)), [len(own) for own in words])  # [S]
+    numbers: dict[str, int] = {}
+    word = np.array([numbers.setdefault(w, len(numbers)) for own in words for w in own], np.int64)  # [S]
+    start, gram = np.arange(len(word)), word  # first words of n-grams, and which these are, [Q]
+    for n in range(LONGEST):
+        if n:
+            fits = start + n < len(word)
+            start, gram = start[fits], gram[fits]
+            fits = caption[start + n] == caption[start]
+            start, gram = start[fits], gram[fits]
+            gram = np.unique(gram * len(numbers) + word[start + n], return_inverse=True)[1]
+        kinds = int(gram.max(initial=0)) + 1
+        place, count = np.unique(caption[start] * kinds + gram, return_counts=True)
+        yield Counts(place // kinds, place % kinds, count)
+
+
+def _share(counts: Counts, owner: Ints, pictures: int) -> Shared:
+    """Candidates, which are the first texts, against references."""
+    split = int(np.searchsorted(counts.caption, pictures))
+    said = Counts(counts.caption[:split], counts.gram[:split], counts.count[:split])
+    known = Counts(counts.caption[split:] - pictures, counts.gram[split:], counts.count[split:])
+    kinds = int(counts.gram.max(initial=0)) + 1
+    keys = np.append(said.caption * kinds + said.gram, -1)  # ascending, but for the end, which nothing equals
+    wanted = owner[known.caption] * kinds + known.gram
+    by = np.searchsorted(keys[:-1], wanted)
+    row = np.flatnonzero(keys[by] == wanted)
+    return Shared(kinds, said, known, row, by[row])
+
+
+def bleu(captions: Captions) -> list[float]:
+    """BLEU-1 to BLEU-4 of the whole set: n-grams and lengths are added over pictures before anything is divided.
+
+    An n-gram counts as often as in the reference that has it most; the reference length is the closest one, of two the
+    shorter. Source: Papineni et al. 2002, as in pycocoevalcap.
+    """
+    said, known = captions.lengths
+    total, nearest = int(said.sum()), _nearest(said, known, captions.owner)
+    ratio = (total + TINY) / (nearest + SMALL)
+    penalty = math.exp(1 - 1 / ratio) if ratio < 1 else 1.0
+    values, product = [], 1.0
+    for n, shared in enumerate(captions.shared):
+        most = np.zeros(len(shared.said.count), np.int64)
+        np.maximum.at(most, shared.by, shared.known.count[shared.row])
+        right = int(np.minimum(most, shared.said.count).sum())
+        product *= (right + TINY) / (int(np.maximum(said - n, 0).sum()) + SMALL)
+        values.append(product ** (1 / (n + 1)) * penalty)
+    return values
+
+
+def _nearest(said: Ints, known: Ints, owner: Ints) -> int:
+    """The sum of the reference lengths nearest to the candidates'."""
+    order = np.lexsort((known, np.abs(known - said[owner]), owner))
+    first = np.flatnonzero(np.diff(owner, prepend=-1))  # of each picture, in an order that keeps pictures together
+    return int(known[order][first].sum())
+
+
+def cider(captions: Captions) -> Floats:
+    """CIDEr-D of every picture, [I]: 0 to 10. Papers print the mean times 100.
+
+    The cosine of n-gram counts weighed by rarity, clipped to the reference's, with a penalty for another length; mean
+    over n and over references. Rarity is taken from the references of these pictures, so one picture alone scores 0.
+    Source: arXiv:1411.5726, section 5, as in pycocoevalcap (lengths are numbers of bigrams).
+    """
+    owner, pictures = captions.owner, len(captions)
+    total = np.zeros(len(owner))
+    for shared in captions.shared:
+        rarity = _rarity(shared, owner, pictures)
+        dot = np.minimum(shared.said.count[shared.by], shared.known.count[shared.row]) * shared.known.count[shared.row]
+        dot = dot * rarity[shared.known.gram[shared.row]] ** 2
+        alike = np.bincount(shared.known.caption[shared.row], dot, len(owner))
+        norms = _norms(shared.said, rarity, pictures)[owner] * _norms(shared.known, rarity, len(owner))
+        total += np.divide(alike, norms, out=np.zeros(len(owner)), where=norms > 0)
+    bigrams = [np.maximum(length - 1, 0) for length in captions.lengths]
+    penalty = np.exp(-((bigrams[0][owner] - bigrams[1]) ** 2) / (2 * SIGMA**2))
+    means = np.bincount(owner, total / LONGEST * penalty, pictures) / np.bincount(owner, minlength=pictures)
+    return np.asarray(10 * means)
+
+
+def _rarity(shared: Shared, owner: Ints, pictures: int) -> Floats:
+    """The logarithm of pictures over those whose references hold an n-gram, [kinds]; unknown ones count as in one."""
+    held = np.unique(owner[shared.known.caption] * shared.kinds + shared.known.gram) % shared.kinds
+    return np.asarray(math.log(pictures) - np.log(np.maximum(np.bincount(held, minlength=shared.kinds), 1)))
+
+
+def _norms(counts: Counts, rarity: Floats, captions: int) -> Floats:
+    return np.sqrt(np.bincount(counts.caption, (counts.count * rarity[counts.gram]) ** 2, captions))
+
+
+def rouge_l(captions: Captions) -> Floats:
+    """ROUGE-L of every picture, [I], in [0, 1]: F of the longest common subsequence, with beta 1.2.
+
+    The greatest precision and the greatest recall are taken over references, each by itself, so they may come from two.
+    Source: Lin 2004, as in pycocoevalcap (an empty caption there is one empty word).
+    """
+    return np.array([_rouge(c, own) for c, own in zip(captions.candidates, captions.references, strict=True)])
+
+
+def _rouge(candidate: str, references: Sequence[str]) -> float:
+    said = candidate.split(" ")
+    known = [reference.split(" ") for reference in references]
+    common = [common_subsequence(said, words) for words in known]
+    precision = max(common) / len(said)
+    recall = max(c / len(words) for c, words in zip(common, known, strict=True))
+    if not precision:
+        return 0.0
+    return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision)
+
+
+def common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
+    """The length of the longest common subsequence, a row of its table as the bits of one number.
+
+    Source: Hyyrö 2004, "Bit-parallel LCS-length computation revisited".
+    """
+    places: dict[str, int] = {}
+    for i, word in enumerate(a):
+        places[word] = places.get(word, 0) | 1 << i
+    row = every = (1 << len(a)) - 1
+    for word in b:
+        hit = row & places.get(word, 0)
+        row = (row + hit) | (row - hit)
+    return len(a) - (row & every).bit_count()
