@@ -12,11 +12,13 @@ import tyro
 from tyro.conf import Positional, arg
 
 from kiloword import __version__
+from kiloword.evaluation.probe_options import ProbeOptions
 from kiloword.evaluation.prompt_options import PromptOptions
 from kiloword.mining.options import Options as MineOptions
 
 app = tyro.extras.SubcommandApp()
 MINE = MineOptions()
+PROBE = ProbeOptions()
 PROMPTS = PromptOptions()
 
 
@@ -52,6 +54,10 @@ def evaluate(
     includes: Literal["h", "inc"] | None = None,
     prompts: Literal["ensemble", "filter", "topk", "bprw"] | None = None,
     prompt_options: Annotated[PromptOptions, arg(name="prompts")] = PROMPTS,
+    train: str | None = None,
+    val: str | None = None,
+    cache: Path | None = None,
+    probe: ProbeOptions = PROBE,
     json: Path | None = None,
     html: Path | None = None,
     batch: int = 256,
@@ -64,8 +70,8 @@ def evaluate(
 
     Args:
         model: model folder (OUT/model of a run).
-        task: retrieval, zeroshot, hierarchy, uncertainty or spectrum.
-        data: test data; for zeroshot with .cls labels and classnames.txt, or scenes:test?task=colour.
+        task: retrieval, zeroshot, probe, hierarchy, uncertainty or spectrum.
+        data: test data; for zeroshot and probe with .cls labels and classnames.txt, or scenes:test?task=colour.
         with_: more model folders, evaluated on the same data and shown beside the first.
         shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
         of: spectrum: tower (what the image tower puts out, the default) or vec.
@@ -74,6 +80,10 @@ def evaluate(
         prompts: zeroshot: how a class's prompts count: alike (ensemble, the default), the least uncertain (filter,
             topk), or as they explain pictures (bprw); all but the first need a model with Gaussians.
         prompt_options: zeroshot: what filter, topk and bprw may be told.
+        train: probe: what it is fitted on; without it the split `train` that goes with --data.
+        val: probe: where its weight decay is chosen.
+        cache: probe: folder that keeps the features.
+        probe: probe: how it is fitted.
         json: also write the numbers to this file.
         html: zeroshot, spectrum, hierarchy, uncertainty: write a page with the plots.
         batch: pictures at a time.
@@ -84,6 +94,7 @@ def evaluate(
 
     options: dict[str, object] = {"shortlist": shortlist, "of": of, "samples": samples, "includes": includes}
     options |= {"prompts": prompts, "prompt_options": None if prompt_options == PROMPTS else prompt_options}
+    options |= {"train": train, "val": val, "cache": cache, "probe": None if probe == PROBE else probe}
     options |= {"batch": batch, "workers": workers}
     run([model, *with_], task, data, json, html, device, **options)
 

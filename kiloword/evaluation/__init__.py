@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 TASKS = {
     "hierarchy": "kiloword.evaluation.hierarchy",
+    "probe": "kiloword.evaluation.probe",
     "retrieval": "kiloword.evaluation.retrieval",
     "spectrum": "kiloword.evaluation.spectrum",
     "uncertainty": "kiloword.evaluation.uncertainty",
@@ -27,7 +28,8 @@ def evaluate(
     """Judge a model by one task on one data set.
 
     Args: task one of TASKS; source as on the command line, or opened; options of the task's `run` (batch, workers,
-    ks, shortlist, classnames, templates, of, samples). Bad rows are left out, named in the list `skipped` if given.
+    ks, shortlist, classnames, templates, of, samples, train, val). Bad rows are left out, named in the list `skipped`
+    if given.
     Returns: metrics by name, and how many rows were left out as "skipped".
     """
     check(task, options)
