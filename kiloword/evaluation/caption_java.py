@@ -101,7 +101,7 @@ def spice(candidates: Sequence[str], references: Sequence[Sequence[str]], limit:
         _output("SPICE", ["java", "-Xmx8G", "-jar", str(jar), str(asked), "-out", str(answered), "-silent"], "", limit)
         if not answered.is_file():
             raise ValueError("SPICE wrote no scores; it is known to need Java 8.")
-        found = [row["scores"]["All"]["f"] for row in json.loads(answered.read_text())]
+        found = [float(row["scores"]["All"]["f"]) for row in json.loads(answered.read_text())]
     return sum(found) / len(found)
 
 
@@ -136,7 +136,8 @@ def _talk(what: str, command: Sequence[str], limit: float) -> Iterator[subproces
     try:
         yield process
     except (ValueError, BrokenPipeError) as error:
-        why = _too_long(limit) if late.is_set() else f"failed: {error}."
+        reason = "it ended without an answer" if isinstance(error, BrokenPipeError) else error
+        why = _too_long(limit) if late.is_set() else f"failed: {reason}."
         raise ValueError(f"{what} {why}") from None
     finally:
         timer.cancel()

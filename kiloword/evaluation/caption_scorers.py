@@ -137,9 +137,9 @@ def cider(captions: Captions) -> Floats:
     total = np.zeros(len(owner))
     for shared in captions.shared:
         rarity = _rarity(shared, owner, pictures)
-        dot = np.minimum(shared.said.count[shared.by], shared.known.count[shared.row]) * shared.known.count[shared.row]
-        dot = dot * rarity[shared.known.gram[shared.row]] ** 2
-        alike = np.bincount(shared.known.caption[shared.row], dot, len(owner))
+        count, gram, reference = (x[shared.row] for x in (shared.known.count, shared.known.gram, shared.known.caption))
+        clipped = np.minimum(shared.said.count[shared.by], count)
+        alike = np.bincount(reference, clipped * count * rarity[gram] ** 2, len(owner))
         norms = _norms(shared.said, rarity, pictures)[owner] * _norms(shared.known, rarity, len(owner))
         total += np.divide(alike, norms, out=np.zeros(len(owner)), where=norms > 0)
     bigrams = [np.maximum(length - 1, 0) for length in captions.lengths]

@@ -10,7 +10,7 @@ from kiloword.evaluation import caption_java
 
 TokenizerName = Literal["own", "ptb"]
 
-# What pycocoevalcap drops. Brackets come as -lrb- when it looks for -LRB-, so they stay: a quirk of the field's figures.
+# What pycocoevalcap drops. It looks for -LRB-, but brackets come as -lrb-, so they stay: a quirk of its figures.
 PUNCTUATION = frozenset(
     ("''", "'", "``", "`", "-LRB-", "-RRB-", "-LCB-", "-RCB-", ".", "?", "!", ",", ":", "-", "--", "...", ";")
 )
