@@ -88,7 +88,7 @@ class Method:
     captions: int | Literal["one", "all"] = "one"
     shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # what the method asks of the two towers
     towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(default_factory=dict)  # more: `Model.more`
-    needs: tuple[str, ...] = ()  # names of side features; "truth": which pictures of the batch a text is true of
+    needs: tuple[str, ...] = ()  # names of side features; "questions"; "truth": which pictures a text is true of
     prepare: Prepare | None = None  # before the first step of a fresh run: bias search
 
 

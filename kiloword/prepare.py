@@ -14,6 +14,7 @@ from kiloword import parallel, start
 from kiloword.checkpoint import load_state, load_weights, write_json
 from kiloword.data.loader import BadRows, Loader
 from kiloword.data.loader import read as record
+from kiloword.data.questions import question, question_of
 from kiloword.data.sampler import Order
 from kiloword.data.side import SideTable
 from kiloword.data.sources import open_data, open_source
@@ -83,14 +84,28 @@ def with_length(
 
 
 def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
-    """Captions of about `most` rows spread over the source, without a picture where it can; bad rows give none."""
-    read = getattr(source, "captions", None) or (lambda row: record(source, row).captions)
+    """Captions of about `most` rows spread over the source, without a picture where it can; bad rows give none.
+
+    Of a row that asks a question, its answers, then the question.
+    """
     stride = max(1, len(source) // most)
     for row in range(0, len(source), stride):
         try:
-            yield from read(row)
+            captions, asked = _words(source, row)
         except BadSample:
             continue
+        yield from captions
+        if asked is not None:
+            yield asked
+
+
+def _words(source: Source, row: int) -> tuple[list[str], str | None]:
+    """Captions or answers, and the question. Raises BadSample."""
+    read = getattr(source, "captions", None)
+    if read is None:
+        found = record(source, row)
+        return found.captions, question_of(found)
+    return read(row), question(source, row) if hasattr(source, "question") else None
 
 
 def resolve(recipe: Recipe, source: Source, folder: Path) -> tuple[Recipe, Tokenizer]:
@@ -160,6 +175,7 @@ def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Token
         views=method.views,
         sides=_sides(recipe, method),
         truth="truth" in method.needs,
+        questions="questions" in method.needs,
         seed=recipe.seed,
         rank=parallel.rank(),
         ranks=parallel.ranks(),
@@ -175,7 +191,7 @@ def _sides(recipe: Recipe, method: Method) -> list[SideTable]:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"two side tables are named {twice[0]!r}: give each a name of its own when it is made.")
-    missing = [name for name in method.needs if name not in (*names, "truth")]
+    missing = [name for name in method.needs if name not in (*names, "truth", "questions")]
     if missing:
         raise ValueError(
             f"{recipe.method} needs features named {missing[0]!r} beside the data: make them once by `kiloword embed "

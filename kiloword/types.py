@@ -66,8 +66,9 @@ class Example:
     key: str
     row: int
     image: Tensor  # uint8 [3, H, W]
-    captions: list[str]
+    captions: list[str]  # answers, where there is a question
     composed: bool = False  # a view mixed it with another picture
+    question: str | None = None
     image_side: dict[str, Tensor] = field(default_factory=dict)  # side tables, joined by key
     text_side: dict[str, Tensor] = field(default_factory=dict)  # every value [captions, ...]
 

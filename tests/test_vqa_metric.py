@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kiloword.evaluation.vqa_metric import CONTRACTIONS, Judged, accuracy, majority, means, normalise
+from kiloword.evaluation.vqa_metric import CONTRACTIONS, Judged, accuracy, means, normalise
 
 MARKS = [";", "/", "[", "]", '"', "{", "}", "(", ")", "=", "+", "\\", "_", "-", ">", "<", "@", "`", ",", "?", "!"]
 DIGITS = {
@@ -125,7 +125,7 @@ def test_other_numbers_of_annotators() -> None:
         accuracy("red", [])
 
 
-def test_means_and_majority() -> None:
+def test_means() -> None:
     rows = [Judged(1.0, "colour", "other"), Judged(0.0, "colour", "other"), Judged(1.0, "count", "number")]
     assert dict(means(rows)) == pytest.approx(
         {
@@ -138,5 +138,3 @@ def test_means_and_majority() -> None:
     )
     assert dict(means([Judged(0.25)])) == {"accuracy": 0.25}
     assert math.isnan(dict(means([]))["accuracy"])
-    found = majority([("colour", "red"), ("colour", "blue"), ("count", "1"), ("count", "1"), (None, "blue")])
-    assert found == {None: "1", "colour": "blue", "count": "1"}  # blue before red: in order of the alphabet

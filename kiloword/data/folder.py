@@ -6,6 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from kiloword.data.questions import question_in
 from kiloword.data.sample import IMAGE_SUFFIXES, make_record, parse_captions
 from kiloword.types import BadSample, Record
 
@@ -43,6 +44,10 @@ class Folder:
     def captions(self, row: int) -> list[str]:
         """Captions without the picture. Raises BadSample."""
         return parse_captions(self._beside(row, "txt"), self._beside(row, "json"))[0]
+
+    def question(self, row: int) -> str | None:
+        """The question without the picture, where the json asks one. Raises BadSample."""
+        return question_in(parse_captions(None, self._beside(row, "json"))[1])
 
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""

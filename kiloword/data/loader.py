@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from typing import Literal
 
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from kiloword.data.bad import BadRows, reasons
 from kiloword.data.captions import choose, drop_words
+from kiloword.data.questions import question, question_of
+from kiloword.data.reading import EvalBatch, eval_batches, name_of, read
 from kiloword.data.sampler import Order, Rows, share
 from kiloword.data.side import SideTable
 from kiloword.data.steps import in_order
@@ -21,9 +22,9 @@ from kiloword.data.tokenizer import Tokenizer
 from kiloword.data.transforms import EvalTransform, TrainTransform
 from kiloword.draw import Draw, key
 from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
-from kiloword.types import BadSample, Batch, Example, Record, Skipped, Source, View
+from kiloword.types import BadSample, Batch, Example, Skipped, Source, Texts, View
 
-__all__ = ["BadRows", "EvalBatch", "Loader", "eval_batches"]
+__all__ = ["BadRows", "EvalBatch", "Loader", "eval_batches", "read"]
 
 ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail once in 10^64 times
 
@@ -34,10 +35,11 @@ class Loader:
 
     Args: order decides the rows; data, how pictures are read and which captions come; text, how captions are packed;
     views change examples, in order; sides, tables of features that join the examples; truth: texts also carry which
-    pictures of the global batch they are true of; train False: pictures as for evaluation, no views; timeout in seconds
+    pictures of the global batch they are true of; questions: every picture comes with the question that its texts
+    answer; train False: pictures as for evaluation, no views; timeout in seconds
     a step.
     Errors: ValueError when the batch does not divide over the ranks, the order or a side table is of other data, or the
-    source knows no truth.
+    source knows no truth or no questions.
     """
 
     source: Source
@@ -49,6 +51,7 @@ class Loader:
     views: Sequence[View] = ()
     sides: Sequence[SideTable] = ()
     truth: bool = False
+    questions: bool = False
     seed: int = 0
     rank: int = 0
     ranks: int = 1
@@ -74,6 +77,8 @@ class Loader:
                 f"{self.source.name} does not know which texts are true of which pictures: only scenes do, as "
                 "the one source of a run."
             )
+        if self.questions:
+            _check_asks(self.source)
         for side in self.sides:
             side.check(self.source)
         self.views = [view.bind(self.source) if hasattr(view, "bind") else view for view in self.views]
@@ -116,7 +121,7 @@ class Loader:
         """[captions, B] bool: of which pictures of the global batch each caption is true."""
         if example.row != row:  # other ranks go by the rows that the order names
             raise ValueError(
-                f"{self.source.name}: {_name(self.source, row)} is bad. Positives by the truth need every row: mend "
+                f"{self.source.name}: {name_of(self.source, row)} is bad. Positives by the truth need every row: mend "
                 "it, or leave it out."
             )
         known: np.ndarray = self.source.relevance(example.captions, rows.tolist())  # type: ignore[attr-defined]
@@ -155,8 +160,15 @@ class Loader:
             composed=torch.tensor([e.composed for e in examples]),
             image_side=_join([e.image_side for e in examples], torch.stack),
             text_side=_join([e.text_side for e in examples], torch.cat),
+            questions=self._questions(examples),
             skipped=skipped,
         )
+
+    def _questions(self, examples: list[Example]) -> Texts | None:
+        """Packed, one a picture."""
+        if not self.questions:
+            return None
+        return self.tokenizer.encode([e.question for e in examples if e.question is not None], self.text)
 
 
 class Reader:
@@ -184,7 +196,7 @@ class Reader:
             try:
                 example = self._read(candidate, drawn)
             except BadSample as error:
-                failed.append(Skipped(candidate, _name(self.source, candidate), str(error)))
+                failed.append(Skipped(candidate, name_of(self.source, candidate), str(error)))
                 continue
             self.skipped += failed
             return example, drawn
@@ -202,79 +214,18 @@ class Reader:
     def _read(self, row: int, draw: Draw) -> Example:
         loader = self.loader
         record = read(self.source, row)
+        asked = question_of(record) if loader.questions else None
+        if loader.questions and asked is None:
+            raise BadSample("no question with an answer")
         captions = choose(record.captions, loader.data.captions, draw if draw.row == row else replace(draw, row=row))
         if not captions:
             raise BadSample("no caption")
-        example = Example(record.key, row, loader.picture(record.image, draw), captions)
+        example = Example(record.key, row, loader.picture(record.image, draw), captions, question=asked)
         for side in loader.sides:
             side.join(example)  # before words are dropped: features are those of whole captions
-        if loader.train and loader.data.augment.drop_words > 0:
+        if loader.train and loader.data.augment.drop_words > 0 and asked is None:  # an answer is right as a whole
             example.captions = drop_words(captions, loader.data.augment.drop_words, draw)
         return example
-
-
-def read(source: Source, row: int) -> Record:
-    """One record; whatever goes wrong while reading it is a reason to skip the row.
-
-    Sources are also users' own classes over any storage, which raise anything. Their bugs do not stay hidden: a run
-    stops, with the most frequent reasons, as soon as more than `DataConfig.bad_share` of the rows are bad.
-    """
-    try:
-        return source.record(row)
-    except (BadSample, MemoryError):
-        raise
-    except Exception as error:
-        raise BadSample(f"{type(error).__name__}: {error}"[:200]) from error
-
-
-@dataclass
-class EvalBatch:
-    """Consecutive readable rows of a source."""
-
-    rows: list[int]
-    keys: list[str]
-    images: Tensor  # uint8 [n, 3, size, size]
-    captions: list[list[str]]
-    labels: Tensor | None  # [n] int64, -1 where a row has none; None: no row of the batch has one
-    skipped: list[Skipped]
-
-
-def eval_batches(
-    source: Source,
-    image_size: int,
-    resize: Literal["shortest", "squash"] = "shortest",
-    batch: int = 64,
-    workers: int = 0,
-    parts: Sequence[range] | None = None,
-) -> Iterator[EvalBatch]:
-    """Every row once, in order, at most `batch` at a time (n may be 0); bad rows are left out and named.
-
-    Args: parts: the rows that are wanted, in place of all; no batch holds rows of two parts.
-    Errors: RuntimeError when a worker died or stalled.
-    """
-    if batch < 1:
-        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
-    wanted = [range(len(source))] if parts is None else parts
-    batches = [part[start : start + batch] for part in wanted for start in range(0, len(part), batch)]
-    make = partial(_eval_batch, source, EvalTransform(image_size, resize), batches)
-    return in_order(make, range(len(batches)), workers)
-
-
-def _eval_batch(source: Source, transform: EvalTransform, batches: Sequence[range], step: int) -> EvalBatch:
-    records, rows, images, skipped = [], [], [], []
-    for row in batches[step]:
-        try:
-            record = read(source, row)
-            images.append(transform(record.image))
-        except BadSample as error:
-            skipped.append(Skipped(row, _name(source, row), str(error)))
-            continue
-        records.append(record)
-        rows.append(row)
-    pixels = torch.stack(images) if images else torch.empty(0, 3, transform.size, transform.size, dtype=torch.uint8)
-    classes = [r.label for r in records]
-    labels = None if all(c is None for c in classes) else torch.tensor([-1 if c is None else c for c in classes])
-    return EvalBatch(rows, [r.key for r in records], pixels, [r.captions for r in records], labels, skipped)
 
 
 def _changes(augment: AugmentConfig, natural: bool) -> bool:
@@ -282,10 +233,19 @@ def _changes(augment: AugmentConfig, natural: bool) -> bool:
     return geometry or augment.jitter > 0 or augment.grayscale > 0 or augment.blur > 0
 
 
-def _name(source: Source, row: int) -> str:
-    """The key of a row that cannot be read, where the source can tell."""
-    name = getattr(source, "key", None)
-    return str(name(row)) if callable(name) else f"row {row}"
+def _check_asks(source: Source) -> None:
+    """Raises: ValueError when the first readable row has no question."""
+    for row in range(len(source)):
+        try:
+            asked = question(source, row)
+        except BadSample:
+            continue
+        if asked is None:
+            raise ValueError(
+                f"{source.name} asks no questions: expected a question and its answers beside every picture, such as "
+                "scenes:train?task=vqa, tars whose json holds `question` and `answers`, or a table with these columns."
+            )
+        return
 
 
 def _join(sides: list[dict[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:

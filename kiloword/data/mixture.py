@@ -11,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from kiloword.data.questions import question
 from kiloword.draw import key as draw_key
 from kiloword.types import Record, Source
 
@@ -62,6 +63,10 @@ class Mixture:
         """Captions without the picture. Raises BadSample."""
         source, local = self.locate(row)
         return list(source.captions(local)) if hasattr(source, "captions") else source.record(local).captions
+
+    def question(self, row: int) -> str | None:
+        """The question, without the picture where the source can. Raises BadSample."""
+        return question(*self.locate(row))
 
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kiloword.data.questions import parse_answers
 from kiloword.types import BadSample, Record
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
@@ -24,11 +25,12 @@ def make_record(key: str, image: bytes, text: bytes | None, meta: bytes | None, 
 def parse_captions(text: bytes | None, meta: bytes | None) -> tuple[list[str], dict[str, Any]]:
     """Captions, and what else the json holds.
 
-    The json's `captions` (list) or `caption` (img2dataset) wins over the text, which holds one caption a line.
-    Empty captions are dropped.
+    The json's `captions` (list) or `caption` (img2dataset) wins over the text, which holds one caption a line. Where it
+    holds a `question`, its answers stand in place of captions (see `parse_answers`). Empty captions are dropped.
     """
     info = {} if meta is None else _parse_json(meta)
-    named = _json_captions(info)
+    named = parse_answers(info)
+    named = _json_captions(info) if named is None else named
     if named is None:
         named = [] if text is None else decode_text(text).split("\n")
     return clean(named), info

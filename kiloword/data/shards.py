@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kiloword.data.cache import PositionlessFile
 from kiloword.data.index import Index, open_index
+from kiloword.data.questions import question_in
 from kiloword.data.sample import make_record, parse_captions, parse_label
 from kiloword.types import BadSample, Record
 
@@ -73,6 +74,10 @@ class Shards:
     def captions(self, row: int) -> list[str]:
         """Captions without the picture; may be empty for class data. Raises BadSample."""
         return parse_captions(self._part(row, "txt"), self._part(row, "json"))[0]
+
+    def question(self, row: int) -> str | None:
+        """The question without the picture, where the json asks one. Raises BadSample."""
+        return question_in(parse_captions(None, self._part(row, "json"))[1])
 
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from kiloword.data.extra_captions import with_captions
 from kiloword.data.folder import Folder, is_picture
 from kiloword.data.mixture import mix
+from kiloword.data.question_tables import open_table
 from kiloword.data.shards import Shards
-from kiloword.data.tables import Table
 from kiloword.recipes import DataConfig
 from kiloword.types import Source
 
@@ -29,9 +29,9 @@ def open_source(src: str, size: int | None = None) -> Source:
     Errors: ValueError when there is nothing there, or nothing that can be read.
     """
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
-        from kiloword.data.scenes import parse_scenes
+        from kiloword.data.scenes import open_scenes
 
-        scenes = parse_scenes(src)
+        scenes = open_scenes(src)
         return scenes if size is None else scenes.resolution(size)
     if _RANGE.search(src):
         return _shards(src, _existing(src, [Path(p) for p in expand(src)]))
@@ -42,7 +42,7 @@ def open_source(src: str, size: int | None = None) -> Source:
         return _open_folder(src, path)
     suffix = path.suffix.lower()
     if suffix in _TABLES:
-        return Table(src, path)
+        return open_table(src, path)
     if suffix == ".tar":
         return _shards(src, [path])
     raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")

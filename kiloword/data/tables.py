@@ -1,7 +1,8 @@
 """csv, tsv and parquet: one row names a picture and a caption; rows of one picture become one sample.
 
 Columns: `image` (path relative to the table; in parquet also the bytes, or a struct with `bytes`) or open_clip's
-`filepath`; and `caption`, `captions` (a list; in csv a JSON list, or one caption a line) or open_clip's `title`.
+`filepath`; and `caption`, `captions` (a list; in csv a JSON list, or one caption a line) or open_clip's `title`. Tables
+of questions are read in `question_tables`.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Table:
         """The stored sample. Raises BadSample with the reason."""
         captions = self.captions(row)
         embedded = self._columns.embedded
-        image = embedded.read(self._first(row)) if embedded else _read_file(self.path, self._image(row))
+        image = embedded.read(self._first(row)) if embedded else read_file(self.path, self._image(row))
         if not image:
             raise BadSample("the picture has zero bytes")
         if not captions:
@@ -130,9 +131,19 @@ def _choose(path: Path, names: list[str]) -> tuple[str, str]:
     if image is None or caption is None:
         raise ValueError(
             f"{path} has the columns {', '.join(names) or 'none'}. Expected `image` (or `filepath`) and "
-            "`caption`, `captions` (or `title`) in its first line."
+            "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`)."
         )
     return image, caption
+
+
+def column_names(path: Path) -> list[str]:
+    """Errors: ValueError when the table cannot be read."""
+    if path.suffix.lower() != ".parquet":
+        return _header(path)[1]
+    try:
+        return list(pa.parquet.read_schema(path).names)
+    except pa.ArrowException as error:
+        raise ValueError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from None
 
 
 def _group(images: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -143,14 +154,22 @@ def _group(images: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return order, np.append(starts, len(order))
 
 
-def _one_array(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+def one_array(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
     return pa.chunked_array(column.cast(kind), kind).combine_chunks()
 
 
 def _read_csv(path: Path) -> _Columns:
-    """Cells stay bytes, so that one caption that is not UTF-8 costs one sample and not the table."""
-    delimiter, names = _header(path)
-    image, caption = _choose(path, names)
+    image, caption = _choose(path, _header(path)[1])
+    table, malformed = read_csv(path, [image, caption])
+    images, captions = (one_array(table.column(c), pa.large_binary()) for c in (image, caption))
+    return _Columns(images, captions, caption == "captions", malformed=malformed)
+
+
+def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
+    """Some columns, and why some lines are no rows.
+
+    Cells stay bytes, so that one caption that is not UTF-8 costs one sample and not the table.
+    """
     malformed: list[str] = []
 
     def note(row: pyarrow.csv.InvalidRow) -> str:
@@ -160,15 +179,14 @@ def _read_csv(path: Path) -> _Columns:
     table = pyarrow.csv.read_csv(
         path,
         pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
-        pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=note),
+        pyarrow.csv.ParseOptions(delimiter=_header(path)[0], newlines_in_values=True, invalid_row_handler=note),
         pyarrow.csv.ConvertOptions(
-            include_columns=[image, caption],
-            column_types={image: pa.binary(), caption: pa.binary()},
+            include_columns=columns,
+            column_types={column: pa.binary() for column in columns},
             strings_can_be_null=False,
         ),
     )
-    images, captions = (_one_array(table.column(c), pa.large_binary()) for c in (image, caption))
-    return _Columns(images, captions, caption == "captions", malformed=malformed)
+    return table, malformed
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
@@ -194,18 +212,18 @@ def _read_parquet(path: Path, fingerprint: str) -> _Columns:
     image, caption = _choose(path, schema.names)
     column = pa.parquet.read_table(path, columns=[caption]).column(caption)
     listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    captions = _one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
+    captions = one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
     if is_embedded(schema.field(image).type) and len(captions):
         embedded = Embedded(path, image, fingerprint)
         digests = pa.FixedSizeBinaryArray.from_buffers(
             pa.binary(16), len(captions), [None, pa.py_buffer(embedded.digests())]
         )
         return _Columns(digests, captions, caption == "captions", embedded)
-    images = _one_array(pa.parquet.read_table(path, columns=[image]).column(image), pa.large_binary())
+    images = one_array(pa.parquet.read_table(path, columns=[image]).column(image), pa.large_binary())
     return _Columns(images, captions, caption == "captions")
 
 
-def _read_file(table: Path, name: bytes) -> bytes:
+def read_file(table: Path, name: bytes) -> bytes:
     """A picture named relative to its table. Raises BadSample."""
     if not name:
         raise BadSample("no picture is named")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
@@ -87,19 +87,6 @@ def means(judged: Iterable[Judged]) -> Iterator[tuple[str, float]]:
             groups[f"accuracy/{kind.removesuffix('_type')}/{name}"] = found
     for name, found in {"accuracy": [row.accuracy for row in rows], **groups}.items():
         yield name, sum(found) / len(found) if found else float("nan")
-
-
-def majority(pairs: Iterable[tuple[str | None, str]]) -> Mapping[str | None, str]:
-    """The most frequent answer by question type, and over all questions under None; of equally frequent ones the first.
-
-    Args: question type and answer, one pair a question.
-    """
-    counts: dict[str | None, dict[str, int]] = {None: {}}
-    for kind, answer in pairs:
-        for group in {None, kind}:
-            found = counts.setdefault(group, {})
-            found[answer] = found.get(answer, 0) + 1
-    return {kind: max(sorted(found), key=found.__getitem__) for kind, found in counts.items() if found}
 
 
 def _spaced(answer: str) -> str:

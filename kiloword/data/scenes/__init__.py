@@ -5,6 +5,7 @@ A laboratory with ground truth for false negatives, generality, hierarchy and co
 
 from kiloword.data.scenes.grammar import parse, render
 from kiloword.data.scenes.query import Pattern, Query, matches
+from kiloword.data.scenes.question_source import SceneQuestions, open_scenes
 from kiloword.data.scenes.raster import draw
 from kiloword.data.scenes.source import ScenesSource, parse_scenes, relevance
 from kiloword.data.scenes.world import Scene, Thing
@@ -13,10 +14,12 @@ __all__ = [
     "Pattern",
     "Query",
     "Scene",
+    "SceneQuestions",
     "ScenesSource",
     "Thing",
     "draw",
     "matches",
+    "open_scenes",
     "parse",
     "parse_scenes",
     "relevance",

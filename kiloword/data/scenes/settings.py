@@ -15,6 +15,7 @@ Levels = tuple[float, float, float, float]
 TRAIN_LEVELS: Levels = (0, 1, 2, 3)  # weights of captions at levels 0 to 3
 FULL_LEVELS: Levels = (0, 0, 0, 1)  # of val and test: full descriptions
 LARGEST = 1_000_000  # scenes of one data set
+VQA = "vqa"  # the task of questions and answers
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Settings:
     levels: Levels = TRAIN_LEVELS
     wrong: float = 0.0  # share of captions that are false of their picture
     size: int = 64  # pixels a side
-    task: str | None = None  # what labels tell
+    task: str | None = None  # what labels tell; vqa: questions and answers in place of captions
     inner: bool = field(default=False, repr=False)  # things within the centre half; captions of them alone
 
 
@@ -67,10 +68,9 @@ def _settings(split: str, given: dict[str, Any]) -> Settings:
     task = TASKS.get(given.get("task", ""))
     hard = "hard" in given
     objects = given.get("objects", task.objects if task else (1, 2, 3))
-    few = 10_000 if objects == (1,) else 20_000  # there are some 16,000 single things in train
     selection = Selection(
         split=split,
-        n=given.get("n", few if train else 1000),
+        n=given.get("n", default_rows(objects) if train else 1000),
         seed=given.get("seed", 0),
         objects=objects,
         near=given.get("near", 0.0),
@@ -89,9 +89,17 @@ def _settings(split: str, given: dict[str, Any]) -> Settings:
     )
 
 
+def default_rows(objects: tuple[int, ...]) -> int:
+    """Scenes of a train split whose number is not said: there are some 16,000 single things in train."""
+    return 10_000 if objects == (1,) else 20_000
+
+
 def _check(s: Selection, given: dict[str, Any]) -> None:
     task = given.get("task")
-    if task and not set(s.objects) <= set(TASKS[task].objects):
+    unread = [name for name in ("captions", "inner", "levels", "wrong") if name in given]
+    if task == VQA and unread:
+        raise ValueError(f"scenes: task=vqa has questions and answers in place of captions; leave out {unread[0]}=")
+    if task in TASKS and not set(s.objects) <= set(TASKS[task].objects):
         raise ValueError(f"scenes: task={task} has pictures of one object; leave out objects=")
     if s.hard and (s.near > 0 or s.heldout):
         raise ValueError("scenes: hard=shape goes with neither near= nor heldout=")
@@ -160,6 +168,6 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "objects": (_objects, "numbers of objects from 1 to 3, as 1 or 2,3"),
     "seed": (_whole(0, 2**31 - 1), "a whole number from 0 up"),
     "size": (_whole(24, 2048), "pixels a side, 24 to 2048"),
-    "task": (_one_of(*TASKS), "one of " + ", ".join(TASKS)),
+    "task": (_one_of(*TASKS, VQA), "one of " + ", ".join((*TASKS, VQA))),
     "wrong": (_share, _SHARE),
 }

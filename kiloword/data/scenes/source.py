@@ -15,7 +15,7 @@ from kiloword.data.scenes.hierarchy import SceneParts, chain
 from kiloword.data.scenes.query import Bools, Query, matches, truth_table
 from kiloword.data.scenes.raster import draw, draw_inner
 from kiloword.data.scenes.sample import GROUP, Drawn, draw_scenes
-from kiloword.data.scenes.settings import Settings, parse_settings
+from kiloword.data.scenes.settings import VQA, Settings, parse_settings
 from kiloword.data.scenes.tasks import TASKS, label
 from kiloword.data.scenes.world import VERSION, Rows, Scene, to_rows, to_scene
 from kiloword.draw import key
@@ -57,6 +57,8 @@ class ScenesSource:
 
     def __init__(self, settings: Settings | None = None, name: str = "scenes") -> None:
         self.settings = settings or Settings()
+        if self.settings.task == VQA:
+            raise ValueError(f"{name} has questions in place of captions: open it with kiloword.data.sources")
         self.name = name
         # of scenes and captions; the size of the drawing is left out, as a photo's size would be
         inner = "inner" if self.settings.inner else ""

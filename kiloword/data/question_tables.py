@@ -1,0 +1,138 @@
+"""csv, tsv and parquet of questions: a row names a picture, a question and its answers; rows may share a picture.
+
+Columns: `image` or `filepath` as in `tables`; `question`; `answers` (a list, of strings or, as VQAv2 has them, objects
+with `answer`; in csv a JSON list, or one answer a line) or `answer`; and, where the data has them, `question_type` and
+`answer_type`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from kiloword.data.embedded import Embedded, is_embedded
+from kiloword.data.questions import ANSWERS, QUESTION, parse_answers
+from kiloword.data.sample import clean, decode_text
+from kiloword.data.tables import IMAGE_COLUMNS, Table, column_names, one_array, read_csv, read_file
+from kiloword.types import BadSample, Record
+
+ANSWER_COLUMNS = (ANSWERS, "answer")
+MORE = ("question_type", "answer_type")
+
+
+def open_table(name: str, path: Path) -> Table | QuestionTable:
+    """A table of questions where it has the columns, else of captions."""
+    names = column_names(path)
+    asks = QUESTION in names and any(column in names for column in ANSWER_COLUMNS)
+    return QuestionTable(name, path) if asks else Table(name, path)
+
+
+class QuestionTable:
+    """Samples of one table, a row each; lines that are no rows come last, as bad.
+
+    The fingerprint is of the table's own bytes; pictures that it names by path are not looked at.
+    Errors: ValueError for a missing column, no rows, an unreadable table.
+    """
+
+    natural = True
+    classnames: list[str] | None = None
+    templates: list[str] | None = None
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        with path.open("rb") as file:
+            self.fingerprint = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        names = column_names(path)
+        image = next((c for c in IMAGE_COLUMNS if c in names), None)
+        if image is None:
+            raise ValueError(f"{path} has questions but no pictures: expected a column `image` (or `filepath`).")
+        self._answers = next(c for c in ANSWER_COLUMNS if c in names)
+        columns = [QUESTION, self._answers, *(c for c in MORE if c in names)]
+        try:
+            self._read(image, columns)
+        except pa.ArrowException as error:
+            raise ValueError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from None
+        if not len(self):
+            raise ValueError(f"{path} has no rows. Expected a picture, a question and its answers a row.")
+
+    def _read(self, image: str, columns: list[str]) -> None:
+        self._malformed: list[str] = []
+        self._embedded: Embedded | None = None
+        if self.path.suffix.lower() != ".parquet":
+            table, self._malformed = read_csv(self.path, [image, *columns])
+        elif is_embedded(pa.parquet.read_schema(self.path).field(image).type):
+            table = pa.parquet.read_table(self.path, columns=columns)
+            self._embedded = Embedded(self.path, image, self.fingerprint) if len(table) else None
+        else:
+            table = pa.parquet.read_table(self.path, columns=[image, *columns])
+        self._rows = len(table)
+        self._images = one_array(table.column(image), pa.large_binary()) if image in table.column_names else None
+        self._cells = {column: table.column(column).combine_chunks() for column in columns}
+
+    def __len__(self) -> int:
+        return self._rows + len(self._malformed)
+
+    def key(self, row: int) -> str:
+        """The picture's path without suffix and the row's number, as several rows may have one picture."""
+        if row >= self._rows:
+            return f"malformed {row - self._rows}"
+        return str(row) if self._images is None else f"{os.path.splitext(os.fsdecode(self._image(row)))[0]}#{row}"
+
+    def captions(self, row: int) -> list[str]:
+        """Answers without the picture. Raises BadSample."""
+        return clean(self._info(row)[ANSWERS])
+
+    def question(self, row: int) -> str:
+        """The question without the picture. Raises BadSample."""
+        asked: str = self._info(row)[QUESTION]
+        return asked
+
+    def record(self, row: int) -> Record:
+        """The stored sample. Raises BadSample with the reason."""
+        info = self._info(row)
+        image = self._embedded.read(row) if self._embedded else read_file(self.path, self._image(row))
+        if not image:
+            raise BadSample("the picture has zero bytes")
+        return Record(self.key(row), image, clean(info[ANSWERS]), info=info)
+
+    def _image(self, row: int) -> bytes:
+        assert self._images is not None
+        return self._images[row].as_py() or b""
+
+    def _info(self, row: int) -> dict[str, Any]:
+        """Question, answers and types. Raises BadSample."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        if row >= self._rows:
+            raise BadSample(self._malformed[row - self._rows])
+        info = {column: self._cell(column, row) for column in self._cells if column != self._answers}
+        cell = self._cell(self._answers, row)
+        info[ANSWERS] = _listed(cell) if isinstance(cell, str) and self._answers == ANSWERS else cell
+        info[QUESTION] = info[QUESTION] or ""  # an empty cell is bad, not a row without a question
+        parse_answers(info)
+        return {name: value for name, value in info.items() if value}
+
+    def _cell(self, column: str, row: int) -> Any:
+        try:
+            cell = self._cells[column][row].as_py()
+        except UnicodeDecodeError:
+            raise BadSample(f"{column} is not UTF-8") from None
+        return decode_text(cell) if isinstance(cell, bytes) else cell
+
+
+def _listed(text: str) -> list[Any]:
+    """A JSON list, or one answer a line."""
+    if text.lstrip().startswith("["):
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, list):
+            return found
+    return [line for line in text.split("\n") if line.strip()]

@@ -1,0 +1,87 @@
+"""Records as they are stored, one at a time, and every row in order for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kiloword.data.steps import in_order
+from kiloword.data.transforms import EvalTransform
+from kiloword.types import BadSample, Record, Skipped, Source
+
+
+def read(source: Source, row: int) -> Record:
+    """One record; whatever goes wrong while reading it is a reason to skip the row.
+
+    Sources are also users' own classes over any storage, which raise anything. Their bugs do not stay hidden: a run
+    stops, with the most frequent reasons, as soon as more than `DataConfig.bad_share` of the rows are bad.
+    """
+    try:
+        return source.record(row)
+    except (BadSample, MemoryError):
+        raise
+    except Exception as error:
+        raise BadSample(f"{type(error).__name__}: {error}"[:200]) from error
+
+
+def name_of(source: Source, row: int) -> str:
+    """The key of a row that cannot be read, where the source can tell."""
+    name = getattr(source, "key", None)
+    return str(name(row)) if callable(name) else f"row {row}"
+
+
+@dataclass
+class EvalBatch:
+    """Consecutive readable rows of a source."""
+
+    rows: list[int]
+    keys: list[str]
+    images: Tensor  # uint8 [n, 3, size, size]
+    captions: list[list[str]]
+    labels: Tensor | None  # [n] int64, -1 where a row has none; None: no row of the batch has one
+    skipped: list[Skipped]
+    infos: list[dict[str, Any]]  # `Record.info` of every row
+
+
+def eval_batches(
+    source: Source,
+    image_size: int,
+    resize: Literal["shortest", "squash"] = "shortest",
+    batch: int = 64,
+    workers: int = 0,
+    parts: Sequence[range] | None = None,
+) -> Iterator[EvalBatch]:
+    """Every row once, in order, at most `batch` at a time (n may be 0); bad rows are left out and named.
+
+    Args: parts: the rows that are wanted, in place of all; no batch holds rows of two parts.
+    Errors: RuntimeError when a worker died or stalled.
+    """
+    if batch < 1:
+        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
+    wanted = [range(len(source))] if parts is None else parts
+    batches = [part[start : start + batch] for part in wanted for start in range(0, len(part), batch)]
+    make = partial(_eval_batch, source, EvalTransform(image_size, resize), batches)
+    return in_order(make, range(len(batches)), workers)
+
+
+def _eval_batch(source: Source, transform: EvalTransform, batches: Sequence[range], step: int) -> EvalBatch:
+    records, rows, images, skipped = [], [], [], []
+    for row in batches[step]:
+        try:
+            record = read(source, row)
+            images.append(transform(record.image))
+        except BadSample as error:
+            skipped.append(Skipped(row, name_of(source, row), str(error)))
+            continue
+        records.append(record)
+        rows.append(row)
+    pixels = torch.stack(images) if images else torch.empty(0, 3, transform.size, transform.size, dtype=torch.uint8)
+    classes = [r.label for r in records]
+    labels = None if all(c is None for c in classes) else torch.tensor([-1 if c is None else c for c in classes])
+    captions, infos = [r.captions for r in records], [r.info for r in records]
+    return EvalBatch(rows, [r.key for r in records], pixels, captions, labels, skipped, infos)

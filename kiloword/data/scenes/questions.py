@@ -1,0 +1,192 @@
+"""Questions about a scene and their answers: exact, and asked so that exactly one thing fits every description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from kiloword.data.scenes.grammar import NOUNS, NUMBERS, Choice
+from kiloword.data.scenes.query import Pattern, Query, matches
+from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, COLUMNS, FILLS, MOST, ROWS, SHAPES, SIZES, Scene, Thing
+
+VERSION = "questions-v1"
+WORDS = {"shape": SHAPES, "colour": COLOURS, "size": SIZES, "fill": FILLS}
+PLACES = [
+    ["centre" if r == c == 1 else f"{row} {column}" for c, column in enumerate(COLUMNS)] for r, row in enumerate(ROWS)
+]
+COUNTS = tuple(str(n) for n in range(MOST + 1))
+ANSWERS = ("yes", "no", *COUNTS, *COLOURS, *SHAPES, *SIZES, *FILLS, *(p for row in PLACES for p in row), *BACKGROUNDS)
+"""Every answer there is."""
+
+_KINDS = ("colour", "shape", "size", "fill", "place", "background", *["count"] * 2, *["yes/no"] * 3)
+_PLACE = ("row", "column")
+_DESCRIPTIONS = [*(facts for n in range(4) for facts in combinations(WORDS, n)), _PLACE]
+_SAID = (("colour",), ("shape",), ("size",), ("fill",), ("colour", "shape"), ("fill", "shape"), ("size", "shape"))
+_EXISTS = (("colour", "shape"), ("colour", "shape"), ("fill", "shape"), ("size", "colour"), ("fill", "colour", "shape"))
+_ASKED = {
+    "colour": ("what colour is {}?", "which colour does {} have?"),
+    "shape": ("what shape is {}?", "which shape does {} have?"),
+    "size": ("what size is {}?", "which size does {} have?"),
+    "fill": ("how is {} filled?", "which fill does {} have?"),
+}
+_RELATIONS = {"left of": ("column", 1), "right of": ("column", -1), "above": ("row", 1), "below": ("row", -1)}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, its one right answer, its kind: colour, shape, size, fill, place, background, count or yes/no."""
+
+    words: str
+    answer: str
+    kind: str
+
+    @property
+    def answer_type(self) -> str:
+        """As VQA groups answers: yes/no, number, other."""
+        return {"yes/no": "yes/no", "count": "number"}.get(self.kind, "other")
+
+
+def ask(scene: Scene, choices: int) -> Question:
+    """A question about the scene. Args: choices: any number from 0 up, names what is asked and how."""
+    pick = Choice(choices)
+    kind = pick(_KINDS)
+    if kind in WORDS:
+        return _attribute(scene, kind, pick)
+    return {"place": _place, "background": _background, "count": _count, "yes/no": _yes_no}[kind](scene, pick)
+
+
+def _attribute(scene: Scene, kind: str, pick: Choice) -> Question:
+    thing = pick(scene.things)
+    described = _definite(scene, thing, pick, (kind,))
+    assert described is not None, "a place tells every thing"
+    return Question(pick(_ASKED[kind]).format(_the(described, pick)), WORDS[kind][getattr(thing, kind)], kind)
+
+
+def _place(scene: Scene, pick: Choice) -> Question:
+    thing = pick(scene.things)
+    described = _definite(scene, thing, pick, _PLACE)
+    if described is None:  # its like stands elsewhere
+        return _background(scene, pick)
+    words = pick(("where is {}?", "in which part of the picture is {}?")).format(_the(described, pick))
+    return Question(words, PLACES[thing.row][thing.column], "place")
+
+
+def _background(scene: Scene, pick: Choice) -> Question:
+    words = pick(("what colour is the background?", "which colour does the background have?"))
+    return Question(words, BACKGROUNDS[scene.background], "background")
+
+
+def _count(scene: Scene, pick: Choice) -> Question:
+    """All things, or those of one or two facts; these are some thing's, so that "0" is not the usual answer."""
+    pattern = Pattern()
+    if pick((True, True, True, False)):
+        pattern = _of(pick(scene.things), pick(_SAID))
+        if pick((False, False, True)):
+            pattern = _changed(scene, pattern, pick)
+    words = pick(("how many {} are there?", "how many {} does the picture show?"))
+    return Question(words.format(_some(pattern, pick, "s")), COUNTS[len(_fitting(scene, pattern))], "count")
+
+
+def _yes_no(scene: Scene, pick: Choice) -> Question:
+    yes = pick((True, False))
+    form = pick((_exists, _exists, _is, _related, _number))
+    words = form(scene, yes, pick) or _exists(scene, yes, pick)
+    return Question(words, "yes" if yes else "no", "yes/no")
+
+
+def _exists(scene: Scene, yes: bool, pick: Choice) -> str:
+    pattern = _of(pick(scene.things), pick(_EXISTS))
+    pattern = pattern if yes else _changed(scene, pattern, pick)
+    assert matches(Query((pattern,)), scene) == yes
+    return f"{pick(('is there', 'does the picture show'))} {_some(pattern, pick)}?"
+
+
+def _is(scene: Scene, yes: bool, pick: Choice) -> str:
+    """Is the star red?"""
+    thing, fact = pick(scene.things), pick(("colour", "fill", "size"))
+    described = _definite(scene, thing, pick, (fact,))
+    assert described is not None
+    value = getattr(thing, fact)
+    if not yes:
+        value = pick([v for v in range(len(WORDS[fact])) if v != value])
+    return f"is {_the(described, pick)} {WORDS[fact][value]}?"
+
+
+def _related(scene: Scene, yes: bool, pick: Choice) -> str | None:
+    """Is the star above the circle? Not told by places, which would answer; None where nothing can be asked so."""
+    pairs = [
+        (a, b, words)
+        for words, (axis, sign) in _RELATIONS.items()
+        for a in scene.things
+        for b in scene.things
+        if sign * getattr(a, axis) < sign * getattr(b, axis)
+    ]
+    if not pairs:
+        return None
+    first, second, words = pick(pairs)
+    if not yes:
+        first, second = second, first
+    described = [_definite(scene, thing, pick, _PLACE) for thing in (first, second)]
+    if described[0] is None or described[1] is None:
+        return None
+    return f"is {_the(described[0], pick)} {words} {_the(described[1], pick)}?"
+
+
+def _number(scene: Scene, yes: bool, pick: Choice) -> str:
+    """Are there two objects?"""
+    count = len(scene.things)
+    if not yes:
+        count = pick([n for n in range(1, MOST + 1) if n != count])
+    return (
+        f"{'is' if count == 1 else 'are'} there exactly {NUMBERS[count]} {_some(Pattern(), pick, 's' * (count > 1))}?"
+    )
+
+
+def _changed(scene: Scene, pattern: Pattern, pick: Choice) -> Pattern:
+    """Another value for one of the pattern's facts, so that no thing fits; half the time one that another thing has."""
+    facts = [f for f in WORDS if getattr(pattern, f) is not None]
+    false = {
+        f: [p for v in range(len(WORDS[f])) if not _fitting(scene, p := pattern._replace(**{f: v}))] for f in facts
+    }
+    possible = [f for f in facts if false[f]]
+    if not possible:  # one fact of few values, all of which are there
+        return pattern
+    fact = pick(possible)
+    there = {getattr(t, fact) for t in scene.things}
+    near = [p for p in false[fact] if getattr(p, fact) in there]
+    other = pick((True, False))
+    return pick(near if near and other else false[fact])
+
+
+def _definite(scene: Scene, thing: Thing, pick: Choice, but: Sequence[str]) -> Pattern | None:
+    """A description that fits this thing alone, without some facts; None where there is none."""
+    allowed = [_of(thing, facts) for facts in _DESCRIPTIONS if not set(facts) & set(but)]
+    alone = [p for p in allowed if len(_fitting(scene, p)) == 1]
+    return pick(alone) if alone else None
+
+
+def _of(thing: Thing, facts: Sequence[str]) -> Pattern:
+    return Pattern(**{fact: getattr(thing, fact) for fact in facts})
+
+
+def _fitting(scene: Scene, pattern: Pattern) -> list[Thing]:
+    return [t for t in scene.things if matches(Query((pattern,)), Scene(scene.background, (t,)))]
+
+
+def _the(pattern: Pattern, pick: Choice) -> str:
+    where = "" if pattern.row is None or pattern.column is None else f" in the {PLACES[pattern.row][pattern.column]}"
+    return f"the {_noun(pattern, pick, ('object', 'thing'))}{where}"
+
+
+def _some(pattern: Pattern, pick: Choice, plural: str = "") -> str:
+    """Things of a kind: "a red star", "red stars"."""
+    words = _noun(pattern, pick)
+    if plural:
+        return f"{words}es" if words.endswith("s") else f"{words}s"
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}" if pattern != Pattern() else words
+
+
+def _noun(pattern: Pattern, pick: Choice, nouns: Sequence[str] = NOUNS) -> str:
+    said = [WORDS[fact][v] for fact in ("size", "fill", "colour") if (v := getattr(pattern, fact)) is not None]
+    return " ".join([*said, pick(nouns) if pattern.shape is None else SHAPES[pattern.shape]])

@@ -1,0 +1,343 @@
+"""Questions: on scenes against an oracle that reads the words, from disk, and on their way into a batch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tars import picture, write_tar
+
+from kiloword.data.loader import Loader, eval_batches
+from kiloword.data.mixture import mix
+from kiloword.data.questions import majority
+from kiloword.data.sampler import Order
+from kiloword.data.scenes import SceneQuestions, open_scenes
+from kiloword.data.sources import open_source
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.prepare import captions_of
+from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.types import BadSample, Batch, Record, Source
+
+NOUNS = "object|shape|thing"
+SHAPES = "circle|square|triangle|diamond|star|heart|cross|moon"
+COLOURS = "red|orange|yellow|green|cyan|blue|purple|pink"
+PLURAL = re.compile(rf"\b({SHAPES}|{NOUNS})(?:e?s)\b")
+KIND = rf"(?:(?P<size>small|large) )?(?:(?P<fill>solid|striped|hollow) )?(?:(?P<colour>{COLOURS}) )?"
+WHERE = r"(?: in the (?P<place>(?:top|middle|bottom) (?:left|centre|right)|centre))?"
+THE = re.compile(rf"^the {KIND}(?P<shape>{SHAPES}|{NOUNS}){WHERE}$")
+A = re.compile(rf"^(?:an? )?{KIND}(?P<shape>{SHAPES}|{NOUNS})$")
+WORD_COUNTS = {"one": 1, "two": 2, "three": 3}
+
+
+def where(thing: dict[str, str]) -> str:
+    words = f"{thing['row']} {thing['column']}"
+    return "centre" if words == "middle centre" else words
+
+
+def fitting(words: str, things: Sequence[dict[str, str]], form: re.Pattern[str]) -> list[dict[str, str]]:
+    """The things that a phrase describes."""
+    said = form.match(words)
+    assert said, words
+    facts = {k: v for k, v in said.groupdict().items() if v and v not in NOUNS.split("|")}
+    return [t for t in things if all((where(t) if k == "place" else t[k]) == v for k, v in facts.items())]
+
+
+def the(words: str, things: Sequence[dict[str, str]]) -> dict[str, str]:
+    """The one thing that a definite description names."""
+    found = fitting(words, things, THE)
+    assert len(found) == 1, (words, things)
+    return found[0]
+
+
+def oracle(question: str, scene: dict[str, Any]) -> str:
+    """The answer, from the words of the question and of the scene alone."""
+    things, q = scene["objects"], question.removesuffix("?")
+    if "background" in q:
+        return str(scene["background"])
+    for kind in ("colour", "shape", "size"):
+        if found := re.match(rf"what {kind} is (.*)|which {kind} does (.*) have", q):
+            return the(found[1] or found[2], things)[kind]
+    if found := re.match(r"how is (.*) filled|which fill does (.*) have", q):
+        return the(found[1] or found[2], things)["fill"]
+    if found := re.match(r"(?:where is|in which part of the picture is) (.*)", q):
+        return where(the(found[1], things))
+    if found := re.match(r"how many (.*) (?:are there|does the picture show)", q):
+        return str(len(fitting(PLURAL.sub(r"\1", found[1]), things, A)))
+    if found := re.match(rf"(?:is|are) there exactly (one|two|three) (?:{NOUNS})s?", q):
+        return "yes" if WORD_COUNTS[found[1]] == len(things) else "no"
+    if found := re.match(r"(?:is there|does the picture show) (.*)", q):
+        return "yes" if fitting(found[1], things, A) else "no"
+    if found := re.match(r"is (.*) (left of|right of|above|below) (.*)", q):
+        return related(the(found[1], things), found[2], the(found[3], things))
+    found = re.match(r"is (.*) (\w+)", q)
+    assert found, question
+    return "yes" if found[2] in the(found[1], things).values() else "no"
+
+
+def related(a: dict[str, str], words: str, b: dict[str, str]) -> str:
+    axis, order = ("column", "left centre right") if "of" in words else ("row", "top middle bottom")
+    before = order.index(a[axis]) - order.index(b[axis])
+    return "yes" if (before < 0 if words in ("left of", "above") else before > 0) else "no"
+
+
+def records(src: str, n: int) -> list[Record]:
+    source = open_source(src, 32)
+    return [source.record(row) for row in range(n)]
+
+
+@pytest.mark.parametrize("src", ["scenes:train?task=vqa", "scenes:test?task=vqa", "scenes:test?task=vqa&hard=shape"])
+def test_answers_are_those_of_an_oracle_that_reads_the_question(src: str) -> None:
+    found = records(src, 300)
+    for r in found:
+        assert r.captions == r.info["answers"] == [oracle(r.info["question"], r.info["scene"])], r.info
+        assert r.captions[0] in SceneQuestions.answers
+    kinds = Counter(r.info["question_type"] for r in found)
+    assert kinds.keys() == {"colour", "shape", "size", "fill", "place", "background", "count", "yes/no"}
+    assert {r.info["answer_type"] for r in found} == {"yes/no", "number", "other"}
+
+
+def test_the_oracle_can_say_otherwise() -> None:
+    """Half of all answers are wrong of the scene before: the oracle does look."""
+    found = records("scenes:train?task=vqa", 300)
+    yes_no = [r for r in found if r.info["question_type"] == "yes/no" and "there" in r.info["question"]]
+    elsewhere = [oracle(r.info["question"], found[k].info["scene"]) for k, r in enumerate(yes_no)]
+    assert 0 < sum(a != r.captions[0] for a, r in zip(elsewhere, yes_no, strict=True)) < len(yes_no)
+
+
+def test_yes_and_no_are_balanced_and_no_word_gives_them_away() -> None:
+    source = open_scenes("scenes:train?task=vqa")
+    assert isinstance(source, SceneQuestions)
+    asked = [q for row in range(6000) if (q := source.asked(row)).kind == "yes/no"]
+    assert sum(q.answer == "yes" for q in asked) / len(asked) == pytest.approx(0.5, abs=0.03)
+    words: dict[str, list[bool]] = {}
+    for q in asked:
+        for word in set(re.findall(r"\w+", q.words)):
+            words.setdefault(word, []).append(q.answer == "yes")
+    for word, yes in words.items():
+        if len(yes) >= 100:  # four standard deviations
+            assert abs(np.mean(yes) - 0.5) < 2 / len(yes) ** 0.5, word
+
+
+def test_the_same_row_asks_the_same_everywhere() -> None:
+    small, large = open_scenes("scenes:val?task=vqa", 32), open_scenes("scenes:val?task=vqa", 64)
+    assert small.fingerprint == large.fingerprint == small.resolution(48).fingerprint
+    assert small.fingerprint != open_scenes("scenes:val?task=vqa&seed=1").fingerprint
+    copy = pickle.loads(pickle.dumps(small))
+    for row in (7, 3, 999):
+        r = small.record(row)
+        assert r.image.shape == (32, 32, 3)
+        assert r.info == large.record(row).info == copy.record(row).info
+        assert (copy.key(row), copy.question(row), copy.captions(row)) == (r.key, r.info["question"], r.captions)
+    with pytest.raises(IndexError):
+        small.record(1000)
+
+
+def test_questions_are_frozen_and_captions_are_as_before() -> None:
+    assert open_source("scenes").fingerprint == "scenes-v1-5d536c354736738c"
+    source = open_scenes("scenes:train?task=vqa")
+    assert source.fingerprint == "questions-v1-3c1524440e58e11b"
+    said = "\n".join(f"{q.words} {q.answer}" for q in map(source.asked, range(300)))
+    assert hashlib.blake2b(said.encode(), digest_size=8).hexdigest() == "f58a540dd953ec4d"
+
+
+def test_majority_is_of_the_train_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kiloword.data.scenes.question_source.default_rows", lambda objects: 500)
+    test, train = (open_scenes(src) for src in ("scenes:test?task=vqa&n=10", "scenes:train?task=vqa&n=500"))
+    assert isinstance(test, SceneQuestions)
+    assert isinstance(train, SceneQuestions)
+    asked = [train.asked(row) for row in range(500)]
+    for kind, answer in test.majority().items():
+        counts = Counter(q.answer for q in asked if kind in (None, q.kind))
+        assert counts[answer] == max(counts.values())
+    assert set(test.majority()) == {None, "colour", "shape", "size", "fill", "place", "background", "count", "yes/no"}
+    found = majority([("colour", "red"), ("colour", "blue"), ("count", "1"), ("count", "1"), (None, "blue")])
+    assert found == {None: "1", "colour": "blue", "count": "1"}  # blue before red: in order of the alphabet
+
+
+@pytest.mark.parametrize("option", ["captions=2", "levels=3", "wrong=0.1", "inner=1"])
+def test_options_of_captions_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"task=vqa .* leave out {option.split('=')[0]}="):
+        open_source(f"scenes:train?task=vqa&{option}")
+
+
+VQAV2 = [{"answer": "yes", "answer_confidence": "maybe", "answer_id": k} for k in range(9)] + [{"answer": ""}]
+
+
+def asks(**more: Any) -> bytes:
+    return json.dumps({"question": "is it red?", **more}).encode()
+
+
+def test_tars_with_questions(tmp_path: Path) -> None:
+    metas = [
+        asks(answers=["yes", "no "]),
+        asks(answers=VQAV2, question_type="is it"),
+        asks(answer="yes", caption="red"),
+    ]
+    members = [m for k, meta in enumerate(metas) for m in ((f"{k}.png", picture(k)), (f"{k}.json", meta))]
+    source = open_source(str(write_tar(tmp_path / "0.tar", members)))
+    found = [source.record(row) for row in range(3)]
+    assert [r.captions for r in found] == [["yes", "no"], ["yes"] * 9, ["yes"]]
+    assert found[1].info == {"question": "is it red?", "question_type": "is it", "answers": ["yes"] * 9 + [""]}
+    assert list(captions_of(source)) == ["yes", "no", "is it red?", *["yes"] * 9, "is it red?", "yes", "is it red?"]
+    assert list(captions_of(mix([source, source], [1, 1])))[:3] == ["yes", "no", "is it red?"]
+
+
+def test_folder_with_questions(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(0))
+    (tmp_path / "a.json").write_bytes(asks(answer="yes"))
+    source = open_source(str(tmp_path))
+    assert source.record(0).captions == ["yes"]
+    assert source.question(0) == "is it red?"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("meta", "reason"),
+    [
+        (asks(), "a question without an answer"),
+        (asks(answers=[]), "a question without an answer"),
+        (asks(answers=["", " "]), "a question without an answer"),
+        (asks(answers=[3]), "the answers are not strings"),
+        (asks(answers={"a": 1}), "the answers are not strings"),
+        (asks(answers=[{"text": "yes"}]), "the answers are not strings"),
+        (b'{"question": 5, "answer": "yes"}', "the question is no text"),
+        (b'{"question": " ", "answer": "yes"}', "the question is no text"),
+    ],
+)
+def test_bad_questions_say_why(tmp_path: Path, meta: bytes, reason: str) -> None:
+    source = open_source(str(write_tar(tmp_path / "0.tar", [("0.png", picture()), ("0.json", meta)])))
+    with pytest.raises(BadSample, match=reason):
+        source.record(0)
+
+
+def test_a_question_beside_captions_changes_nothing(tmp_path: Path) -> None:
+    meta = asks(captions=["a red star"])
+    source = open_source(str(write_tar(tmp_path / "0.tar", [("0.png", picture()), ("0.json", meta)])))
+    assert source.record(0).captions == ["a red star"]
+    assert source.question(0) is None  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    for k in range(2):
+        (tmp_path / f"{k}.png").write_bytes(picture(k))
+    return tmp_path
+
+
+CSV = """image,question,answers,question_type
+0.png,is it red?,"[""yes"", ""no""]",is it
+0.png,"what, then?","blue
+green
+",what
+1.png,,yes,what
+1.png,why?,,why
+"""
+
+
+def test_rows_of_a_table_of_questions_are_not_merged(pictures: Path) -> None:
+    (pictures / "q.csv").write_text(CSV)
+    source = pickle.loads(pickle.dumps(open_source(str(pictures / "q.csv"))))
+    assert len(source) == 4
+    first, second = source.record(0), source.record(1)
+    assert (first.key, second.key) == ("0#0", "0#1")
+    assert first.image == second.image == picture(0)
+    assert first.info == {"question": "is it red?", "answers": ["yes", "no"], "question_type": "is it"}
+    assert (second.captions, second.info["question"]) == (["blue", "green"], "what, then?")
+    for row, reason in ((2, "the question is no text"), (3, "a question without an answer")):
+        with pytest.raises(BadSample, match=reason):
+            source.record(row)
+
+
+def test_one_answer_a_row_is_text_as_it_is(pictures: Path) -> None:
+    (pictures / "q.tsv").write_text("filepath\tquestion\tanswer\n1.png\twhich?\t[a]\n1.png\tshort\n")
+    source = open_source(str(pictures / "q.tsv"))
+    assert source.record(0).captions == ["[a]"]
+    with pytest.raises(BadSample, match="line has 2 columns, expected 3"):
+        source.record(1)
+
+
+@pytest.mark.parametrize(
+    "answers", [["yes", "no"], [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}]]
+)
+@pytest.mark.parametrize("embedded", [False, True])
+def test_parquet_of_questions(pictures: Path, answers: list[Any], embedded: bool) -> None:
+    image = {"bytes": picture(1), "path": "1.png"} if embedded else "1.png"
+    rows = {"image": [image] * 2, "question": ["which?", "what?"], "answers": [answers, answers[:1]]}
+    pq.write_table(pa.table(rows), pictures / "q.parquet")
+    source = open_source(str(pictures / "q.parquet"))
+    found = [source.record(row) for row in range(2)]
+    assert [r.captions for r in found] == [["yes", "no"], ["yes"]]
+    assert found[1].image == picture(1)
+    assert len({r.key for r in found}) == 2
+
+
+def test_tables_that_lack_a_column_say_what_is_expected(pictures: Path) -> None:
+    (pictures / "a.csv").write_text("image,question\n0.png,why?\n")
+    with pytest.raises(ValueError, match="`image`, `question` and `answers`"):
+        open_source(str(pictures / "a.csv"))
+    (pictures / "b.csv").write_text("picture,question,answer\n0.png,why?,so\n")
+    with pytest.raises(ValueError, match="questions but no pictures"):
+        open_source(str(pictures / "b.csv"))
+
+
+TEXT = TextConfig(context=24, vocab=400)
+
+
+def loader_of(source: Source, batch: int = 8, questions: bool = True, **more: Any) -> Loader:
+    tokenizer = Tokenizer.train(captions_of(source), 400)
+    order = Order(len(source), batch, 0)
+    return Loader(source, order, DataConfig(), TEXT, 32, tokenizer, questions=questions, **more)
+
+
+def words(loader: Loader, texts: Any) -> list[str]:
+    return [loader.tokenizer.decode(texts.cut(t, t + 1).ids.tolist()) for t in range(len(texts))]
+
+
+def test_a_batch_carries_one_question_a_picture() -> None:
+    source = open_source("scenes:train?task=vqa&n=64", 32)
+    loader = loader_of(source)
+    batch = loader.batch(1)
+    assert batch.questions is not None
+    rows = loader.order.batch_rows(1)[1].tolist()
+    assert words(loader, batch.questions) == [source.record(row).info["question"] for row in rows]
+    assert words(loader, batch.texts) == [source.record(row).captions[0] for row in rows]
+    halves: list[Batch] = batch.split(2)
+    assert [q for half in halves for q in words(loader, half.questions)] == words(loader, batch.questions)
+    assert loader_of(source, questions=False).batch(1).questions is None
+
+
+def test_answers_take_turns_over_the_epochs_and_keep_their_words(tmp_path: Path) -> None:
+    answers = ["deep blue", "dark sea green", "a b c d e f"]
+    members = [m for k in range(4) for m in ((f"{k}.png", picture(k)), (f"{k}.json", asks(answers=answers)))]
+    source = open_source(str(write_tar(tmp_path / "0.tar", members)))
+    loader = loader_of(source, 4)
+    loader.data = DataConfig(augment=AugmentConfig(drop_words=0.9))
+    drawn = Counter(answer for epoch in range(3) for answer in words(loader, loader.batch(epoch).texts))
+    assert drawn == dict.fromkeys(answers, 4)
+
+
+def test_data_without_questions_is_refused_and_rows_without_are_skipped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="asks no questions"):
+        loader_of(open_source("scenes:train?n=64", 32))
+    members = [m for k in range(3) for m in ((f"{k}.png", picture(k)), (f"{k}.json", asks(answer="yes")))]
+    members += [("3.png", picture(3)), ("3.txt", b"a caption")]
+    loader = loader_of(open_source(str(write_tar(tmp_path / "0.tar", members))), 4)
+    batch = loader.batch(0)
+    assert {s.reason for s in batch.skipped} == {"no question with an answer"}
+    assert batch.questions is not None
+    assert len(batch.questions) == 4
+
+
+def test_evaluation_sees_what_records_say() -> None:
+    source = open_source("scenes:test?task=vqa&n=5", 32)
+    [part] = eval_batches(source, 32)
+    assert [info["question"] for info in part.infos] == [source.record(row).info["question"] for row in part.rows]
