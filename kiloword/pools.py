@@ -93,7 +93,7 @@ class AttentionalPool(nn.Module):
         if head.pool_queries < 1:
             raise ValueError(f"pool_queries is {head.pool_queries}: expected at least 1 for captions to look at")
         self.width = head.pool_width or config.width
-        self.query = nn.Parameter(torch.empty(1 + head.pool_queries, self.width))
+        self.probes = nn.Parameter(torch.empty(1 + head.pool_queries, self.width))
         self.norm_query = nn.LayerNorm(self.width, config.norm_eps)
         self.norm_tokens = nn.LayerNorm(config.width, config.norm_eps)
         self.attention = CrossAttention(self.width, head.pool_heads, config.width)
@@ -101,13 +101,13 @@ class AttentionalPool(nn.Module):
 
     def forward(self, tokens: Tensor, which: slice) -> Tensor:
         """Tokens [I, E + P, W] -> what some of the queries gathered [I, q, W']."""
-        query = self.norm_query(self.query[which]).expand(len(tokens), -1, -1)
+        query = self.norm_query(self.probes[which]).expand(len(tokens), -1, -1)
         keys = self.attention.keys(self.norm_tokens(tokens))
         out: Tensor = self.norm(self.attention(query, keys, None, None))
         return out
 
     def initial(self) -> dict[str, Init]:
-        return {"query": Init(std=self.width**-0.5)}
+        return {"probes": Init(std=self.width**-0.5)}
 
 
 class TextPool(nn.Module):

@@ -195,7 +195,7 @@ def test_muon_is_torch_s_muon() -> None:
     ours = matrices(*shapes)
     theirs = [nn.Parameter(piece.clone()) for p in ours for piece in p.detach().chunk(3 if p is ours[-1] else 1)]
     settings = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
-    mine, reference = Muon(ours, **settings, stacked=ours[-1:]), torch.optim.Muon(theirs, **settings)
+    mine, reference = Muon(ours, **settings, stacked={ours[-1]: 3}), torch.optim.Muon(theirs, **settings)
     start = [p.detach().clone() for p in theirs]
     for step in range(3):
         gradients = [torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for p in ours]
