@@ -21,6 +21,7 @@ from kiloword.types import BadSample, Features
 
 if TYPE_CHECKING:
     from kiloword.data.tokenizer import Tokenizer
+    from kiloword.method import Method
     from kiloword.model import Model
 
 Pictures = Sequence["Image.Image | str | Path"] | Tensor
@@ -41,10 +42,12 @@ def load(
     Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
     context leaves no position between those that are kept.
     """
-    from kiloword.checkpoint import load_model
+    from kiloword.checkpoint import load_model, read_model_file
+    from kiloword.methods import preset
 
     model, tokenizer = load_model(path, device, dtype)
-    return Matcher(_resized(model, size, context), tokenizer)
+    file = read_model_file(path)
+    return Matcher(_resized(model, size, context), tokenizer, preset(file.method, file.settings))
 
 
 def _resized(model: Model, size: int | None, context: int | None) -> Model:
@@ -64,15 +67,24 @@ def _resized(model: Model, size: int | None, context: int | None) -> Model:
 
 
 class Matcher:
-    """A model with its tokenizer and preprocessing. Every method batches, and takes no gradients."""
+    """A model with its tokenizer and preprocessing. Every method batches, and takes no gradients.
 
-    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
+    Args: method: what it was trained by, where that is known; its terms say how pictures were masked.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, method: Method | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self.method = method
 
     def preprocess(self, picture: Image.Image) -> Tensor:
         """A picture as the model wants it: uint8 [3, H, W]; the model normalises it itself."""
         return self._transform(np.asarray(to_rgb(picture)))
+
+    def pixels(self, images: Pictures) -> Tensor:
+        """Pictures as the model wants them: uint8 [I, 3, H, W], on its device; errors as of `encode_image`."""
+        self._check_images(images)
+        return self._pixels(images, 0).to(self._device)
 
     def encode_image(self, images: Pictures, batch: int = 64) -> Features:
         """Features of I pictures, every value [I, ...]: "vec" [I, D] has norm 1.
