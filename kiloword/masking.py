@@ -45,7 +45,7 @@ def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings)
             counted = packing.pad(countable(batch.texts, packing, config.text, settings))
             return similarity(patches[batch.image_of_text], packing.pad(tokens), counted, settings)
 
-    return encoded.once("attentive", make)
+    return encoded.once(f"attentive {settings.similarity} {settings.similar_to}", make)
 
 
 def similarity(patches: Tensor, tokens: Tensor, counted: Tensor, settings: MaskSettings) -> Tensor:
@@ -61,6 +61,10 @@ def countable(texts: Texts, packing: Packing, config: TextConfig, settings: Mask
     """[S] bool, the tokens that a patch may be similar to; of an empty caption its start and end."""
     words = texts.starts.diff() - len(config.extra_tokens)
     inside = packing.place < words[packing.text]
+    if config.pad_to_context:
+        ends = (texts.ids == config.special["end"]).long()  # pads may have the same id: the first is the end
+        before = ends.cumsum(0) - ends
+        inside &= before == before[texts.starts[:-1]][packing.text]
     if settings.similar_to == "tokens":
         return inside
     special = torch.tensor(sorted(config.special.values()), device=texts.ids.device)
@@ -92,12 +96,14 @@ def as_bool(masked: Tensor, patches: int) -> Tensor:
 
 
 def number(share: float, patches: int, name: str) -> int:
-    """How many of P patches a share is: at least one is masked and one seen. Raises: ValueError for no share."""
+    """How many of P patches a share is: at least one is masked and one seen. Raises: ValueError where that cannot be."""
     if not 0 < share < 1:
         raise ValueError(f"{name} is {share}: expected a share of the patches between 0 and 1, such as 0.5.")
+    if patches < 2:
+        raise ValueError("pictures of one patch cannot be masked in part: take smaller patches or larger pictures.")
     return min(max(1, round(share * patches)), patches - 1)
 
 
 def _as(model: Model, tokens: Tensor) -> Tensor:
     """Tokens in the type of the head's weights, which autocast does not see to here."""
-    return tokens.to(next(model.head.parameters()).dtype)
+    return tokens.detach().to(next(model.head.parameters()).dtype)
