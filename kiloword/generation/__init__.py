@@ -1,0 +1,26 @@
+"""Text from pictures: search over a decoder's next tokens, captions of a model, answers from a closed list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kiloword.generation.options import GenerationOptions
+
+if TYPE_CHECKING:
+    from kiloword.generation.captioner import Caption, Captioner
+    from kiloword.generation.trie import Trie
+
+__all__ = ["Caption", "Captioner", "GenerationOptions", "Trie"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch comes when it is asked for: help texts are instant."""
+    if name in ("Caption", "Captioner"):
+        from kiloword.generation import captioner
+
+        return getattr(captioner, name)
+    if name == "Trie":
+        from kiloword.generation import trie
+
+        return trie.Trie
+    raise AttributeError(name)

@@ -1,0 +1,115 @@
+"""A model that writes: text tower and text decoder, one token at a time, with keys and values kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.model import Model
+from kiloword.towers.attention import Cache, Packing
+from kiloword.towers.blocks import Keys
+from kiloword.towers.decoder import TextDecoder
+from kiloword.towers.text import packing_of
+from kiloword.types import Texts
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a text decoder looks at, of B pictures (or questions about them): keys and values, one pair a layer."""
+
+    keys: list[Keys]  # each [B, M, H, d], or packed [S, H, d]
+    starts: Tensor | None = None  # [B + 1] int64, of packed ones
+
+    def __len__(self) -> int:
+        return len(self.keys[0][0]) if self.starts is None else len(self.starts) - 1
+
+    def take(self, which: Tensor) -> Memory:
+        """Some of them, in that order, each as often as it is named: [b] int64."""
+        if self.starts is None:
+            return Memory([(k[which], v[which]) for k, v in self.keys])
+        lengths = self.starts.diff()[which]
+        starts = F.pad(lengths.cumsum(0), (1, 0))
+        shift = torch.repeat_interleave(self.starts[:-1][which] - starts[:-1], lengths)
+        place = torch.arange(len(shift), device=shift.device) + shift
+        return Memory([(k[place], v[place]) for k, v in self.keys], starts)
+
+    def packing(self) -> Packing | None:
+        """Of packed ones."""
+        if self.starts is None:
+            return None
+        ids = torch.empty(len(self.keys[0][0]), dtype=torch.int64, device=self.starts.device)
+        return Packing.of(Texts(ids, self.starts, int(self.starts.diff().max())))
+
+
+def text_decoder(model: Model) -> TextDecoder:
+    """Raises: ValueError for a model without one."""
+    decoder = dict(model.more.items()).get("text_decoder")
+    if not isinstance(decoder, TextDecoder):
+        raise ValueError(
+            "this model has no text decoder, so it cannot write: train coca or sycoca, or another method with +caption."
+        )
+    return decoder
+
+
+class ModelDecoding:
+    """`Decoding` of a model. Texts of one picture share its memory where they stand side by side in equal numbers."""
+
+    def __init__(self, model: Model, memory: Memory) -> None:
+        self._tower, self._decoder = model.text_tower, text_decoder(model)
+        self._table = _table(model, self._decoder)
+        self._caches = [Cache() for _ in self._tower.blocks], [Cache() for _ in self._decoder.layers]
+        self._whole, self._of = memory, torch.arange(len(memory), device=self._table.device)
+        self._seen = self._of  # pictures whose memory is at hand
+        self._memory, self._packing = memory, memory.packing()
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Newest tokens [N] -> logits of the next ones, at least fp32 [N, V]."""
+        towers, layers = self._caches
+        x = self._tower.step(ids[:, None], towers)
+        x = self._decoder.step(x, self._memory.keys, layers, self._packing)[:, 0]
+        return x.to(self._table.dtype) @ self._table.T
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row n goes on from what was row rows[n]."""
+        for cache in (*self._caches[0], *self._caches[1]):
+            cache.take(rows)
+        self._of = self._of[rows]
+        pictures, counts = torch.unique_consecutive(self._of, return_counts=True)
+        needed = pictures if bool((counts == counts[0]).all()) else self._of
+        if not torch.equal(needed, self._seen):
+            self._seen, self._memory = needed, self._whole.take(needed)
+            self._packing = self._memory.packing()
+
+
+class WholeDecoding:
+    """`Decoding` as training computes it: every step puts all tokens so far through both towers. A reference."""
+
+    def __init__(self, model: Model, memory: Memory) -> None:
+        self._model, self._decoder, self._memory = model, text_decoder(model), memory
+        self._table = _table(model, self._decoder)
+        self._said = torch.empty(len(memory), 0, dtype=torch.int64, device=self._table.device)
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Newest tokens [N] -> logits of the next ones, at least fp32 [N, V]."""
+        self._said = torch.cat([self._said, ids[:, None]], 1)
+        n, longest = self._said.shape
+        starts = torch.arange(0, n * longest + 1, longest, device=ids.device)
+        texts = Texts(self._said.flatten(), starts, longest)
+        packing = packing_of(texts, self._model.text_tower.tokens.dtype)
+        x = F.pad(self._model.text_tower(texts), (0, 0, 0, packing.tail))
+        x = self._decoder(x, self._memory.keys, packing, self._memory.packing())[starts[1:] - 1]
+        logits: Tensor = x.to(self._table.dtype) @ self._table.T
+        return logits
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row n goes on from what was row rows[n]."""
+        self._said, self._memory = self._said[rows], self._memory.take(rows)
+
+
+def _table(model: Model, decoder: TextDecoder) -> Tensor:
+    """The output's weight [V, W], at least fp32, converted once."""
+    table = decoder.table(model.text_tower.tokens)
+    return table.to(torch.promote_types(table.dtype, torch.float32))

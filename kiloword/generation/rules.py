@@ -1,0 +1,135 @@
+"""What a search works on: texts that are being written, what they may say next, and those that are finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.generation.trie import Trie
+
+NEVER = float("-inf")  # log probability of what may not be said
+
+
+class Decoding(Protocol):
+    """N texts that are being written, each by its newest token."""
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Newest tokens [N] int64 (first the start tokens) -> logits of the next ones [N, V], at least fp32."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row n goes on from what was row rows[n]: [M] int64, M rows from now on. Allowed before the first step too."""
+
+
+@dataclass
+class Rows:
+    """What N texts have said so far, the start token left out."""
+
+    said: Tensor  # [N, n] int64
+    logprob: Tensor  # [N]
+    node: Tensor  # [N] int64, where they stand in a trie
+
+    @staticmethod
+    def first(n: int, device: torch.device) -> Rows:
+        zeros = torch.zeros(n, dtype=torch.int64, device=device)
+        return Rows(zeros.new_zeros(n, 0), zeros.float(), zeros)
+
+    def take(self, rows: Tensor) -> Rows:
+        """Those rows, in that order."""
+        return Rows(self.said[rows], self.logprob[rows], self.node[rows])
+
+    def __len__(self) -> int:
+        return len(self.said)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What may be said."""
+
+    start: int
+    end: int
+    never: Tensor  # [V] bool, tokens that are not said: start, pads, masks
+    longest: int  # tokens at most, end included
+    shortest: int = 0  # tokens before the end, at least
+    no_repeat: int = 0  # size of token runs that come once only; 0: any may come again
+    trie: Trie | None = None  # the texts to choose from; shortest and no_repeat are not read then
+
+    def next(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Log probabilities of the next token, fp32 [N, V], -inf where it may not be said.
+
+        What may not be said is left out, and the rest does not add up to 1: these are the model's own probabilities.
+        """
+        logp = logits.float().log_softmax(-1)
+        if self.trie is not None:
+            return logp.masked_fill(~self.trie.allowed(rows.node, logp.shape[1]), NEVER)
+        early = rows.said.shape[1] < self.shortest
+        banned = self.never.expand_as(logp)
+        if early or self.no_repeat:
+            banned = banned.clone()
+        if self.no_repeat:
+            _ban_repeats(banned, rows.said, self.no_repeat)
+        if early:
+            banned[:, self.end] = True
+            banned[:, self.end] = ~banned.all(1)  # a text that can say nothing else may end
+        return logp.masked_fill(banned, NEVER)
+
+    def say(self, rows: Rows, ids: Tensor, logprob: Tensor) -> Rows:
+        """The rows after one more token each: ids [N]; logprob [N], of the whole texts."""
+        node = rows.node if self.trie is None else self.trie.follow(rows.node, ids)
+        return Rows(torch.cat([rows.said, ids[:, None]], 1), logprob, node)
+
+
+def _ban_repeats(banned: Tensor, said: Tensor, size: int) -> None:
+    """Mark what would make the last `size` tokens come a second time: banned [N, V], said [N, n]."""
+    n = said.shape[1]
+    if n < size:
+        return
+    runs = said.unfold(1, size, 1)  # [N, n - size + 1, size]
+    again = (runs[..., :-1] == said[:, None, n - size + 1 :]).all(-1)
+    rows, place = torch.nonzero(again, as_tuple=True)
+    banned[rows, runs[rows, place, -1]] = True
+
+
+@dataclass
+class Found:
+    """The best finished texts of B pictures, at most P of each, best first.
+
+    A score is the log probability of the text, its end included, over tokens^penalty. A text that was cut at the
+    length limit has no end.
+    """
+
+    ids: Tensor  # [B, P, L] int64, without the start token; the first `lengths` of them count
+    lengths: Tensor  # [B, P] int64, end included; 0: there is no such text
+    logprob: Tensor  # [B, P]
+    score: Tensor  # [B, P]
+
+    @staticmethod
+    def none(pictures: int, size: int, longest: int, device: torch.device) -> Found:
+        lengths = torch.zeros(pictures, size, dtype=torch.int64, device=device)
+        worst = torch.full((pictures, size), NEVER, device=device)
+        return Found(lengths.new_zeros(pictures, size, longest), lengths, worst, worst.clone())
+
+    def add(self, pictures: Tensor, said: Tensor, logprob: Tensor, penalty: float) -> None:
+        """More texts of some pictures: pictures [b], said [b, C, n], logprob [b, C], -inf for what is no text."""
+        n = said.shape[2]
+        lengths = torch.full_like(said[..., 0], n).masked_fill(logprob == NEVER, 0)
+        ids = torch.cat([self.ids[pictures], F.pad(said, (0, self.ids.shape[2] - n))], 1)
+        score = torch.cat([self.score[pictures], logprob / n**penalty], 1)
+        self.score[pictures], best = score.topk(self.score.shape[1])
+        self.logprob[pictures] = torch.cat([self.logprob[pictures], logprob], 1).gather(1, best)
+        self.lengths[pictures] = torch.cat([self.lengths[pictures], lengths], 1).gather(1, best)
+        self.ids[pictures] = ids.gather(1, best[..., None].expand(-1, -1, ids.shape[2]))
+
+    def together(self, several: int) -> Found:
+        """Of pictures that stand there `several` times with one text each: each once with all of them, best first."""
+        score, best = self.score.view(-1, several).sort(dim=1, descending=True, stable=True)
+        ids = self.ids.view(-1, several, self.ids.shape[2])
+        return Found(
+            ids.gather(1, best[..., None].expand_as(ids)),
+            self.lengths.view(-1, several).gather(1, best),
+            self.logprob.view(-1, several).gather(1, best),
+            score,
+        )
