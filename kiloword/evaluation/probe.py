@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 SWEEP, SEED = "sweep@", "seed@"
+TRAIN_ROWS, DECAY = "train_rows", "weight_decay"
 TESTS = ("test", "val", "valid", "validation", "dev")  # folders beside `train`
 ROWS = 4096  # pictures classified at once
 
@@ -54,12 +55,20 @@ def run(
     if len(found) == 1:
         yield from found[0].items()
         return
-    for name in (n for n in found[0] if not n.startswith(SWEEP)):
-        values = [one[name] for one in found]
-        yield name, statistics.fmean(values)
-        yield f"{name}_std", statistics.stdev(values)
+    yield from _together(found)
     for seed, one in zip(options.seeds, found, strict=True):
         yield from ((f"{SEED}{seed}.{name}", value) for name, value in one.items())
+
+
+def _together(found: Sequence[dict[str, float]]) -> Iterator[tuple[str, float]]:
+    """Means and deviations of accuracies; of other numbers those on which all draws agree."""
+    for name in (n for n in found[0] if not n.startswith(SWEEP)):
+        values = [one[name] for one in found]
+        if name not in (TRAIN_ROWS, DECAY):
+            yield name, statistics.fmean(values)
+            yield f"{name}_std", statistics.stdev(values)
+        elif len(set(values)) == 1:
+            yield name, values[0]
 
 
 def brief(name: str) -> bool:
@@ -97,8 +106,8 @@ def _once(data: Data, options: ProbeOptions, seed: int) -> Iterator[tuple[str, f
     layer = fit(rows, count, options, decay, seed)
     yield from judged(layer, data.test)
     yield "train_acc1", layer.accuracy(rows)
-    yield "train_rows", float(len(rows))
-    yield "weight_decay", decay
+    yield TRAIN_ROWS, float(len(rows))
+    yield DECAY, decay
     yield from ((f"{SWEEP}{value:.3g}", accuracy) for value, accuracy in sorted(tried.items()))
 
 
