@@ -12,11 +12,15 @@ import tyro
 from tyro.conf import Positional, arg
 
 from kiloword import __version__
+from kiloword.evaluation.caption_options import CaptionOptions
 from kiloword.evaluation.probe_options import ProbeOptions
 from kiloword.evaluation.prompt_options import PromptOptions
+from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import Options as MineOptions
 
 app = tyro.extras.SubcommandApp()
+GENERATE = GenerationOptions()
+JUDGE = CaptionOptions()
 MINE = MineOptions()
 PROBE = ProbeOptions()
 PROMPTS = PromptOptions()
@@ -58,6 +62,8 @@ def evaluate(
     val: str | None = None,
     cache: Path | None = None,
     probe: ProbeOptions = PROBE,
+    generate: GenerationOptions = GENERATE,
+    judge: CaptionOptions = JUDGE,
     json: Path | None = None,
     html: Path | None = None,
     batch: int = 256,
@@ -67,10 +73,11 @@ def evaluate(
     """Evaluate a model: kiloword eval runs/first/model retrieval --data scenes:test
 
     Several beside each other: kiloword eval A spectrum --with B --data photos/dev --html spectrum.html
+    Captions of any captioner: kiloword eval captions.parquet caption --data photos/dev
 
     Args:
-        model: model folder (OUT/model of a run).
-        task: retrieval, zeroshot, probe, hierarchy, uncertainty or spectrum.
+        model: model folder (OUT/model of a run); for caption also a parquet table (key, captions).
+        task: retrieval, zeroshot, probe, caption, hierarchy, uncertainty or spectrum.
         data: test data; for zeroshot and probe with .cls labels and classnames.txt, or scenes:test?task=colour.
         with_: more model folders, evaluated on the same data and shown beside the first.
         shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
@@ -84,8 +91,10 @@ def evaluate(
         val: probe: where its weight decay is chosen.
         cache: probe: folder that keeps the features.
         probe: probe: how it is fitted.
+        generate: caption: how the model writes.
+        judge: caption: how its captions are compared with those of the data.
         json: also write the numbers to this file.
-        html: zeroshot, spectrum, hierarchy, uncertainty: write a page with the plots.
+        html: zeroshot, caption, spectrum, hierarchy, uncertainty: write a page with the plots.
         batch: pictures at a time.
         workers: loader processes.
         device: cpu or cuda.
@@ -95,6 +104,7 @@ def evaluate(
     options: dict[str, object] = {"shortlist": shortlist, "of": of, "samples": samples, "includes": includes}
     options |= {"prompts": prompts, "prompt_options": None if prompt_options == PROMPTS else prompt_options}
     options |= {"train": train, "val": val, "cache": cache, "probe": None if probe == PROBE else probe}
+    options |= {"generate": None if generate == GENERATE else generate, "judge": None if judge == JUDGE else judge}
     options |= {"batch": batch, "workers": workers}
     run([model, *with_], task, data, json, html, device, **options)
 

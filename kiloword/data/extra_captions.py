@@ -51,10 +51,20 @@ class CaptionTable:
 
     def captions(self, key: str) -> list[str]:
         """The captions of a key; none for a key that is not there."""
+        return clean([c for cell in self._cells(key) for c in cell if c is not None])
+
+    def first(self, key: str) -> str | None:
+        """The first caption of a key, "" where it is empty; None for a key that is not there."""
+        cells = self._cells(key)
+        if not cells:
+            return None
+        return next((c.strip() for cell in cells for c in cell if c is not None), "")
+
+    def _cells(self, key: str) -> list[list[str | None]]:
+        """What the rows of a key hold."""
         raw = keyed.raw(key)
-        rows = [row for row in keyed.find(self._lookup, raw) if self._keys[row].as_py() == raw]
-        cells = [self._captions[row].as_py() or [] for row in rows]
-        return clean([c for cell in cells for c in ([cell] if isinstance(cell, str) else cell) if c is not None])
+        cells = [self._captions[row].as_py() for row in keyed.find(self._lookup, raw) if self._keys[row].as_py() == raw]
+        return [[cell] if isinstance(cell, str) else cell or [] for cell in cells]
 
     def __contains__(self, key: str) -> bool:
         return bool(self.captions(key))

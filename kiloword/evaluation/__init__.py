@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kiloword.types import Skipped, Source
 
 TASKS = {
+    "caption": "kiloword.evaluation.caption",
     "hierarchy": "kiloword.evaluation.hierarchy",
     "probe": "kiloword.evaluation.probe",
     "retrieval": "kiloword.evaluation.retrieval",
@@ -23,20 +24,20 @@ TASKS = {
 
 
 def evaluate(
-    matcher: Matcher, task: str, source: Source | str, *, skipped: list[Skipped] | None = None, **options: Any
+    matcher: Matcher | None, task: str, source: Source | str, *, skipped: list[Skipped] | None = None, **options: Any
 ) -> dict[str, float]:
     """Judge a model by one task on one data set.
 
-    Args: task one of TASKS; source as on the command line, or opened; options of the task's `run` (batch, workers,
-    ks, shortlist, classnames, templates, of, samples, train, val). Bad rows are left out, named in the list `skipped`
-    if given.
+    Args: matcher, None for what needs no model (captions of a table); task one of TASKS; source as on the command line,
+    or opened; options of the task's `run` (batch, workers, ks, shortlist, classnames, templates, of, samples, train,
+    val, captions, generate, judge). Bad rows are left out, named in the list `skipped` if given.
     Returns: metrics by name, and how many rows were left out as "skipped".
     """
     check(task, options)
     if isinstance(source, str):
         from kiloword.data.sources import open_source
 
-        source = open_source(source, matcher.model.config.image.size)
+        source = open_source(source, None if matcher is None else matcher.model.config.image.size)
     bad = [] if skipped is None else skipped
     before = len(bad)
     values = dict(import_module(TASKS[task]).run(matcher, source, skipped=bad, **options))

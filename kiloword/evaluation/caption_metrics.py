@@ -12,11 +12,12 @@ from kiloword.evaluation.caption_tokens import TokenizerName, tokenize
 
 @dataclass(frozen=True)
 class Scored:
-    """Values of a whole set by name, and those of each picture, [I]."""
+    """Values of a whole set by name, those of each picture, [I], and the words that were compared."""
 
     values: dict[str, float]
     cider: Floats
     rouge_l: Floats
+    captions: Captions
 
 
 def score_captions(
@@ -37,7 +38,8 @@ def score_captions(
     Args: I candidates, which may be empty; I lists of at least one reference; limit in seconds for each Java program.
     Errors: ValueError without a picture or a reference, or where Java or what it needs is missing or fails.
     """
-    return score(candidates, references, tokenizer=tokenizer, meteor=meteor, spice=spice, limit=limit).values
+    found = score(candidates, references, tokenizer=tokenizer, meteor=meteor, spice=spice, limit=limit)
+    return {**found.values, **variety(found.captions.candidates)}
 
 
 def score(
@@ -49,11 +51,9 @@ def score(
     spice: bool = False,
     limit: float = 600,
 ) -> Scored:
-    """As `score_captions`, with the values of each picture."""
+    """As `score_captions`, without what `variety` finds, and with the values of each picture."""
     _check(candidates, references)
-    why = caption_java.no_spice() if spice else None
-    if why is not None:  # said before anything is computed
-        raise ValueError(f"SPICE cannot be computed: {why}.")
+    check_programs(tokenizer, spice)
     captions = tokenized(candidates, references, tokenizer, limit)
     each_cider, each_rouge = cider(captions), rouge_l(captions)
     values = {f"bleu_{n}": value for n, value in enumerate(bleu(captions), start=1)}
@@ -62,7 +62,17 @@ def score(
         values["meteor"] = caption_java.meteor(captions.candidates, captions.references, limit)[0]
     if spice:
         values["spice"] = caption_java.spice(captions.candidates, captions.references, limit)
-    return Scored({**values, **variety(captions.candidates)}, each_cider, each_rouge)
+    return Scored(values, each_cider, each_rouge, captions)
+
+
+def check_programs(tokenizer: TokenizerName, spice: bool) -> None:
+    """Raises: ValueError for what is asked for and not there, before anything is computed."""
+    why = caption_java.missing(caption_java.TOKENIZER) if tokenizer == "ptb" else None
+    if why is not None:
+        raise ValueError(f"the tokenizer ptb cannot run: {why}.")
+    why = caption_java.no_spice() if spice else None
+    if why is not None:
+        raise ValueError(f"SPICE cannot be computed: {why}.")
 
 
 def tokenized(

@@ -26,12 +26,11 @@ def main(
 ) -> None:
     """Evaluate, print, and write what is asked for.
 
-    Args: models: their folders; json: of one model its values by name, of several `{model: values}`; html: a page,
-    where the task has one; options of the task's `run`, None: its own default.
+    Args: models: their folders, or what the task takes in place of one (a table of captions); json: of one model its
+    values by name, of several `{model: values}`; html: a page, where the task has one; options of the task's `run`,
+    None: its own default.
     """
-    from kiloword.api import load
     from kiloword.checkpoint import write_json
-    from kiloword.data.sources import open_source
     from kiloword.report import write
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -42,21 +41,32 @@ def main(
     found: dict[str, Found] = {}
     shown: dict[str, dict[str, Any]] = {}
     for name, folder in zip(labels(models), models, strict=True):
-        matcher = load(folder, device=device)
-        skipped: list[Skipped] = []
-        source = open_source(data, size=matcher.model.config.image.size)
         more = {"shown": shown.setdefault(name, {})} if page is not None and _shows(task) else {}
         try:
-            found[name] = evaluation.evaluate(matcher, task, source, skipped=skipped, **given, **more)
+            found[name] = _judged(folder, task, data, device, {**given, **more})
         except ValueError as error:
             raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
-        for one in skipped:
-            print(f"skipped {one.key}: {one.reason}", file=sys.stderr)
     _print(task, found)
     if json is not None:
         write_json(json, found if len(found) > 1 else next(iter(found.values())))
     if html is not None and page is not None:
         write(html, page(found, data, shown) if _shows(task) else page(found, data))
+
+
+def _judged(folder: str, task: str, data: str, device: str, options: dict[str, Any]) -> Found:
+    """The values of one model; rows that are left out are named on stderr."""
+    from kiloword.api import load
+    from kiloword.data.sources import open_source
+
+    instead = getattr(import_module(evaluation.TASKS[task]), "instead", None)
+    stands = instead(folder) if instead is not None else None
+    matcher = load(folder, device=device) if stands is None else None
+    skipped: list[Skipped] = []
+    source = open_source(data, size=None if matcher is None else matcher.model.config.image.size)
+    found = evaluation.evaluate(matcher, task, source, skipped=skipped, **{**options, **(stands or {})})
+    for one in skipped:
+        print(f"skipped {one.key}: {one.reason}", file=sys.stderr)
+    return found
 
 
 def _shows(task: str) -> bool:

@@ -1,0 +1,159 @@
+"""What a model says of pictures against what people said: `kiloword eval MODEL caption`.
+
+In place of a model there may be a parquet table of captions (key, captions), of any captioner.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kiloword.data.extra_captions import CaptionTable, key_of
+from kiloword.data.loader import eval_batches, read
+from kiloword.evaluation import caption_java
+from kiloword.evaluation.caption_metrics import Scored, check_programs, score, variety
+from kiloword.evaluation.caption_options import CaptionOptions
+from kiloword.evaluation.caption_page import Shown, Told, report
+from kiloword.evaluation.caption_truth import Judged, judge_caption, summary
+from kiloword.generation.options import GenerationOptions
+from kiloword.types import BadSample, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+__all__ = ["brief", "instead", "report", "run", "score_source"]
+
+Values = Iterator[tuple[str, float]]
+
+
+def instead(model: str) -> dict[str, Any] | None:
+    """Options that stand for a model that is none but a table of captions; nothing is left to generate."""
+    return {"captions": Path(model), "generate": None} if model.lower().endswith(".parquet") else None
+
+
+def run(
+    matcher: Matcher | None,
+    source: Source,
+    *,
+    captions: Path | None = None,
+    generate: GenerationOptions | None = None,
+    judge: CaptionOptions | None = None,
+    batch: int = 64,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+    shown: dict[str, Any] | None = None,
+) -> Values:
+    """Describe every readable picture that has captions of its own, and yield what `score_source` does.
+
+    Args: captions: a table whose captions are judged, the first of each key, in place of the model's (matcher None);
+    generate: how the model writes; judge: how its captions are compared; shown: is filled with what the page draws.
+    Errors: ValueError for a model that cannot write, a table without a caption of these pictures, pictures without
+    captions, and for what `judge` asks for and is not there.
+    """
+    judge, bad = judge or CaptionOptions(), [] if skipped is None else skipped
+    judge.check()
+    check_programs(judge.tokenizer, judge.spice)
+    if captions is not None and generate is not None:
+        raise ValueError(f"generate says how a model writes, but the captions of {captions} are there: leave it out.")
+    if captions is not None:
+        told = list(existing(source, CaptionTable(captions), bad))
+    elif matcher is not None:
+        told = list(generated(matcher, source, generate or GenerationOptions(), batch, workers, bad))
+    else:
+        raise ValueError("there is neither a model to write captions nor a table of captions to judge.")
+    if not told:
+        why = f", the first because: {bad[0].reason}" if bad else ""
+        raise ValueError(f"{source.name}: none of its {len(source)} pictures can be judged{why}.")
+    yield from score_source(source, told, judge, shown)
+
+
+def score_source(
+    source: Source, told: Sequence[Told], judge: CaptionOptions, shown: dict[str, Any] | None = None
+) -> Values:
+    """What `score_captions` gives, and for scenes what `caption_truth.judge` does, of one caption a picture."""
+    scored = score(
+        [one.caption for one in told],
+        [one.references for one in told],
+        tokenizer=judge.tokenizer,
+        spice=judge.spice,
+        limit=judge.limit,
+    )
+    yield from scored.values.items()
+    if judge.meteor:
+        yield from _meteor(scored, judge.limit)
+    yield from variety(scored.captions.candidates).items()
+    judged = truth(source, told)
+    if judged is not None:
+        yield from summary(judged).items()
+    if shown is not None:
+        shown["captions"] = Shown(source, told, scored.cider, judged)
+
+
+def truth(source: Source, told: Sequence[Told]) -> list[Judged] | None:
+    """Captions judged by the exact oracle, None where the source knows no scenes."""
+    scene = getattr(source, "scene", None)
+    return None if scene is None else [judge_caption(one.caption, scene(one.row)) for one in told]
+
+
+def generated(
+    matcher: Matcher, source: Source, options: GenerationOptions, batch: int, workers: int, skipped: list[Skipped]
+) -> Iterator[Told]:
+    """A model's captions; pictures that cannot be read or have no captions are named in `skipped`."""
+    from kiloword.generation.captioner import Captioner
+
+    captioner, config = Captioner(matcher.model, matcher.tokenizer), matcher.model.config
+    for part in eval_batches(source, config.image.size, config.preprocess.resize, batch, workers):
+        skipped += part.skipped
+        pairs = list(zip(part.rows, part.keys, strict=True))
+        bare = [not own for own in part.captions]
+        skipped += [Skipped(row, key, "no caption") for (row, key), b in zip(pairs, bare, strict=True) if b]
+        kept = [i for i, b in enumerate(bare) if not b]
+        if kept:
+            found = captioner.caption(part.images[kept], options, [part.keys[i] for i in kept])
+            for i, texts in zip(kept, found, strict=True):
+                yield Told(*pairs[i], texts[0].text if texts else "", part.captions[i])
+
+
+def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Iterator[Told]:
+    """A table's captions; pictures without captions, of their own or in the table, are named in `skipped`."""
+    matched = False
+    for row in range(len(source)):
+        name = f"row {row}"
+        try:
+            name = key_of(source, row)
+            caption = table.first(name)
+            matched |= caption is not None
+            references = _references(source, row)
+        except BadSample as error:
+            skipped.append(Skipped(row, name, str(error)))
+            continue
+        if caption is None or not references:
+            skipped.append(Skipped(row, name, "no caption" if not references else "not in the table of captions"))
+        else:
+            yield Told(row, name, caption, references)
+    if not matched:
+        raise ValueError(
+            f"{table.path} has captions for none of the pictures of {source.name}: its keys are such as "
+            f"{table.first_key!r}. Write the pictures' keys into the column `key`."
+        )
+
+
+def _references(source: Source, row: int) -> list[str]:
+    """A picture's own captions, without the picture where the source can do that. Raises BadSample."""
+    own = getattr(source, "captions", None)
+    return list(own(row) if callable(own) else read(source, row).captions)
+
+
+def _meteor(scored: Scored, limit: float) -> Values:
+    """METEOR, or a line that says why not: it is the one metric that nothing else of ours computes."""
+    try:
+        yield "meteor", caption_java.meteor(scored.captions.candidates, scored.captions.references, limit)[0]
+    except ValueError as error:
+        print(f"meteor is left out: {error}", file=sys.stderr)
+
+
+def brief(name: str) -> bool:
+    """Whether a value belongs on a screen."""
+    return not name.startswith(("bleu_2", "bleu_3"))
