@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from kiloword.method import Method
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers that we train
@@ -51,7 +54,10 @@ class TextConfig(Settings):
     mlp: int = 2048
     causal: bool = True
     pad_to_context: bool = False  # emit pads as real tokens (towers trained with visible padding: SigLIP)
-    extra_tokens: tuple[str, ...] = ()  # appended after the end token: "unc", "cls"
+    extra_tokens: tuple[str, ...] = ()  # appended after the end token: "unc", "cls", "pad"
+    class_place: Literal["next", "last"] = "next"  # position of "cls": behind the text, or the context's last always
+    class_sees_itself: bool = True  # False with extra tokens (pad, cls): the shifted mask of open_clip's first CoCa
+    norm_words: bool = True  # False: the final norm is the class token's alone, decoders read words without (open_clip)
     special: dict[str, int] = field(default_factory=lambda: dict(OWN_SPECIAL))  # the tokenizer's ids that are no words
     activation: Activation = "gelu"
     norm_eps: float = 1e-5
@@ -231,18 +237,24 @@ def default(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)
         precision="bf16" if size == "tiny" else "fp32",  # tiny is for CPUs, where it is twice as fast and as good
         data=DataConfig(
             sources=data,
-            captions=_captions_of(method) if method else "one",
-            augment=AugmentConfig() if drawn else FEW_PHOTOS if small else PHOTOS,
+            captions=_slots(method).captions if method else "one",
+            augment=AugmentConfig() if drawn else _photos(method) if small else PHOTOS,
         ),
         steps=1000 if drawn else 2000,
         batch=(64 if drawn else 128) if small else 1024,
     )
 
 
-def _captions_of(method: str) -> int | Literal["one", "all"]:
+def _photos(method: str) -> AugmentConfig:
+    """What a method that writes captions would learn to leave out stays in them."""
+    writes = bool(method) and "text_decoder" in _slots(method).towers
+    return replace(FEW_PHOTOS, drop_words=0.0) if writes else FEW_PHOTOS
+
+
+def _slots(method: str) -> Method:
     from kiloword.methods import preset  # brings torch: only where a method is really asked for
 
-    return preset(method).captions
+    return preset(method)
 
 
 @dataclass(frozen=True, kw_only=True)
