@@ -18,6 +18,7 @@ from kiloword.masking import MaskSettings
 from kiloword.method import Method
 from kiloword.model import Model
 from kiloword.recipes import ModelConfig, TextConfig
+from kiloword.towers.attention import Packing
 from kiloword.towers.blocks import Keys
 from kiloword.towers.decoder import TextDecoder
 from kiloword.towers.text import packing_of
@@ -58,6 +59,8 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)
         check_causal(shaped.text)
+        if settings.caption_mask == "attentive":
+            masking.check(shaped)
         token = settings.caption_mask != "none" and settings.caption_op == "token"
         return with_mask_token(shaped) if token else shaped
 
@@ -72,8 +75,13 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
 def text_decoder(config: ModelConfig, settings: CaptionSettings) -> TextDecoder:
     """The decoder of a model whose towers are these."""
     depth = settings.decoder_depth or config.text.depth
+    return TextDecoder(config.text, depth, memory_width(config), settings.tied)
+
+
+def memory_width(config: ModelConfig) -> int:
+    """Of what `Model.memory` gives."""
     pool = config.head.pool_width if config.head.image_pool == "attentional" else 0
-    return TextDecoder(config.text, depth, pool or config.image.width, settings.tied)
+    return pool or config.image.width
 
 
 def with_mask_token(config: ModelConfig) -> ModelConfig:
@@ -138,17 +146,38 @@ class Caption(nn.Module):
 
 
 def caption_loss(
-    decoder: TextDecoder, model: Model, texts: Texts, tokens: Tensor, keys: list[Keys], extra: int, smoothing: float
+    decoder: TextDecoder,
+    model: Model,
+    texts: Texts,
+    tokens: Tensor,
+    keys: list[Keys],
+    extra: int,
+    smoothing: float,
+    packing_k: Packing | None = None,
 ) -> Tensor:
-    """Sum over all next tokens of -log their probability.
+    """Sum over all next tokens of -log their probability. Args: as of `decoded`."""
+    x, targets = decoded(decoder, model, texts, tokens, keys, extra, packing_k)
+    return word_loss(x, decoder.table(model.text_tower.tokens), targets, smoothing)
 
-    Args: tokens [S, W]: what the text tower made of `texts`; keys: of what text n sees; extra: tokens after the end.
+
+def decoded(
+    decoder: TextDecoder,
+    model: Model,
+    texts: Texts,
+    tokens: Tensor,
+    keys: list[Keys],
+    extra: int,
+    packing_k: Packing | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the decoder makes of every token that has a next one [N, W], and the next ones [N], -1 where there is none.
+
+    Args: tokens [S, W]: what the text tower made of `texts`; keys: of what text n sees, packed with `packing_k`; extra:
+    tokens after the end.
     """
     place, before = prefixes(texts, 1 + extra)
     packing = packing_of(before, model.text_tower.tokens.dtype)
     x = F.pad(tokens[place], (0, 0, 0, packing.tail))
-    targets = F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
-    return word_loss(decoder(x, keys, packing), decoder.table(model.text_tower.tokens), targets, smoothing)
+    return decoder(x, keys, packing, packing_k), F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
 
 
 def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:

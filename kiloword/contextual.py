@@ -33,11 +33,12 @@ class Mixture(recipes.Settings):
 
 
 def tokens(config: ModelConfig, settings: Mixture) -> ModelConfig:
-    """The towers' configuration with K mixture tokens in place of the class token."""
+    """The configuration with K mixture tokens in place of the class token, and of queries that would pool them."""
     if settings.k < 1:
         raise ValueError(f"{settings.k} mixture tokens asked for: expected at least one")
     image = replace(config.image, class_token=False, extra_tokens=settings.k)
-    return replace(config, image=image)
+    head = replace(config.head, image_pool="mean") if config.head.image_pool == "attentional" else config.head
+    return replace(config, image=image, head=head)
 
 
 def pooling(config: ModelConfig, settings: Mixture) -> Pooling:

@@ -24,6 +24,8 @@ from kiloword.towers.image import unfold
 from kiloword.towers.text import packing_of
 from kiloword.types import Batch, Encoded
 
+EPSILON = 1e-6  # beside a patch's variance: MAE's (arXiv:2111.06377, its public code)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MimSettings(MaskSettings):
@@ -52,6 +54,8 @@ def masked(method: Method, settings: MimSettings) -> Method:
 
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)
+        if settings.mim_mask == "attentive":
+            masking.check(shaped)
         return with_mask_token(shaped) if settings.mim_op == "token" else shaped
 
     return replace(
@@ -129,7 +133,7 @@ def pixels(model: Model, images: Tensor, hidden: Tensor, norm_pix: bool) -> Tens
     target = every.gather(1, hidden[..., None].expand(-1, -1, every.shape[-1]))
     if not norm_pix:
         return target
-    deviation = target.var(-1, keepdim=True) + 1e-6  # MAE's (arXiv:2111.06377, its public code)
+    deviation = target.var(-1, keepdim=True) + EPSILON
     return (target - target.mean(-1, keepdim=True)) / deviation.sqrt()
 
 

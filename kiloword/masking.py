@@ -13,7 +13,7 @@ from kiloword.draw import uniform
 from kiloword.heads import unit
 from kiloword.model import Model
 from kiloword.pools import at_least_float
-from kiloword.recipes import TextConfig
+from kiloword.recipes import ModelConfig, TextConfig
 from kiloword.towers.attention import Packing
 from kiloword.towers.image import extra
 from kiloword.types import Batch, Encoded, Texts
@@ -46,6 +46,17 @@ def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings)
             return similarity(patches[batch.image_of_text], packing.pad(tokens), counted, settings)
 
     return encoded.once(f"attentive {settings.similarity} {settings.similar_to}", make)
+
+
+def check(config: ModelConfig) -> None:
+    """Raises: ValueError for towers whose patches and words cannot be compared."""
+    head = config.head
+    if head.image_pool == "attentional" and head.pool_width not in (0, config.image.width):
+        raise ValueError(
+            f"attentive masks compare patches of width {config.image.width} with words as the head projects them, but "
+            f"this one projects what queries of width {head.pool_width} gathered: take random masks, or --model.head."
+            "pool-width 0 in a model from scratch."
+        )
 
 
 def similarity(patches: Tensor, tokens: Tensor, counted: Tensor, settings: MaskSettings) -> Tensor:
