@@ -11,7 +11,7 @@ from kiloword.losses import Blocks
 from kiloword.method import Method
 from kiloword.model import Model
 from kiloword.parallel import gather_features, ranks, sum_over_ranks
-from kiloword.pools import at_least_float
+from kiloword.pools import AttentionalPool, at_least_float
 from kiloword.types import Batch, Encoded, Features, Total
 
 
@@ -40,6 +40,9 @@ class Learner(nn.Module):
         self.terms = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.terms.items()})
         if method.pair_weight == 0:
             model.head.requires_grad_(False)
+            for part in model.head.modules():
+                if isinstance(part, AttentionalPool):
+                    part.requires_grad_()  # captions look through it
 
     def encode(self, batch: Batch) -> Encoded:
         image_tokens, images = self.model.encode_image(batch.images)

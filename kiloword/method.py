@@ -81,7 +81,7 @@ class Method:
     summary: str  # one line for `kiloword methods`
     head: Callable[[ModelConfig], Head]
     pair_loss: PairLoss
-    pair_weight: float = 1.0  # 0: no pair loss, and the head stays as it is
+    pair_weight: float = 1.0  # 0: no pair loss, and of the head only what captions look through learns
     positives: Positives = annotated
     views: tuple[View, ...] = ()
     terms: Mapping[str, tuple[float, Callable[[ModelConfig], nn.Module]]] = field(default_factory=dict)

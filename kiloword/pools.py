@@ -95,14 +95,13 @@ class AttentionalPool(nn.Module):
         self.width = head.pool_width or config.width
         self.probes = nn.Parameter(torch.empty(1 + head.pool_queries, self.width))
         self.norm_query = nn.LayerNorm(self.width, config.norm_eps)
-        self.norm_tokens = nn.LayerNorm(config.width, config.norm_eps)
         self.attention = CrossAttention(self.width, head.pool_heads, config.width)
         self.norm = nn.LayerNorm(self.width, config.norm_eps)
 
     def forward(self, tokens: Tensor, which: slice) -> Tensor:
         """Tokens [I, E + P, W] -> what some of the queries gathered [I, q, W']."""
         query = self.norm_query(self.probes[which]).expand(len(tokens), -1, -1)
-        keys = self.attention.keys(self.norm_tokens(tokens))
+        keys = self.attention.keys(tokens)  # the tower's norm is theirs
         out: Tensor = self.norm(self.attention(query, keys, None, None))
         return out
 
