@@ -94,10 +94,11 @@ class Captioner:
             raise ValueError(f"longest is {options.longest} tokens, but the text tower reads {room}.")
         if trie is not None and trie.longest >= room:
             raise ValueError(f"a text of {trie.longest + 1} tokens to choose from, but the text tower reads {room}.")
-        never = torch.arange(config.vocab, device=self._device) >= self.tokenizer.vocab
+        words = text_decoder(self.model).words
+        never = torch.arange(words, device=self._device) >= self.tokenizer.vocab
         for name, value in roles.ids().items():
             word = name == "pad" and self.tokenizer.clean == "clip"  # CLIP pads with the id of "!"
-            if value < config.vocab and value != roles.end and not word:
+            if value < words and value != roles.end and not word:
                 never[value] = True
         return Rules(
             start=roles.start,

@@ -21,6 +21,7 @@ class Packing:
     place: Tensor  # [S] the token's place inside its text
     slot: Tensor  # [S] its row among [T * L]
     valid: Tensor  # [T, L] bool: there is a token
+    unseen: Tensor | None = None  # [S] bool: tokens that none sees, themselves included; at least one of each is seen
     tail: int = 0  # rows behind the S tokens that belong to no text; attention gives zeros there
 
     @staticmethod
@@ -34,7 +35,7 @@ class Packing:
         # an empty text keeps one slot, so that no softmax is over nothing
         valid = torch.arange(longest, device=device) < lengths.clamp(min=1)[:, None]
         tail = -len(texts.ids) % multiple
-        return Packing(starts.to(torch.int32), longest, text, place, text * longest + place, valid, tail)
+        return Packing(starts.to(torch.int32), longest, text, place, text * longest + place, valid, tail=tail)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -105,12 +106,15 @@ def attention(
     assert not causal or packing_k is packing_q, "causal attention is within one text"
     if packing_q is None and packing_k is None:
         return _dense(q, k, v, None, causal)
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    unseen = None if packing_k is None else packing_k.unseen
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and unseen is None:
         return _varlen(q, k, v, packing_q, packing_k, causal)
     valid = None
     if packing_k is not None:
         # right padding lies after every real query of the same text: the causal mask hides it already
-        if not packing_k.full and not (causal and packing_k is packing_q):
+        if unseen is not None:
+            valid = packing_k.valid & ~packing_k.pad(unseen)
+        elif not packing_k.full and not (causal and packing_k is packing_q):
             valid = packing_k.valid
         k, v = packing_k.pad(k), packing_k.pad(v)
     if packing_q is None:

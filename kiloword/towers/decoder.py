@@ -46,8 +46,19 @@ class Layer(nn.Module):
         return None if self.cross is None or memory is None else self.cross.keys(memory)
 
 
+def predicted(config: TextConfig) -> int:
+    """How many ids can come next: all but the special ones behind the vocabulary's words, which texts do not say."""
+    silent = {i for name, i in config.special.items() if name != "end"}
+    words = config.vocab
+    while words - 1 in silent:
+        words -= 1
+    return words
+
+
 class TextDecoder(nn.Module):
     """What the text tower made of words, looking at a memory, to logits of the next word. As wide as the text tower.
+
+    V' of the vocabulary's V ids can come next (`predicted`).
 
     Args: depth: layers; memory: width of what is looked at; tied: the output is the text tower's token table, over
     sqrt(W), so that logits start small whatever the table's scale.
@@ -57,7 +68,8 @@ class TextDecoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(config, depth, memory) for _ in range(depth))
         self.norm = nn.LayerNorm(config.width, config.norm_eps)
-        self.output = None if tied else nn.Parameter(torch.empty(config.vocab, config.width))
+        self.words = predicted(config)
+        self.output = None if tied else nn.Parameter(torch.empty(self.words, config.width))
 
     def forward(self, x: Tensor, memory: list[Keys], packing: Packing, packing_k: Packing | None = None) -> Tensor:
         """Packed [S, W] -> [S, W], normed: what `table` turns into logits.
@@ -85,8 +97,8 @@ class TextDecoder(nn.Module):
         return out
 
     def table(self, tokens: Tensor) -> Tensor:
-        """[V, W], the output's weight: logits are x @ table.T; tokens [V, W]: the text tower's."""
-        return tokens * tokens.shape[1] ** -0.5 if self.output is None else self.output
+        """[V', W], the output's weight: logits are x @ table.T; tokens [V, W]: the text tower's."""
+        return tokens[: self.words] * tokens.shape[1] ** -0.5 if self.output is None else self.output
 
     def initial(self) -> dict[str, Init]:
         return {} if self.output is None else {"output": Init(std=self.output.shape[1] ** -0.5)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +35,12 @@ class TextTower(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.config = config
+        special = config.class_place == "last" or not config.class_sees_itself or not config.norm_words
+        if special and "cls" not in config.extra_tokens:
+            raise ValueError(
+                "class_place last, class_sees_itself False and norm_words False speak of a class token, but there is "
+                "none among extra_tokens: add cls, or leave them as they are"
+            )
         self.tokens = nn.Parameter(torch.empty(config.vocab, config.width))
         self.positions = nn.Parameter(torch.empty(config.context, config.width))
         self.blocks = nn.ModuleList(
@@ -42,7 +50,7 @@ class TextTower(nn.Module):
         self.norm = nn.LayerNorm(config.width, config.norm_eps)
 
     def forward(self, texts: Texts) -> Tensor:
-        """Encode packed texts; returns [S, W], normed.
+        """Encode packed texts; returns [S, W], normed (but for words where `norm_words` is False).
 
         Raises: ValueError when a text is longer than the context.
         """
@@ -51,15 +59,26 @@ class TextTower(nn.Module):
                 f"a text of {texts.longest} tokens given to a tower for {self.config.context}; truncate it first"
             )
         packing = packing_of(texts, self.tokens.dtype)
-        x = F.embedding(texts.ids, self.tokens) + F.embedding(packing.place, self.positions)
-        x = F.pad(x, (0, 0, 0, packing.tail)) if packing.tail else x
+        if not self.config.class_sees_itself:
+            packing = replace(packing, unseen=self._classes(texts))
+        x = self.embed(texts, packing)
         for block in self.blocks:
             x = block(x, packing, self.config.causal)
-        out: Tensor = self.norm(x)
-        return out[: len(texts.ids)]
+        out: Tensor = self.norm(x)[: len(texts.ids)]
+        if self.config.norm_words:
+            return out
+        return torch.where(self._classes(texts)[:, None], out, x[: len(out)].to(out.dtype))
+
+    def embed(self, texts: Texts, packing: Packing) -> Tensor:
+        """What the first block gets: [S + tail, W]."""
+        place = packing.place
+        if self.config.class_place == "last":
+            place = place.masked_fill(self._classes(texts), self.config.context - 1)
+        x = F.embedding(texts.ids, self.tokens) + F.embedding(place, self.positions)
+        return F.pad(x, (0, 0, 0, packing.tail)) if packing.tail else x
 
     def step(self, ids: Tensor, caches: list[Cache]) -> Tensor:
-        """The newest tokens of N texts of one length: ids [N, n] -> [N, n, W], normed.
+        """The newest words of N texts of one length: ids [N, n] -> [N, n, W], as `forward` makes them.
 
         Args: caches: one a block, which hold the earlier tokens and take these. The tower must be causal.
         Raises: ValueError when a text becomes longer than the context.
@@ -71,8 +90,12 @@ class TextTower(nn.Module):
         x = F.embedding(ids, self.tokens) + self.positions[first : first + ids.shape[1]]
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, causal=True, cache=cache)
-        out: Tensor = self.norm(x)
+        out: Tensor = self.norm(x) if self.config.norm_words else x
         return out
+
+    def _classes(self, texts: Texts) -> Tensor:
+        """[S] bool: class tokens."""
+        return texts.ids == self.config.special["cls"]
 
     def initial(self) -> dict[str, Init]:
         std = self.config.init_std
