@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -36,18 +37,26 @@ class SaveError(ValueError):
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file so that a crash leaves the old one. Raises SaveError (disk full, no permission)."""
+    with atomic(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes its name when it is whole. Raises SaveError as `write_atomic`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as f:
-            f.write(data)
+            yield f
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(path)
         _sync_folder(path.parent)
     except OSError as e:
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
         raise SaveError(f"cannot write {path}: {e.strerror or e}. What was there before is kept.") from e
+    finally:
+        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -48,6 +48,14 @@ class Record:
     info: dict[str, Any] = field(default_factory=dict)  # what else the sample's json held
 
 
+class NoCaption(BadSample):
+    """A sample without a caption: no example to learn from, but a picture that can be described."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__("no caption")
+        self.record = record  # its captions are []
+
+
 @runtime_checkable
 class Source(Protocol):
     """A map-style data set. `record` may be called from any process, in any order; bad rows raise `BadSample`."""

@@ -23,7 +23,7 @@ from kiloword.data.side import contents
 from kiloword.data.sources import open_data, open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.recipes import DataConfig, TextConfig
-from kiloword.types import BadSample, Source
+from kiloword.types import BadSample, NoCaption, Source
 
 
 def table(path: Path, **columns: Any) -> Path:
@@ -205,3 +205,18 @@ def test_a_table_that_matches_no_picture_is_refused(tar: Path, extra: Path, tmp_
         match=r"t\.parquet has captions for none of the 6 pictures of .*such as '0', the pictures' such as '0000'",
     ):
         with_captions(open_source(str(tar)), [extra, other])
+
+
+def test_pictures_without_a_caption_get_those_of_the_table(tmp_path: Path) -> None:
+    """What has neither stays bad, and a picture that cannot be read too."""
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.png").write_bytes(picture() if name != "c" else b"")
+    extra = table(tmp_path / "extra.parquet", key=["a", "c"], captions=[["a dog"], ["a cat"]])
+    source = with_captions(open_source(str(tmp_path)), [extra])
+    assert source.record(0).captions == ["a dog"]
+    with pytest.raises(NoCaption) as none:
+        source.record(1)
+    assert none.value.record.key == "b"
+    assert none.value.record.image == picture()
+    with pytest.raises(BadSample, match="zero bytes"):
+        source.record(2)

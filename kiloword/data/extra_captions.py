@@ -16,7 +16,7 @@ import pyarrow.parquet
 from kiloword.data import keyed
 from kiloword.data.mixture import Mixture
 from kiloword.data.sample import clean
-from kiloword.types import BadSample, Record, Source
+from kiloword.types import BadSample, NoCaption, Record, Source
 
 CAPTION_COLUMNS = ("captions", "caption")
 
@@ -79,7 +79,8 @@ class WithCaptions:
     """A source whose pictures have the captions of tables beside, or in place of, their own.
 
     What else the source knows (class names, truth, labels) stays. A row without an entry keeps its own captions; with
-    `own` False it is bad: "no caption". A row that the source itself calls bad, for want of a caption too, stays bad.
+    `own` False it is bad: "no caption". A row that the source calls bad for want of a caption has those of the tables;
+    what is bad for another reason stays bad.
     For a mixture use `with_captions`, which wraps its parts.
     """
 
@@ -118,16 +119,26 @@ class WithCaptions:
 
     def record(self, row: int) -> Record:
         """The stored sample with its captions. Raises BadSample with the reason."""
-        record = self.source.record(row)
-        return replace(record, captions=self._joined(record.key, record.captions if self.own else []))
+        try:
+            record = self.source.record(row)
+        except NoCaption as error:
+            record = error.record
+        captions = self._all(record.key, record.captions if self.own else [])
+        if not captions:
+            raise NoCaption(replace(record, captions=[]))
+        return replace(record, captions=captions)
 
     def _joined(self, key: str, captions: list[str]) -> list[str]:
-        """Own captions, then those of the tables that are not there yet."""
-        extra = dict.fromkeys(caption for table in self.tables for caption in table.captions(key))
-        joined = [*captions, *(caption for caption in extra if caption not in captions)]
+        """As `_all`. Raises BadSample where there is none."""
+        joined = self._all(key, captions)
         if not joined:
             raise BadSample("no caption")
         return joined
+
+    def _all(self, key: str, captions: list[str]) -> list[str]:
+        """Own captions, then those of the tables that are not there yet."""
+        extra = dict.fromkeys(caption for table in self.tables for caption in table.captions(key))
+        return [*captions, *(caption for caption in extra if caption not in captions)]
 
 
 def with_captions(source: Source, paths: Sequence[Path | str], own: bool = True) -> Source:

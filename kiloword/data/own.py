@@ -12,7 +12,7 @@ from PIL import Image
 
 from kiloword.data.decode import Pixels, to_rgb
 from kiloword.data.sample import clean
-from kiloword.types import BadSample, Record
+from kiloword.types import BadSample, NoCaption, Record
 
 Picture = Image.Image | Pixels | str | Path | bytes
 """A Pillow picture, uint8 [H, W, 3] (RGB) or [H, W] (grey), the path of a file, or an encoded file's bytes."""
@@ -65,7 +65,7 @@ class Own:
         """The sample as bytes or pixels. Raises BadSample with the reason."""
         picture, captions = self._sample(row)
         if not captions:
-            raise BadSample("no caption")
+            raise NoCaption(Record(self.key(row), _stored(picture), []))
         return Record(self.key(row), _stored(picture), captions)
 
     def _sample(self, row: int) -> tuple[Any, list[str]]:

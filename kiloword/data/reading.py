@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from kiloword.data.decode import Pixels
 from kiloword.data.steps import in_order
 from kiloword.data.transforms import EvalTransform
-from kiloword.types import BadSample, Record, Skipped, Source
+from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
 
 
 def read(source: Source, row: int) -> Record:
@@ -29,10 +30,27 @@ def read(source: Source, row: int) -> Record:
         raise BadSample(f"{type(error).__name__}: {error}"[:200]) from error
 
 
+def read_picture(source: Source, row: int) -> Record:
+    """As `read`, for who wants pictures: one without a caption is not bad."""
+    try:
+        return read(source, row)
+    except NoCaption as error:
+        return error.record
+
+
 def name_of(source: Source, row: int) -> str:
     """The key of a row that cannot be read, where the source can tell."""
     name = getattr(source, "key", None)
     return str(name(row)) if callable(name) else f"row {row}"
+
+
+class Transform(Protocol):
+    """From a stored picture to a tensor of one shape for all."""
+
+    size: int  # pixels a side
+
+    def __call__(self, image: bytes | Pixels) -> Tensor:
+        """[3, size, size]. Raises BadSample for a picture that cannot be decoded."""
 
 
 @dataclass
@@ -55,25 +73,28 @@ def eval_batches(
     batch: int = 64,
     workers: int = 0,
     parts: Sequence[range] | None = None,
+    transform: Transform | None = None,
+    captions: bool = True,
 ) -> Iterator[EvalBatch]:
     """Every row once, in order, at most `batch` at a time (n may be 0); bad rows are left out and named.
 
-    Args: parts: the rows that are wanted, in place of all; no batch holds rows of two parts.
+    Args: parts: the rows that are wanted, in place of all; no batch holds rows of two parts; transform: in place of
+    what image_size and resize say; captions False: pictures without captions are not bad.
     Errors: RuntimeError when a worker died or stalled.
     """
     if batch < 1:
         raise ValueError(f"a batch of {batch} pictures; expected at least 1")
     wanted = [range(len(source))] if parts is None else parts
     batches = [part[start : start + batch] for part in wanted for start in range(0, len(part), batch)]
-    make = partial(_eval_batch, source, EvalTransform(image_size, resize), batches)
+    make = partial(_eval_batch, source, transform or EvalTransform(image_size, resize), batches, captions)
     return in_order(make, range(len(batches)), workers)
 
 
-def _eval_batch(source: Source, transform: EvalTransform, batches: Sequence[range], step: int) -> EvalBatch:
+def _eval_batch(source: Source, transform: Transform, batches: Sequence[range], captions: bool, step: int) -> EvalBatch:
     records, rows, images, skipped = [], [], [], []
     for row in batches[step]:
         try:
-            record = read(source, row)
+            record = (read if captions else read_picture)(source, row)
             images.append(transform(record.image))
         except BadSample as error:
             skipped.append(Skipped(row, name_of(source, row), str(error)))
@@ -83,5 +104,5 @@ def _eval_batch(source: Source, transform: EvalTransform, batches: Sequence[rang
     pixels = torch.stack(images) if images else torch.empty(0, 3, transform.size, transform.size, dtype=torch.uint8)
     classes = [r.label for r in records]
     labels = None if all(c is None for c in classes) else torch.tensor([-1 if c is None else c for c in classes])
-    captions, infos = [r.captions for r in records], [r.info for r in records]
-    return EvalBatch(rows, [r.key for r in records], pixels, captions, labels, skipped, infos)
+    texts, infos = [r.captions for r in records], [r.info for r in records]
+    return EvalBatch(rows, [r.key for r in records], pixels, texts, labels, skipped, infos)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from kiloword.data.questions import parse_answers
-from kiloword.types import BadSample, Record
+from kiloword.types import BadSample, NoCaption, Record
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
 
@@ -18,7 +18,7 @@ def make_record(key: str, image: bytes, text: bytes | None, meta: bytes | None, 
     captions, info = parse_captions(text, meta)
     label = parse_label(cls)
     if not captions and label is None:
-        raise BadSample("no caption")
+        raise NoCaption(Record(key, image, [], None, info))
     return Record(key, image, captions, label, info)
 
 

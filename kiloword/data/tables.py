@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kiloword.data.embedded import Embedded, is_embedded
 from kiloword.data.sample import clean, decode_text
-from kiloword.types import BadSample, Record
+from kiloword.types import BadSample, NoCaption, Record
 
 IMAGE_COLUMNS = ("image", "filepath")
 CAPTION_COLUMNS = ("captions", "caption", "title")
@@ -92,7 +92,7 @@ class Table:
         if not image:
             raise BadSample("the picture has zero bytes")
         if not captions:
-            raise BadSample("no caption")
+            raise NoCaption(Record(self.key(row), image, []))
         return Record(self.key(row), image, captions)
 
     def _first(self, row: int) -> int:
