@@ -54,7 +54,7 @@ def slots(method: Method) -> dict[str, str]:
         "pooling": _word(head.pooling),
         "uncertainty": "" if doubt is None else _word(doubt),
         "positives": _word(method.positives),
-        "pair loss": _word(method.pair_loss).removesuffix(" loss"),
+        "pair loss": _word(method.pair_loss).removesuffix(" loss") if method.pair_weight else "",
         "terms": ", ".join(method.terms),
         "summary": method.summary,
     }

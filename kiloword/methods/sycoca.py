@@ -27,7 +27,7 @@ def preset(settings: Settings) -> Method:
         made,
         name="sycoca",
         source="arXiv:2401.02137",
-        summary="CoCa that also paints hidden patches from the caption; captions choose what is hidden",
+        summary="CoCa that also paints patches which captions choose to hide",
     )
 
 
