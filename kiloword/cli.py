@@ -15,6 +15,7 @@ from kiloword import __version__
 from kiloword.evaluation.caption_options import CaptionOptions
 from kiloword.evaluation.probe_options import ProbeOptions
 from kiloword.evaluation.prompt_options import PromptOptions
+from kiloword.evaluation.vqa_options import VqaOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import Options as MineOptions
 
@@ -24,6 +25,7 @@ JUDGE = CaptionOptions()
 MINE = MineOptions()
 PROBE = ProbeOptions()
 PROMPTS = PromptOptions()
+VQA = VqaOptions()
 
 
 @app.command(name="train")
@@ -64,6 +66,7 @@ def evaluate(
     probe: ProbeOptions = PROBE,
     generate: GenerationOptions = GENERATE,
     judge: CaptionOptions = JUDGE,
+    vqa: VqaOptions = VQA,
     json: Path | None = None,
     html: Path | None = None,
     batch: int = 256,
@@ -77,8 +80,9 @@ def evaluate(
 
     Args:
         model: model folder (OUT/model of a run); for caption also a parquet table (key, captions).
-        task: retrieval, zeroshot, probe, caption, hierarchy, uncertainty or spectrum.
-        data: test data; for zeroshot and probe with .cls labels and classnames.txt, or scenes:test?task=colour.
+        task: retrieval, zeroshot, probe, caption, vqa, hierarchy, uncertainty or spectrum.
+        data: test data; for zeroshot and probe with .cls labels and classnames.txt, or scenes:test?task=colour;
+            for vqa with questions and answers, or scenes:test?task=vqa.
         with_: more model folders, evaluated on the same data and shown beside the first.
         shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
         of: spectrum: tower (what the image tower puts out, the default) or vec.
@@ -87,12 +91,14 @@ def evaluate(
         prompts: zeroshot: how a class's prompts count: alike (ensemble, the default), the least uncertain (filter,
             topk), or as they explain pictures (bprw); all but the first need a model with Gaussians.
         prompt_options: zeroshot: what filter, topk and bprw may be told.
-        train: probe: what it is fitted on; without it the split `train` that goes with --data.
+        train: probe: what it is fitted on; without it the split `train` that goes with --data. vqa: whose answers are
+            those to choose from; without it the data's own list.
         val: probe: where its weight decay is chosen.
         cache: probe: folder that keeps the features.
         probe: probe: how it is fitted.
         generate: caption: how the model writes.
         judge: caption: how its captions are compared with those of the data.
+        vqa: vqa: what answers there are, and how one is chosen.
         json: also write the numbers to this file.
         html: zeroshot, caption, spectrum, hierarchy, uncertainty: write a page with the plots.
         batch: pictures at a time.
@@ -105,7 +111,7 @@ def evaluate(
     options |= {"prompts": prompts, "prompt_options": None if prompt_options == PROMPTS else prompt_options}
     options |= {"train": train, "val": val, "cache": cache, "probe": None if probe == PROBE else probe}
     options |= {"generate": None if generate == GENERATE else generate, "judge": None if judge == JUDGE else judge}
-    options |= {"batch": batch, "workers": workers}
+    options |= {"vqa": None if vqa == VQA else vqa, "batch": batch, "workers": workers}
     run([model, *with_], task, data, json, html, device, **options)
 
 

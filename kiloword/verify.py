@@ -32,6 +32,7 @@ from kiloword.types import Batch, Features, Pairs, Positives, Texts
 
 EXACT = 1e-10  # of the largest gradient, in fp64
 PICTURES = 16  # divides over 4 ranks of 4 micro-batches
+QUESTION = 9  # as a number of a caption, other than any has
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def config() -> ModelConfig:
 def batch(first: int = 0, end: int = PICTURES, order: Sequence[int] | None = None, method: str = "siglip") -> Batch:
     """Pictures `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
 
-    It carries the side features that the method needs; where the method has views, some pictures count as composed.
+    It carries the side features and questions that the method needs; where it has views, some pictures count as
+    composed.
     """
     rows, slots = list(order or range(PICTURES))[first:end], preset(method)
     text = slots.shape(config()).text
@@ -93,6 +95,7 @@ def batch(first: int = 0, end: int = PICTURES, order: Sequence[int] | None = Non
         composed=torch.tensor([bool(slots.views) and row % 5 == 0 for row in rows]),
         image_side=image_side,
         text_side=text_side,
+        questions=Texts.pack([_tokens(row, QUESTION) for row in rows]) if "questions" in slots.needs else None,
     )
 
 
@@ -100,6 +103,8 @@ def _sides(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor]
     """Side features as a loader joins them: of a few directions alone, so that any threshold finds and leaves pairs."""
     image_side, text_side = {}, {}
     for name in needs:
+        if name == "questions":
+            continue
         if name == "truth":
             known = [_uniform("truth", row, c, size=PICTURES) < 0.2 for row in rows for c in range(1 + row % 3)]
             text_side[name] = torch.stack(known)
@@ -245,13 +250,17 @@ def _fp32() -> torch.autocast:
 
 
 def _toy(method: str) -> float:
-    """Share of the pair loss above the least possible that is left after learning one batch by heart."""
+    """Share of the pair loss above the least possible that is left after learning one batch by heart.
+
+    Without a pair loss, of the terms above 0.
+    """
     model, steps = learner(method, dtype=torch.float32), 60
     optimizer = Optimizer(model, replace(MUON, lr=4e-3, muon_lr=0.02, warmup=0.1), steps)
     some = batch(method=method)
-    losses, least = [], _least(model, some)
+    name = "pair" if model.method.pair_weight else "loss"
+    losses, least = [], _least(model, some) if model.method.pair_weight else 0.0
     for step in range(steps):
-        losses.append(float(backward(model, [some])["pair"]))
+        losses.append(float(backward(model, [some])[name]))
         optimizer.step(step)
         model.model.head.clamp_()
     return (losses[-1] - least) / (losses[0] - least)

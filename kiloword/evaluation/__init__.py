@@ -16,9 +16,11 @@ TASKS = {
     "caption": "kiloword.evaluation.caption",
     "hierarchy": "kiloword.evaluation.hierarchy",
     "probe": "kiloword.evaluation.probe",
+    "reconstruction": "kiloword.evaluation.reconstruction",
     "retrieval": "kiloword.evaluation.retrieval",
     "spectrum": "kiloword.evaluation.spectrum",
     "uncertainty": "kiloword.evaluation.uncertainty",
+    "vqa": "kiloword.evaluation.vqa",
     "zeroshot": "kiloword.evaluation.zeroshot",
 }
 

@@ -1,0 +1,172 @@
+"""Visual question answering: how right a model's answers are. `kiloword eval MODEL vqa`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kiloword.data.loader import eval_batches, read
+from kiloword.data.questions import ANSWERS, question_in
+from kiloword.evaluation.vqa_metric import Judged, accuracy, means
+from kiloword.evaluation.vqa_options import VqaOptions
+from kiloword.generation.options import GenerationOptions
+from kiloword.types import BadSample, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.generation.answerer import Answerer, AnswerList
+
+Guesses = Mapping[str | None, str]
+"""The most frequent answer by question type, and over all of them under None."""
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    train: Source | str | None = None,
+    vqa: VqaOptions | None = None,
+    batch: int = 64,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+) -> Iterator[tuple[str, float]]:
+    """VQA accuracy (see `vqa_metric.accuracy`) over all questions, by question type and by answer type.
+
+    Args: train: data whose answers are the closed list; vqa: other lists, and how an answer is found.
+    Yields: "accuracy", "accuracy/question/TYPE", "accuracy/answer/TYPE"; where the training answers are known, the same
+    as "majority_..." of who always gives the most frequent one (to this type of question, on scenes); "questions";
+    and, where there is a list, its length as "answers" and the share of answers outside it as "outside".
+    Errors: ValueError for a model that answers no questions, data that asks none, a list that is missing.
+    """
+    from kiloword.generation.answerer import Answerer
+
+    options = vqa or VqaOptions()
+    options.check()
+    answerer, bad = Answerer(matcher.model, matcher.tokenizer), [] if skipped is None else skipped
+    known = _known(source, train, options)
+    listed = None if known.answers is None else answerer.close(known.answers)
+    given: list[_Given] = []
+    for images, infos in _asked(matcher, source, batch, workers, bad):
+        said = _answer(answerer, images, [info["question"] for info in infos], listed, options)
+        given += [_Given(answer, info) for answer, info in zip(said, infos, strict=True)]
+    yield from means(one.judged(one.answer) for one in given)
+    if known.guesses:
+        judged = (one.judged(known.guess(one)) for one in given)
+        yield from ((f"majority_{name}", value) for name, value in means(judged))
+    yield "questions", float(len(given))
+    if known.answers is not None:
+        yield "answers", float(len(known.answers))
+        yield "outside", sum(one.answer not in set(known.answers) for one in given) / len(given)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """An answer that the model gave, and what the data says of the question."""
+
+    answer: str
+    info: Mapping[str, Any]
+
+    def judged(self, answer: str) -> Judged:
+        """How right an answer to this question is."""
+        kinds = (self.info.get("question_type"), self.info.get("answer_type"))
+        return Judged(accuracy(answer, self.info[ANSWERS]), *kinds)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of answers before any question is asked."""
+
+    answers: Sequence[str] | None = None
+    guesses: Guesses = field(default_factory=dict)
+
+    def guess(self, one: _Given) -> str:
+        return self.guesses.get(one.info.get("question_type"), self.guesses[None])
+
+
+def _known(source: Source, train: Source | str | None, options: VqaOptions) -> _Known:
+    """The closed list and the most frequent answers. Raises: ValueError when a list is needed and there is none."""
+    counted = _counted(train, options.most) if train is not None else None
+    own = getattr(source, "majority", None)
+    guesses: Guesses = {None: counted[0]} if counted else own() if callable(own) else {}
+    if options.answers is not None:
+        return _Known(_lines(options.answers), guesses)
+    answers = counted or getattr(source, "answers", None)
+    if answers is None and options.decode != "free":
+        raise ValueError(
+            f"{source.name} has no closed list of answers: name the data that the model was trained on with --train, "
+            "or a file with an answer a line with --vqa.answers; --vqa.decode free needs none."
+        )
+    return _Known(answers, guesses)
+
+
+def _counted(train: Source | str, most: int) -> list[str]:
+    """The most frequent answers of a data set, of equally frequent ones by the alphabet.
+
+    Raises: ValueError for none.
+    """
+    if isinstance(train, str):
+        from kiloword.data.sources import open_source
+
+        train = open_source(train)
+    counts: Counter[str] = Counter()
+    for row in range(len(train)):
+        try:
+            counts.update(train.captions(row) if hasattr(train, "captions") else read(train, row).captions)
+        except BadSample:
+            continue
+    if not counts:
+        raise ValueError(f"{train.name} has no answers: expected `answers` beside its questions.")
+    return sorted(counts, key=lambda answer: (-counts[answer], answer))[:most]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8: expected an answer a line.") from None
+    answers = [line.strip() for line in lines if line.strip()]
+    if not answers:
+        raise ValueError(f"{path} is empty: expected an answer a line.")
+    return answers
+
+
+def _asked(
+    matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]
+) -> Iterator[tuple[Tensor, list[dict[str, Any]]]]:
+    """Pictures [n, 3, H, W] and what is known of their questions; rows without one are named in `skipped`."""
+    config, none = matcher.model.config, True
+    for part in eval_batches(source, config.image.size, config.preprocess.resize, batch, workers):
+        skipped += part.skipped
+        asks = [question_in(info) is not None for info in part.infos]
+        skipped += [
+            Skipped(row, key, "no question with an answer")
+            for row, key, ask in zip(part.rows, part.keys, asks, strict=True)
+            if not ask
+        ]
+        if any(asks):
+            none = False
+            yield part.images[asks], [info for info, ask in zip(part.infos, asks, strict=True) if ask]
+    if none:
+        why = f", the first because: {skipped[0].reason}" if skipped else ""
+        raise ValueError(
+            f"{source.name}: none of its {len(source)} rows asks a question{why}. Expected a question and its answers "
+            "beside every picture, such as scenes:test?task=vqa."
+        )
+
+
+def _answer(
+    answerer: Answerer, images: Tensor, questions: list[str], listed: AnswerList | None, options: VqaOptions
+) -> list[str]:
+    memory = answerer.memory(images, questions)
+    if options.decode == "rank":
+        assert listed is not None, "a list was asked for"
+        return answerer.rank(memory, listed, options.length_penalty)
+    how = GenerationOptions(
+        method="beam", beams=options.beams, length_penalty=options.length_penalty, exact=True, shortest=1
+    )
+    return answerer.answer(memory, how, listed if options.decode == "list" else None)
