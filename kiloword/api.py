@@ -21,6 +21,7 @@ from kiloword.types import BadSample, Features
 
 if TYPE_CHECKING:
     from kiloword.data.tokenizer import Tokenizer
+    from kiloword.generation import Caption, GenerationOptions
     from kiloword.method import Method
     from kiloword.model import Model
 
@@ -200,6 +201,20 @@ class Matcher:
                 for part in chunks(len(images), batch)
             ]
         return together(parts)
+
+    def caption(
+        self, images: Pictures, options: GenerationOptions | None = None, batch: int = 16
+    ) -> list[list[Caption]]:
+        """Captions of I pictures, best first: I lists of at most `options.num` (one, unless options say more).
+
+        Raises: ValueError for a model without a text decoder, or options that make no sense.
+        """
+        from kiloword.generation.captioner import Captioner
+
+        captioner = Captioner(self.model, self.tokenizer)
+        self._check_images(images)
+        parts = (self._pixels(images[part], part.start) for part in chunks(len(images), batch))
+        return [captions for part in parts for captions in captioner.caption(part, options)]
 
     def classify(
         self, images: Features | Pictures, names: Sequence[str], templates: Templates = ("a photo of a {c}.",)

@@ -191,6 +191,37 @@ def embed(
 
 
 @app.command
+def caption(
+    model: Positional[str],
+    data: tuple[str, ...],
+    out: Path,
+    options: Annotated[GenerationOptions, arg(name="")] = GENERATE,
+    batch: int = 16,
+    workers: int = 0,
+    device: str = "auto",
+    precision: Literal["fp32", "bf16"] = "fp32",
+) -> None:
+    """Describe pictures: kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
+
+    By another's model: kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
+
+    Args:
+        model: model folder (coca, sycoca or any with +caption), or hf:FOLDER (BLIP, GIT, ... as transformers saves it).
+        data: what `train --data` takes; pictures need no captions.
+        out: parquet table (key, captions, scores) to write, for `train --extra-captions`; the same command again goes
+            on after an interruption.
+        options: how captions are found.
+        batch: pictures at a time.
+        workers: loader processes.
+        device: auto, cpu, cuda, cuda:N.
+        precision: of the computation.
+    """
+    from kiloword.generation.command import main as run
+
+    run(model, data, out, options, batch, workers, device, precision)
+
+
+@app.command
 def mine(
     data: Positional[tuple[str, ...]],
     side: Path,

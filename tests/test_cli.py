@@ -24,7 +24,7 @@ FLAGS = (
     "epochs samples batch micro chunk precision freeze init captions decoder weights together vocab bad_share seed "
     "workers device log_every save_every eval_every extend dry_run optim augment model"
 )
-VERBS = "train quickstart eval score embed mine data verify import methods sizes doctor"
+VERBS = "train quickstart eval score embed caption mine data verify import methods sizes doctor"
 
 
 def run(*words: object) -> None:

@@ -47,7 +47,9 @@ def name_of(source: Source, row: int) -> str:
 class Transform(Protocol):
     """From a stored picture to a tensor of one shape for all."""
 
-    size: int  # pixels a side
+    @property
+    def size(self) -> int:
+        """Pixels a side."""
 
     def __call__(self, image: bytes | Pixels) -> Tensor:
         """[3, size, size]. Raises BadSample for a picture that cannot be decoded."""

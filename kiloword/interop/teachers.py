@@ -58,7 +58,7 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32") -> Te
     folder = Path(name).expanduser()
     model, tokenizer = load_model(folder, device, precision)
     files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
-    return Ours(model, tokenizer, _digest(files))
+    return Ours(model, tokenizer, digest(files))
 
 
 class Ours:
@@ -129,7 +129,7 @@ class OpenClip(Foreign):
         given = open_clip.get_model_preprocess_cfg(model)
         super().__init__(given["mean"], given["std"], device, precision)
         self.size, self.resize = _preprocess(name, given)
-        self.fingerprint = _digest([weights], name)
+        self.fingerprint = digest([weights], name)
         model = model.to(device=device, dtype=self._kind).eval()
         tokenizer = _open_clip_tokenizer(name)
         self.images = model.encode_image
@@ -149,7 +149,7 @@ class Transformers(Foreign):
         found = read_folder(folder)
         super().__init__(found.mean, found.std, device, precision)
         self.size, self.resize = found.size, found.resize
-        self.fingerprint = _digest(found.files)
+        self.fingerprint = digest(found.files)
         model = CLIPModel.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
         model = model.to(device=device, dtype=self._kind).eval()
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -190,7 +190,7 @@ def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
             f"{weights} lacks weights of open_clip's {model_name} ({missing}): is it another model's file?"
         )
     model, tokenizer = assemble(imported, weights)
-    return Ours(model.to(device=device, dtype=_KINDS[precision]), tokenizer, _digest([weights], model_name))
+    return Ours(model.to(device=device, dtype=_KINDS[precision]), tokenizer, digest([weights], model_name))
 
 
 def _preprocess(name: str, given: dict[str, Any]) -> tuple[int, Resize]:
@@ -227,10 +227,10 @@ def _unit(features: Tensor) -> Tensor:
     return F.normalize(features.float(), dim=-1).cpu()
 
 
-def _digest(files: Sequence[Path], more: str = "") -> str:
+def digest(files: Sequence[Path], more: str = "") -> str:
     """Of the files' contents, in order."""
-    digest = hashlib.blake2b(more.encode(), digest_size=16)
+    found = hashlib.blake2b(more.encode(), digest_size=16)
     for path in files:
         with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "blake2b").digest())
-    return digest.hexdigest()
+            found.update(hashlib.file_digest(file, "blake2b").digest())
+    return found.hexdigest()

@@ -1,0 +1,215 @@
+"""A table of captions that is written part by part: each part is whole or not there, so that a run can go on.
+
+Files: `OUT.parts/captions.json` (`CaptionFile`) and `OUT.parts/part-00000.parquet` and on, each the pictures of `part`
+rows of the data; at last OUT, a parquet table with the columns key, captions (list of text, best first) and scores,
+whose metadata holds the `CaptionFile`; the parts go then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from kiloword.checkpoint import atomic, write_atomic, write_json
+from kiloword.data import keyed
+from kiloword.generation.options import GenerationOptions
+from kiloword.recipes import Settings, parse, read_config
+from kiloword.types import Skipped
+
+FILE = "captions.json"
+SCHEMA = pa.schema({"key": pa.string(), "captions": pa.list_(pa.string()), "scores": pa.list_(pa.float32())})
+_PART = SCHEMA.append(pa.field("content", pa.binary(16)))  # digest of the pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionFile(Settings):
+    """What captions were made of, and how."""
+
+    model: str  # as the user wrote it
+    model_fingerprint: str
+    precision: str  # that the model computed in
+    options: GenerationOptions
+    data: str  # as the user wrote it
+    fingerprint: str  # of the data
+    rows: int  # of the data, bad ones included
+    part: int  # rows a part
+    format: Literal["kiloword-captions-1"] = "kiloword-captions-1"
+
+    @property
+    def parts(self) -> int:
+        return -(-self.rows // self.part)
+
+
+# what must be equal for a table to be gone on with, and what a sentence says of it
+_SAME: dict[str, Callable[[CaptionFile], str]] = {
+    "model_fingerprint": lambda file: f"model {file.model} ({file.model_fingerprint[:16]})",
+    "fingerprint": lambda file: f"data {file.data} ({file.fingerprint[:16]})",
+    "precision": lambda file: f"precision {file.precision}",
+}
+
+
+@dataclass
+class Rows:
+    """The pictures of one part, while they come."""
+
+    keys: list[str] = field(default_factory=list)
+    contents: list[bytes] = field(default_factory=list)
+    captions: list[list[str]] = field(default_factory=list)
+    scores: list[list[float]] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+class CaptionWriter:
+    """The table of captions at a path, new, gone on with, or finished (then nothing is missing).
+
+    Errors: ValueError when there is something else, or captions of another model, of other data or by other options.
+    """
+
+    def __init__(self, out: Path, file: CaptionFile) -> None:
+        self.out, self.folder = out, out.with_name(out.name + ".parts")
+        self.file = self._open(file)
+        self._id = hashlib.blake2b(json.dumps(asdict(self.file), sort_keys=True).encode(), digest_size=16).hexdigest()
+        self._contents: dict[bytes, bytes] = {}  # of every key so far
+        self.skipped: list[Skipped] = []
+        self.repeated = 0  # rows whose key and picture came before
+        self.finished = out.exists()
+        numbers = range(0 if self.finished else self.file.parts)
+        self.missing = [number for number in numbers if not self._is_whole(number)]
+
+    def _open(self, file: CaptionFile) -> CaptionFile:
+        if self.out.exists():
+            there = _file_of(self.out)
+            _check_same(self.out, there, file)
+            return there
+        path = self.folder / FILE
+        if path.is_file():
+            there = read_config(path, CaptionFile)
+            _check_same(self.folder, there, file)
+            return there
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise ValueError(f"{self.folder} exists and holds no captions: choose another --out, or remove it.")
+        write_json(path, asdict(file))
+        return file
+
+    def rows_of(self, number: int) -> range:
+        """The rows of the data that a part holds."""
+        return range(number * self.file.part, min((number + 1) * self.file.part, self.file.rows))
+
+    def _is_whole(self, number: int) -> bool:
+        """Takes note of the keys and bad rows of a part that is there and whole."""
+        try:
+            table = self._read(number)
+            meta = json.loads((table.schema.metadata or {})[b"kiloword"])
+        except (OSError, pa.ArrowException, KeyError, ValueError):
+            return False
+        if meta["table"] != self._id:
+            return False
+        keys = (keyed.raw(key) for key in table.column("key").to_pylist())
+        self._contents.update(zip(keys, table.column("content").to_pylist(), strict=True))
+        self.skipped += [Skipped(*one) for one in meta["skipped"]]
+        self.repeated += meta["repeated"]
+        return True
+
+    def _read(self, number: int) -> pa.Table:
+        return pq.read_table(self._path(number), page_checksum_verification=True, use_threads=False)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}.parquet"
+
+    def is_new(self, key: str, content: bytes) -> bool:
+        """Whether a row's key comes for the first time.
+
+        Args: content: see `content_of`. Raises: ValueError when the key came before with another picture.
+        """
+        raw = keyed.raw(key)
+        known = self._contents.get(raw)
+        if known is None:
+            self._contents[raw] = content
+            return True
+        if known != content:
+            raise ValueError(
+                f"two pictures of {self.file.data} have the key {key!r}. Captions are joined by key: give each picture "
+                "a key of its own, or describe and train on one source at a time."
+            )
+        return False
+
+    def write(self, number: int, rows: Rows) -> None:
+        """One part, all of it or nothing. Errors: ValueError when it cannot be written."""
+        repeated = len(self.rows_of(number)) - len(rows.skipped) - len(rows.keys)
+        skipped = [[one.row, one.key, one.reason] for one in rows.skipped]
+        meta = {"table": self._id, "skipped": skipped, "repeated": repeated}
+        columns = {"key": rows.keys, "captions": rows.captions, "scores": rows.scores, "content": rows.contents}
+        table = pa.table(columns, schema=_PART.with_metadata({"kiloword": json.dumps(meta)}))
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer, write_page_checksum=True)
+        write_atomic(self._path(number), buffer.getvalue())
+        self.skipped += rows.skipped
+        self.repeated += repeated
+
+    def finish(self) -> tuple[int, int]:
+        """Put the parts together; returns numbers of pictures and captions. Raises: ValueError when there are none."""
+        if not self.finished:
+            if not self._contents:
+                why = f", the first because: {self.skipped[0].reason}" if self.skipped else ""
+                raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable picture{why}.")
+            schema = SCHEMA.with_metadata({"kiloword": json.dumps(asdict(self.file))})
+            with atomic(self.out) as file, pq.ParquetWriter(file, schema) as table:
+                for part in self._tables():
+                    table.write_table(part.cast(schema))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with pq.ParquetFile(self.out) as whole:
+            batches = whole.iter_batches(columns=["captions"])
+            return whole.metadata.num_rows, sum(len(batch.column(0).flatten()) for batch in batches)
+
+    def _tables(self) -> Iterator[pa.Table]:
+        """Of parts that hold pictures."""
+        for number in range(self.file.parts):
+            table = self._read(number).select(SCHEMA.names)
+            if len(table):
+                yield table
+
+
+def content_of(image: Tensor) -> bytes:
+    """A digest of a prepared picture."""
+    return hashlib.blake2b(image.contiguous().numpy().data, digest_size=16).digest()
+
+
+def _file_of(path: Path) -> CaptionFile:
+    """What a finished table says it was made of. Raises: ValueError for anything else."""
+    try:
+        meta = pq.read_schema(path).metadata or {}
+        return parse(json.loads(meta[b"kiloword"]), CaptionFile)
+    except (OSError, pa.ArrowException, KeyError, ValueError):
+        raise ValueError(f"{path} exists and is no table of captions: choose another --out, or remove it.") from None
+
+
+def _check_same(path: Path, there: CaptionFile, new: CaptionFile) -> None:
+    for name, say in _SAME.items():
+        if getattr(there, name) != getattr(new, name):
+            _refuse(path, say(there), say(new))
+    for option in fields(GenerationOptions):
+        old, now = (getattr(file.options, option.name) for file in (there, new))
+        if old != now:
+            _refuse(path, f"{option.name} {old}", f"{option.name} {now}")
+
+
+def _refuse(path: Path, there: str, here: str) -> None:
+    raise ValueError(
+        f"{path} holds other captions: there {there}, here {here}. Choose another --out, or remove what is there."
+    )
+
+
+def columns(found: Sequence[Sequence[tuple[str, float]]]) -> tuple[list[list[str]], list[list[float]]]:
+    """Texts and scores of n pictures, empty texts left out."""
+    kept = [[(text, score) for text, score in some if text] for some in found]
+    return [[text for text, _ in some] for some in kept], [[score for _, score in some] for some in kept]

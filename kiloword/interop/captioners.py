@@ -1,0 +1,210 @@
+"""What describes pictures for `kiloword caption`: a model of ours, or an image-to-text model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from kiloword.data.decode import Pixels, decode
+from kiloword.data.reading import Transform
+from kiloword.data.transforms import EvalTransform
+from kiloword.device import choose
+from kiloword.generation.captioner import Captioner
+from kiloword.generation.options import GenerationOptions
+from kiloword.interop.compat import torchvision_ready
+from kiloword.interop.teachers import digest
+
+Scored = tuple[str, float]
+"""A caption and its score: log probability / tokens^length_penalty."""
+
+_KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Describer(Protocol):
+    """What describes pictures."""
+
+    fingerprint: str  # changes when the weights change
+
+    @property
+    def transform(self) -> Transform:
+        """How a picture is prepared, in the loader's workers."""
+
+    def check(self, options: GenerationOptions) -> None:
+        """Errors: ValueError for options that it cannot follow."""
+
+    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
+        """At most `num` different captions of n prepared pictures [n, 3, size, size], best first.
+
+        Args: keys: the pictures' names, which draws depend on.
+        """
+
+
+def open_captioner(name: str, device: str = "auto", precision: str = "fp32") -> Describer:
+    """The captioner that `name` names; nothing is downloaded.
+
+    Args: name: a model folder of ours, or `hf:FOLDER` with an image-to-text model as transformers saves it; precision
+    that it computes in, "fp32" or "bf16".
+    Errors: ValueError when something is missing, damaged or unknown, or the model cannot write.
+    """
+    if precision not in _KINDS:
+        raise ValueError(f"precision is {precision!r}: expected {' or '.join(_KINDS)}.")
+    device = choose(device)
+    kind, _, rest = name.partition(":")
+    if kind == "hf":
+        return Transformers(Path(rest).expanduser(), device, precision)
+    from kiloword.checkpoint import load_model
+
+    folder = Path(name).expanduser()
+    captioner = Captioner(*load_model(folder, device, precision))
+    return Ours(captioner, digest([folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]))
+
+
+class Ours:
+    """A model of ours."""
+
+    def __init__(self, captioner: Captioner, fingerprint: str) -> None:
+        self.captioner, self.fingerprint = captioner, fingerprint
+
+    @property
+    def transform(self) -> Transform:
+        config = self.captioner.model.config
+        return EvalTransform(config.image.size, config.preprocess.resize)
+
+    def check(self, options: GenerationOptions) -> None:
+        options.check()
+        self.captioner.rules(options)
+
+    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
+        found = self.captioner.caption(images, options, keys)
+        return [[(caption.text, caption.score) for caption in some] for some in found]
+
+
+class Transformers:
+    """A captioner (BLIP, GIT, ...) in a local folder as transformers saves it, by transformers itself (extra "hf").
+
+    Pictures are prepared by its own processor and written about by its own `generate`.
+    """
+
+    def __init__(self, folder: Path, device: str, precision: str) -> None:
+        files = _files(folder)
+        torchvision_ready()
+        try:
+            from transformers import (  # type: ignore[import-not-found, unused-ignore]
+                AutoModelForImageTextToText,
+                AutoProcessor,
+            )
+        except ImportError:
+            raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
+        try:
+            self._model = AutoModelForImageTextToText.from_pretrained(
+                str(folder), local_files_only=True, use_safetensors=True
+            )
+            processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{folder} holds no captioner that transformers can open: {error}"[:300]) from None
+        self._kind, self._device = _KINDS[precision], device
+        self._model = self._model.to(device=device, dtype=self._kind).eval()
+        self._decode = getattr(processor, "tokenizer", processor).batch_decode
+        self.transform: Transform = _prepare(folder, getattr(processor, "image_processor", processor))
+        self.fingerprint = digest(files)
+
+    def check(self, options: GenerationOptions) -> None:
+        options.check()
+        if options.method == "nucleus":
+            raise ValueError(
+                "nucleus is for models of ours: transformers draws from one generator for a whole batch, so that a "
+                "resumed run would differ. Choose greedy or beam."
+            )
+
+    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
+        with torch.inference_mode():
+            found = self._model.generate(
+                pixel_values=images.to(device=self._device, dtype=self._kind), **arguments(options)
+            )
+            scores = _scores(self._model, found, options)
+        texts = [text.strip() for text in self._decode(found.sequences, skip_special_tokens=True)]
+        several = len(texts) // len(images)
+        ranked = [list(zip(texts, scores, strict=True))[n : n + several] for n in range(0, len(texts), several)]
+        return [_distinct(some)[: options.num] for some in ranked]
+
+
+def arguments(options: GenerationOptions) -> dict[str, Any]:
+    """Our options in the words of transformers' `generate`; a longest of 0 leaves what the model's own settings say."""
+    given: dict[str, Any] = {
+        "do_sample": False,
+        "num_beams": 1,
+        "min_new_tokens": options.shortest,
+        "no_repeat_ngram_size": options.no_repeat,
+        "return_dict_in_generate": True,
+        "output_scores": options.method == "greedy",  # a beam search knows its own; all steps' scores are large
+    }
+    if options.longest:
+        given["max_new_tokens"] = options.longest - 1
+    if options.method == "beam":
+        given |= {
+            "num_beams": options.beams,
+            "num_return_sequences": options.beams,
+            "length_penalty": options.length_penalty,
+            "early_stopping": "never" if options.exact else False,
+        }
+    return given
+
+
+def _scores(model: Any, found: Any, options: GenerationOptions) -> list[float]:
+    """Of every sequence: a beam search's own; one beam's are put together from the tokens'."""
+    own = getattr(found, "sequences_scores", None)
+    if own is not None:
+        return [float(x) for x in own]
+    logprob = model.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
+    said = torch.isfinite(logprob)
+    return [float(x) for x in logprob.where(said, 0).sum(1) / said.sum(1).clamp(min=1) ** options.length_penalty]
+
+
+def _distinct(captions: Sequence[Scored]) -> list[Scored]:
+    """The first of each wording."""
+    kept: dict[str, float] = {}
+    for text, score in captions:
+        kept.setdefault(text, score)
+    return list(kept.items())
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """A picture as a processor of transformers makes it: [3, size, size]."""
+
+    processor: Any
+    size: int
+
+    def __call__(self, image: bytes | Pixels) -> Tensor:
+        """Raises BadSample for a picture that cannot be decoded."""
+        return pixels(self.processor, Image.fromarray(decode(image)))
+
+
+def pixels(processor: Any, picture: Image.Image) -> Tensor:
+    """[3, H, W]."""
+    found: Tensor = processor(images=picture, return_tensors="pt")["pixel_values"][0]
+    return found
+
+
+def _prepare(folder: Path, processor: Any) -> Prepare:
+    """Raises: ValueError for a processor that does not make one square of every picture."""
+    shapes = {tuple(pixels(processor, Image.new("RGB", size)).shape) for size in ((64, 48), (31, 97))}
+    shape = shapes.pop()
+    if shapes or len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2]:
+        raise ValueError(f"the processor in {folder} makes pictures of {shape}. Expected one square, [3, size, size].")
+    return Prepare(processor, shape[1])
+
+
+def _files(folder: Path) -> list[Path]:
+    """What decides the captions. Raises: ValueError when the folder is none that transformers wrote."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"there is no {folder / 'config.json'}: expected a folder that save_pretrained wrote.")
+    if not list(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
+    return sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".txt", ".model"))
