@@ -85,13 +85,14 @@ def labels(models: Sequence[str]) -> list[str]:
 def _print(task: str, found: Mapping[str, Found]) -> None:
     brief = getattr(import_module(evaluation.TASKS[task]), "brief", None)
     width = max(10, *map(len, found))
-    if len(found) > 1:
-        print(" " * 36, *(f"{name:>{width}s}" for name in found))
     names = dict.fromkeys(name for values in found.values() for name in values)
+    first = max(36, *map(len, names))
+    if len(found) > 1:
+        print(" " * first, *(f"{name:>{width}s}" for name in found))
     for name in names:
         if brief is None or brief(name):
             shown = (number(values[name]) if name in values else "-" for values in found.values())
-            print(f"{name:36s}", *(f"{value:>{width}s}" if len(found) > 1 else value for value in shown))
+            print(f"{name:{first}s}", *(f"{value:>{width}s}" if len(found) > 1 else value for value in shown))
 
 
 def number(value: float) -> str:

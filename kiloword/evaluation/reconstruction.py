@@ -1,0 +1,191 @@
+"""Whether a model paints hidden patches better from the right caption: `kiloword eval MODEL reconstruction`.
+
+Text-guided masked pictures (arXiv:2401.02137, section 3.2), judged as they were trained: by the L1 of hidden patches.
+The paper has no such numbers; that the right caption is the best guide is what its term is for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kiloword import masked_images, masking
+from kiloword.data.loader import EvalBatch, eval_batches
+from kiloword.draw import key, uniform
+from kiloword.evaluation.features import inference
+from kiloword.evaluation.reconstruction_page import SHOWN, Example, report
+from kiloword.evaluation.wrong_captions import wrong_captions
+from kiloword.reconstruct import fill, mean_colour, mim_settings, reconstruct, speaks_of
+from kiloword.towers.image import unfold
+from kiloword.types import Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+__all__ = ["report", "run"]
+
+MASKS = ("attentive", "random")
+GUIDES = ("right", "wrong", "none")
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    batch: int = 64,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+    shown: dict[str, Any] | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Yield, for masks "attentive" and "random", what hidden patches lose by the right caption, a wrong one and none.
+
+    `reconstruction_l1_right@MASK`, `_wrong`, `_none`: mean over pictures of the L1 of their hidden patches, in
+    normalised pixels; `_mean_colour`: of the patches that are seen; `_mean_picture`: this data's mean at each pixel.
+    `right_beats_wrong@MASK`: share of pictures, a tie is half of one; `wrong_minus_right@MASK`: the mean difference,
+    `wrong_minus_right_se@MASK`: its standard error; so for none. A picture's patches are hidden alike for all of these,
+    as many as in training: those that its right caption speaks of most, or random ones by its row.
+
+    The right caption is a picture's first, a wrong one another picture's (see `wrong_captions`). A model trained
+    without text paints the same whatever is said: it has `_none` alone. One trained on pixels less each patch's mean
+    is given mean and deviation of the true patches, and beside it stands `_own_mean`: that mean alone.
+
+    Raises: ValueError for a model without an image decoder, and for data without two pictures that differ in captions.
+    """
+    judge = Judge(matcher)
+    bad = [] if skipped is None else skipped
+    wrong, mean = _known(judge, source, batch, workers, bad)
+    for part in judge.read(source, batch, workers):
+        places = [n for n, row in enumerate(part.rows) if row in wrong]
+        if places:
+            judge.add(source, part, places, [wrong[part.rows[n]] for n in places], mean)
+    if shown is not None:
+        shown.update(examples=judge.examples, norm_pix=judge.settings.norm_pix, truth=hasattr(source, "relevance"))
+    yield "pictures", float(len(wrong))
+    for mask in judge.losses:
+        yield from values(judge.losses[mask], mask)
+
+
+def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, float]]:
+    """The metrics of one kind of mask. Args: losses of every picture, by what its patches were painted from."""
+    for name, each in losses.items():
+        yield f"reconstruction_l1_{name}@{mask}", math.fsum(each) / len(each)
+    if "right" not in losses:
+        return
+    for other in ("wrong", "none"):
+        more = torch.tensor(losses[other], dtype=torch.float64) - torch.tensor(losses["right"], dtype=torch.float64)
+        yield f"right_beats_{other}@{mask}", float((more > 0).double().mean() + 0.5 * (more == 0).double().mean())
+        yield f"{other}_minus_right@{mask}", float(more.mean())
+        if len(more) > 1:
+            yield f"{other}_minus_right_se@{mask}", float(more.std()) / math.sqrt(len(more))
+
+
+def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Skipped]) -> tuple[dict[int, str], Tensor]:
+    """What a first reading tells: a wrong caption of each row, and the mean picture [3, H, W], 0 to 255."""
+    rows: list[int] = []
+    names: list[str] = []
+    captions: list[list[str]] = []
+    total = torch.zeros((), dtype=torch.float64)
+    for part in judge.read(source, batch, workers):
+        bad += part.skipped
+        for row, name, own, image in zip(part.rows, part.keys, part.captions, part.images, strict=True):
+            if not own:
+                bad.append(Skipped(row, name, "no caption"))
+                continue
+            rows.append(row)
+            names.append(name)
+            captions.append(own)
+            total = total + image
+    wrong = wrong_captions(source, rows, captions)
+    named = zip(rows, names, strict=True)
+    bad += [Skipped(row, name, "no other's caption is wrong of it") for row, name in named if row not in wrong]
+    if not wrong:
+        raise ValueError(
+            f"{source.name}: of its {len(rows)} pictures with captions none has a wrong one among the others'; "
+            "expected at least two pictures whose captions differ."
+        )
+    return wrong, total / len(rows)
+
+
+@dataclass(frozen=True)
+class Painted:
+    """A batch of pictures with hidden patches, painted from several guides."""
+
+    images: Tensor  # uint8 [n, 3, H, W]
+    hidden: Tensor  # [n, m]
+    pixels: dict[str, Tensor]  # [n, m, 3 * patch^2] by guide, normalised
+    losses: dict[str, Tensor]  # [n] by guide, and by baseline
+
+
+class Judge:
+    """A model that paints pictures, what they lost so far, and a few of them."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.settings = mim_settings(matcher)
+        self.matcher, self.model = matcher, matcher.model
+        self.losses: dict[str, dict[str, list[float]]] = {mask: {} for mask in MASKS}  # by mask, then guide: [pictures]
+        self.examples: list[Example] = []
+
+    def read(self, source: Source, batch: int, workers: int) -> Iterator[EvalBatch]:
+        config = self.model.config
+        return eval_batches(source, config.image.size, config.preprocess.resize, batch, workers)
+
+    def add(self, source: Source, part: EvalBatch, places: list[int], wrong: list[str], mean: Tensor) -> None:
+        """Paint some pictures of a batch, each from its right caption, a wrong one and none."""
+        device = next(self.model.parameters()).device
+        right = [part.captions[n][0] for n in places]
+        seeds = torch.tensor([key(source.fingerprint, "reconstruction", part.rows[n]) for n in places])
+        for mask in self.losses:
+            with inference(self.model):
+                done = self.paint(part.images[places].to(device), right, wrong, seeds.to(device), mask, mean.to(device))
+            for name, values_ in done.losses.items():
+                self.losses[mask].setdefault(name, []).extend(values_.double().tolist())
+            room = SHOWN - sum(example.mask == mask for example in self.examples)
+            self.examples += [self.example(done, n, mask, right[n], wrong[n]) for n in range(min(room, len(right)))]
+
+    def paint(
+        self, images: Tensor, right: Sequence[str], wrong: Sequence[str], seeds: Tensor, mask: str, mean: Tensor
+    ) -> Painted:
+        """Images uint8 [n, 3, H, W]; seeds [n] of random masks; mean: the mean picture."""
+        model, config = self.model, self.model.config
+        said = dict(zip(GUIDES, (right, wrong, [""] * len(right)), strict=True))
+        guides = {k: self.matcher.tokenizer.encode(v, config.text).to(images.device) for k, v in said.items()}
+        patches = (config.image.size // config.image.patch) ** 2
+        if mask == "attentive":
+            scored = speaks_of(model, images, guides["right"], self.settings)
+        else:
+            scored = uniform(seeds, "reconstruction.mask", patches)
+        hidden = masking.chosen(scored, masking.number(self.settings.mim_share, patches, "mim_share"), most=True)
+        used = guides if self.settings.guide == "text" else {"none": guides["none"]}
+        pixels = dict(zip(used, reconstruct(model, images, hidden, list(used.values()), self.settings), strict=True))
+        target = masked_images.pixels(model, images, hidden, norm_pix=False)
+        every = {**pixels, **self.baselines(images, hidden, target, mean)}
+        losses = {name: masked_images.distance(one, target).mean(1) for name, one in every.items()}
+        return Painted(images, hidden, pixels, losses)
+
+    def baselines(self, images: Tensor, hidden: Tensor, target: Tensor, mean: Tensor) -> dict[str, Tensor]:
+        """What needs no model: [n, m, 3 * patch^2], or what broadcasts to it."""
+        patch, std = self.model.config.image.patch, self.model.std.float()
+        everywhere = unfold(((mean.float() / 255 - self.model.mean.float()) / std)[None], patch)[0]
+        found = {
+            "mean_colour": mean_colour(self.model.normalise(images).float(), hidden, patch),
+            "mean_picture": everywhere[hidden],
+        }
+        return {**found, "own_mean": target.mean(-1, keepdim=True)} if self.settings.norm_pix else found
+
+    def example(self, done: Painted, n: int, mask: str, right: str, wrong: str) -> Example:
+        """Picture n of a batch, as the page shows it."""
+        one = slice(n, n + 1)
+        filled = {
+            name: fill(self.model, done.images[one], done.hidden[one], pixels[one])[0].permute(1, 2, 0).cpu().numpy()
+            for name, pixels in done.pixels.items()
+        }
+        original = done.images[n].permute(1, 2, 0).cpu().numpy()
+        losses = {name: float(done.losses[name][n]) for name in done.pixels}
+        side = self.model.config.image.size // self.model.config.image.patch
+        hidden = masking.as_bool(done.hidden[one], side * side)[0].view(side, side).cpu().numpy()
+        return Example(mask, original, hidden, filled, losses, right, wrong)

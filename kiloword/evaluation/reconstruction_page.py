@@ -1,0 +1,97 @@
+"""The page of the task `reconstruction`: its numbers, and pictures beside what was painted of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kiloword.evaluation.command import number
+from kiloword.report import card, page, paragraph, table
+from kiloword.report.covered import covered
+from kiloword.report.overlay import Pixels
+from kiloword.report.parts import Cell
+
+SHOWN = 8  # pictures a kind of mask
+NAMES = {"right": "its caption", "wrong": "a wrong caption", "none": "no caption"}
+MASKS = {
+    "attentive": "What the right caption speaks of most is hidden",
+    "random": "Random patches are hidden",
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One picture with hidden patches, painted from several guides."""
+
+    mask: str
+    original: Pixels  # [H, W, 3]
+    hidden: npt.NDArray[np.bool_]  # [rows, columns] of patches
+    painted: Mapping[str, Pixels]  # by guide; the seen patches are the original's
+    losses: Mapping[str, float]  # L1 by guide
+    right: str
+    wrong: str
+
+
+def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page of one or several models."""
+    sections = [(title, _numbers(found, mask)) for mask, title in MASKS.items()]
+    for model, drawn in shown.items():
+        for mask, title in MASKS.items():
+            cards = [_card(example) for example in drawn["examples"] if example.mask == mask]
+            of = f" – {model}" if len(shown) > 1 else ""
+            sections.append((f"Pictures{of}: {title[0].lower()}{title[1:]}", "".join([_about(drawn), *cards])))
+    return page("Painting hidden patches", _intro(data, shown), sections)
+
+
+def _intro(data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+    truth = any(drawn["truth"] for drawn in shown.values())
+    wrong = "another picture's caption, false of this one" if truth else "another picture's caption"
+    return (
+        f"Some patches of each picture of {data} are hidden, and the model paints them from the other patches and a "
+        "caption. If it reads captions, the right one makes it paint better than a wrong one "
+        f"({wrong}) and than none (the empty caption). The same patches are hidden for all three.\n\n"
+        "L1 is the mean absolute difference over the hidden patches, in pixels of mean 0 and deviation 1 as the model "
+        "gets them; less is better."
+    )
+
+
+def _numbers(found: Mapping[str, Mapping[str, float]], mask: str) -> str:
+    rows: list[list[Cell]] = []
+    for model, values in found.items():
+        at = {name.removesuffix(f"@{mask}"): value for name, value in values.items() if name.endswith(f"@{mask}")}
+        losses = [at.get(f"reconstruction_l1_{name}") for name in (*NAMES, "mean_colour", "mean_picture")]
+        rows.append([model, *losses])
+    head = ["L1", *NAMES.values(), "mean colour seen", "mean picture"]
+    pairs = [_compared(model, values, other, mask) for model, values in found.items() for other in ("wrong", "none")]
+    known = [pair for pair in pairs if pair]
+    head_of_pairs = ["picture by picture", "against", "right is better in", "L1 more than by right", "± standard error"]
+    unread = "" if known else paragraph("Trained without text: it paints the same whatever the caption.")
+    return table(rows, head, digits=4) + (table(known, head_of_pairs) if known else unread)
+
+
+def _compared(model: str, values: Mapping[str, float], other: str, mask: str) -> list[Cell]:
+    """Right caption against another guide; nothing where the model does not read."""
+    if f"right_beats_{other}@{mask}" not in values:
+        return []
+    more, error = values[f"{other}_minus_right@{mask}"], values.get(f"{other}_minus_right_se@{mask}")
+    beats = f"{values[f'right_beats_{other}@{mask}']:.1%}"
+    return [model, NAMES[other], beats, number(more), None if error is None else number(error)]
+
+
+def _about(drawn: Mapping[str, Any]) -> str:
+    said = "The first pictures of the data. Only hidden patches are painted; all others are the original's."
+    if drawn["norm_pix"]:
+        said += (
+            " This model paints patterns without level and contrast: mean and deviation are those of the true patch."
+        )
+    return paragraph(said)
+
+
+def _card(example: Example) -> str:
+    pictures = [(example.original, "original"), (covered(example.original, example.hidden), "hidden")]
+    pictures += [(one, f"{NAMES[name]}: {example.losses[name]:.3f}") for name, one in example.painted.items()]
+    return card(pictures, [f"a wrong caption: “{example.wrong}”"], strong=f"“{example.right}”")

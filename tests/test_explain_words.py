@@ -1,0 +1,179 @@
+"""Where a decoder looks for each word, against the attention itself, written out; captions of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from kiloword.api import Matcher
+from kiloword.captioning import caption_loss
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.explain_words import END, explain_words, log_chances, words_of
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.recipes import HeadConfig, ImageConfig, sizes
+from kiloword.towers.decoder import TextDecoder
+from kiloword.towers.text import packing_of
+from kiloword.types import Texts
+
+CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle", ""]
+IMAGE = ImageConfig(size=48, patch=16, width=32, depth=2, heads=2, mlp=64)  # 1 + 9 tokens
+
+
+def matcher(method: str = "coca", settings: dict[str, Any] | None = None, **head: Any) -> Matcher:
+    config = replace(sizes()["debug"], image=IMAGE, head=replace(HeadConfig(dim=16, pool_heads=2), **head))
+    made = preset(method, settings or {})
+    return Matcher(build(config, made, seed=1), Tokenizer.train(CAPTIONS[:2] * 3, 300), made)
+
+
+def pixels(n: int = 2) -> Tensor:
+    return torch.randint(256, (n, 3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
+
+
+def literal(model: Matcher, image: Tensor, caption: str, layers: str) -> tuple[Tensor, Tensor]:
+    """One picture, one caption, head by head: attention [L, 9] of every predicting place, log chances [L]."""
+    m, decoder = model.model, model.model.more["text_decoder"]
+    assert isinstance(decoder, TextDecoder)
+    texts = model.tokenizer.encode([caption], m.config.text)
+    end = len(texts.ids) - len(m.config.text.extra_tokens)
+    x = m.text_tower(texts)[: end - 1]
+    patches = m.image_tokens(image[None])[0]
+    memory, pool = patches, torch.eye(10)
+    if m.config.head.image_pool == "attentional":
+        memory = m.memory(patches[None])[0]
+        own: Any = m.head.pooling
+        attention = own.image_pool.attentional.attention
+        queries = own.image_pool.attentional.norm_query(own.image_pool.attentional.probes[1:])
+        pool = heads(attention.q(queries), attention.kv(patches)[:, : queries.shape[1]], attention.heads)
+    looks = []
+    for layer in decoder.layers:
+        part: Any = layer
+        whole = Texts(texts.ids[: end - 1], torch.tensor([0, end - 1]), end - 1)
+        packing = packing_of(whole, x.dtype)
+        x = part.own(x, packing, True)
+        cross = part.cross
+        keys = cross.attention.kv(cross.norm_memory(memory))[:, : x.shape[1]]
+        looks.append(heads(cross.attention.q(cross.norm1(x)), keys, cross.attention.heads) @ pool)
+        x = cross(x, cross.keys(memory[None]), packing)
+    log_p = (decoder.norm(x) @ decoder.table(m.text_tower.tokens).T).log_softmax(-1)
+    chosen = log_p[torch.arange(end - 1), texts.ids[1:end]]
+    return (looks[-1] if layers == "last" else sum(looks) / len(looks))[:, 1:], chosen  # type: ignore[index]
+
+
+def heads(q: Tensor, k: Tensor, n: int) -> Tensor:
+    """Mean over heads of softmax(q k^T / sqrt(d)): [L, M]."""
+    d = q.shape[1] // n
+    parts = [(q[:, h * d : h * d + d] @ k[:, h * d : h * d + d].T / d**0.5).softmax(-1) for h in range(n)]
+    return sum(parts) / n  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("layers", ["last", "mean"])
+@pytest.mark.parametrize(
+    ("method", "head"),
+    [("coca", {}), ("coca", {"image_pool": "attentional", "pool_queries": 5}), ("llip+caption", {})],
+)
+def test_maps_are_the_attention_written_out(method: str, head: dict[str, Any], layers: Any) -> None:
+    model = matcher(method, {"k": 1} if "llip" in method else None, **head)
+    with torch.no_grad():
+        found = explain_words(model, pixels(), CAPTIONS[:3], layers)
+        for i, row in enumerate(found):
+            for caption, maps in zip(CAPTIONS, row, strict=False):
+                looks, log_p = literal(model, pixels()[i], caption, layers)
+                ids = model.tokenizer.encode([caption], model.model.config.text).ids.tolist()
+                groups = words_of(model.tokenizer, ids[1 : 1 + len(looks) - 1])
+                assert maps.words == [*caption.split(), END]
+                for n, places in enumerate([*(places for _, places in groups), [len(looks) - 1]]):
+                    own = torch.stack([looks[place] / looks[place].sum() for place in places]).mean(0)
+                    torch.testing.assert_close(maps.maps[n], own)
+                    torch.testing.assert_close(maps.on_patches[n], looks[places].sum(1).mean())
+                    torch.testing.assert_close(maps.chances[n], log_p[places].sum().exp())
+                torch.testing.assert_close(maps.maps.sum(1), torch.ones(len(maps.words)))
+    assert not torch.allclose(found[0][0].maps[0], found[1][0].maps[0], rtol=1e-3)
+
+
+def test_reading_is_one_place_later() -> None:
+    model = matcher()
+    with torch.no_grad():
+        looks, _ = literal(model, pixels()[0], "red", "last")
+    (written,) = explain_words(model, pixels(1), ["red"])[0]
+    (read,) = explain_words(model, pixels()[:1], ["red"], when="reading")[0]
+    assert read.words == written.words == ["red", END]
+    shares = looks / looks.sum(1, keepdim=True)
+    ids = model.tokenizer.encode(["red"], model.model.config.text).ids
+    torch.testing.assert_close(read.maps[0], shares[1 : len(ids) - 1].mean(0))
+    torch.testing.assert_close(read.maps[1], shares[-1])
+
+
+def test_chances_are_those_of_the_caption_loss() -> None:
+    model = matcher()
+    m, decoder = model.model, model.model.more["text_decoder"]
+    assert isinstance(decoder, TextDecoder)
+    with torch.no_grad():
+        texts = model.tokenizer.encode(CAPTIONS, m.config.text)
+        tokens, keys = m.text_tower(texts), decoder.remember(m.image_tokens(pixels(4)))
+        log_p, packing = log_chances(m, decoder, texts, tokens, keys)
+        expected = caption_loss(decoder, m, texts, tokens, keys, len(m.config.text.extra_tokens), 0.0)
+    torch.testing.assert_close(-log_p.sum(), expected)
+    assert len(log_p) == len(packing.text)
+    (row,) = explain_words(model, pixels(4)[:1], CAPTIONS[:1])
+    torch.testing.assert_close(row[0].chances.log().sum(), log_p[packing.text == 0].sum())
+
+
+def test_captions_of_every_kind(tmp_path: Path) -> None:
+    """None of the training words, one word, no word, too many; pictures of odd sizes and colours."""
+    model = matcher()
+    Image.new("L", (500, 9), 90).save(tmp_path / "wide.png")
+    Image.fromarray(np.zeros((3, 2, 3), np.uint8)).save(tmp_path / "tiny.png")
+    captions = ["naïve, 日本!", "x", "", "word " * 200]
+    found = explain_words(model, [tmp_path / "wide.png", tmp_path / "tiny.png"], captions)
+    assert [len(row) for row in found] == [4, 4]
+    assert found[0][0].words == ["naïve,", "日本!", END]
+    assert found[0][1].words == ["x", END]
+    assert found[0][2].words == [END]
+    assert 5 < len(found[0][3].words) < model.model.config.text.context
+    for row in found:
+        for maps in row:
+            assert maps.maps.shape == (len(maps.words), 9)
+            torch.testing.assert_close(maps.maps.sum(1), torch.ones(len(maps.words)))
+            assert ((maps.chances >= 0) & (maps.chances <= 1)).all()
+
+
+def test_words_keep_all_tokens_in_order() -> None:
+    tokenizer = Tokenizer.train(["a red circle"] * 3, 300)
+    config = sizes()["debug"].text
+    for caption in ("a  red\tcircle", "réd", " é日 ", "a.b , c", "🦓 zebra"):
+        ids = tokenizer.encode([caption], config).ids.tolist()[1:-1]
+        groups = words_of(tokenizer, ids)
+        assert [n for _, tokens in groups for n in tokens] == list(range(len(ids))), caption
+        assert [word for word, _ in groups] == caption.split()
+    assert words_of(tokenizer, []) == []
+
+
+def test_models_that_do_not_write_are_refused() -> None:
+    plain = Matcher(build(sizes()["debug"], preset("clip"), seed=1), Tokenizer.train(CAPTIONS, 300))
+    image = torch.zeros(1, 3, *[plain.model.config.image.size] * 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="no text decoder"):
+        explain_words(plain, image, ["a"])
+    with pytest.raises(ValueError, match="no texts"):
+        explain_words(matcher(), pixels(), [])
+    with pytest.raises(ValueError, match=r"expected torch\.uint8"):
+        explain_words(matcher(), pixels().float(), ["a"])
+    answers = matcher()
+    answers.model.more["fuser"] = torch.nn.Identity()
+    with pytest.raises(ValueError, match="answers questions"):
+        explain_words(answers, pixels(), ["a"])
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = matcher()
+    model.model.train()
+    explain_words(model, pixels(), CAPTIONS)
+    assert model.model.training
+    assert not any(part._forward_pre_hooks for part in model.model.modules())

@@ -1,0 +1,150 @@
+"""Grad-CAM against its definition, with gradients by finite differences, and its two targets and all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kiloword.api import Matcher
+from kiloword.captioning import caption_loss
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.gradcam import gradcam
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.recipes import HeadConfig, ImageConfig, sizes
+from kiloword.towers.decoder import TextDecoder
+
+CAPTIONS = ["a red circle", "two blue squares", ""]
+IMAGE = ImageConfig(size=16, patch=8, width=8, depth=2, heads=2, mlp=16)  # 1 + 4 tokens
+
+
+def matcher(method: str = "coca", pool: str = "mean", **image: Any) -> Matcher:
+    config = replace(
+        sizes()["debug"], image=replace(IMAGE, **image), head=HeadConfig(dim=16, image_pool=pool, pool_heads=2)
+    )
+    made = preset(method)
+    return Matcher(build(config, made, seed=1).double(), Tokenizer.train(CAPTIONS[:2] * 3, 300), made)
+
+
+def pixels(n: int = 2) -> Tensor:
+    return torch.randint(256, (n, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
+
+
+def stages(model: Matcher, image: Tensor, layer: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A layer's patches [P, W] of one picture, and what the tower makes of others in their place: [1, E + P, W]."""
+    tower = model.model.image_tower
+    images = model.model.normalise(image[None])
+
+    def rest(tokens: Tensor, blocks: int) -> Tensor:
+        for block in list(tower.blocks)[blocks:]:
+            tokens = block(tokens)
+        return tower.norm(tokens)
+
+    if layer == 0:
+        patches = tower._patches(images, None, None)
+
+        def begin(a: Tensor) -> Tensor:
+            first = tower.class_token + tower.positions[0]
+            x = torch.cat([first[None], a + tower.positions[1:]])[None]
+            return rest(x if tower.pre_norm is None else tower.pre_norm(x), 0)
+
+        return patches[0], begin
+    x = tower._embed(images, None, None)
+    x = x if tower.pre_norm is None else tower.pre_norm(x)
+    for block in list(tower.blocks)[:layer]:
+        x = block(x)
+    return x[0, 1:], lambda a: rest(torch.cat([x[:, :1], a[None]], 1), layer)
+
+
+def value(model: Matcher, target: str, caption: str) -> Callable[[Tensor], Tensor]:
+    """From one picture's tokens to what is explained."""
+    m = model.model
+    texts = model.tokenizer.encode([caption], m.config.text)
+    if target == "score":
+        features = m.encode_text(texts)[1]
+        return lambda tokens: m.score(m.head.image(tokens), features)[0, 0]
+    decoder = m.more["text_decoder"]
+    assert isinstance(decoder, TextDecoder)
+    keys = lambda tokens: decoder.remember(m.memory(tokens))  # noqa: E731
+    return lambda tokens: (
+        -caption_loss(decoder, m, texts, m.text_tower(texts), keys(tokens), len(m.config.text.extra_tokens), 0.0)
+    )
+
+
+def literal(model: Matcher, image: Tensor, caption: str, target: str, layer: int) -> Tensor:
+    """Eq. 1 and 2, one activation moved at a time."""
+    a, rest = stages(model, image, layer)
+    of, step = value(model, target, caption), 1e-5
+    gradient = torch.zeros_like(a)
+    for p in range(a.shape[0]):
+        for c in range(a.shape[1]):
+            up, down = a.clone(), a.clone()
+            up[p, c] += step
+            down[p, c] -= step
+            gradient[p, c] = (of(rest(up)) - of(rest(down))) / (2 * step)
+    alpha = [sum(gradient[p, c] for p in range(len(a))) / len(a) for c in range(a.shape[1])]
+    return torch.stack([sum(alpha[c] * a[p, c] for c in range(a.shape[1])) for p in range(len(a))]).clamp(min=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stem", ["linear", "conv"])
+@pytest.mark.parametrize("target", ["score", "caption"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_against_finite_differences(target: Any, layer: int, stem: str) -> None:
+    model = matcher(stem=stem)
+    found = gradcam(model, pixels(), CAPTIONS[:2], target, layer)
+    assert found.grid == (2, 2)
+    assert found.maps.shape == (2, 2, 4)
+    with torch.no_grad():
+        for i, t in ((0, 1), (1, 0)):
+            expected = literal(model, pixels()[i], CAPTIONS[t], target, layer)
+            torch.testing.assert_close(found.maps[i, t], expected, rtol=1e-5, atol=1e-9)
+            of = value(model, target, CAPTIONS[t])
+            torch.testing.assert_close(found.values[i, t], of(model.model.image_tokens(pixels()[i : i + 1])))
+    assert (found.maps > 0).any()
+    assert (found.maps == 0).any()
+
+
+@pytest.mark.parametrize("pool", ["cls", "max", "map", "attentional"])
+def test_every_pooling(pool: str) -> None:
+    found = gradcam(matcher(pool=pool), pixels(), CAPTIONS)
+    assert found.maps.shape == (2, 3, 4)
+    assert found.maps.isfinite().all()
+    torch.testing.assert_close(found.values, matcher(pool=pool).score(pixels(), CAPTIONS))
+
+
+def test_no_patch_of_the_last_layer_speaks_through_a_class_token() -> None:
+    assert (gradcam(matcher(pool="cls"), pixels(), CAPTIONS, "score", 2).maps == 0).all()
+
+
+def test_models_of_other_methods_and_half_precision() -> None:
+    made = preset("llip", {"k": 2})
+    config = replace(sizes()["debug"], image=IMAGE, head=HeadConfig(dim=16))
+    model = Matcher(build(config, made, seed=1).to(torch.bfloat16), Tokenizer.train(CAPTIONS * 2, 300))
+    found = gradcam(model, pixels(), CAPTIONS)
+    assert found.maps.dtype == torch.float32
+    assert found.maps.isfinite().all()
+    with pytest.raises(ValueError, match="no text decoder"):
+        gradcam(model, pixels(), CAPTIONS, "caption")
+
+
+def test_nothing_changes_and_nothing_stays() -> None:
+    model = matcher()
+    model.model.train()
+    before = model.score(pixels(), CAPTIONS)
+    gradcam(model, pixels(), CAPTIONS)
+    assert model.model.training
+    assert all(parameter.grad is None for parameter in model.model.parameters())
+    assert not any(part._forward_hooks for part in model.model.modules())
+    torch.testing.assert_close(model.score(pixels(), CAPTIONS), before, rtol=0, atol=0)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="layer is 3: expected 0, the stem, or the number of a block up to 2"):
+        gradcam(matcher(), pixels(), CAPTIONS, layer=3)
+    with pytest.raises(ValueError, match="no texts"):
+        gradcam(matcher(), pixels(), [])

@@ -1,0 +1,314 @@
+"""Painting hidden patches: what is painted where, and the metrics against picture-by-picture arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kiloword import masked_images, masking
+from kiloword.api import Matcher
+from kiloword.checkpoint import save_model
+from kiloword.cli import main
+from kiloword.data.scenes import parse_scenes
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.evaluation import evaluate
+from kiloword.evaluation.reconstruction import Judge, values
+from kiloword.evaluation.wrong_captions import wrong_captions
+from kiloword.masking import MaskSettings
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.recipes import ImageConfig, ModelFile, sizes
+from kiloword.reconstruct import fill, mask_settings, mean_colour, mim_settings, reconstruct, speaks_of
+from kiloword.report.covered import covered
+from kiloword.towers.image import unfold
+from kiloword.types import Record, Skipped, Texts
+
+CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
+IMAGE = ImageConfig(size=32, patch=8, width=32, depth=1, heads=2, mlp=64)  # 16 patches
+
+
+def matcher(method: str = "sycoca", **settings: Any) -> Matcher:
+    made = preset(method, settings)
+    model = build(replace(sizes()["debug"], image=IMAGE), made, seed=1)
+    return Matcher(model, Tokenizer.train([c for c in CAPTIONS for _ in range(3)], 300), made)
+
+
+def pixels(n: int = 3) -> Tensor:
+    return torch.randint(256, (n, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
+
+
+def packed(model: Matcher, captions: list[str]) -> Texts:
+    return model.tokenizer.encode(captions, model.model.config.text)
+
+
+@pytest.mark.parametrize("op", ["token", "drop"])
+def test_only_hidden_patches_are_painted(op: str) -> None:
+    model = matcher(mim_op=op).model
+    hidden = torch.tensor([[0, 5, 15], [1, 2, 3], [4, 8, 12]])
+    painted = torch.full((3, 3, 192), 0.0)
+    out = fill(model, pixels(), hidden, painted)
+    mean = [round(255 * m) for m in model.config.preprocess.mean]
+    for n in range(3):
+        for p in range(16):
+            y, x = p // 4 * 8, p % 4 * 8
+            patch = out[n, :, y : y + 8, x : x + 8]
+            if p in hidden[n].tolist():
+                assert [patch[c].unique().tolist() for c in range(3)] == [[m] for m in mean]
+            else:
+                assert torch.equal(patch, pixels()[n, :, y : y + 8, x : x + 8])
+    assert out.dtype == torch.uint8
+
+
+def test_true_pixels_paint_the_picture_itself_and_wild_ones_stay_in_range() -> None:
+    model = matcher().model
+    hidden = masking.chosen(torch.rand(3, 16, generator=torch.Generator().manual_seed(0)), 8, most=True)
+    true = masked_images.pixels(model, pixels(), hidden, norm_pix=False)
+    assert torch.equal(fill(model, pixels(), hidden, true), pixels())
+    wild = fill(model, pixels(), hidden, torch.full_like(true, 100.0))
+    assert unfold(wild, 8).gather(1, hidden[..., None].expand(-1, -1, 192)).unique().tolist() == [255]
+
+
+@pytest.mark.parametrize("norm_pix", [False, True])
+@pytest.mark.parametrize("op", ["token", "drop"])
+def test_what_is_painted_is_what_the_term_compares(op: Any, norm_pix: bool) -> None:
+    """Alone and in a batch; with norm_pix the loss of the term is that of the same pixels over the deviation."""
+    model = matcher(mim_op=op, norm_pix=norm_pix)
+    settings, m = mim_settings(model), model.model
+    hidden = torch.tensor([[0, 5, 15], [1, 2, 3], [4, 8, 12]])
+    with torch.no_grad():
+        texts = packed(model, CAPTIONS)
+        right, none = reconstruct(m, pixels(), hidden, [texts, packed(model, [""] * 3)], settings)
+        assert not torch.allclose(right, none)
+        for n in range(3):
+            one = slice(n, n + 1)
+            alone = reconstruct(m, pixels()[one], hidden[one], [texts.cut(n, n + 1)], settings)[0]
+            torch.testing.assert_close(alone[0], right[n], atol=1e-5, rtol=1e-4)
+        found = masked_images.predict(
+            m,
+            masked_images.visible(m, pixels(), hidden, op),
+            hidden,
+            (m.text_tower(texts), masked_images.packing_of(texts, torch.float32)),
+        )
+        target = masked_images.pixels(m, pixels(), hidden, norm_pix)
+        true = masked_images.pixels(m, pixels(), hidden, norm_pix=False)
+        deviation = (true.var(-1) + 1e-6).sqrt() if norm_pix else 1.0
+    term = masked_images.distance(found, target)
+    torch.testing.assert_close(masked_images.distance(right, true), term * deviation, atol=1e-5, rtol=1e-4)
+
+
+def test_hidden_pixels_do_not_leak() -> None:
+    model = matcher()
+    hidden = torch.tensor([[0, 5, 15]])
+    blank = pixels(1).clone()
+    for p in (0, 5, 15):
+        blank[..., p // 4 * 8 : p // 4 * 8 + 8, p % 4 * 8 : p % 4 * 8 + 8] = 0
+    with torch.no_grad():
+        texts = packed(model, CAPTIONS[:1])
+        (one,), (two,) = (reconstruct(model.model, x, hidden, [texts], mim_settings(model)) for x in (pixels(1), blank))
+    torch.testing.assert_close(one, two)
+
+
+def test_speaks_of_is_the_greatest_similarity() -> None:
+    model = matcher()
+    m = model.model
+    with torch.no_grad():
+        found = speaks_of(m, pixels(), packed(model, CAPTIONS), MaskSettings())
+        for n, caption in enumerate(CAPTIONS):
+            texts = packed(model, [caption])
+            words = m.head.project_text_tokens(m.text_tower(texts))[: -len(m.config.text.extra_tokens)]
+            patches = m.head.project_image_tokens(m.image_tokens(pixels()[n : n + 1])[0, 1:])
+            literal = [max(float(torch.cosine_similarity(p, w, dim=0)) for w in words) for p in patches]
+            torch.testing.assert_close(found[n], torch.tensor(literal), atol=1e-5, rtol=1e-4)
+
+
+def test_mean_colour_is_that_of_what_is_seen() -> None:
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    hidden = torch.tensor([[0, 5], [3, 15]])
+    found = mean_colour(images, hidden, 8)
+    assert found.shape == (2, 2, 192)
+    for n in range(2):
+        for c in range(3):
+            seen = [
+                float(images[n, c, y, x])
+                for y in range(32)
+                for x in range(32)
+                if y // 8 * 4 + x // 8 not in hidden[n].tolist()
+            ]
+            torch.testing.assert_close(found[n, :, c * 64 : c * 64 + 64], torch.full((2, 64), sum(seen) / len(seen)))
+
+
+def test_covered_patches_are_striped_and_others_untouched() -> None:
+    picture = np.random.default_rng(0).integers(0, 255, (37, 50, 3), dtype=np.uint8)
+    hidden = np.zeros((4, 4), bool)
+    hidden[0, 3] = hidden[2, 1] = True
+    out = covered(picture, hidden)
+    changed = (out != picture).any(-1)
+    for y, x in np.ndindex(37, 50):
+        if not hidden[y * 4 // 37, x * 4 // 50]:
+            assert not changed[y, x]
+        else:
+            assert out[y, x, 0] == out[y, x, 1] == out[y, x, 2]
+    assert len(np.unique(out[0, 45:])) == 2
+
+
+def test_metrics_are_arithmetic_over_pictures() -> None:
+    losses = {"right": [1.0, 2.0, 3.0, 4.0], "wrong": [1.5, 1.0, 3.0, 6.0], "none": [2.0] * 4, "mean_colour": [0.5] * 4}
+    found = dict(values(losses, "random"))
+    differences = [0.5, -1.0, 0.0, 2.0]
+    mean = sum(differences) / 4
+    spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / 3)
+    assert found == pytest.approx(
+        {
+            "reconstruction_l1_right@random": 2.5,
+            "reconstruction_l1_wrong@random": 2.875,
+            "reconstruction_l1_none@random": 2.0,
+            "reconstruction_l1_mean_colour@random": 0.5,
+            "right_beats_wrong@random": 2.5 / 4,
+            "wrong_minus_right@random": mean,
+            "wrong_minus_right_se@random": spread / 2,
+            "right_beats_none@random": 1.5 / 4,
+            "none_minus_right@random": -0.5,
+            "none_minus_right_se@random": math.sqrt(5 / 3) / 2,
+        }
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm_pix": True, "mim_op": "drop", "mim_share": 0.25}])
+def test_task_against_a_loop_over_pictures(settings: dict[str, Any]) -> None:
+    """Each picture alone, its hidden patches by their definition, pixels compared one by one."""
+    model, source = matcher(**settings), parse_scenes("scenes:test?n=7", 32)
+    found = evaluate(model, "reconstruction", source, batch=3)
+    records = [source.record(row) for row in range(7)]
+    wrong = wrong_captions(source, range(7), [r.captions for r in records])
+    images = torch.stack([torch.from_numpy(np.array(r.image)).permute(2, 0, 1) for r in records])
+    m, mim = model.model, mim_settings(model)
+    share = 16 * mim.mim_share
+    whole = ((images.double().mean(0) / 255 - m.mean) / m.std)[None]
+    losses: dict[str, list[float]] = {}
+    with torch.no_grad():
+        for row, record in enumerate(records):
+            image, right = images[row : row + 1], record.captions[0]
+            scored = speaks_of(m, image, packed(model, [right]), mim)[0].tolist()
+            hidden = torch.tensor([sorted(sorted(range(16), key=lambda p: -scored[p])[: int(share)])])
+            true = unfold(m.normalise(image), 8)[0, hidden[0]]
+            for name, caption in {"right": right, "wrong": wrong[row], "none": ""}.items():
+                (painted,) = reconstruct(m, image, hidden, [packed(model, [caption])], mim)
+                losses.setdefault(name, []).append(float((painted[0] - true).abs().mean()))
+            visible = [p for p in range(16) if p not in hidden[0].tolist()]
+            colour = unfold(m.normalise(image), 8)[0, visible].unflatten(-1, (3, 64)).mean((0, 2))
+            guess = colour.repeat_interleave(64)
+            losses.setdefault("mean_colour", []).append(float((guess - true).abs().mean()))
+            mean = unfold(whole, 8)[0, hidden[0]]
+            losses.setdefault("mean_picture", []).append(float((mean - true).abs().mean()))
+    for name, each in losses.items():
+        assert found[f"reconstruction_l1_{name}@attentive"] == pytest.approx(sum(each) / 7, rel=1e-4), name
+    assert found["right_beats_wrong@attentive"] == pytest.approx(
+        sum(r < w for r, w in zip(losses["right"], losses["wrong"], strict=True)) / 7
+    )
+    assert found["pictures"] == 7
+    assert ("reconstruction_l1_own_mean@random" in found) is mim.norm_pix
+    again = evaluate(model, "reconstruction", source, batch=7)
+    assert again == pytest.approx(found, rel=1e-4, abs=1e-7)
+
+
+def test_the_same_patches_are_hidden_for_all_guides(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, source = matcher(), parse_scenes("scenes:test?n=6", 32)
+    seen: list[Tensor] = []
+    real = Judge.paint
+
+    def watch(self: Judge, *args: Any) -> Any:
+        done = real(self, *args)
+        assert set(done.pixels) == {"right", "wrong", "none"}
+        assert all(one.shape == (*done.hidden.shape, 192) for one in done.pixels.values())
+        seen.append(done.hidden)
+        return done
+
+    monkeypatch.setattr(Judge, "paint", watch)
+    evaluate(model, "reconstruction", source)
+    attentive, random = seen
+    assert attentive.shape == random.shape == (6, 8)
+    assert not torch.equal(attentive, random)
+    assert len({tuple(row) for row in random.tolist()}) > 3
+
+
+def test_a_model_that_reads_nothing_has_one_number() -> None:
+    found = evaluate(matcher(guide="none"), "reconstruction", parse_scenes("scenes:test?n=4", 32))
+    kinds = {name.split("@")[0] for name in found}
+    names = {"none", "mean_colour", "mean_picture"}
+    assert kinds == {"pictures", "skipped", *(f"reconstruction_l1_{name}" for name in names)}
+
+
+def test_wrong_captions_are_others_and_false() -> None:
+    source = parse_scenes("scenes:test?n=60&captions=2", 32)
+    rows, captions = list(range(10, 60)), [source.captions(row) for row in range(10, 60)]
+    found = wrong_captions(source, rows, captions)
+    assert sorted(found) == rows
+    for row, own in zip(rows, captions, strict=True):
+        assert found[row] not in own
+        assert found[row] in {other[0] for other in captions}
+        assert not source.relevance([found[row]], [row])[0, 0]
+    assert len(set(found.values())) > 35
+    assert found == wrong_captions(source, rows, captions)
+
+
+class Few:
+    """Three pictures, of which two have one caption; one more has none."""
+
+    name, fingerprint = "few", "few-1"
+
+    def __len__(self) -> int:
+        return 4
+
+    def record(self, row: int) -> Record:
+        captions = [["a dog"], ["a dog"], ["a cat", "a dog"], []][row]
+        return Record(f"k{row}", np.full((40, 30, 3), 60 * row, np.uint8), captions)
+
+
+def test_pictures_without_a_wrong_caption_are_left_out_and_named() -> None:
+    skipped: list[Skipped] = []
+    found = evaluate(matcher(), "reconstruction", Few(), skipped=skipped)
+    assert found["pictures"] == 2
+    assert {s.key: s.reason for s in skipped} == {"k3": "no caption", "k2": "no other's caption is wrong of it"}
+    assert found["skipped"] == 2
+    with pytest.raises(ValueError, match="expected at least two pictures whose captions differ"):
+        evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=1", 32))
+
+
+def test_models_that_do_not_paint_are_refused() -> None:
+    with pytest.raises(ValueError, match="no image decoder"):
+        evaluate(matcher("coca"), "reconstruction", Few())
+    painter = matcher()
+    painter.method = None
+    with pytest.raises(ValueError, match=r"load it by kiloword\.load"):
+        mim_settings(painter)
+
+
+def test_settings_come_from_the_method() -> None:
+    found = mask_settings(matcher(similar_to="words", mim_share=0.25, caption_share=0.75))
+    assert found[0].similar_to == "words"
+    assert found[1:] == (0.25, 0.75)
+    assert mask_settings(matcher("clip"))[1:] == (0.5, 0.5)
+
+
+def test_verb_writes_numbers_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = matcher()
+    file = ModelFile(method="sycoca", settings={}, model=model.model.config)
+    save_model(tmp_path / "model", model.model, model.tokenizer, file)
+    out = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
+    main(["eval", str(tmp_path / "model"), "reconstruction", "--data", "scenes:test?n=4", *out])
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert all(name in said for name in found)
+    page = (tmp_path / "r.html").read_text()
+    assert page.count('<figure class="card">') == 8
+    assert page.count("<img") == 8 * 5
+    assert "a wrong caption" in page
+    assert "true patch" not in page
