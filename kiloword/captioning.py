@@ -210,34 +210,34 @@ class _WordLoss(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             weight, rows = table.detach().to(kind), x.detach().to(kind)
-            sums, by_row, by_table = [], [], None
+            sums, by_row, by_table = [], [], torch.zeros_like(table) if ctx.needs_input_grad[1] else None
             for some, wanted in zip(torch.split(rows, chunk), torch.split(targets, chunk), strict=True):
                 value, gradient = _words(some @ weight.T, wanted, smoothing)
                 sums.append(value)
                 gradient = gradient.to(kind)
-                by_row.append(gradient @ weight)
-                part = (gradient.T @ some).to(table.dtype)
-                by_table = part if by_table is None else by_table + part
-            assert by_table is not None
-            ctx.save_for_backward(torch.cat(by_row).to(x.dtype), by_table)
+                if ctx.needs_input_grad[0]:
+                    by_row.append(gradient @ weight)
+                if by_table is not None:
+                    by_table += gradient.T @ some
+            ctx.save_for_backward(torch.cat(by_row).to(x.dtype) if by_row else None, by_table)
             return torch.stack(sums).sum()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        by_row, by_table = ctx.saved_tensors
-        return by_row * upstream[0].to(by_row.dtype), by_table * upstream[0].to(by_table.dtype), *[None] * 4
+        return *(g if g is None else g * upstream[0].to(g.dtype) for g in ctx.saved_tensors), *[None] * 4
 
 
 def _words(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropy of logits [n, V], at least in single precision, and its gradient by them."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    log_p = logits.log_softmax(-1)
+    log_p = logits.log_softmax(-1, logits.dtype if logits.dtype == torch.float64 else torch.float32)
     counted = (targets >= 0)[:, None]
     index = targets.clamp(min=0)[:, None]
     even = smoothing / logits.shape[1]
     value = -(1 - smoothing) * log_p.gather(1, index)
     if smoothing:
         value = value - even * log_p.sum(1, keepdim=True)
-    gradient = log_p.exp_().sub_(even) if smoothing else log_p.exp()
+    gradient = log_p.exp_()  # in place: the largest tensors of a step
+    if smoothing:
+        gradient -= even
     gradient.scatter_add_(1, index, gradient.new_full(index.shape, smoothing - 1))
-    return (value * counted).sum(), gradient * counted
+    return (value * counted).sum(), gradient.masked_fill_(~counted, 0.0)

@@ -107,7 +107,7 @@ def as_bool(masked: Tensor, patches: int) -> Tensor:
 
 
 def number(share: float, patches: int, name: str) -> int:
-    """How many of P patches a share is: at least one is masked and one seen. Raises: ValueError where that cannot be."""
+    """How many of P patches a share is: one at least is masked, one seen. Raises: ValueError where that cannot be."""
     if not 0 < share < 1:
         raise ValueError(f"{name} is {share}: expected a share of the patches between 0 and 1, such as 0.5.")
     if patches < 2:

@@ -1,0 +1,224 @@
+"""The towers and decoders of one picture and one caption, written out: no batch, no packing, no cache, no chunks.
+
+Slow and obvious, from the weights of a model of ours. A picture is [3, H, W], normalised; a caption a list of ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.draw import key
+from kiloword.learner import Learner
+from kiloword.methods import preset
+from kiloword.model import Model, build
+from kiloword.recipes import ModelConfig
+from kiloword.types import Batch, Encoded, Texts
+from kiloword.verify import config
+
+
+def small(**image: Any) -> ModelConfig:
+    """Sixteen patches a picture, one block a tower."""
+    base = config()
+    return replace(
+        base, image=replace(base.image, patch=8, depth=1, **image), text=replace(base.text, depth=1, vocab=320)
+    )
+
+
+def made(
+    method: str, settings: dict[str, Any] | None = None, shape: ModelConfig | None = None, dtype: Any = torch.float64
+) -> Learner:
+    """A learner whose biases, norms and class tokens are off the values where an error would not show."""
+    slots = preset(method, settings)
+    learner = Learner(build(shape or small(), slots), slots).to(dtype)
+    for name, p in learner.model.named_parameters():
+        if p.ndim == 1 and not name.startswith("head.log"):
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(key(0, name)))
+            p.data.add_((0.2 * noise).to(p))
+    return learner
+
+
+def pairs(model: Model, captions: Sequence[Sequence[Sequence[int]]], seed: int = 0) -> Batch:
+    """A batch of noise pictures; captions: of each picture a list of captions of words, without start, end and more."""
+    text, size, n = model.config.text, model.config.image.size, len(captions)
+    tail = [text.special[name] for name in ("end", *text.extra_tokens)]
+    whole = [[text.special["start"], *words, *tail] for own in captions for words in own]
+    noise = torch.Generator().manual_seed(seed)
+    return Batch(
+        images=torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=noise),
+        texts=Texts.pack(whole),
+        image_of_text=torch.repeat_interleave(torch.tensor([len(own) for own in captions])),
+        seeds=torch.tensor([key(seed, row, "literal") for row in range(n)]),
+        position=torch.arange(n),
+        composed=torch.zeros(n, dtype=torch.bool),
+    )
+
+
+CAPTIONS: list[list[list[int]]] = [[[9, 40, 9], [17]], [[33, 8, 100, 51, 60]], [[]], [[7, 7], [300, 12, 11], [64, 65]]]
+"""Of four pictures: one to three captions each, of none to five words."""
+
+
+def term(learner: Learner, name: str, batch: Batch, encoded: Encoded | None = None) -> Tensor:
+    """The sum of one term over a batch."""
+    found: Tensor = learner.terms[name](learner.model, batch, encoded or learner.encode(batch))
+    return found
+
+
+def captions_of(texts: Texts) -> list[list[int]]:
+    """Ids of each text, extra tokens too."""
+    return [part.tolist() for part in torch.split(texts.ids, texts.starts.diff().tolist())]
+
+
+# Layers
+
+
+def norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).square().mean(-1, keepdim=True)
+    return (x - mean) / (variance + layer.eps).sqrt() * layer.weight + layer.bias
+
+
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    return x @ layer.weight.T + layer.bias
+
+
+def mlp(x: Tensor, layer: Any) -> Tensor:
+    hidden = linear(x, layer.fc)
+    return linear(0.5 * hidden * (1 + torch.erf(hidden / math.sqrt(2))), layer.proj)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool = False) -> Tensor:
+    """One head after the other, one query after the other; a causal query i sees keys 0 to i."""
+    size, columns = q.shape[1] // heads, []
+    for h in range(heads):
+        own = slice(h * size, (h + 1) * size)
+        rows = []
+        for i in range(len(q)):
+            last = i + 1 if causal else len(k)
+            weights = ((k[:last, own] @ q[i, own]) / math.sqrt(size)).softmax(0)
+            rows.append(weights @ v[:last, own])
+        columns.append(torch.stack(rows))
+    return torch.cat(columns, 1)
+
+
+def self_block(x: Tensor, block: Any, causal: bool) -> Tensor:
+    q, k, v = linear(norm(x, block.norm1), block.attention.qkv).chunk(3, 1)
+    x = x + linear(attend(q, k, v, block.attention.heads, causal), block.attention.out)
+    return x + mlp(norm(x, block.norm2), block.mlp)
+
+
+def cross_block(x: Tensor, memory: Tensor, block: Any) -> Tensor:
+    q = linear(norm(x, block.norm1), block.attention.q)
+    k, v = linear(norm(memory, block.norm_memory), block.attention.kv).chunk(2, 1)
+    x = x + linear(attend(q, k, v, block.attention.heads), block.attention.out)
+    return x + mlp(norm(x, block.norm2), block.mlp)
+
+
+# Towers
+
+
+def text_tokens(ids: Sequence[int], model: Model) -> Tensor:
+    """[L, W] of a causal tower."""
+    tower: Any = model.text_tower
+    x = torch.stack([tower.tokens[i] + tower.positions[n] for n, i in enumerate(ids)])
+    for block in tower.blocks:
+        x = self_block(x, block, causal=True)
+    return norm(x, tower.norm)
+
+
+def patch(picture: Tensor, place: int, size: int) -> Tensor:
+    """[3, size, size], patch number `place` in rows of patches."""
+    row, column = divmod(place, picture.shape[2] // size)
+    return picture[:, row * size : (row + 1) * size, column * size : (column + 1) * size]
+
+
+def image_tokens(picture: Tensor, model: Model, hidden: Sequence[int] = (), op: str = "drop") -> Tensor:
+    """[E + P, W], of a linear stem; hidden patches dropped, or replaced by the mask token."""
+    tower: Any = model.image_tower
+    c = model.config.image
+    kernel = tower.patches.weight.view(c.width, 3, c.patch, c.patch)
+    rows = [] if tower.class_token is None else [tower.class_token + tower.positions[0]]
+    rows += [] if tower.extra_tokens is None else list(tower.extra_tokens)
+    rows += [] if tower.uncertainty_token is None else [tower.uncertainty_token]
+    for place in range((c.size // c.patch) ** 2):
+        x = (kernel * patch(picture, place, c.patch)).sum((1, 2, 3))
+        if place in hidden and op == "drop":
+            continue
+        x = tower.mask_token if place in hidden else x
+        rows.append(x + tower.positions[int(c.class_token) + place])
+    x = torch.stack(rows)
+    x = x if tower.pre_norm is None else norm(x, tower.pre_norm)
+    for block in tower.blocks:
+        x = self_block(x, block, causal=False)
+    return norm(x, tower.norm)
+
+
+def word_logits(ids: Sequence[int], memory: Tensor, model: Model) -> Tensor:
+    """[V] of the word after `ids`, the whole sequence anew for every word."""
+    decoder: Any = model.more["text_decoder"]
+    x = text_tokens(ids, model)
+    for layer in decoder.layers:
+        x = cross_block(self_block(x, layer.own, causal=True), memory, layer.cross)
+    table = model.text_tower.tokens / math.sqrt(x.shape[1]) if decoder.output is None else decoder.output
+    return table @ norm(x, decoder.norm)[-1]
+
+
+def pixels(seen: Tensor, words: Tensor | None, model: Model, hidden: Sequence[int]) -> Tensor:
+    """[P, 3 * patch^2] that the image decoder makes of `image_tokens`; words [L, W'], None for no guide."""
+    decoder: Any = model.more["image_decoder"]
+    x = seen
+    if decoder.mask_token is not None:  # hidden patches were dropped
+        before, rows = len(seen) - (len(decoder.positions) - len(hidden)), list(seen)
+        patches = iter(rows[before:])
+        whole = [decoder.mask_token if p in hidden else next(patches) for p in range(len(decoder.positions))]
+        x = torch.stack(rows[:before] + [x + p for x, p in zip(whole, decoder.positions, strict=True)])
+    for layer in decoder.layers:
+        x = self_block(x, layer.own, causal=False)
+        x = x if words is None else cross_block(x, words, layer.cross)
+    places = (model.config.image.size // model.config.image.patch) ** 2
+    return linear(norm(x, decoder.norm), decoder.pixels)[-places:]
+
+
+def scores(patches: Tensor, words: Tensor, similarity: str) -> list[float]:
+    """Eq. 7: s_i = max_j <v_i, w_j>."""
+    found = []
+    for v in patches:
+        pairs = [v @ w / (v.norm() * w.norm()) if similarity == "cosine" else v @ w for w in words]
+        found.append(max(float(pair) for pair in pairs))
+    return found
+
+
+def lowest(scored: Sequence[float], n: int) -> list[int]:
+    """Places of the n lowest, of equal ones the first."""
+    return sorted(sorted(range(len(scored)), key=lambda place: scored[place])[:n])
+
+
+def highest(scored: Sequence[float], n: int) -> list[int]:
+    """Places of the n highest, of equal ones the first."""
+    return lowest([-s for s in scored], n)
+
+
+def attentive(learner: Learner, batch: Batch, n: int, similarity: str = "cosine") -> list[float]:
+    """Scores of text n's patches, from the literal towers."""
+    model, ids = learner.model, captions_of(batch.texts)[n]
+    head, extra = model.head, len(model.config.text.extra_tokens)
+    patches = image_tokens(model.normalise(batch.images)[batch.image_of_text[n]], model)[-16:]
+    words = text_tokens(ids, model)[: len(ids) - extra]
+    return scores(head.project_image_tokens(patches), head.project_text_tokens(words), similarity)
+
+
+def assert_equal(learner: Learner, fast: Tensor, slow: Tensor) -> None:
+    """Values, and gradients of all parameters, to rounding."""
+    parameters = dict(learner.model.named_parameters())
+    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=0)
+    found, wanted = (torch.autograd.grad(x, list(parameters.values()), allow_unused=True) for x in (fast, slow))
+    largest = max(float(g.abs().max()) for g in wanted if g is not None)
+    for name, a, b in zip(parameters, found, wanted, strict=True):
+        zero = torch.zeros_like(parameters[name])
+        difference = (zero if a is None else a) - (zero if b is None else b)
+        assert float(difference.abs().max()) < 1e-11 * largest, name
