@@ -20,7 +20,7 @@ from kiloword.data.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.caption_metrics import score_captions
 from kiloword.evaluation.caption_options import CaptionOptions
-from kiloword.evaluation.caption_truth import judge
+from kiloword.evaluation.caption_truth import elsewhere, judge
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods import preset
@@ -57,7 +57,8 @@ def test_a_models_captions_are_scored_against_the_pictures_own(writer: Matcher) 
     pictures = torch.stack([torch.from_numpy(source.record(row).image).permute(2, 0, 1) for row in range(24)])
     said = [texts[0].text for texts in Captioner(writer.model, writer.tokenizer).caption(pictures, options)]
     own = [source.captions(row) for row in range(24)]
-    truths = judge(said, [source.scene(row) for row in range(24)])
+    scenes = [source.scene(row) for row in range(24)]
+    truths = {**judge(said, scenes), **elsewhere(said, scenes)}
     assert found == {**score_captions(said, own), **truths, "skipped": 0}
 
 
@@ -73,6 +74,7 @@ def test_captions_of_a_table_need_no_model(tmp_path: Path) -> None:
     assert found["parsable"] == 18 / 19  # the empty caption is judged too
     assert found["wholly_true"] == 18 / 19
     assert found["statements_true"] == 1.0
+    assert found["statements_true_elsewhere"] < 0.7
     assert found["bleu_4"] > 0.9
     assert found["skipped"] == 5
 
@@ -137,5 +139,11 @@ def test_the_command_and_its_page(writer: Matcher, tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert re.search(rf"^cider +\S+ +{values['said.parquet']['cider']:.4f}$", printed, re.MULTILINE)
     page = (tmp_path / "c.html").read_text()
-    for text in ("CIDEr-D", "What is true", "Said most often by said.parquet", "✓ ", "✗ outside the language"):
+    for text in (
+        "CIDEr-D",
+        "What is true",
+        "Captions of said.parquet",
+        "✓\N{NO-BREAK SPACE}",
+        "✗ outside the language",
+    ):
         assert text in page

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kiloword.data.scenes.grammar import parse, render
 from kiloword.data.scenes.query import Pattern, Query, matches
 from kiloword.data.scenes.world import Scene, Thing
-from kiloword.evaluation.caption_truth import Judged, Statement, judge, judge_caption
+from kiloword.evaluation.caption_truth import Judged, Statement, elsewhere, judge, judge_caption
 
 RED_STAR = Thing(shape=4, colour=0, size=1, fill=0, row=0, column=0)  # large, solid, top left
 BLUE_CIRCLE = Thing(shape=0, colour=5, size=0, fill=1, row=2, column=2)  # small, striped, bottom right
@@ -143,6 +143,17 @@ def test_the_whole_set() -> None:
         "objects_mentioned": 0.0,
         "caption_statements_true": 0.0,
     }
+
+
+def test_what_captions_are_worth_elsewhere() -> None:
+    found = elsewhere(["a circle", "a white background", "nonsense"], [TWO, ONE, ONE])
+    assert found == {  # half of three is one: the first caption goes to the second scene, the last to the first
+        "wholly_true_elsewhere": 1 / 3,
+        "statements_true_elsewhere": 1 / 2,
+        "caption_statements_true_elsewhere": 1 / 3,
+        "objects_mentioned_elsewhere": 0.0,
+    }
+    assert elsewhere(["a circle"], [TWO]) == {}
 
 
 def test_every_kind_is_named() -> None:

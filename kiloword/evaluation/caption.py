@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from kiloword.data.extra_captions import CaptionTable, key_of
 from kiloword.data.loader import eval_batches, read
+from kiloword.data.scenes.world import Scene
 from kiloword.evaluation import caption_java
 from kiloword.evaluation.caption_metrics import Scored, check_programs, score, variety
 from kiloword.evaluation.caption_options import CaptionOptions
 from kiloword.evaluation.caption_page import Shown, Told, report
-from kiloword.evaluation.caption_truth import Judged, judge_caption, summary
+from kiloword.evaluation.caption_truth import elsewhere, judge_caption, summary
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import BadSample, Skipped, Source
 
@@ -72,7 +73,7 @@ def run(
 def score_source(
     source: Source, told: Sequence[Told], judge: CaptionOptions, shown: dict[str, Any] | None = None
 ) -> Values:
-    """What `score_captions` gives, and for scenes what `caption_truth.judge` does, of one caption a picture."""
+    """What `score_captions` gives of one caption a picture, and for scenes what `judge` and `elsewhere` give."""
     scored = score(
         [one.caption for one in told],
         [one.references for one in told],
@@ -84,17 +85,20 @@ def score_source(
     if judge.meteor:
         yield from _meteor(scored, judge.limit)
     yield from variety(scored.captions.candidates).items()
-    judged = truth(source, told)
-    if judged is not None:
+    scenes, judged = _scenes(source, told), None
+    if scenes is not None:
+        captions = [one.caption for one in told]
+        judged = [judge_caption(caption, scene) for caption, scene in zip(captions, scenes, strict=True)]
         yield from summary(judged).items()
+        yield from elsewhere(captions, scenes).items()
     if shown is not None:
         shown["captions"] = Shown(source, told, scored.cider, judged)
 
 
-def truth(source: Source, told: Sequence[Told]) -> list[Judged] | None:
-    """Captions judged by the exact oracle, None where the source knows no scenes."""
+def _scenes(source: Source, told: Sequence[Told]) -> list[Scene] | None:
+    """What each picture shows, None where the source does not know."""
     scene = getattr(source, "scene", None)
-    return None if scene is None else [judge_caption(one.caption, scene(one.row)) for one in told]
+    return None if scene is None else [scene(one.row) for one in told]
 
 
 def generated(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from kiloword.report.words import percent
 from kiloword.types import BadSample, Source
 
 NOTHING = "(nothing)"
-SIDE = 320  # pixels of a picture, at most
+SIDE = 256  # pixels of a picture, at most
 CARDS = 6  # of each kind: best, worst, any
 REFERENCES = 5  # of each card
 FREQUENT = 8  # captions in the table of those said most often
@@ -42,14 +42,18 @@ _FIGURES = {
 _TRUTH = {
     "parsable": "captions in the language",
     "wholly_true": "captions wholly true",
+    "wholly_true_elsewhere": "— of another picture",
     "statements_true": "statements true, of captions in the language",
+    "statements_true_elsewhere": "— of another picture",
     "caption_statements_true": "true share of a caption, 0 outside the language",
+    "caption_statements_true_elsewhere": "— of another picture",
     "objects_mentioned": "objects mentioned",
+    "objects_mentioned_elsewhere": "— of another picture",
     "statements": "statements a caption",
 }
 _INTRO = (
-    "Every picture's caption is compared with all captions that the picture has: BLEU, ROUGE-L and METEOR ask how much "
-    "of the wording agrees, CIDEr-D weighs what is rare in these captions (papers print it times 100)."
+    "Every caption is compared with all that the data has of its picture: BLEU, ROUGE-L and METEOR ask how much of the "
+    "wording agrees, CIDEr-D weighs what is rare in these captions (papers print it times 100)."
 )
 
 
@@ -77,27 +81,26 @@ def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[s
     """A page about several models: model -> what `run` yields, and what it shows."""
     sections = [("Figures", _figures(found, _FIGURES))]
     if any("parsable" in values for values in found.values()):
-        sections.append(("What is true", _figures(found, _TRUTH) + _kinds(found)))
+        note = paragraph("Of another picture: the same captions judged on the picture half the set further on.")
+        sections.append(("What is true", _figures(found, _TRUTH) + note + _kinds(found)))
     drawn: dict[str, Shown] = {model: more["captions"] for model, more in shown.items() if "captions" in more}
     sections.append(("CIDEr-D of single pictures", _spread(drawn)))
-    for model, one in drawn.items():
-        suffix = f" by {model}" if len(drawn) > 1 else ""
-        sections += [(f"{heading}{suffix}", html) for heading, html in _examples(one)]
+    sections += [(f"Captions of {model}", _examples(one)) for model, one in drawn.items()]
     return page("Captions", f"On {data}. {_INTRO}", sections)
 
 
 def _figures(found: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:
     """A row for every figure, a column for every model."""
     rows: list[list[Cell]] = [
-        [title, *(_number(values.get(name)) for values in found.values())]
+        [title, *(_number(values.get(name), whole=name == "vocabulary") for values in found.values())]
         for name, title in names.items()
         if any(name in values for values in found.values())
     ]
     return table(rows, ["", *found])
 
 
-def _number(value: float | None) -> Cell:
-    return None if value is None else f"{value:.0f}" if value == round(value) and value > 1 else f"{value:.3f}"
+def _number(value: float | None, whole: bool = False) -> Cell:
+    return None if value is None else f"{value:.{0 if whole else 3}f}"
 
 
 def _kinds(found: Mapping[str, Mapping[str, float]]) -> str:
@@ -117,14 +120,17 @@ def _spread(drawn: Mapping[str, Shown]) -> str:
     return histogram(counts, edges, "CIDEr-D", "pictures")
 
 
-def _examples(one: Shown) -> Iterator[tuple[str, str]]:
-    """Headings with the pictures below them."""
+def _examples(one: Shown) -> str:
+    """Pictures chosen blindly, the best and the worst, and what is said most often."""
     order = np.argsort(-one.cider, kind="stable").tolist()
     some = sorted(order, key=lambda i: key(one.source.fingerprint, "captions", one.told[i].row))
-    yield "Any pictures", _cards(one, some[:CARDS])
-    yield "Nearest to what people say", _cards(one, order[:CARDS])
-    yield "Farthest from it", _cards(one, order[: -CARDS - 1 : -1])
-    yield "Said most often", _frequent(one)
+    parts = {
+        "Chosen blindly, the same pictures for every model:": some[:CARDS],
+        "Nearest to the data's own captions, by CIDEr-D:": order[:CARDS],
+        "Farthest from them:": order[: -CARDS - 1 : -1],
+    }
+    shown = [paragraph(words) + _cards(one, places) for words, places in parts.items()]
+    return "".join([*shown, _frequent(one)])
 
 
 def _cards(one: Shown, places: Sequence[int]) -> str:
@@ -133,7 +139,7 @@ def _cards(one: Shown, places: Sequence[int]) -> str:
     for place in places:
         with suppress(BadSample):
             cards.append(_card(one, place))
-    return grid(cards)
+    return grid(cards, narrow=True)
 
 
 def _card(one: Shown, place: int) -> str:
@@ -159,7 +165,7 @@ def _verdict(judged: Judged) -> str:
     """Every statement with a mark."""
     if not judged.parsable:
         return "✗ outside the language"
-    marks = [f"{'✓' if s.true else '✗'} {s.words}" for s in judged.statements]
+    marks = [f"{'✓' if s.true else '✗'} {s.words}".replace(" ", "\N{NO-BREAK SPACE}") for s in judged.statements]
     return ", ".join([*(marks or ["states nothing"]), f"{judged.mentioned} of {judged.objects} objects mentioned"])
 
 

@@ -12,6 +12,7 @@ from kiloword.data.scenes.query import ANY, Pattern, Query
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, COLUMNS, FILLS, ROWS, SHAPES, SIZES, Scene, Thing
 
 KINDS = ("shape", "colour", "size", "fill", "row", "column", "thing", "relation", "count", "background")
+OVERALL = ("wholly_true", "statements_true", "caption_statements_true", "objects_mentioned")
 _VALUES = {"shape": SHAPES, "colour": COLOURS, "size": SIZES, "fill": FILLS, "row": ROWS, "column": COLUMNS}
 Assignment = tuple[Thing | None, ...]  # for each thing that a caption names, the object it stands for
 
@@ -80,6 +81,18 @@ def summary(judged: Sequence[Judged]) -> dict[str, float]:
         if some:
             values[f"statements_true@{kind}"] = _share(some)
     return values
+
+
+def elsewhere(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float]:
+    """How true the same captions are of other scenes, what `judge`'s figures are worth: the general is true of many.
+
+    Each caption is judged on the scene half the set further on; one scene alone has no other.
+    """
+    half = len(scenes) // 2
+    if not half:
+        return {}
+    found = judge(captions, [*scenes[half:], *scenes[:half]])
+    return {f"{name}_elsewhere": found[name] for name in OVERALL if name in found}
 
 
 def judge_caption(caption: str, scene: Scene) -> Judged:

@@ -23,9 +23,9 @@ def code(text: str) -> str:
     return f'<pre class="code">{escape(text)}</pre>'
 
 
-def grid(parts: Sequence[str]) -> str:
-    """Pieces side by side where there is room, else one below the other."""
-    return f'<div class="grid">{"".join(parts)}</div>'
+def grid(parts: Sequence[str], narrow: bool = False) -> str:
+    """Pieces side by side where there is room, else one below the other; narrow ones three in a row."""
+    return f'<div class="grid{" narrow" if narrow else ""}">{"".join(parts)}</div>'
 
 
 def headline(figures: Sequence[tuple[str, str]]) -> str:

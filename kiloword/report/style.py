@@ -71,6 +71,7 @@ caption, figcaption { text-align: left; color: var(--muted); font-size: .9rem; p
 .data .strong { font-weight: 650; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr));
   gap: 2rem 2.5rem; align-items: start; }
+.grid.narrow { grid-template-columns: repeat(auto-fill, minmax(min(100%, 14rem), 1fr)); }
 .grid > * { margin: 0; min-width: 0; }
 .grid + * { margin-top: 2rem; }
 .code { margin: .35rem 0 1.4rem; padding: .7rem .9rem; white-space: pre-wrap; overflow-wrap: anywhere;
