@@ -80,7 +80,7 @@ def evaluate(
 
     Args:
         model: model folder (OUT/model of a run); for caption also a parquet table (key, captions).
-        task: retrieval, zeroshot, probe, caption, vqa, hierarchy, uncertainty or spectrum.
+        task: retrieval, zeroshot, probe, caption, vqa, reconstruction, hierarchy, uncertainty or spectrum.
         data: test data; for zeroshot and probe with .cls labels and classnames.txt, or scenes:test?task=colour;
             for vqa with questions and answers, or scenes:test?task=vqa.
         with_: more model folders, evaluated on the same data and shown beside the first.
@@ -100,7 +100,7 @@ def evaluate(
         judge: caption: how its captions are compared with those of the data.
         vqa: vqa: what answers there are, and how one is chosen.
         json: also write the numbers to this file.
-        html: zeroshot, caption, spectrum, hierarchy, uncertainty: write a page with the plots.
+        html: zeroshot, caption, reconstruction, spectrum, hierarchy, uncertainty: write a page with the plots.
         batch: pictures at a time.
         workers: loader processes.
         device: cpu or cuda.
@@ -121,6 +121,7 @@ def score(
     images: tuple[Path, ...],
     texts: tuple[str, ...],
     explain: Path | None = None,
+    explain_what: tuple[Literal["maps", "words", "gradcam", "masks", "reconstruction"], ...] = (),
     maps: Literal["last", "rollout"] = "last",
     device: str = "cpu",
 ) -> None:
@@ -132,7 +133,11 @@ def score(
         model: model folder.
         images: picture files.
         texts: captions to compare with.
-        explain: folder for a PNG a picture, which shows where each text looks, and weights.json.
+        explain: folder for a PNG a picture, which shows where each text looks, and weights.json; of a model with
+            decoders also PICTURE-inside.png and inside.json.
+        explain_what: with explain, what is drawn if not all: maps (where each text looks), and of decoders words (where
+            the text decoder looks as it writes each word), gradcam (of the first layer), masks (which patches each
+            text hides) and reconstruction (hidden patches as the image decoder paints them).
         maps: with explain, attention of the image tower's last block, or rolled out over all blocks.
         device: cpu or cuda.
     """
@@ -152,8 +157,10 @@ def score(
     if explain is not None:
         from kiloword.report.inside import write
 
-        for line in write(explain, matcher, images, texts, maps):
+        for line in write(explain, matcher, images, texts, maps, explain_what or None):
             print(line)
+    elif explain_what:
+        raise ValueError("--explain-what says what --explain DIR draws: give a folder by --explain.")
 
 
 @app.command

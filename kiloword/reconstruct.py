@@ -50,6 +50,12 @@ def mask_settings(matcher: Matcher) -> tuple[MaskSettings, float, float]:
     return settings, high, low
 
 
+def masked_by_caption(matcher: Matcher) -> bool:
+    """Whether captions chose the masks of its training."""
+    mim, caption = _term(matcher, "mim"), _term(matcher, "caption")
+    return "attentive" in (getattr(mim, "mim_mask", None), getattr(caption, "caption_mask", None))
+
+
 def _term(matcher: Matcher, name: str) -> object:
     """The settings of one of the method's terms; None where it has none."""
     if matcher.method is None or name not in matcher.method.terms:
@@ -95,7 +101,7 @@ def fill(model: Model, images: Tensor, hidden: Tensor, painted: Tensor) -> Tenso
     """Pictures uint8 [N, 3, H, W] with normalised pixels [N, m, 3 * patch^2] in place of their hidden patches."""
     patch = model.config.image.patch
     std, mean = (x.float().view(1, 1, 3, 1) for x in (model.std, model.mean))
-    colours = (painted.float().unflatten(-1, (3, -1)) * std + mean).flatten(-2)
+    colours = (painted.float().view(*painted.shape[:2], 3, -1) * std + mean).flatten(-2)
     new = (colours * 255).round().clamp(0, 255).to(torch.uint8)
     pixels = unfold(images, patch)
     return fold(pixels.scatter(1, hidden[..., None].expand(-1, -1, pixels.shape[-1]), new), patch)
@@ -108,5 +114,5 @@ def mean_colour(images: Tensor, hidden: Tensor, patch: int) -> Tensor:
     """
     pixels = unfold(images, patch)
     seen = pixels.gather(1, masking.others(hidden, pixels.shape[1])[..., None].expand(-1, -1, pixels.shape[-1]))
-    colour = seen.unflatten(-1, (3, -1)).mean((1, 3))  # [N, 3]
+    colour = seen.view(*seen.shape[:2], 3, -1).mean((1, 3))  # [N, 3]
     return colour.repeat_interleave(patch**2, 1)[:, None].expand(-1, hidden.shape[1], -1)

@@ -1,38 +1,96 @@
-"""What `kiloword score --explain DIR` writes: a figure a picture, and all numbers as weights.json."""
+"""What `kiloword score --explain DIR` writes: figures of every picture, and all numbers as json."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from kiloword.checkpoint import write_json
 from kiloword.data.transforms import EvalTransform
 from kiloword.explain import Explanation, Maps
+from kiloword.report.inside_words import Asked, Found, What, looked, possible
 from kiloword.report.overlay import SIDE, Pixels, Row, TokenMap, figure
+from kiloword.report.sheet import Block, sheet
 from kiloword.towers.image import extra
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
+SHEET = "The part of the picture that the model sees, and what its decoders do with each caption."
 TOP = 4  # tokens a text that are shown
 ENTROPY = "Entropy of the weights: 0 is one token a head, 1 is all tokens alike."
 
 
 def write(
-    folder: Path, matcher: Matcher, images: Sequence[Path], texts: Sequence[str], maps: Maps = "last"
+    folder: Path,
+    matcher: Matcher,
+    images: Sequence[Path],
+    texts: Sequence[str],
+    maps: Maps = "last",
+    what: Sequence[str] | None = None,
 ) -> list[str]:
-    """Explain every pair, write `folder`/PICTURE.png for each picture and `folder`/weights.json.
+    """Explain every pair: `folder`/PICTURE.png and weights.json; of decoders PICTURE-inside.png and inside.json.
 
-    Returns: lines for the screen, one a pair: its score, entropy of the weights, heaviest tokens.
-    Errors: ValueError when a picture cannot be read, the folder cannot be written, or a figure would replace a picture.
+    Args: what: "maps", "words", "gradcam", "masks", "reconstruction"; None: all that the model can show.
+    Returns: lines for the screen.
+    Errors: ValueError when a picture cannot be read, the folder cannot be written, a figure would replace a picture, or
+    the model cannot show what is asked for.
     """
-    files = file_names(images)
-    _check_apart(folder, images, files)
+    kinds: Sequence[str] = ("maps", *possible(matcher)) if what is None else what
+    inside = [kind for kind in get_args(What) if kind in kinds]
+    names = file_names([*images, *(path.with_name(f"{path.stem}-inside.png") for path in images)])
+    figures, sheets = names[: len(images)] if "maps" in kinds else [], names[len(images) :] if inside else []
+    _check_apart(folder, images, [*figures, *sheets])
+    large = [_large(matcher, path) for path in images]
+    found = looked(Asked(matcher, matcher.pixels(list(images)), large, texts), inside)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder} cannot be made: {error.strerror}; choose another folder for --explain.") from error
+    lines = _write_maps(folder, matcher, images, texts, maps, large, figures) if figures else []
+    return [*lines, *(_write_sheets(folder, matcher, images, texts, large, found, sheets) if sheets else [])]
+
+
+def _write_sheets(
+    folder: Path,
+    matcher: Matcher,
+    images: Sequence[Path],
+    texts: Sequence[str],
+    large: Sequence[Pixels],
+    found: Mapping[What, Found],
+    files: Sequence[str],
+) -> list[str]:
+    """Sheets of what decoders do, all kinds on one a picture, and their numbers."""
+    scores = matcher.score(list(images), texts).tolist()
+    pictures = []
+    for i, (path, file) in enumerate(zip(images, files, strict=True)):
+        blocks, numbers = [], []
+        for t, text in enumerate(texts):
+            parts = [kind[i][t] for kind in found.values()]
+            said = f"“{text}”" if text else "the empty caption"
+            strips = [strip if t == 0 else replace(strip, about="") for strip, _ in parts]  # once a sheet is enough
+            blocks.append(Block(said, f"score {scores[i][t]:.3f}", strips))
+            numbers.append(
+                {"text": text, "score": scores[i][t], **{k: v for _, part in parts for k, v in part.items()}}
+            )
+        sheet(large[i], path.name, SHEET, blocks).save(folder / file)
+        pictures.append({"picture": str(path), "figure": file, "texts": numbers})
+    write_json(folder / "inside.json", {"pictures": pictures})
+    return [f"{len(files)} sheet{'s' * (len(files) > 1)} ({', '.join(found)}) and inside.json: {folder}"]
+
+
+def _write_maps(
+    folder: Path,
+    matcher: Matcher,
+    images: Sequence[Path],
+    texts: Sequence[str],
+    maps: Maps,
+    large: Sequence[Pixels],
+    files: Sequence[str],
+) -> list[str]:
+    """Where each text looks, by what makes the score; returns a line a pair: its score, entropy, heaviest tokens."""
     found = matcher.explain(list(images), texts, maps)
     names = token_names(matcher, found)
     about = found.about if found.weights is None else f"{found.about} {ENTROPY}"
@@ -40,7 +98,7 @@ def write(
     for i, (path, file) in enumerate(zip(images, files, strict=True)):
         pairs = [_pair(found, i, t, text, names) for t, text in enumerate(texts)]
         rows = [_row(found, i, t, pair) for t, pair in enumerate(pairs)]
-        figure(_large(matcher, path), path.name, about, rows).save(folder / file)
+        figure(large[i], path.name, about, rows).save(folder / file)
         pictures.append({"picture": str(path), "figure": file, "texts": pairs})
         lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
     write_json(folder / "weights.json", {"about": found.about, "maps": maps, "tokens": names, "pictures": pictures})

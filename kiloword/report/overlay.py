@@ -71,47 +71,48 @@ def overlay(picture: Pixels, looks: Floats, side: int) -> Image.Image:
     full = max(float(positive.max()), 4 * even, 1e-12)
     strength = Image.fromarray((positive - even) / (full - even)).resize((side, side), Image.Resampling.BICUBIC)
     glow = np.clip(np.asarray(strength), 0, 1)[..., None]  # [side, side, 1]
-    colours = np.asarray(_square(picture, side), np.float32)
+    colours = np.asarray(square(picture, side), np.float32)
     grey = 0.55 * colours.mean(-1, keepdims=True) + 70
     lit = 0.35 * colours + 0.65 * GLOW
     return Image.fromarray((grey + glow * (lit - grey)).round().clip(0, 255).astype(np.uint8))
 
 
-def _square(picture: Pixels, side: int) -> Image.Image:
+def square(picture: Pixels, side: int) -> Image.Image:
+    """A square picture at `side` pixels a side."""
     return Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC)
 
 
 def _header(sheet: Image.Image, picture: Pixels, title: str, about: str) -> None:
-    sheet.paste(_square(picture, 130), (MARGIN, MARGIN))
+    sheet.paste(square(picture, 130), (MARGIN, MARGIN))
     x, room = MARGIN + 130 + GAP, sheet.width - 2 * MARGIN - 130 - GAP
-    y = _text(sheet, (x, MARGIN), title, room, 22, INK, 1)
-    _text(sheet, (x, y + 8), about, min(room, 560), 14, MUTED, 4)
+    y = write_lines(sheet, (x, MARGIN), title, room, 22, INK, 1)
+    write_lines(sheet, (x, y + 8), about, min(room, 560), 14, MUTED, 4)
 
 
 def _headings(sheet: Image.Image, shown: int, weighty: bool) -> None:
     """What the columns are, over the first row's line."""
     x, y = MARGIN + CAPTION + GAP, MARGIN + HEAD - 24
-    _text(sheet, (x, y), "where the text looks", SIDE, 13, MUTED, 1)
+    write_lines(sheet, (x, y), "where the text looks", SIDE, 13, MUTED, 1)
     if shown:
-        _text(sheet, (x + SIDE + GAP, y), "its heaviest tokens, and where they look", 400, 13, MUTED, 1)
+        write_lines(sheet, (x + SIDE + GAP, y), "its heaviest tokens, and where they look", 400, 13, MUTED, 1)
     if weighty:
         x += SIDE + GAP + shown * (SMALL + GAP)
-        _text(sheet, (x, y), "all mixing weights", WEIGHTS, 13, MUTED, 1)
+        write_lines(sheet, (x, y), "all mixing weights", WEIGHTS, 13, MUTED, 1)
 
 
 def _row(sheet: Image.Image, y: int, picture: Pixels, row: Row, shown: int) -> None:
     draw = ImageDraw.Draw(sheet)
     draw.line((MARGIN, y - GAP, sheet.width - MARGIN, y - GAP), RULE)
-    below = _text(sheet, (MARGIN, y), row.text, CAPTION, 18, INK, 7)
-    _text(sheet, (MARGIN, below + 8), row.note, CAPTION, 13, MUTED, 3)
+    below = write_lines(sheet, (MARGIN, y), row.text, CAPTION, 18, INK, 7)
+    write_lines(sheet, (MARGIN, below + 8), row.note, CAPTION, 13, MUTED, 3)
     x = MARGIN + CAPTION + GAP
     sheet.paste(overlay(picture, row.map, SIDE), (x, y))
     x += SIDE + GAP
     for n, token in enumerate(row.tokens):
         at = x + n * (SMALL + GAP)
         sheet.paste(overlay(picture, token.map, SMALL), (at, y))
-        below = _text(sheet, (at, y + SMALL + 8), token.name, SMALL, 14, INK, 1)
-        _text(sheet, (at, below + 2), f"{token.share:.0%} of the mix", SMALL, 13, MUTED, 1)
+        below = write_lines(sheet, (at, y + SMALL + 8), token.name, SMALL, 14, INK, 1)
+        write_lines(sheet, (at, below + 2), f"{token.share:.0%} of the mix", SMALL, 13, MUTED, 1)
     if row.weights.size:
         _weights(sheet, (x + shown * (SMALL + GAP), y), row.weights)
 
@@ -127,16 +128,16 @@ def _weights(sheet: Image.Image, corner: tuple[int, int], weights: Floats) -> No
         _cell(sheet, left, right, bottom - max(round(HIGH * share / top), 1), bottom, BAR)
     stride = -(-n // (WEIGHTS // 20))
     for k in range(0, n, stride):
-        _text(sheet, ((edges[k] + edges[k + 1]) // 2 - 3 * len(str(k)) - 1, bottom + 2), str(k), 40, 11, MUTED, 1)
+        write_lines(sheet, ((edges[k] + edges[k + 1]) // 2 - 3 * len(str(k)) - 1, bottom + 2), str(k), 40, 11, MUTED, 1)
     line = min(12.0, 68 / heads)
     for m, head in enumerate(weights.tolist()):
         above = bottom + 22 + round(m * line)
         for left, right, weight in zip(edges, edges[1:], head, strict=False):
             shade = tuple(round(p + (b - p) * weight) for p, b in zip(PAPER, BAR, strict=True))
             _cell(sheet, left, right, above, above + max(round(line) - 2, 1), (shade[0], shade[1], shade[2]))
-    _text(sheet, (x, y), f"share of each of {n} tokens, up to {top:.0%}", WEIGHTS, 13, MUTED, 1)
+    write_lines(sheet, (x, y), f"share of each of {n} tokens, up to {top:.0%}", WEIGHTS, 13, MUTED, 1)
     below = bottom + 26 + round(heads * line)
-    _text(sheet, (x, below), f"the same by head, {heads} of them", WEIGHTS, 13, MUTED, 1)
+    write_lines(sheet, (x, below), f"the same by head, {heads} of them", WEIGHTS, 13, MUTED, 1)
 
 
 def _cell(sheet: Image.Image, left: int, right: int, above: int, below: int, colour: tuple[int, int, int]) -> None:
@@ -145,7 +146,7 @@ def _cell(sheet: Image.Image, left: int, right: int, above: int, below: int, col
     ImageDraw.Draw(sheet).rectangle((left, above, last, below), colour)
 
 
-def _text(
+def write_lines(
     sheet: Image.Image, at: tuple[int, int], text: str, room: int, size: int, colour: tuple[int, int, int], lines: int
 ) -> int:
     """Write text in at most so many lines of `room` pixels; returns where the next line would start."""

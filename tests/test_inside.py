@@ -1,0 +1,141 @@
+"""Sheets of what decoders do: what is on them, in which files, for every kind of model and caption."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kiloword import masked_images
+from kiloword.api import Matcher
+from kiloword.checkpoint import save_model
+from kiloword.cli import main
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.recipes import HeadConfig, ImageConfig, ModelFile, sizes
+from kiloword.reconstruct import mim_settings, reconstruct
+from kiloword.report.inside import write
+from kiloword.report.inside_words import possible
+from kiloword.report.sheet import WIDTH, Block, Panel, Strip, sheet
+
+CAPTIONS = ["a red circle", "two blue squares", ""]
+IMAGE = ImageConfig(size=48, patch=16, width=32, depth=1, heads=2, mlp=64)  # 9 patches
+
+
+def matcher(method: str = "sycoca", head: dict[str, Any] | None = None, **settings: Any) -> Matcher:
+    made = preset(method, settings)
+    config = replace(sizes()["debug"], image=IMAGE, head=replace(HeadConfig(dim=16, pool_heads=2), **(head or {})))
+    return Matcher(build(config, made, seed=1), Tokenizer.train(CAPTIONS[:2] * 3, 300), made)
+
+
+def picture(path: Path, width: int = 70, height: int = 50) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    return path
+
+
+def test_what_models_can_show() -> None:
+    assert possible(matcher()) == ("words", "gradcam", "masks", "reconstruction")
+    assert possible(matcher("coca")) == ("words", "gradcam", "masks")
+    assert possible(matcher("clip+mim")) == ("gradcam", "masks", "reconstruction")
+    assert possible(matcher("clip")) == ()
+    narrow = matcher("coca", {"image_pool": "attentional", "pool_queries": 3, "pool_width": 16})
+    assert possible(narrow) == ("words", "gradcam")
+
+
+def test_numbers_and_files(tmp_path: Path) -> None:
+    model = matcher()
+    images = [picture(tmp_path / "a.jpg"), picture(tmp_path / "b" / "a.png", 7, 300)]
+    lines = write(tmp_path / "out", model, images, CAPTIONS)
+    assert lines[-1] == f"2 sheets (words, gradcam, masks, reconstruction) and inside.json: {tmp_path / 'out'}"
+    names = {"a.png", "a-2.png", "a-inside.png", "a-inside-2.png", "weights.json", "inside.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    document = json.loads((tmp_path / "out" / "inside.json").read_text())
+    for path, shown in zip(images, document["pictures"], strict=True):
+        assert shown["picture"] == str(path)
+        pixels = model.pixels([path])
+        for text, found in zip(CAPTIONS, shown["texts"], strict=True):
+            assert [word["word"] for word in found["words"]] == [*text.split(), "(end)"]
+            assert sum(found["words"][0]["map"]) == pytest.approx(1, rel=1e-5)
+            assert set(found["gradcam"]) == {"for the score", "for writing the caption"}
+            masks = found["masks"]
+            order = sorted(range(9), key=lambda p: -masks["speaks_of"][p])
+            assert masks["most"] == sorted(order[:4]) == found["reconstruction"]["hidden"]
+            assert masks["least"] == sorted(sorted(range(9), key=lambda p: masks["speaks_of"][p])[:4])
+            losses = found["reconstruction"]["l1"]
+            assert list(losses)[0 if text else -1] == ("from this caption" if text else "from no caption")
+            with torch.no_grad():
+                none = model.tokenizer.encode([""], model.model.config.text)
+                hidden = torch.tensor([masks["most"]])
+                (painted,) = reconstruct(model.model, pixels, hidden, [none], mim_settings(model))
+                true = masked_images.pixels(model.model, pixels, hidden, norm_pix=False)
+            assert losses["from no caption"] == pytest.approx(float((painted - true).abs().mean()), rel=1e-4)
+
+
+def test_only_what_is_asked_for(tmp_path: Path) -> None:
+    model, image = matcher(), picture(tmp_path / "a.jpg")
+    write(tmp_path / "words", model, [image], ["red"], what=["words"])
+    assert {path.name for path in (tmp_path / "words").iterdir()} == {"a-inside.png", "inside.json"}
+    (found,) = json.loads((tmp_path / "words" / "inside.json").read_text())["pictures"][0]["texts"]
+    assert set(found) == {"text", "score", "words"}
+    write(tmp_path / "maps", model, [image], ["red"], what=["maps"])
+    assert {path.name for path in (tmp_path / "maps").iterdir()} == {"a.png", "weights.json"}
+    write(tmp_path / "plain", matcher("clip"), [image], ["red"])
+    assert {path.name for path in (tmp_path / "plain").iterdir()} == {"a.png", "weights.json"}
+    write(tmp_path / "cam", matcher("clip"), [image], ["red"], what=["gradcam"])
+    with pytest.raises(ValueError, match="no text decoder"):
+        write(tmp_path / "none", matcher("clip"), [image], ["red"], what=["words"])
+    with pytest.raises(ValueError, match="no image decoder"):
+        write(tmp_path / "none", matcher("coca"), [image], ["red"], what=["reconstruction"])
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("settings", [{"guide": "none"}, {"norm_pix": True, "mim_op": "drop"}, {"mim_mask": "random"}])
+def test_every_way_of_painting(settings: dict[str, Any], tmp_path: Path) -> None:
+    image = picture(tmp_path / "a.jpg")
+    write(tmp_path, matcher(**settings), [image], CAPTIONS, what=["reconstruction"])
+    texts = json.loads((tmp_path / "inside.json").read_text())["pictures"][0]["texts"]
+    if settings.get("guide") == "none":
+        assert all(list(found["reconstruction"]["l1"]) == ["without text"] for found in texts)
+    else:
+        names = ["from this caption", "from “two blue squares”", "from no caption"]
+        assert list(texts[0]["reconstruction"]["l1"]) == names
+    if settings.get("mim_mask") == "random":
+        assert len({tuple(found["reconstruction"]["hidden"]) for found in texts}) == 1
+
+
+def test_sheet_wraps_and_has_room_for_all() -> None:
+    grey = np.full((64, 64, 3), 120, np.uint8)
+    panel = Panel(Image.new("RGB", (94, 94)), "word " * 9, "50%")
+    few = sheet(grey, "a.png", "about", [Block("a dog", "score", [Strip("Words", "about", [panel] * 3)])])
+    many = sheet(grey, "a.png", "about", [Block("a dog", "score", [Strip("Words", "about", [panel] * 33)])])
+    assert few.width == many.width == WIDTH
+    assert many.height > few.height + 3 * 94
+    beside = sheet(grey, "a.png", "", [Block("a dog", "score", [Strip("A", "", [panel] * 3), Strip("B", "", [panel])])])
+    assert beside.height < few.height + 20
+    black = (np.asarray(many) == 0).all(-1)
+    assert black.sum() >= 33 * 94 * 94
+    nothing = sheet(grey, "a.png", "", [])
+    assert nothing.height < few.height
+
+
+def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = matcher()
+    file = ModelFile(method="sycoca", settings={}, model=model.model.config)
+    save_model(tmp_path / "model", model.model, model.tokenizer, file)
+    shown = ["score", str(tmp_path / "model"), "--images", str(picture(tmp_path / "a.jpg")), "--texts", "a zebra", ""]
+    main([*shown, "--explain", str(tmp_path / "out"), "--explain-what", "words", "masks"])
+    assert "1 sheet (words, masks) and inside.json" in capsys.readouterr().out
+    with Image.open(tmp_path / "out" / "a-inside.png") as png:
+        assert png.width == WIDTH
+    with pytest.raises(SystemExit):
+        main([*shown, "--explain-what", "words"])
+    assert "give a folder by --explain" in capsys.readouterr().err
