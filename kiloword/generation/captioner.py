@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from kiloword.generation.search import search
 from kiloword.generation.trie import Trie
 from kiloword.model import Model
 
-ROUNDS = 4  # times that drawing goes on where a picture's captions are not all different
+ROUNDS = 4  # of search, each wider than the one before, where a picture's captions are not all different
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Captioner:
     ) -> list[list[Caption]]:
         """Captions of I pictures, `num` different ones each, best first; fewer where no more were found.
 
+        Different tokens may read the same; where they do, more beams are searched, or more texts drawn.
+
         Args: images uint8 [I, 3, H, W]; keys: names that nucleus draws by; None: by the pictures' pixels. What stands
         beside a picture does not matter to it.
         Raises: ValueError for options that do not fit, or a model that gives no numbers.
@@ -74,9 +76,10 @@ class Captioner:
         rules = self.rules(options, trie)
         texts: list[dict[str, Caption]] = [{} for _ in keys]
         lacking = list(range(len(keys)))
-        for round_ in range(ROUNDS if options.method == "nucleus" else 1):
+        for round_ in range(1 if options.method == "greedy" or trie is not None else ROUNDS):
             some = memory if len(lacking) == len(memory) else memory.take(torch.tensor(lacking, device=self._device))
-            found = self._search(some, options, rules, self._seeds([keys[n] for n in lacking], options, round_))
+            wider = replace(options, beams=options.beams << round_)
+            found = self._search(some, wider, rules, self._seeds([keys[n] for n in lacking], options, round_))
             for n, new in zip(lacking, self._texts(found), strict=True):
                 for caption in new:
                     texts[n].setdefault(caption.text, caption)

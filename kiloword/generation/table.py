@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -112,7 +112,7 @@ class CaptionWriter:
             meta = json.loads((table.schema.metadata or {})[b"kiloword"])
         except (OSError, pa.ArrowException, KeyError, ValueError):
             return False
-        if meta["table"] != self._id:
+        if meta.pop("digest", None) != _digest(table, meta) or meta["table"] != self._id:
             return False
         keys = (keyed.raw(key) for key in table.column("key").to_pylist())
         self._contents.update(zip(keys, table.column("content").to_pylist(), strict=True))
@@ -121,7 +121,7 @@ class CaptionWriter:
         return True
 
     def _read(self, number: int) -> pa.Table:
-        return pq.read_table(self._path(number), page_checksum_verification=True, use_threads=False)
+        return pq.read_table(self._path(number), use_threads=False)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"part-{number:05d}.parquet"
@@ -149,9 +149,10 @@ class CaptionWriter:
         skipped = [[one.row, one.key, one.reason] for one in rows.skipped]
         meta = {"table": self._id, "skipped": skipped, "repeated": repeated}
         columns = {"key": rows.keys, "captions": rows.captions, "scores": rows.scores, "content": rows.contents}
-        table = pa.table(columns, schema=_PART.with_metadata({"kiloword": json.dumps(meta)}))
+        table = pa.table(columns, schema=_PART)
+        meta["digest"] = _digest(table, meta)
         buffer = io.BytesIO()
-        pq.write_table(table, buffer, write_page_checksum=True)
+        pq.write_table(table.replace_schema_metadata({"kiloword": json.dumps(meta)}), buffer)
         write_atomic(self._path(number), buffer.getvalue())
         self.skipped += rows.skipped
         self.repeated += repeated
@@ -177,6 +178,12 @@ class CaptionWriter:
             table = self._read(number).select(SCHEMA.names)
             if len(table):
                 yield table
+
+
+def _digest(table: pa.Table, meta: dict[str, Any]) -> str:
+    """Of all that a part says."""
+    said = repr([column.to_pylist() for column in table.columns]) + json.dumps(meta)
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 
 def content_of(image: Tensor) -> bytes:
