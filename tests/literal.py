@@ -189,7 +189,7 @@ def scores(patches: Tensor, words: Tensor, similarity: str) -> list[float]:
     found = []
     for v in patches:
         pairs = [v @ w / (v.norm() * w.norm()) if similarity == "cosine" else v @ w for w in words]
-        found.append(max(float(pair) for pair in pairs))
+        found.append(max(float(pair.detach()) for pair in pairs))
     return found
 
 
