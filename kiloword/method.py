@@ -91,6 +91,10 @@ class Method:
     needs: tuple[str, ...] = ()  # names of side features; "questions"; "truth": which pictures a text is true of
     prepare: Prepare | None = None  # before the first step of a fresh run: bias search
 
+    def __post_init__(self) -> None:
+        if self.views and "questions" in self.needs:
+            raise ValueError(f"{self.name} asks about pictures as they are: views, which mix them, do not go with it.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:

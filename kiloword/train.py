@@ -133,18 +133,21 @@ def save(run: Run) -> None:
 
 
 def validate(run: Run) -> dict[str, float]:
-    """Retrieval on the recipe's validation data, names prefixed by "val/"."""
+    """Retrieval on the recipe's validation data, or answers where the method wants questions; "val/" before names."""
     from kiloword.api import Matcher
     from kiloword.evaluation import evaluate
 
     source = open_val(run.recipe)
     assert source is not None
+    asks = "questions" in run.learner.method.needs
+    names = ("accuracy",) if asks else ("text_retrieval_recall@1", "image_retrieval_recall@1")
+    options: dict[str, Any] = {"train": run.loader.source} if asks and not hasattr(source, "answers") else {}
     run.learner.eval()
     with _averaged(run):
-        found = evaluate(Matcher(run.learner.model, run.tokenizer), "retrieval", source)
+        matcher = Matcher(run.learner.model, run.tokenizer)
+        found = evaluate(matcher, "vqa" if asks else "retrieval", source, **options)
     run.learner.train()
-    at_1 = ", ".join(f"{k} {found[k]:.3f}" for k in ("text_retrieval_recall@1", "image_retrieval_recall@1"))
-    run.log.say(f"val at step {run.step}: {at_1}")
+    run.log.say(f"val at step {run.step}: " + ", ".join(f"{k} {found[k]:.3f}" for k in names))
     return {f"val/{k}": v for k, v in found.items() if isinstance(v, float)}
 
 

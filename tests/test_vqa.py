@@ -26,6 +26,7 @@ from kiloword.evaluation.vqa_options import VqaOptions
 from kiloword.generation.answerer import Answerer
 from kiloword.generation.options import GenerationOptions
 from kiloword.learner import Learner
+from kiloword.log import read_metrics
 from kiloword.methods import preset
 from kiloword.model import Model, build
 from kiloword.prepare import captions_of, resolve
@@ -330,6 +331,20 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path) -> None
 def test_options_that_make_no_sense(options: VqaOptions, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         options.check()
+
+
+def test_validation_is_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_of("vqa", 1, DATA + "&n=64")
+    data = replace(recipe.data, val="scenes:val?task=vqa&objects=1&n=20")
+    train(replace(recipe, data=data), tmp_path, options=Options())
+    assert "val at step 1: accuracy 0." in capsys.readouterr().err
+    row = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "val/accuracy" in row]
+    assert [r["step"] for r in row] == [1]
+
+
+def test_views_and_questions_do_not_mix() -> None:
+    with pytest.raises(ValueError, match=r"views, which mix them, do not go with it"):
+        preset("vqa+compose")
 
 
 def test_fine_tuning_brings_towers_and_decoder(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kiloword.data.loader import eval_batches, read
 from kiloword.data.questions import ANSWERS, question_in
+from kiloword.data.sources import open_source
 from kiloword.evaluation.vqa_metric import Judged, accuracy, means
 from kiloword.evaluation.vqa_options import VqaOptions
 from kiloword.generation.options import GenerationOptions
@@ -90,9 +91,11 @@ class _Known:
 
 def _known(source: Source, train: Source | str | None, options: VqaOptions) -> _Known:
     """The closed list and the most frequent answers. Raises: ValueError when a list is needed and there is none."""
+    if isinstance(train, str):
+        train = open_source(train)
     counted = _counted(train, options.most) if train is not None else None
     own = getattr(source, "majority", None)
-    guesses: Guesses = {None: counted[0]} if counted else own() if callable(own) else {}
+    guesses: Guesses = own() if callable(own) else {None: counted[0]} if counted else {}
     if options.answers is not None:
         return _Known(_lines(options.answers), guesses)
     answers = counted or getattr(source, "answers", None)
@@ -104,15 +107,11 @@ def _known(source: Source, train: Source | str | None, options: VqaOptions) -> _
     return _Known(answers, guesses)
 
 
-def _counted(train: Source | str, most: int) -> list[str]:
+def _counted(train: Source, most: int) -> list[str]:
     """The most frequent answers of a data set, of equally frequent ones by the alphabet.
 
     Raises: ValueError for none.
     """
-    if isinstance(train, str):
-        from kiloword.data.sources import open_source
-
-        train = open_source(train)
     counts: Counter[str] = Counter()
     for row in range(len(train)):
         try:
