@@ -21,8 +21,9 @@ from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.recipes import HeadConfig, ImageConfig, ModelFile, sizes
 from kiloword.reconstruct import mim_settings, reconstruct
-from kiloword.report.inside import write
+from kiloword.report.inside import _cut, write
 from kiloword.report.inside_words import possible
+from kiloword.report.overlay import font_for, wrap
 from kiloword.report.sheet import WIDTH, Block, Panel, Strip, sheet
 
 CAPTIONS = ["a red circle", "two blue squares", ""]
@@ -139,3 +140,14 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*shown, "--explain-what", "words"])
     assert "give a folder by --explain" in capsys.readouterr().err
+
+
+def test_texts_that_are_cut_say_so(tmp_path: Path) -> None:
+    font = font_for("plain", 14)
+    assert wrap("w" * 90 + " word", font, 80, 3)[0].endswith("w...")
+    assert wrap("one two", font, 80, 3) == ["one two"]
+    assert all(font.getlength(line) <= 80 for line in wrap("one two three " * 20, font, 80, 3))
+    assert wrap("one two three " * 20, font, 80, 2)[-1].endswith("...")
+    assert font_for("“plain” – text…", 14).getname() == font.getname()
+    assert _cut(matcher(), "a red circle") == ""
+    assert "cut to the 32 tokens" in _cut(matcher(), "zebra " * 40)

@@ -48,7 +48,8 @@ def run(
     normalised pixels; `_mean_colour`: of the patches that are seen; `_mean_picture`: this data's mean at each pixel.
     `right_beats_wrong@MASK`: share of pictures, a tie is half of one; `wrong_minus_right@MASK`: the mean difference,
     `wrong_minus_right_se@MASK`: its standard error; so for none. A picture's patches are hidden alike for all of these,
-    as many as in training: those that its right caption speaks of most, or random ones by its row.
+    as many as in training: those that its right caption speaks of most by this model, or random ones by its row, which
+    are the same for all models of one number of patches.
 
     The right caption is a picture's first, a wrong one another picture's (see `wrong_captions`). A model trained
     without text paints the same whatever is said: it has `_none` alone. One trained on pixels less each patch's mean

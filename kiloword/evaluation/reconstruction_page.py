@@ -70,7 +70,11 @@ def _numbers(found: Mapping[str, Mapping[str, float]], mask: str) -> str:
     known = [pair for pair in pairs if pair]
     head_of_pairs = ["picture by picture", "against", "right is better in", "L1 more than by right", "± standard error"]
     unread = "" if known else paragraph("Trained without text: it paints the same whatever the caption.")
-    return table(rows, head, digits=4) + (table(known, head_of_pairs) if known else unread)
+    own = mask == "attentive" and len(found) > 1
+    note = paragraph(
+        "Each model hides what it finds the caption to speak of: compare models where random patches are hidden."
+    )
+    return table(rows, head, digits=4) + (note if own else "") + (table(known, head_of_pairs) if known else unread)
 
 
 def _compared(model: str, values: Mapping[str, float], other: str, mask: str) -> list[Cell]:

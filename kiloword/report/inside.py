@@ -70,8 +70,9 @@ def _write_sheets(
         for t, text in enumerate(texts):
             parts = [kind[i][t] for kind in found.values()]
             said = f"“{text}”" if text else "the empty caption"
+            note = f"score {scores[i][t]:.3f}{_cut(matcher, text)}"
             strips = [strip if t == 0 else replace(strip, about="") for strip, _ in parts]  # once a sheet is enough
-            blocks.append(Block(said, f"score {scores[i][t]:.3f}", strips))
+            blocks.append(Block(said, note, strips))
             numbers.append(
                 {"text": text, "score": scores[i][t], **{k: v for _, part in parts for k, v in part.items()}}
             )
@@ -79,6 +80,13 @@ def _write_sheets(
         pictures.append({"picture": str(path), "figure": file, "texts": numbers})
     write_json(folder / "inside.json", {"pictures": pictures})
     return [f"{len(files)} sheet{'s' * (len(files) > 1)} ({', '.join(found)}) and inside.json: {folder}"]
+
+
+def _cut(matcher: Matcher, text: str) -> str:
+    """A few words where the model sees only the beginning of a text."""
+    config = matcher.model.config.text
+    cut = matcher.tokenizer.encode([text], config).truncated
+    return f"; too long: cut to the {config.context} tokens that the model reads" if cut else ""
 
 
 def _write_maps(

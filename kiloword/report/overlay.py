@@ -150,12 +150,22 @@ def write_lines(
     sheet: Image.Image, at: tuple[int, int], text: str, room: int, size: int, colour: tuple[int, int, int], lines: int
 ) -> int:
     """Write text in at most so many lines of `room` pixels; returns where the next line would start."""
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size)
+    draw, font = ImageDraw.Draw(sheet), font_for(text, size)
     x, y = at
     for line in wrap(text, font, room, lines):
         draw.text((x, y), line, colour, font)
         y += round(1.35 * size)
     return y
+
+
+def font_for(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own font; for letters beyond ASCII, which it lacks, DejaVu's where the machine has it."""
+    if not text.translate(dict.fromkeys(map(ord, "“”–…"))).isascii():
+        try:
+            return ImageFont.truetype("DejaVuSans.ttf", size)
+        except OSError:
+            pass
+    return ImageFont.load_default(size)
 
 
 def wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, room: int, lines: int) -> list[str]:
@@ -166,14 +176,15 @@ def wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, room: in
         if line and font.getlength(longer) > room:
             wrapped.append(line)
             longer = word
-        line = _fit(longer, font, room)
+        line = longer if font.getlength(longer) <= room else _shortened(longer, font, room)
     wrapped.append(line)
     if len(wrapped) <= lines:
         return wrapped
-    return [*wrapped[: lines - 1], _fit(wrapped[lines - 1], font, room - int(font.getlength("..."))) + "..."]
+    return [*wrapped[: lines - 1], _shortened(wrapped[lines - 1], font, room)]
 
 
-def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, room: int) -> str:
-    while text and font.getlength(text) > room:
+def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, room: int) -> str:
+    text = text.removesuffix("...")
+    while text and font.getlength(text + "...") > room:
         text = text[:-1]
-    return text
+    return text + "..."
