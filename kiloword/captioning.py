@@ -122,20 +122,20 @@ class Caption(nn.Module):
         decoder = model.more["text_decoder"]
         assert isinstance(decoder, TextDecoder)
         keys = self._keys(model, decoder, batch, encoded)
-        return caption_loss(decoder, model, batch.texts, encoded.text_tokens, keys, self.extra, self.settings.smoothing)
+        shared = None if len(keys[0][0]) == len(batch.texts) else batch.image_of_text
+        texts, tokens = batch.texts, encoded.text_tokens
+        return caption_loss(decoder, model, texts, tokens, keys, self.extra, self.settings.smoothing, of=shared)
 
     def _keys(self, model: Model, decoder: TextDecoder, batch: Batch, encoded: Encoded) -> list[Keys]:
-        """What each caption sees of its picture."""
-        of = batch.image_of_text
+        """What captions see of their pictures: a row a picture, or a caption where each has its own mask."""
         if self.settings.caption_mask == "attentive":  # each caption has its own view of the picture
             scored = masking.scores(model, batch, encoded, self.settings)
-            return decoder.remember(self._memory(model, batch.images[of], scored))
+            return decoder.remember(self._memory(model, batch.images[batch.image_of_text], scored))
         if self.settings.caption_mask == "random":
             memory = self._memory(model, batch.images, masking.noise(batch, "caption.mask", self.patches))
         else:
             memory = model.memory(encoded.image_tokens)
-        keys = decoder.remember(memory)
-        return keys if len(of) == len(batch) else [(k[of], v[of]) for k, v in keys]
+        return decoder.remember(memory)
 
     def _memory(self, model: Model, images: Tensor, scored: Tensor) -> Tensor:
         """Pictures without the patches of the lowest score."""
@@ -154,9 +154,10 @@ def caption_loss(
     extra: int,
     smoothing: float,
     packing_k: Packing | None = None,
+    of: Tensor | None = None,
 ) -> Tensor:
     """Sum over all next tokens of -log their probability. Args: as of `decoded`."""
-    x, targets = decoded(decoder, model, texts, tokens, keys, extra, packing_k)
+    x, targets = decoded(decoder, model, texts, tokens, keys, extra, packing_k, of)
     return word_loss(x, decoder.table(model.text_tower.tokens), targets, smoothing)
 
 
@@ -168,16 +169,26 @@ def decoded(
     keys: list[Keys],
     extra: int,
     packing_k: Packing | None = None,
+    of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the decoder makes of every token that has a next one [N, W], and the next ones [N], -1 where there is none.
 
     Args: tokens [S, W]: what the text tower made of `texts`; keys: of what text n sees, packed with `packing_k`; extra:
-    tokens after the end.
+    tokens after the end; of [T] int64, ascending: text n sees row of[n] instead, so that no keys are copied.
     """
     place, before = prefixes(texts, 1 + extra)
     packing = packing_of(before, model.text_tower.tokens.dtype)
     x = F.pad(tokens[place], (0, 0, 0, packing.tail))
-    return decoder(x, keys, packing, packing_k), F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
+    rows = len(keys[0][0]) if packing_k is None else len(packing_k)
+    packing_q = None if of is None else packing_of(joined(before, of, rows), model.text_tower.tokens.dtype)
+    x = decoder(x, keys, packing, packing_k, packing_q)
+    return x, F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
+
+
+def joined(texts: Texts, of: Tensor, rows: int) -> Texts:
+    """The same tokens with all texts of one row as one text; of [T] int64, ascending: the row of each."""
+    starts = texts.starts[torch.searchsorted(of, torch.arange(rows + 1, device=of.device))]
+    return Texts(texts.ids, starts, int(starts.diff().max()))
 
 
 def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:

@@ -19,6 +19,7 @@ from kiloword.model import Model
 from kiloword.pools import at_least_float
 from kiloword.recipes import ModelConfig
 from kiloword.towers.attention import Packing
+from kiloword.towers.blocks import take
 from kiloword.towers.decoder import ImageDecoder
 from kiloword.towers.image import unfold
 from kiloword.towers.text import packing_of
@@ -101,7 +102,7 @@ class MaskedPictures(nn.Module):
             hidden = masking.chosen(masking.noise(batch, "mim.mask", self.patches), self.hidden, most=True)
             tokens = visible(model, images, hidden, self.settings.mim_op)
             if self.by_caption and len(of) != len(batch):
-                images, hidden, tokens = images[of], hidden[of], tokens[of]
+                images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
         guide = (encoded.text_tokens, packing_of(batch.texts, model.text_tower.tokens.dtype)) if self.guided else None
         found = predict(model, tokens, hidden, guide)
         return distance(found, pixels(model, images, hidden, self.settings.norm_pix)).sum()
@@ -129,8 +130,9 @@ def predict(model: Model, tokens: Tensor, hidden: Tensor, guide: tuple[Tensor, P
 
 def pixels(model: Model, images: Tensor, hidden: Tensor, norm_pix: bool) -> Tensor:
     """What is to be predicted, the normalised pixels of hidden patches: [N, m, 3 * patch^2], at least fp32."""
-    every = at_least_float(unfold(model.normalise(images), model.config.image.patch))
-    target = every.gather(1, hidden[..., None].expand(-1, -1, every.shape[-1]))
+    patch = model.config.image.patch
+    raw = take(unfold(images, patch), hidden).view(*hidden.shape, 3, patch, patch)
+    target = at_least_float(model.normalise(raw)).flatten(2)
     if not norm_pix:
         return target
     deviation = target.var(-1, keepdim=True) + EPSILON

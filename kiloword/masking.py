@@ -97,7 +97,8 @@ def noise(batch: Batch, purpose: str, patches: int) -> Tensor:
 
 def others(masked: Tensor, patches: int) -> Tensor:
     """The patches that are not masked [N, m], in ascending order: [N, P - m]."""
-    return (~as_bool(masked, patches)).nonzero()[:, 1].view(len(masked), patches - masked.shape[1])
+    order = as_bool(masked, patches).to(torch.uint8).argsort(dim=1, stable=True)  # `nonzero` would wait for the device
+    return order[:, : patches - masked.shape[1]]
 
 
 def as_bool(masked: Tensor, patches: int) -> Tensor:

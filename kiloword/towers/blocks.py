@@ -32,6 +32,11 @@ def activate(x: Tensor, kind: Activation) -> Tensor:
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """x [N, L, W], places [N, n] int64 -> [N, n, W]."""
+    return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+
+
 class Mlp(nn.Module):
     def __init__(self, width: int, hidden: int, activation: Activation) -> None:
         super().__init__()
@@ -76,9 +81,16 @@ class Block(nn.Module):
         self.mlp = Mlp(width, mlp, activation)
 
     def forward(
-        self, x: Tensor, packing: Packing | None = None, causal: bool = False, cache: Cache | None = None
+        self,
+        x: Tensor,
+        packing: Packing | None = None,
+        causal: bool = False,
+        cache: Cache | None = None,
+        only: Tensor | None = None,
     ) -> Tensor:
+        """only [N, n] int64: of dense x, the tokens that go on; the others are looked at, no more: [N, n, W]."""
         x = x + self.attention(self.norm1(x), packing, causal, cache)
+        x = x if only is None else take(x, only)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 

@@ -33,12 +33,15 @@ class Layer(nn.Module):
         packing_k: Packing | None = None,
         causal: bool = False,
         cache: Cache | None = None,
+        packing_q: Packing | None = None,
+        only: Tensor | None = None,
     ) -> Tensor:
-        x = self.own(x, packing, causal, cache)
+        """Args: packing_q: x by rows of the memory, where it has fewer than texts; only: as of `Block`."""
+        x = self.own(x, packing, causal, cache, only)
         if self.cross is None:
             return x
         assert keys is not None
-        out: Tensor = self.cross(x, keys, packing, packing_k)
+        out: Tensor = self.cross(x, keys, packing_q or packing, packing_k)
         return out
 
     def keys(self, memory: Tensor | None) -> Keys | None:
@@ -71,14 +74,21 @@ class TextDecoder(nn.Module):
         self.words = predicted(config)
         self.output = None if tied else nn.Parameter(torch.empty(self.words, config.width))
 
-    def forward(self, x: Tensor, memory: list[Keys], packing: Packing, packing_k: Packing | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        memory: list[Keys],
+        packing: Packing,
+        packing_k: Packing | None = None,
+        packing_q: Packing | None = None,
+    ) -> Tensor:
         """Packed [S, W] -> [S, W], normed: what `table` turns into logits.
 
         Args: x [S, W] or [S + tail, W]; memory: as `remember` makes it, row n for text n; packing_k: of a memory that
-        is packed itself.
+        is packed itself; packing_q: of x with the texts that look at one row as one, where several do.
         """
         for layer, keys in zip(self.layers, memory, strict=True):
-            x = layer(x, keys, packing, packing_k, causal=True)
+            x = layer(x, keys, packing, packing_k, causal=True, packing_q=packing_q)
         out: Tensor = self.norm(x)
         return out
 
@@ -133,10 +143,10 @@ class ImageDecoder(nn.Module):
         places, ascending; text_tokens packed [S, W'], text n for picture n.
         """
         x = tokens if self.mask_token is None else self._whole(tokens, masked)
-        for layer in self.layers:
-            x = layer(x, layer.keys(text_tokens), packing_k=packing)  # type: ignore[operator]
-        wanted = (masked + self.before)[..., None].expand(-1, -1, x.shape[-1])
-        out: Tensor = self.pixels(self.norm(x.gather(1, wanted)))
+        for n, layer in enumerate(self.layers, 1):
+            only = masked + self.before if n == len(self.layers) else None
+            x = layer(x, layer.keys(text_tokens), packing_k=packing, only=only)  # type: ignore[operator]
+        out: Tensor = self.pixels(self.norm(x))
         return out
 
     def _whole(self, tokens: Tensor, masked: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.recipes import ImageConfig
-from kiloword.towers.blocks import Block, Init
+from kiloword.towers.blocks import Block, Init, take
 
 
 def extra(config: ImageConfig) -> int:
@@ -87,7 +87,7 @@ class ImageTower(nn.Module):
         x = self._patches(images, keep, masked)
         first = int(self.config.class_token)
         places = self.positions[first:].expand(len(x), -1, -1)
-        x = x + (places if keep is None else _take(places, keep))
+        x = x + (places if keep is None else take(places, keep))
         before = []
         if self.class_token is not None:
             before.append((self.class_token + self.positions[0]).expand(len(x), 1, -1))
@@ -109,10 +109,10 @@ class ImageTower(nn.Module):
         if self.stem is not None and unseen is not None:  # or convolutions would look into hidden neighbours
             pixels = pixels.masked_fill(unseen[..., None], 0.0)
             images = fold(pixels, self.config.patch)
-        x: Tensor = self.patches(pixels if keep is None else _take(pixels, keep))
+        x: Tensor = self.patches(pixels if keep is None else take(pixels, keep))
         if self.stem is not None:  # added: convolutions alone start slowly
             fine = self.stem(images)
-            x = x + (fine if keep is None else _take(fine, keep))
+            x = x + (fine if keep is None else take(fine, keep))
         if masked is None:
             return x
         assert self.mask_token is not None, "this tower was built without a mask token"
@@ -150,8 +150,3 @@ def _unseen(pixels: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tenso
         return masked
     dropped = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device).scatter(1, keep, False)
     return dropped if masked is None else dropped | masked
-
-
-def _take(x: Tensor, keep: Tensor) -> Tensor:
-    """x [I, P, W], keep [I, k] -> [I, k, W]."""
-    return x.gather(1, keep[..., None].expand(-1, -1, x.shape[-1]))
