@@ -320,21 +320,24 @@ class HfCaptioner(torch.nn.Module):
 
     def generate(self, pixel_values: Tensor, num_beams: int, **given: Any) -> Any:
         assert given["do_sample"] is False
+        assert given["output_scores"]  # without, transformers gives no score of a sequence either
         words = self.linear(pixel_values.flatten(1)).argsort(1)[:, :3]  # [n, 3]
         several = given.get("num_return_sequences", 1)
         beams = (torch.arange(several) // 2 * 2)[:, None]
         sequences = (words[:, None] + beams).flatten(0, 1)
-        scores = None if num_beams == 1 else -torch.arange(len(sequences)).float() % several - several
+        scores = None if num_beams == 1 else -1.0 - torch.arange(len(sequences)) % several
         return types.SimpleNamespace(sequences=sequences, sequences_scores=scores, scores="steps")
 
     def compute_transition_scores(self, sequences: Tensor, scores: str, normalize_logits: bool) -> Tensor:
         assert normalize_logits
         assert scores == "steps"
-        return torch.tensor([-1.0, -2.0, float("-inf")]).expand(len(sequences), 3)
+        return torch.tensor([-1.0, -2.0, -4.0]).expand(len(sequences), 3)
 
 
 class HfProcessor:
     """Squashes pictures to 8 x 8 and centres them; texts are numbers."""
+
+    pad_token_id, eos_token_id = 99, 98
 
     def __call__(self, images: Image.Image, return_tensors: str) -> dict[str, Tensor]:
         assert return_tensors == "pt"
@@ -387,11 +390,17 @@ def test_a_captioner_of_transformers(hf: Path, tmp_path: Path, monkeypatch: pyte
     assert found["captions"][4] == [" ".join(str(int(w) + n) for w in words) for n in (0, 2)]
 
 
-def test_scores_of_one_beam_are_put_together(hf: Path) -> None:
+def test_scores_of_one_beam_are_put_together(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three tokens, of two and an end that is filled up, and likewise where the pad is the end."""
     describer = open_captioner(f"hf:{hf}", "cpu")
     images = torch.stack([describer.transform(np.full((9, 7, 3), n, np.uint8)) for n in (0, 200)])
-    found = describer.describe(images, GenerationOptions(method="greedy", length_penalty=2.0), ["a", "b"])
-    assert [some[0][1] for some in found] == [-3 / 4] * 2
+    greedy = GenerationOptions(method="greedy", length_penalty=2.0)
+    said = types.SimpleNamespace(sequences=torch.tensor([[1, 99, 7, 98], [2, 7, 98, 99]]), scores="steps")
+    monkeypatch.setattr(HfCaptioner, "generate", lambda *_, **__: said)
+    assert [some[0][1] for some in describer.describe(images, greedy, ["a", "b"])] == pytest.approx([-7 / 9, -3 / 4])
+    monkeypatch.setattr(HfProcessor, "eos_token_id", 99)
+    said.sequences = torch.tensor([[1, 5, 99, 99], [2, 99, 7, 8]])
+    assert [some[0][1] for some in describer.describe(images, greedy, ["a", "b"])] == pytest.approx([-3 / 4, -7 / 9])
     with pytest.raises(ValueError, match="nucleus is for models of ours"):
         describer.check(GenerationOptions(method="nucleus"))
 

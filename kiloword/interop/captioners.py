@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from kiloword.data.decode import Pixels, decode
 from kiloword.data.reading import Transform
 from kiloword.data.transforms import EvalTransform
 from kiloword.device import choose
-from kiloword.generation.captioner import Captioner
+from kiloword.generation.captioner import ROUNDS, Captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.teachers import digest
@@ -107,10 +107,11 @@ class Transformers:
             )
             processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder} holds no captioner that transformers can open: {error}"[:300]) from None
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from None
         self._kind, self._device = _KINDS[precision], device
         self._model = self._model.to(device=device, dtype=self._kind).eval()
-        self._decode = getattr(processor, "tokenizer", processor).batch_decode
+        self._tokenizer = getattr(processor, "tokenizer", processor)
         self.transform: Transform = _prepare(folder, getattr(processor, "image_processor", processor))
         self.fingerprint = digest(files)
 
@@ -123,15 +124,42 @@ class Transformers:
             )
 
     def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
+        texts: list[dict[str, float]] = [{} for _ in keys]
+        lacking = list(range(len(keys)))
+        for round_ in range(1 if options.method == "greedy" else ROUNDS):
+            wider = replace(options, beams=options.beams << round_)
+            for n, new in zip(lacking, self._search(images[lacking], wider), strict=True):
+                for text, score in new:
+                    texts[n].setdefault(text, score)
+            lacking = [n for n in lacking if len(texts[n]) < options.num]
+            if not lacking:
+                break
+        return [sorted(some.items(), key=lambda one: -one[1])[: options.num] for some in texts]
+
+    def _search(self, images: Tensor, options: GenerationOptions) -> list[list[Scored]]:
+        """All that one search finds, of every picture."""
         with torch.inference_mode():
-            found = self._model.generate(
-                pixel_values=images.to(device=self._device, dtype=self._kind), **arguments(options)
-            )
-            scores = _scores(self._model, found, options)
-        texts = [text.strip() for text in self._decode(found.sequences, skip_special_tokens=True)]
+            pixels = images.to(device=self._device, dtype=self._kind)
+            found = self._model.generate(pixel_values=pixels, **arguments(options))
+            scores = self._scores(found, options)
+        texts = [text.strip() for text in self._tokenizer.batch_decode(found.sequences, skip_special_tokens=True)]
         several = len(texts) // len(images)
-        ranked = [list(zip(texts, scores, strict=True))[n : n + several] for n in range(0, len(texts), several)]
-        return [_distinct(some)[: options.num] for some in ranked]
+        scored = list(zip(texts, scores, strict=True))
+        return [[one for one in scored[n : n + several] if one[0]] for n in range(0, len(texts), several)]
+
+    def _scores(self, found: Any, options: GenerationOptions) -> list[float]:
+        """Of every sequence: a beam search's own; one beam's are put together from the tokens', up to the end."""
+        own = getattr(found, "sequences_scores", None)
+        if own is not None:
+            return [float(x) for x in own]
+        logprob = self._model.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
+        rest = found.sequences[:, -logprob.shape[1] :] == self._tokenizer.pad_token_id  # of those that ended earlier
+        rest = rest.flip(1).cumprod(1).flip(1).bool()
+        if self._tokenizer.pad_token_id == self._tokenizer.eos_token_id:  # the first of them is the end
+            rest[:, 1:] &= rest[:, :-1].clone()
+            rest[:, 0] = False
+        total = logprob.float().masked_fill(rest, 0).sum(1)
+        return [float(x) for x in total / (~rest).sum(1).clamp(min=1) ** options.length_penalty]
 
 
 def arguments(options: GenerationOptions) -> dict[str, Any]:
@@ -142,7 +170,7 @@ def arguments(options: GenerationOptions) -> dict[str, Any]:
         "min_new_tokens": options.shortest,
         "no_repeat_ngram_size": options.no_repeat,
         "return_dict_in_generate": True,
-        "output_scores": options.method == "greedy",  # a beam search knows its own; all steps' scores are large
+        "output_scores": True,
     }
     if options.longest:
         given["max_new_tokens"] = options.longest - 1
@@ -154,24 +182,6 @@ def arguments(options: GenerationOptions) -> dict[str, Any]:
             "early_stopping": "never" if options.exact else False,
         }
     return given
-
-
-def _scores(model: Any, found: Any, options: GenerationOptions) -> list[float]:
-    """Of every sequence: a beam search's own; one beam's are put together from the tokens'."""
-    own = getattr(found, "sequences_scores", None)
-    if own is not None:
-        return [float(x) for x in own]
-    logprob = model.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
-    said = torch.isfinite(logprob)
-    return [float(x) for x in logprob.where(said, 0).sum(1) / said.sum(1).clamp(min=1) ** options.length_penalty]
-
-
-def _distinct(captions: Sequence[Scored]) -> list[Scored]:
-    """The first of each wording."""
-    kept: dict[str, float] = {}
-    for text, score in captions:
-        kept.setdefault(text, score)
-    return list(kept.items())
 
 
 @dataclass(frozen=True)
