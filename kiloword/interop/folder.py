@@ -32,7 +32,7 @@ def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
     model, words = assemble(imported, weights)
-    file = ModelFile(method=imported.method, settings={}, model=imported.config, data=origin)
+    file = ModelFile(method=imported.method, settings=imported.settings, model=imported.config, data=origin)
     save_model(out, model, words, file)
 
 
@@ -43,7 +43,7 @@ def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:
     Raises: ValueError when the tokenizer is missing.
     """
     words = tokenizer(imported.config, weights)
-    model = build(imported.config, preset(imported.method), seed=0)
+    model = build(imported.config, preset(imported.method, imported.settings), seed=0)
     model.load_state_dict({**model.state_dict(), **imported.state})
     return model, words
 
@@ -53,7 +53,7 @@ def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
 
     Raises: ValueError when that is missing or damaged.
     """
-    if config.text.vocab == CLIP_VOCAB:
+    if CLIP_VOCAB <= config.text.vocab <= CLIP_VOCAB + 3:  # with rows for mask, class and uncertainty tokens
         return clip_tokenizer()
     found = weights.with_name("tokenizer.json")
     if not found.is_file():

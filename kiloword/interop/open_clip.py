@@ -1,13 +1,13 @@
-"""Weights from open_clip: the CLIP families, with and without quick GELU, and SigLIP."""
+"""Weights from open_clip: the CLIP families, with and without quick GELU, SigLIP and CoCa."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kiloword.heads import Head, Single
-from kiloword.interop import folder
+from kiloword.interop import folder, open_clip_coca
 from kiloword.interop.open_clip_config import model_config
+from kiloword.methods import preset
 from kiloword.model import Model
 from kiloword.recipes import ModelConfig
 
@@ -37,9 +38,10 @@ class Imported:
     """Foreign weights as ours."""
 
     config: ModelConfig
-    method: Literal["clip", "siglip", "prolip-released"]
+    method: Literal["clip", "siglip", "prolip-released", "coca"]
     state: dict[str, Tensor]
     report: Report
+    settings: dict[str, Any] = field(default_factory=dict)  # the method's
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
@@ -71,13 +73,17 @@ def read(path: str | Path) -> dict[str, Tensor]:
 def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
     """Translate a state dict of open_clip's model `name`.
 
-    The scale and bias are taken as they are. A model with a bias becomes a siglip, one without a clip.
+    The scale and bias are taken as they are. A model with a bias becomes a siglip, one with a text decoder a coca,
+    another a clip.
     Raises: ValueError for an unknown model, one that is built differently from ours, or weights of another shape.
     """
     config = model_config(name)
-    siglip = "logit_bias" in state
-    found, left = {}, []
-    for theirs, value in state.items():
+    coca = open_clip_coca.is_coca(state)
+    siglip = "logit_bias" in state and not coca
+    found, rest = open_clip_coca.parts(state) if coca else ({}, state)
+    settings = {"decoder_depth": open_clip_coca.decoder_depth(state)} if coca else {}
+    left = []
+    for theirs, value in rest.items():
         ours, reshaped = place(theirs, value)
         if ours is None:
             left.append(theirs)
@@ -85,7 +91,8 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
             found[ours] = (theirs, reshaped)
     with torch.device("meta"):
         head = Head(Single(config), bias=0.0 if siglip else None)
-        expected = Model(config, head).state_dict()
+        towers = preset("coca", settings).towers if coca else {}
+        expected = Model(config, head, {tower: make(config) for tower, make in towers.items()}).state_dict()
     for ours in [n for n in found if n not in expected]:
         left.append(found.pop(ours)[0])
     _check(name, expected, found)
@@ -97,7 +104,7 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
         sorted(expected.keys() - found.keys()),
         sorted(left),
     )
-    return Imported(config, "siglip" if siglip else "clip", ours_state, report)
+    return Imported(config, "coca" if coca else "siglip" if siglip else "clip", ours_state, report, settings)
 
 
 def _check(name: str, expected: Mapping[str, Tensor], found: Mapping[str, tuple[str, Tensor]]) -> None:

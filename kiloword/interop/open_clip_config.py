@@ -1,4 +1,4 @@
-"""open_clip's model configurations as ours: CLIP's and SigLIP's vision transformers."""
+"""open_clip's model configurations as ours: CLIP's and SigLIP's vision transformers, and CoCa on CLIP's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kiloword.interop import open_clip_coca
 from kiloword.interop.compat import torchvision_ready
 from kiloword.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Preprocess, TextConfig
 
@@ -29,15 +30,22 @@ def model_config(name: str) -> ModelConfig:
 
     Raises: ValueError when open_clip is not installed or does not know the name; Unlike when our towers cannot be it.
     """
-    raw = _raw_config(name)
-    vision, text = raw["vision_cfg"], raw["text_cfg"]
+    return translate(name, _raw_config(name))
+
+
+def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
+    """One of open_clip's configurations, as its json files have them, as ours. Raises: Unlike as `model_config`."""
+    vision, text, coca = raw["vision_cfg"], raw["text_cfg"], "multimodal_cfg" in raw
     pools = {"argmax": "last", "eos": "last", "last": "last"}
+    image_keys = _IMAGE_KEYS | open_clip_coca.IMAGE_KEYS if coca else _IMAGE_KEYS
+    text_keys = _TEXT_KEYS | open_clip_coca.TEXT_KEYS if coca else _TEXT_KEYS
     foreign = [] if "timm_model_name" in vision or vision.get("patch_size") else ["no patch size"]
-    foreign += [k for k in vision if k not in _IMAGE_KEYS] + [k for k in text if k not in _TEXT_KEYS]
+    foreign += [k for k in vision if k not in image_keys] + [k for k in text if k not in text_keys]
+    foreign += open_clip_coca.unlike(raw) if coca else []
     if foreign or text.get("pool_type", "argmax") not in pools:
         raise Unlike(
             f"open_clip's {name} is built differently from our towers ({', '.join(foreign) or 'text pool'}); "
-            "CLIP's and SigLIP's vision transformers can be imported"
+            "CLIP's and SigLIP's vision transformers can be imported, and CoCa with an attentional pool"
         )
     activation: Activation = "quick_gelu" if raw.get("quick_gelu") else "gelu"
     siglip = "timm_model_name" in vision
@@ -48,12 +56,13 @@ def model_config(name: str) -> ModelConfig:
         text_projection_bias=text.get("proj_bias", False),
     )
     half = (0.5, 0.5, 0.5)
-    return ModelConfig(
+    config = ModelConfig(
         image=_timm_image(name, vision) if siglip else _clip_image(vision, activation),
         text=_text(text, activation),
         head=head,
         preprocess=Preprocess(mean=half, std=half, resize="squash") if siglip else Preprocess(),
     )
+    return open_clip_coca.shaped(config, raw) if coca else config
 
 
 def _raw_config(name: str) -> dict[str, Any]:
