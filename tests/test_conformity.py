@@ -22,6 +22,7 @@ MIXES = (
     *("siglip+stylistic", "siglip+supcon", "clip+mined", "fff+exact+compose"),
     *("llip+gaussian", "llip+gaussian+inclusion", "clip+gaussian+matching", "pcme+++ppcl+mixup"),
     *("prolip+deterministic", "pcme+++deterministic"),
+    *("sycoca+contextual", "siglip+gaussian+caption+mim"),
 )
 DATA = "scenes?n=64&captions=3"
 EVERY = Options(log_every=1, save_every=3, quiet=True)
@@ -50,7 +51,7 @@ def recipe(method: str, side: tuple[str, ...], steps: int = 8) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("method", ["clip-c", "fff", "llip+compose+mined", "prolip", "pcme++"])
+@pytest.mark.parametrize("method", ["clip-c", "fff", "llip+compose+mined", "prolip", "pcme++", "sycoca"])
 def test_a_cut_run_goes_on_as_if_nothing_had_been(
     method: str, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

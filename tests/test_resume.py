@@ -190,11 +190,12 @@ def test_files_that_a_crash_left_are_cleared(whole: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_kill_minus_9_at_three_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["siglip", "sycoca"])
+def test_kill_minus_9_at_three_moments(method: str, tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed}")
     rng = random.Random(seed)
-    run = "train siglip --data scenes?n=512 --size debug --batch 16 --steps 60 --log-every 1 --save-every 3"
+    run = f"train {method} --data scenes?n=512 --size debug --batch 16 --steps 60 --log-every 1 --save-every 3"
     words = [sys.executable, "-m", "kiloword", *run.split(), "--out"]
     subprocess.run([*words, str(tmp_path / "whole")], check=True, capture_output=True)
     out = tmp_path / "killed"

@@ -81,7 +81,8 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
     coca = open_clip_coca.is_coca(state)
     siglip = "logit_bias" in state and not coca
     found, rest = open_clip_coca.parts(state) if coca else ({}, state)
-    settings = {"decoder_depth": open_clip_coca.decoder_depth(state)} if coca else {}
+    depth = open_clip_coca.decoder_depth(state)
+    settings = {"decoder_depth": depth} if depth not in (0, config.text.depth) else {}
     left = []
     for theirs, value in rest.items():
         ours, reshaped = place(theirs, value)
