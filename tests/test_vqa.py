@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword import verify
+from kiloword import cli, verify
 from kiloword.answering import fused
 from kiloword.api import Matcher, load
 from kiloword.checkpoint import read_tensors
@@ -32,7 +34,7 @@ from kiloword.model import Model, build
 from kiloword.prepare import captions_of, resolve
 from kiloword.recipes import ModelConfig, Recipe, default, sizes
 from kiloword.train import Options, train
-from kiloword.types import Batch, Record, Texts
+from kiloword.types import BadSample, Batch, Record, Texts
 
 STEPS = 80
 DATA = "scenes:train?task=vqa&objects=1"
@@ -248,7 +250,7 @@ class Halves:
     """Pictures of a coloured and a grey half: who sees no picture, or hears no question, cannot tell what is asked."""
 
     name, fingerprint, natural = "halves", "halves", False
-    answers = (*COLOURS, *GREYS)
+    answers: tuple[str, ...] | None = (*COLOURS, *GREYS)
 
     def __len__(self) -> int:
         return 256
@@ -303,7 +305,7 @@ def test_other_ways_to_answer(trained: Path, decode: Any) -> None:
     assert other["outside"] <= (0 if decode == "rank" else 0.05)
 
 
-def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path) -> None:
+def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matcher, data = load(trained), Halves()
     (tmp_path / "answers.txt").write_text("yes\nno\n\n")
     found = evaluate(matcher, "vqa", data, vqa=VqaOptions(answers=tmp_path / "answers.txt"))
@@ -313,10 +315,29 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path) -> None
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ValueError, match="is empty: expected an answer a line"):
         evaluate(matcher, "vqa", data, vqa=VqaOptions(answers=tmp_path / "empty.txt"))
-    with pytest.raises(ValueError, match="asks a question"):
-        evaluate(matcher, "vqa", "scenes:test?n=4", vqa=VqaOptions(decode="free"))
+    for options in (VqaOptions(decode="free"), None):
+        with pytest.raises(ValueError, match="asks no questions"):
+            evaluate(matcher, "vqa", "scenes:test?n=4", vqa=options)
+    open_ended = Halves()
+    open_ended.answers = None
     with pytest.raises(ValueError, match="no closed list"):
-        evaluate(matcher, "vqa", "scenes:test?n=4")
+        evaluate(matcher, "vqa", open_ended)
+    assert "answers" not in evaluate(matcher, "vqa", open_ended, vqa=VqaOptions(decode="free"))
+    monkeypatch.setattr(Halves, "record", broken)
+    with pytest.raises(ValueError, match="none of its 256 rows is a usable picture with a question"):
+        evaluate(matcher, "vqa", Halves())
+
+
+def test_on_the_command_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["eval", str(trained), "vqa", "--data", "scenes:test?task=vqa&n=8", "--vqa.decode", "rank", "--json"]
+    cli.main([*command, str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["questions"], found["answers"], found["outside"]) == (8, 42, 0)
+    assert re.search(r"^majority_accuracy +0\.", capsys.readouterr().out, re.MULTILINE)
+
+
+def broken(halves: Halves, row: int) -> Record:
+    raise BadSample("truncated picture")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kiloword.data.bad import BadRows, reasons
 from kiloword.data.captions import choose, drop_words
-from kiloword.data.questions import question, question_of
+from kiloword.data.questions import check_asks, question_of
 from kiloword.data.reading import EvalBatch, eval_batches, name_of, read
 from kiloword.data.sampler import Order, Rows, share
 from kiloword.data.side import SideTable
@@ -78,7 +78,7 @@ class Loader:
                 "the one source of a run."
             )
         if self.questions:
-            _check_asks(self.source)
+            check_asks(self.source)
         for side in self.sides:
             side.check(self.source)
         self.views = [view.bind(self.source) if hasattr(view, "bind") else view for view in self.views]
@@ -231,21 +231,6 @@ class Reader:
 def _changes(augment: AugmentConfig, natural: bool) -> bool:
     geometry = natural and (augment.crop < 1 or augment.flip > 0)
     return geometry or augment.jitter > 0 or augment.grayscale > 0 or augment.blur > 0
-
-
-def _check_asks(source: Source) -> None:
-    """Raises: ValueError when the first readable row has no question."""
-    for row in range(len(source)):
-        try:
-            asked = question(source, row)
-        except BadSample:
-            continue
-        if asked is None:
-            raise ValueError(
-                f"{source.name} asks no questions: expected a question and its answers beside every picture, such as "
-                "scenes:train?task=vqa, tars whose json holds `question` and `answers`, or a table with these columns."
-            )
-        return
 
 
 def _join(sides: list[dict[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:

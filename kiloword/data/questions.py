@@ -54,6 +54,21 @@ def question(source: Source, row: int) -> str | None:
     return found
 
 
+def check_asks(source: Source) -> None:
+    """Raises: ValueError when the first readable row has no question."""
+    for row in range(len(source)):
+        try:
+            asked = question(source, row)
+        except BadSample:
+            continue
+        if asked is None:
+            raise ValueError(
+                f"{source.name} asks no questions: expected a question and its answers beside every picture, such as "
+                "scenes:train?task=vqa, tars whose json holds `question` and `answers`, or a table with these columns."
+            )
+        return
+
+
 def majority(pairs: Iterable[tuple[str | None, str]]) -> Mapping[str | None, str]:
     """The most frequent answer by question type, and over all questions under None; of equally frequent ones the first.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kiloword.data.loader import eval_batches, read
-from kiloword.data.questions import ANSWERS, question_in
+from kiloword.data.questions import ANSWERS, check_asks, question_in
 from kiloword.data.sources import open_source
 from kiloword.evaluation.vqa_metric import Judged, accuracy, means
 from kiloword.evaluation.vqa_options import VqaOptions
@@ -48,6 +48,7 @@ def run(
 
     options = vqa or VqaOptions()
     options.check()
+    check_asks(source)
     answerer, bad = Answerer(matcher.model, matcher.tokenizer), [] if skipped is None else skipped
     known = _known(source, train, options)
     listed = None if known.answers is None else answerer.close(known.answers)
@@ -152,10 +153,7 @@ def _asked(
             yield part.images[asks], [info for info, ask in zip(part.infos, asks, strict=True) if ask]
     if none:
         why = f", the first because: {skipped[0].reason}" if skipped else ""
-        raise ValueError(
-            f"{source.name}: none of its {len(source)} rows asks a question{why}. Expected a question and its answers "
-            "beside every picture, such as scenes:test?task=vqa."
-        )
+        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable picture with a question{why}")
 
 
 def _answer(
