@@ -230,6 +230,7 @@ class _WordLoss(torch.autograd.Function):
                     by_row.append(gradient @ weight)
                 if by_table is not None:
                     by_table += gradient.T @ some
+                del gradient  # before the next logits are made
             ctx.save_for_backward(torch.cat(by_row).to(x.dtype) if by_row else None, by_table)
             return torch.stack(sums).sum()
 

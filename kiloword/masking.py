@@ -19,6 +19,7 @@ from kiloword.towers.image import extra
 from kiloword.types import Batch, Encoded, Texts
 
 Mask = Literal["attentive", "random"]
+CAPTIONS = 256  # that are scored at once: each takes a copy of its picture's patches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,9 @@ def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings)
             patches = model.head.project_image_tokens(_as(model, encoded.image_tokens[:, extra(config.image) :]))
             tokens = model.head.project_text_tokens(_as(model, encoded.text_tokens))
             packing = Packing.of(batch.texts)
-            counted = packing.pad(countable(batch.texts, packing, config.text, settings))
-            return similarity(patches[batch.image_of_text], packing.pad(tokens), counted, settings)
+            words = packing.pad(tokens), packing.pad(countable(batch.texts, packing, config.text, settings))
+            parts = zip(*(x.split(CAPTIONS) for x in (batch.image_of_text, *words)), strict=True)
+            return torch.cat([similarity(patches[of], *some, settings) for of, *some in parts])
 
     return encoded.once(f"attentive {settings.similarity} {settings.similar_to}", make)
 
