@@ -43,9 +43,9 @@ def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings)
             patches = model.head.project_image_tokens(_as(model, encoded.image_tokens[:, extra(config.image) :]))
             tokens = model.head.project_text_tokens(_as(model, encoded.text_tokens))
             packing = Packing.of(batch.texts)
-            words = packing.pad(tokens), packing.pad(countable(batch.texts, packing, config.text, settings))
-            parts = zip(*(x.split(CAPTIONS) for x in (batch.image_of_text, *words)), strict=True)
-            return torch.cat([similarity(patches[of], *some, settings) for of, *some in parts])
+            words, counted = packing.pad(tokens), packing.pad(countable(batch.texts, packing, config.text, settings))
+            parts = zip(*(torch.split(x, CAPTIONS) for x in (batch.image_of_text, words, counted)), strict=True)
+            return torch.cat([similarity(patches[of], said, real, settings) for of, said, real in parts])
 
     return encoded.once(f"attentive {settings.similarity} {settings.similar_to}", make)
 

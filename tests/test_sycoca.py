@@ -56,6 +56,16 @@ def test_scores(method: str, similar: Literal["cosine", "dot"]) -> None:
         torch.testing.assert_close(row.tolist(), attentive(learner, batch, n, similar), rtol=1e-12, atol=1e-12)
 
 
+def test_captions_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = made("sycoca")
+    batch = pairs(learner.model, CAPTIONS)
+    encoded = [learner.encode(batch) for _ in range(2)]
+    whole = masking.scores(learner.model, batch, encoded[0], MaskSettings())
+    monkeypatch.setattr(masking, "CAPTIONS", 3)
+    parts = masking.scores(learner.model, batch, encoded[1], MaskSettings())
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
