@@ -27,7 +27,7 @@ def python(first_words: str) -> str:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, gaussian: Path) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others: dict[str, Path]) -> Path:
     """A folder with what the README's commands are about."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
@@ -41,8 +41,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, gaussi
     for model in ("quickstart", "runs/photos"):
         shutil.copytree(trained, tmp_path / model / "model")
     shutil.copytree(trained, tmp_path / "models" / "b32")
-    shutil.copytree(gaussian, tmp_path / "runs/prolip" / "model")
+    for name, model in others.items():
+        shutil.copytree(model, tmp_path / "runs" / name / "model")
     (tmp_path / "quickstart" / "example.png").write_bytes(picture())
+    (tmp_path / "dog.jpg").write_bytes(picture())
     return tmp_path
 
 
@@ -52,13 +54,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gaussian(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train("prolip", tmp_path_factory.mktemp("run"))
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of the methods that have commands of their own."""
+    made = {name: train(name, tmp_path_factory.mktemp("run")) for name in ("prolip", "sycoca")}
+    vqa = train("vqa", tmp_path_factory.mktemp("run"), "--init", str(made["sycoca"]))
+    return {**made, "vqa": vqa}
 
 
-def train(method: str, out: Path) -> Path:
-    words = f"train {method} --data scenes?n=64 --size debug --batch 8 --steps 2 --vocab 300 --out"
-    main([*words.split(), str(out)])
+def train(method: str, out: Path, *more: str) -> Path:
+    data = "scenes:train?n=64&task=vqa" if method == "vqa" else "scenes?n=64"
+    size = () if "--init" in more else ("--size", "debug")
+    words = f"train {method} --data {data} --batch 8 --steps 2 --vocab 300 --out"
+    main([*words.split(), str(out), *size, *more])
     return out / "model"
 
 
@@ -74,6 +81,10 @@ def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) 
         words[words.index("--out") + 1] = "planned"  # the folder in the README holds the model that others use
     if "--side" in words:
         main(["embed", "runs/photos/model", "--data", "photos/train", "--out", "features"])
+    if "captions.parquet" in words and words[0] != "caption":
+        main("caption runs/sycoca/model --data photos/train --out captions.parquet --num 2 --longest 8".split())
+    if words[0] == "eval" and words[2] == "caption":
+        words.append("--judge.no-meteor")  # Java takes seconds to start
     main(words)
     assert capsys.readouterr().out
 
