@@ -15,8 +15,8 @@ Way = Literal["greedy", "beam", "nucleus"]
 class GenerationOptions(Settings):
     """What of all texts a decoder could write is written.
 
-    Beam search is the default because captioning reports are made by it (BLIP, GIT and CoCa; arXiv:2405.10286, section
-    4.4, for its pseudo-captions): one beam loses the likelier sentence to the likelier first word.
+    Beam search is the default because the field's captions are made by it (BLIP, GIT, open_clip's CoCa; the
+    pseudo-captions of arXiv:2405.10286, fig. 3): greedy search loses the likelier sentence to the likelier first word.
     """
 
     method: Way = "beam"  # greedy: the likeliest word each time; beam: the likeliest text; nucleus: drawn texts

@@ -1,0 +1,108 @@
+"""What keys and values that are kept save: captions written with a cache, and with all tokens computed again each step.
+
+Random weights, and no end before the limit, so that both do the same work for the same number of steps. They take
+turns; each turn asserts that both wrote the same tokens and gave them the same probabilities. Prints the ratios as
+JSON, of seconds and of the processor's, which other programs on the machine hardly change.
+
+    python bench/generate.py --size b32 --batch 16 --tokens 32 --method greedy
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from kiloword.generation.decoding import Memory, ModelDecoding, WholeDecoding, text_decoder
+from kiloword.generation.options import GenerationOptions
+from kiloword.generation.rules import Found, Rules
+from kiloword.generation.search import search
+from kiloword.methods import preset
+from kiloword.model import Model, build
+from kiloword.recipes import sizes
+
+Write = Callable[[], Found]
+
+
+def writers(model: Model, memory: Memory, options: GenerationOptions, tokens: int) -> dict[str, Write]:
+    """Both ways to write texts of so many tokens about the same pictures."""
+    words, device = text_decoder(model).words, next(model.parameters()).device
+    never = torch.zeros(words, dtype=torch.bool, device=device)
+    rules = Rules(start=words - 2, end=words - 1, never=never, longest=tokens, shortest=tokens)
+    kinds = {"cached": ModelDecoding, "whole": WholeDecoding}
+
+    def write(kind: type[ModelDecoding] | type[WholeDecoding]) -> Found:
+        with torch.inference_mode():
+            return search(kind(model, memory), len(memory), rules, options)
+
+    return {name: lambda kind=kind: write(kind) for name, kind in kinds.items()}
+
+
+def check(one: Found, other: Found) -> float:
+    """Largest difference between log probabilities; the tokens are the same."""
+    assert torch.equal(one.ids[:, 0], other.ids[:, 0]), "the same tokens"
+    assert bool((one.lengths[:, 0] == one.ids.shape[2]).all()), "the same number of steps"
+    difference = float((one.logprob[:, 0] - other.logprob[:, 0]).abs().max())
+    assert difference < 1e-3 * float(one.logprob[:, 0].abs().max()), difference
+    return difference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--size", choices=sorted(sizes()), default="b32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--batch", type=int, default=16, help="pictures")
+    parser.add_argument("--tokens", type=int, default=32, help="of a caption")
+    parser.add_argument("--method", choices=["greedy", "beam"], default="greedy")
+    parser.add_argument("--beams", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=3, help="turns of which the median counts")
+    given = parser.parse_args()
+    config = sizes()[given.size]
+    config = replace(config, text=replace(config.text, vocab=49408, context=max(77, given.tokens + 1)))
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[given.dtype]
+    model = build(config, preset("coca", {"class_token": False}), 0).to(given.device, kind).eval()
+    side = config.image.size
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (given.batch, 3, side, side), dtype=torch.uint8, generator=generator)
+    with torch.inference_mode():
+        tokens = model.image_tokens(images.to(given.device))
+        memory = Memory(text_decoder(model).remember(model.memory(tokens)))
+    both = writers(model, memory, GenerationOptions(method=given.method, beams=given.beams), given.tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in both}
+    processor: dict[str, list[float]] = {name: [] for name in both}
+    difference = 0.0
+    for _ in range(given.repeat):
+        found = {}
+        for name, write in both.items():
+            start, busy = time.perf_counter(), time.process_time()
+            found[name] = write()
+            found[name].ids.tolist()  # waits for the device
+            seconds[name].append(time.perf_counter() - start)
+            processor[name].append(time.process_time() - busy)
+        difference = max(difference, check(found["cached"], found["whole"]))
+    median = {name: statistics.median(some) for name, some in seconds.items()}
+    busiest = {name: statistics.median(some) for name, some in processor.items()}
+    print(
+        json.dumps(
+            {
+                **vars(given),
+                "threads": torch.get_num_threads(),
+                "logprob_difference": difference,
+                "seconds": median,
+                "tokens_per_s": given.batch * given.tokens / median["cached"],
+                "ratio": median["whole"] / median["cached"],
+                "processor_seconds": busiest,
+                "processor_ratio": busiest["whole"] / busiest["cached"],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
