@@ -5,6 +5,8 @@
 #   bench/gpu.sh scenes    the papers' claims on drawn scenes at s16; call again to go on where it stopped
 #   bench/gpu.sh photos    the presets on Flickr8k at s16; call again to go on where it stopped
 #   bench/gpu.sh prolip    what Gaussians cost, then ProLIP on scenes and on photos at s16; call again to go on
+#   bench/gpu.sh sycoca    what captions and masked pictures cost, then SyCoCa on photos and on scenes at s16, and pages
+#                          of captions and reconstructions to look at; call again to go on
 # Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k and coco_hier), BUDGET (seconds in
 # all), WORKERS.
 # Results: $OUT/gpu-PART.jsonl, one line for the machine, then one a run; what is missing is skipped with a sentence.
@@ -107,8 +109,8 @@ train() {
 }
 
 case $PART in
-  steps | llip | scenes | photos | prolip) ;;
-  *) echo "unknown part $PART: expected steps, llip, scenes, photos or prolip" >&2 && exit 2 ;;
+  steps | llip | scenes | photos | prolip | sycoca) ;;
+  *) echo "unknown part $PART: expected steps, llip, scenes, photos, prolip or sycoca" >&2 && exit 2 ;;
 esac
 
 # A missing card is an answer, not a failure: the caller may try this on any machine.
@@ -180,6 +182,57 @@ prolip() {
     echo "skipped: photos, there are no folders flickr8k/train, flickr8k/dev and coco_hier/dev in $DATA; set DATA"
   fi
   experiment prolip --seeds 0 1 2 --steps 3000
+}
+
+# Pages of what the finished models of an experiment write and paint.
+pages() { # EXPERIMENT DATA
+  local folder=$OUT/$1 data=$2 model page
+  for model in "$folder"/{coca,sycoca}-0-*/model; do
+    [ -d "$model" ] || continue
+    page=$folder/$(basename "$(dirname "$model")")
+    if [ ! -f "$page-captions.html" ]; then
+      run "captions $page" 120 "$PYTHON" -m kiloword eval "$model" caption --data "$data" --device cuda \
+        --html "$page-captions.html" --json "$page-captions.json"
+    fi
+    [[ $model == */sycoca-* ]] || continue
+    if [ ! -f "$page-reconstruction.html" ]; then
+      run "reconstruction $page" 120 "$PYTHON" -m kiloword eval "$model" reconstruction --data "$data" --device cuda \
+        --html "$page-reconstruction.html" --json "$page-reconstruction.json"
+    fi
+  done
+}
+
+# What the decoders of a finished model do with three photos and one caption of each.
+inside() { # EXPERIMENT SHARD
+  local model=("$OUT/$1"/sycoca-0-*/model) out=$OUT/$1/inside names=() texts=() name
+  [ -d "${model[0]}" ] && [ -f "$2" ] && [ ! -d "$out" ] || return 0
+  mapfile -t names < <(tar -tf "$2" | grep -v '\.txt$' | head -n 3)
+  for name in "${names[@]}"; do
+    tar -xf "$2" -C "$SCRATCH" "$name" "${name%.*}.txt"
+    texts+=("$(head -n 1 "$SCRATCH/${name%.*}.txt")")
+  done
+  run "inside $1" 60 "$PYTHON" -m kiloword score "${model[0]}" --images "${names[@]/#/$SCRATCH/}" \
+    --texts "${texts[@]}" --explain "$out" --device cuda
+}
+
+sycoca() {
+  if ! grep -qs '"run": "caption loss".*"status": 0' "$OUT/gpu-sycoca-cost.jsonl"; then
+    run "sycoca steps b32" 150 "$PYTHON" bench/sycoca.py --size b32 --batch 256 --dtype bf16 --device cuda
+    run "sycoca steps b32, five captions" 150 "$PYTHON" bench/sycoca.py --size b32 --batch 64 --captions 5 \
+      --dtype bf16 --device cuda
+    run "coca step b32 against open_clip" 100 "$PYTHON" bench/coca.py --batch 256 --dtype bf16 --device cuda --steps 15
+    run "caption loss" 60 "$PYTHON" bench/words.py --dtype bf16 --device cuda --time --repeat 10
+    cp "$RESULTS" "$OUT/gpu-sycoca-cost.jsonl"
+  fi
+  if [ -d "$DATA/flickr8k/train" ] && [ -d "$DATA/flickr8k/dev" ]; then
+    experiment sycoca_photos --data "$DATA/flickr8k/train" --val "$DATA/flickr8k/dev" --seeds 0 --batch 256 --steps 3000
+    pages sycoca_photos "$DATA/flickr8k/dev"
+    inside sycoca_photos "$DATA/flickr8k/dev/0.tar"
+  else
+    echo "skipped: photos, there are no folders flickr8k/train and flickr8k/dev in $DATA; set DATA"
+  fi
+  experiment sycoca --seeds 0 1 2 --steps 3000
+  pages sycoca "scenes:test?n=500&captions=5"
 }
 
 "$PART"
