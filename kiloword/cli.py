@@ -12,20 +12,12 @@ import tyro
 from tyro.conf import Positional, arg
 
 from kiloword import __version__
-from kiloword.evaluation.caption_options import CaptionOptions
-from kiloword.evaluation.probe_options import ProbeOptions
-from kiloword.evaluation.prompt_options import PromptOptions
-from kiloword.evaluation.vqa_options import VqaOptions
+from kiloword.cli_eval import GENERATE, evaluate
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import Options as MineOptions
 
 app = tyro.extras.SubcommandApp()
-GENERATE = GenerationOptions()
-JUDGE = CaptionOptions()
 MINE = MineOptions()
-PROBE = ProbeOptions()
-PROMPTS = PromptOptions()
-VQA = VqaOptions()
 
 
 @app.command(name="train")
@@ -48,71 +40,7 @@ def quickstart(out: Path = Path("quickstart"), steps: int | None = None, seed: i
     run(out, steps=steps, seed=seed)
 
 
-@app.command(name="eval")
-def evaluate(
-    model: Positional[str],
-    task: Positional[str],
-    data: str,
-    with_: Annotated[tuple[str, ...], arg(name="with")] = (),
-    shortlist: int | None = None,
-    of: Literal["tower", "vec"] | None = None,
-    samples: int | None = None,
-    includes: Literal["h", "inc"] | None = None,
-    prompts: Literal["ensemble", "filter", "topk", "bprw"] | None = None,
-    prompt_options: Annotated[PromptOptions, arg(name="prompts")] = PROMPTS,
-    train: str | None = None,
-    val: str | None = None,
-    cache: Path | None = None,
-    probe: ProbeOptions = PROBE,
-    generate: GenerationOptions = GENERATE,
-    judge: CaptionOptions = JUDGE,
-    vqa: VqaOptions = VQA,
-    json: Path | None = None,
-    html: Path | None = None,
-    batch: int = 256,
-    workers: int = 0,
-    device: str = "cpu",
-) -> None:
-    """Evaluate a model: kiloword eval runs/first/model retrieval --data scenes:test
-
-    Several beside each other: kiloword eval A spectrum --with B --data photos/dev --html spectrum.html
-    Captions of any captioner: kiloword eval captions.parquet caption --data photos/dev
-
-    Args:
-        model: model folder (OUT/model of a run); for caption also a parquet table (key, captions).
-        task: retrieval, zeroshot, probe, caption, vqa, reconstruction, hierarchy, uncertainty or spectrum.
-        data: test data; for zeroshot and probe with .cls labels and classnames.txt, or scenes:test?task=colour;
-            for vqa with questions and answers, or scenes:test?task=vqa.
-        with_: more model folders, evaluated on the same data and shown beside the first.
-        shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
-        of: spectrum: tower (what the image tower puts out, the default) or vec.
-        samples: spectrum: pictures, 5000 if not given.
-        includes: hierarchy: what a caption includes a picture most by, h (the default) or inc.
-        prompts: zeroshot: how a class's prompts count: alike (ensemble, the default), the least uncertain (filter,
-            topk), or as they explain pictures (bprw); all but the first need a model with Gaussians.
-        prompt_options: zeroshot: what filter, topk and bprw may be told.
-        train: probe: what it is fitted on; without it the split `train` that goes with --data. vqa: whose answers are
-            those to choose from; without it the data's own list.
-        val: probe: where its weight decay is chosen.
-        cache: probe: folder that keeps the features.
-        probe: probe: how it is fitted.
-        generate: caption: how the model writes.
-        judge: caption: how its captions are compared with those of the data.
-        vqa: vqa: what answers there are, and how one is chosen.
-        json: also write the numbers to this file.
-        html: zeroshot, caption, reconstruction, spectrum, hierarchy, uncertainty: write a page with the plots.
-        batch: pictures at a time.
-        workers: loader processes.
-        device: cpu or cuda.
-    """
-    from kiloword.evaluation.command import main as run
-
-    options: dict[str, object] = {"shortlist": shortlist, "of": of, "samples": samples, "includes": includes}
-    options |= {"prompts": prompts, "prompt_options": None if prompt_options == PROMPTS else prompt_options}
-    options |= {"train": train, "val": val, "cache": cache, "probe": None if probe == PROBE else probe}
-    options |= {"generate": None if generate == GENERATE else generate, "judge": None if judge == JUDGE else judge}
-    options |= {"vqa": None if vqa == VQA else vqa, "batch": batch, "workers": workers}
-    run([model, *with_], task, data, json, html, device, **options)
+app.command(name="eval")(evaluate)
 
 
 @app.command
