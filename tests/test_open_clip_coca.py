@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from kiloword.interop.open_clip_coca import parts
 from kiloword.interop.open_clip_config import Unlike, model_config, translate
 from kiloword.methods import preset
 from kiloword.model import Model, build
+from kiloword.recipes import sizes
 from kiloword.types import Texts
 
 
@@ -65,7 +67,7 @@ def create(open_clip: ModuleType, raw: dict[str, Any], correct: bool) -> Any:
         if p.ndim == 1:
             p.data.add_(0.1 * torch.randn(p.shape, generator=generator))
         elif p.ndim == 2:
-            p.data.copy_(torch.randn(p.shape, generator=generator) * p.shape[1] ** -0.5)
+            p.data.copy_(torch.randn(p.shape, generator=generator) * min(p.shape) ** -0.5)
     return theirs
 
 
@@ -129,6 +131,7 @@ def test_parity(open_clip: ModuleType, memory: int, correct: bool, monkeypatch: 
     ours = convert(small(memory), theirs, correct, monkeypatch).double()
     longest = ours.config.text.context - len(ours.config.text.extra_tokens)
     assert longest == (10 if correct else 9)
+    compare(theirs, ours, [4, 4], 1e-12)
     mine, reference = compare(theirs, ours, [2, longest, 4, 7, 3], 1e-12)
     mine.backward()  # type: ignore[no-untyped-call]
     reference.backward()  # type: ignore[no-untyped-call]
@@ -158,6 +161,13 @@ def test_the_masks_differ(open_clip: ModuleType, monkeypatch: pytest.MonkeyPatch
         found.append((tokens[:5], features["vec"]))
     assert_near(found[0][0], found[1][0], 1e-6)
     assert float((found[0][1] - found[1][1]).detach().abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("said", [{"class_place": "last"}, {"class_sees_itself": False}, {"norm_words": False}])
+def test_what_is_of_a_class_token_needs_one(said: dict[str, Any]) -> None:
+    debug = sizes()["debug"]
+    with pytest.raises(ValueError, match="speak of a class token, but there is none among extra_tokens: add cls"):
+        build(replace(debug, text=replace(debug.text, **said)), preset("clip"))
 
 
 @pytest.mark.slow
