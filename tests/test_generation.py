@@ -255,6 +255,8 @@ def test_beams_are_distinct_and_best_first() -> None:
         assert len(several) >= 5
         assert list(several.values()) == sorted(several.values(), reverse=True)
     assert all(len(set(map(tuple, ids.tolist()))) >= 5 for ids in found.ids)
+    more = run(options("beam", num=3, beams=3, exact=True), PICTURES, longest=6)
+    assert max(len(texts(more, picture)) for picture in PICTURES) == 6  # some may read the same
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam", "nucleus"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kiloword import captioning
 from kiloword.captioning import word_loss
 
 
@@ -34,14 +35,36 @@ def test_word_loss_in_chunks(n: int, vocab: int, chunk: int, smoothing: float) -
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_word_loss_under_autocast() -> None:
+def test_word_loss_of_what_is_frozen() -> None:
+    """The same value and gradients where a side, or both, learn nothing."""
+    x, table, targets = random(7, 5), random(6, 5, seed=1), torch.tensor([0, 5, -1, 2, 2, 1, 4])
+    free = [side.clone().requires_grad_() for side in (x, table)]
+    both = word_loss(free[0], free[1], targets, 0.1, 3)
+    wanted = torch.autograd.grad(both, free)
+    for given, free_one, expected in (((free[0], table), free[0], wanted[0]), ((x, free[1]), free[1], wanted[1])):
+        found = word_loss(*given, targets, 0.1, 3)
+        assert torch.equal(found, both)
+        assert torch.equal(torch.autograd.grad(found, free_one)[0], expected)
+    assert torch.equal(word_loss(x, table, targets, 0.1, 3), both)
+
+
+def test_word_loss_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits in half precision, their exponents and sums in single."""
+    kinds: list[torch.dtype] = []
+
+    def watch(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+        kinds.append(logits.dtype)
+        return words(logits, targets, smoothing)
+
+    words = captioning._words
+    monkeypatch.setattr(captioning, "_words", watch)
     x, table = random(300, 64).float().requires_grad_(), (random(500, 64, seed=1) / 8).float().requires_grad_()
     targets = torch.randint(-1, 500, (300,), generator=torch.Generator().manual_seed(0))
     exact = word_loss(x, table, targets, 0.1)
     with torch.autocast("cpu", torch.bfloat16):
         near = word_loss(x, table, targets, 0.1)
     assert near.dtype == torch.float32
+    assert kinds == [torch.float32, torch.bfloat16]
     assert near.item() == pytest.approx(exact.item(), rel=1e-3)
     for a, b in zip(torch.autograd.grad(near, (x, table)), torch.autograd.grad(exact, (x, table)), strict=True):
         assert a.dtype == torch.float32

@@ -51,9 +51,10 @@ def run(
     as many as in training: those that its right caption speaks of most by this model, or random ones by its row, which
     are the same for all models of one number of patches.
 
-    The right caption is a picture's first, a wrong one another picture's (see `wrong_captions`). A model trained
-    without text paints the same whatever is said: it has `_none` alone. One trained on pixels less each patch's mean
-    is given mean and deviation of the true patches, and beside it stands `_own_mean`: that mean alone.
+    The right caption is a picture's first, a wrong one another picture's (see `wrong_captions`), none an empty one,
+    which training may never have shown: `_none` then holds what a model loses by an input new to it, too. A model
+    trained without text paints the same whatever is said: it has `_none` alone. One trained on pixels less each
+    patch's mean is given mean and deviation of the true patches, and beside it stands `_own_mean`: that mean alone.
 
     Raises: ValueError for a model without an image decoder, and for data without two pictures that differ in captions.
     """
