@@ -41,8 +41,8 @@ def test_word_loss_of_what_is_frozen() -> None:
     free = [side.clone().requires_grad_() for side in (x, table)]
     both = word_loss(free[0], free[1], targets, 0.1, 3)
     wanted = torch.autograd.grad(both, free)
-    for given, free_one, expected in (((free[0], table), free[0], wanted[0]), ((x, free[1]), free[1], wanted[1])):
-        found = word_loss(*given, targets, 0.1, 3)
+    for sides, free_one, expected in (((free[0], table), free[0], wanted[0]), ((x, free[1]), free[1], wanted[1])):
+        found = word_loss(*sides, targets, 0.1, 3)
         assert torch.equal(found, both)
         assert torch.equal(torch.autograd.grad(found, free_one)[0], expected)
     assert torch.equal(word_loss(x, table, targets, 0.1, 3), both)
