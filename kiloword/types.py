@@ -138,7 +138,7 @@ class Batch:
 
     images: Tensor  # uint8 [I, 3, H, W]; normalised once, on the device, by the model
     texts: Texts
-    image_of_text: Tensor  # [T] int64, row of `images`, ascending
+    image_of_text: Tensor  # [T] int64, row of `images`, ascending; every picture has at least one text
     seeds: Tensor  # [I] int64 from (seed, epoch, row): every later random choice derives from it
     position: Tensor  # [I] int64 place in the global batch, unique over ranks and micro-batches
     composed: Tensor  # [I] bool

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import key
-from kiloword.generation.captioner import Captioner
+from kiloword.generation import captioner as captioner_module
+from kiloword.generation.captioner import Caption, Captioner
 from kiloword.generation.decoding import ModelDecoding, WholeDecoding
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import Found, Rules
@@ -226,6 +227,10 @@ def test_a_wide_nucleus_is_drawn_from_in_a_large_vocabulary() -> None:
     drawn = nucleus(logp, torch.arange(2000) / 2000, 1.0)
     assert set(drawn.tolist()) == set(range(1, 1000, 2))
     assert max(Counter(drawn.tolist()).values()) <= 5
+    sure = torch.full((1, 1000), -50.0).index_fill(1, torch.tensor([7]), 0.0)  # one row is done with few tokens
+    beside = nucleus(torch.cat([sure, logp]), torch.arange(-1, 2000).clamp(min=0) / 2000, 0.99)
+    assert int(beside[0]) == 7
+    assert len(set(beside[1:].tolist())) == 495
 
 
 def test_draws_follow_the_model() -> None:
@@ -431,6 +436,30 @@ def test_captions_of_a_batch_are_those_of_its_pictures(tokenizer: Tokenizer, ima
     assert [[c.ids for c in some] for some in together] == [[c.ids for c in some] for some in alone]
     assert all(len({c.text for c in some}) == len(some) == 3 for some in together)
     assert all([c.score for c in some] == sorted((c.score for c in some), reverse=True) for some in together)
+
+
+@pytest.mark.parametrize("method", ["beam", "nucleus"])
+def test_where_texts_read_the_same_more_are_searched(
+    tokenizer: Tokenizer, images: Tensor, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By wider beams or other draws; of those that read the same in a round the likeliest is kept."""
+    captioner, chosen = Captioner(make(tokenizer), tokenizer), GenerationOptions(method=method, num=6, beams=6)
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: str(sum(ids) % 7))
+    monkeypatch.setattr(captioner_module, "ROUNDS", 1)
+    once = captioner.caption(images, chosen)
+    monkeypatch.undo()
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: str(sum(ids) % 7))
+    searched: list[list[list[Caption]]] = []
+    made = captioner._texts
+    monkeypatch.setattr(captioner, "_texts", lambda found: searched.append(made(found)) or searched[-1])
+    found = captioner.caption(images, chosen)
+    assert sum(map(len, once)) < sum(map(len, found))
+    for n, more in enumerate(found):
+        assert len({c.text for c in more}) == len(more) <= 6
+        assert [c.score for c in more] == sorted((c.score for c in more), reverse=True)
+        for caption in more:
+            first = [c.score for c in searched[0][n] if c.text == caption.text]
+            assert not first or caption.score == max(first)
 
 
 def test_special_tokens_are_never_said(tokenizer: Tokenizer, images: Tensor) -> None:
