@@ -177,6 +177,20 @@ def test_only_what_texts_say_has_logits() -> None:
         assert term(learner, "caption", pairs(learner.model, [[[299]]])).isfinite()
 
 
+def test_decoders_start_as_towers_of_as_many_blocks() -> None:
+    """A layer adds to the stream twice as often as a tower's block; the painter without text as often."""
+    for method, said, blocks in (("coca", {}, 6), ("clip+mim", {"guide": "none", "mim_mask": "random"}, 3)):
+        depth = {"decoder_depth": 3} if method == "coca" else {"image_decoder_depth": 3}
+        learner = made(method, {**said, **depth} if method == "coca" else {"mim": {**said, **depth}})
+        (decoder,) = learner.model.more.values()
+        added = [
+            p for name, p in decoder.named_parameters() if name.endswith(("attention.out.weight", "mlp.proj.weight"))
+        ]
+        assert len(added) == 2 * blocks
+        for p in added:
+            assert p.std().item() == pytest.approx((2 * blocks * 32) ** -0.5, rel=0.08)
+
+
 # Weights of the losses
 
 

@@ -320,6 +320,8 @@ def test_a_trie_allows_what_its_texts_say() -> None:
     assert [row.nonzero()[:, 0].tolist() for row in allowed] == [[3, 4, 5], [END, 4], []]
     after = trie.follow(nodes, torch.tensor([VOCAB + 9, END, 3]))
     assert not trie.allowed(after, VOCAB).any()
+    alike = int(nodes[1]) * VOCAB + END  # from the root no token, however its number reads
+    assert not trie.allowed(trie.follow(torch.tensor([0]), torch.tensor([alike])), VOCAB).any()
     for wrong in ([], [()]):
         with pytest.raises(ValueError, match="texts to choose from"):
             Trie(wrong)
@@ -451,7 +453,12 @@ def test_where_texts_read_the_same_more_are_searched(
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: str(sum(ids) % 7))
     searched: list[list[list[Caption]]] = []
     made = captioner._texts
-    monkeypatch.setattr(captioner, "_texts", lambda found: searched.append(made(found)) or searched[-1])
+
+    def watch(found: Found) -> list[list[Caption]]:
+        searched.append(made(found))
+        return searched[-1]
+
+    monkeypatch.setattr(captioner, "_texts", watch)
     found = captioner.caption(images, chosen)
     assert sum(map(len, once)) < sum(map(len, found))
     for n, more in enumerate(found):
