@@ -19,6 +19,8 @@ RED_STAR = Thing(shape=4, colour=0, size=1, fill=0, row=0, column=0)  # large, s
 BLUE_CIRCLE = Thing(shape=0, colour=5, size=0, fill=1, row=2, column=2)  # small, striped, bottom right
 TWO = Scene(background=5, things=(RED_STAR, BLUE_CIRCLE))  # navy
 ONE = Scene(background=0, things=(RED_STAR,))  # white
+COLUMN = Scene(background=0, things=(RED_STAR, BLUE_CIRCLE._replace(column=0)))
+ROW = Scene(background=0, things=(RED_STAR, BLUE_CIRCLE._replace(row=0)))
 
 
 def literal(query: Query, scene: Scene) -> tuple[int, int, int]:
@@ -97,6 +99,9 @@ def says(found: Judged) -> Iterator[str]:
         ("a star above a circle", TWO, "+shape star, +shape circle, +relation above", 2),
         ("a star below a circle", TWO, "+shape circle, +shape star, -relation above", 2),
         ("a star left of a circle", ONE, "+shape star, -shape circle, -relation left of", 1),
+        ("a star left of a circle", COLUMN, "+shape star, +shape circle, -relation left of", 2),  # neither is
+        ("a circle right of a star", COLUMN, "+shape star, +shape circle, -relation left of", 2),
+        ("a star above a circle", ROW, "+shape star, +shape circle, -relation above", 2),
         ("something", TWO, "+thing an object", 0),
         ("a star and a thing", ONE, "-thing an object, +shape star", 1),
         ("three things on a navy background", TWO, "-count three objects, +background navy background", 0),

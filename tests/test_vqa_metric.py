@@ -79,6 +79,7 @@ def test_accuracy_is_the_transcription(answer: str, ten: list[str]) -> None:
         ("The  two dogs.", "2 dogs"),
         ("black/white", "black white"),
         ("black / white", "black white"),
+        ("x-?y?z", "x y z"),  # the space that a hyphen leaves does not count
         ("black/white /x", "blackwhite x"),  # a slash beside a space takes all slashes away
         ("1,000", "1000"),
         ("1,000-2", "10002"),  # and so does a comma within a number
