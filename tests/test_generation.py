@@ -110,7 +110,7 @@ def test_a_wide_beam_finds_what_trying_every_text_finds(penalty: float, shortest
         assert list(mine.values())[:8] == pytest.approx([score[t] for t in best], rel=1e-5)
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0])
 def test_exact_search_stops_early_only_where_nothing_is_lost(penalty: float) -> None:
     """The same beams without any early end are a reference; the usual rule ends sooner."""
     small = options("beam", beams=3, length_penalty=penalty)
