@@ -55,6 +55,8 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
         raise ValueError(f"smoothing is {settings.smoothing}: expected a share of at least 0 and below 1.")
     if settings.decoder_depth < 0:
         raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers, or 0.")
+    if settings.caption_mask == "none" and (settings.caption_share, settings.caption_op) != (0.5, "drop"):
+        raise ValueError("caption_share and caption_op say how captions hide patches: choose a caption_mask too.")
 
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)

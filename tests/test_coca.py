@@ -245,7 +245,12 @@ def test_settings_out_of_range_are_refused(said: dict[str, Any], sentence: str) 
 def test_no_share_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match=r"caption_share is .*: expected a share of the patches between 0 and 1"):
         made("coca", {"caption_mask": "random", "caption_share": share})
-    made("coca", {"caption_share": share})  # nobody asks for it
+
+
+@pytest.mark.parametrize("said", [{"caption_share": 0.25}, {"caption_op": "token"}])
+def test_what_hides_nothing_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="choose a caption_mask too"):
+        preset("coca", said)
 
 
 def test_what_shows_a_word_to_itself_is_refused() -> None:

@@ -47,7 +47,16 @@ class GenerationOptions(Settings):
             raise ValueError(f"temperature is {self.temperature:g}. Expected a number above 0; greedy is its limit.")
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty is {self.length_penalty}. Expected a finite number, such as 1.")
+        self._check_read()
         self._check_num()
+
+    def _check_read(self) -> None:
+        """Errors: ValueError for a number that the method does not look at."""
+        read = {"beam": ("beams", "exact"), "nucleus": ("top_p", "temperature", "seed")}
+        for method, names in read.items():
+            for name in names:
+                if method != self.method and getattr(self, name) != getattr(GenerationOptions, name):
+                    raise ValueError(f"{name} is of the method {method}, not of {self.method}: leave it away.")
 
     def _check_num(self) -> None:
         if self.method == "greedy" and self.num > 1:

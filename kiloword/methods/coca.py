@@ -13,7 +13,8 @@ from kiloword.recipes import ModelConfig, only
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(CaptionSettings, clip.Settings):
-    contrast_weight: float = 1.0  # of the pair loss; 0: captions alone; of the head only what they look through learns
+    # of the pair loss; 0: captions alone; of the head only what they look through learns; attentive masks want --init
+    contrast_weight: float = 1.0
     class_token: bool = True  # texts end in a class token for the pair loss, where their last token is read
 
 
