@@ -37,7 +37,7 @@ class Train:
     pair_loss: str | None = None  # another method's pair loss: softmax, sigmoid, supcon, ppcl, matching
     pooling: str | None = None  # another method's pooling: contextual
     uncertainty: str | None = None  # gaussian: features with a variance
-    terms: str | None = None  # another method's local terms: inclusion
+    terms: tuple[str, ...] = ()  # more terms of the loss, one or several: caption, mim, inclusion
     side: tuple[str, ...] = ()  # side tables of features (`kiloword embed`), joined by key
     extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the pictures' own
     raw_captions: bool = True  # whether the pictures' own captions stay beside the extra ones

@@ -257,6 +257,12 @@ def test_pictures_need_no_captions_and_have_them_afterwards(tmp_path: Path) -> N
     assert with_captions(open_source(str(folder)), [out]).record(1).captions[0].startswith("b is ")
 
 
+def test_pictures_in_tars_need_no_captions_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+    write_tar(tmp_path / "photos" / "0.tar", {"a.png": picture(), "b.png": picture()})
+    assert made(Slow(), tmp_path / "photos", tmp_path / "c.parquet") == (2, 4)
+
+
 def test_keys_that_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same picture is described once; another with its key would get its captions."""
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))

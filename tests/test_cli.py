@@ -148,6 +148,20 @@ def test_a_flag_given_twice_is_refused(words: list[str], tmp_path: Path, capsys:
     assert f"{words[0].partition('=')[0]} is given twice" in capsys.readouterr().err
 
 
+def test_terms_takes_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("train", "llip", *RUN, "--terms", "caption", "mim", "--out", tmp_path / "out", "--dry-run")
+    assert "llip+caption+mim" in capsys.readouterr().out
+
+
+def test_captions_are_not_written_under_the_name_of_another_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run("caption", tmp_path, "--data", "scenes?n=4", "--out", tmp_path / "c.csv")
+    assert end.value.code == 2
+    assert "let --out end in .parquet" in capsys.readouterr().err
+
+
 def test_the_last_of_a_flag_counts_for_defaults_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("train", "clip", *RUN, "--size", "tiny", "--size=debug", "--batch", "4", "--out", tmp_path, "--dry-run")
     said = capsys.readouterr().out

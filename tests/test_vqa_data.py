@@ -206,7 +206,7 @@ def test_folder_with_questions(tmp_path: Path) -> None:
         (asks(), "a question without an answer"),
         (asks(answers=[]), "a question without an answer"),
         (asks(answers=["", " "]), "a question without an answer"),
-        (asks(answers=[3]), "the answers are not strings"),
+        (asks(answers=[3]), r'the answers are not strings \(write "3" for 3\)'),
         (asks(answers={"a": 1}), "the answers are not strings"),
         (asks(answers=[{"text": "yes"}]), "the answers are not strings"),
         (b'{"question": 5, "answer": "yes"}', "the question is no text"),

@@ -30,7 +30,7 @@ def parse_answers(info: dict[str, Any]) -> list[str] | None:
     found = [a.get("answer") if isinstance(a, dict) else a for a in listed] if isinstance(listed, list) else [None]
     answers = [a for a in found if isinstance(a, str)]
     if len(answers) < len(found):
-        raise BadSample("the answers are not strings")
+        raise BadSample('the answers are not strings (write "3" for 3)')
     if not any(a.strip() for a in answers):
         raise BadSample("a question without an answer")
     info[QUESTION], info[ANSWERS] = info[QUESTION].strip(), answers

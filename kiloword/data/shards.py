@@ -89,7 +89,9 @@ class Shards:
         try:
             return make_record(index.key(local), image, text, meta, cls)
         except BadSample as error:
-            raise BadSample(f"{error}{self._because(shard, index, local)}") from None
+            # raised again as it is: a `NoCaption` is a loss to training alone
+            error.args = (f"{error}{self._because(shard, index, local)}",)
+            raise
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ from kiloword.recipes import DataConfig
 from kiloword.types import Skipped, Source
 
 PART = 1024  # rows a part: what an interruption costs at most
+_OTHERS = (".csv", ".tsv", ".json", ".jsonl", ".txt", ".html", ".tar")  # names that would promise another format
 
 
 def main(
@@ -30,6 +31,8 @@ def main(
 ) -> None:
     """What the command line calls; prints. Errors: see `open_captioner`, `open_data` and `write_captions`."""
     options.check()
+    if out.suffix.lower() in _OTHERS:
+        raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
     describer = open_captioner(model, device, precision)
     describer.check(options)
     source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)

@@ -50,7 +50,10 @@ class ImageTower(nn.Module):
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
         if config.size % config.patch:
-            raise ValueError(f"patch {config.patch} does not divide the picture size {config.size}")
+            raise ValueError(
+                f"patch {config.patch} does not divide the picture size {config.size}: choose another "
+                "--model.image.patch or --model.image.size."
+            )
         self.config = config
         width, places = config.width, (config.size // config.patch) ** 2 + int(config.class_token)
         self.patches = nn.Linear(3 * config.patch**2, width, bias=config.stem_bias)
