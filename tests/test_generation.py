@@ -332,6 +332,8 @@ def test_a_trie_allows_what_its_texts_say() -> None:
     [
         ({"method": "greedy", "num": 2}, "greedy finds one caption, but num is 2"),
         ({"num": 6}, "num is 6, but there are 5 beams"),
+        ({"top_p": 0.5}, "top_p is of the method nucleus, not of beam"),
+        ({"method": "greedy", "exact": True}, "exact is of the method beam, not of greedy"),
         ({"beams": 0}, "beams is 0. Expected at least 1"),
         ({"top_p": 0.0}, "top_p is 0"),
         ({"temperature": 0.0}, "temperature is 0"),
