@@ -29,13 +29,12 @@ from torch import Tensor
 
 from kiloword import masking
 from kiloword.accumulate import backward
-from kiloword.captioning import prefixes
 from kiloword.learner import Learner
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.recipes import ModelConfig, TextConfig
 from kiloword.towers.decoder import predicted
-from kiloword.types import Batch, Texts
+from kiloword.types import Batch
 from kiloword.verify import config
 
 
@@ -152,14 +151,7 @@ def test_captions_do_not_see_hidden_patches(op: str, stem: str) -> None:
         assert [place for place in range(16) if row[place] == 0] == hidden
 
 
-# Pieces
-
-
-def test_prefixes() -> None:
-    texts = Texts.pack([[5, 6, 7, 8], [9, 10], [11, 12, 13]])
-    place, before = prefixes(texts, 2)
-    assert place.tolist() == [0, 1, 6]
-    assert (before.ids.tolist(), before.starts.tolist(), before.longest) == ([5, 6, 11], [0, 2, 2, 3], 2)
+# Vocabulary
 
 
 def test_only_what_texts_say_has_logits() -> None:

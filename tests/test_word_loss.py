@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiloword import captioning
-from kiloword.captioning import word_loss
+from kiloword.captioning import prefixes, word_loss
+from kiloword.types import Texts
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -104,3 +105,10 @@ def test_word_loss_never_holds_all_logits() -> None:
             word_loss(x, table, targets, 0.1, chunk).backward()  # type: ignore[no-untyped-call]
         assert seen.most == chunk * vocab < n * vocab
         assert kept.sum == (n + vocab) * width
+
+
+def test_prefixes() -> None:
+    texts = Texts.pack([[5, 6, 7, 8], [9, 10], [11, 12, 13]])
+    place, before = prefixes(texts, 2)
+    assert place.tolist() == [0, 1, 6]
+    assert (before.ids.tolist(), before.starts.tolist(), before.longest) == ([5, 6, 11], [0, 2, 2, 3], 2)
