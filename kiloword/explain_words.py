@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from kiloword.captioning import decoded, prefixes
 from kiloword.evaluation.features import inference
-from kiloword.generation.decoding import text_decoder
+from kiloword.generation.decoding import writer
 from kiloword.heads import Single
 from kiloword.pools import AttentionalPool, at_least_float
 from kiloword.towers.attention import Packing
@@ -67,21 +67,27 @@ def explain_words(
     Raises: ValueError for a model without a text decoder, and for what cannot be encoded.
     """
     decoder = writer(matcher.model)
-    if not texts:
-        raise ValueError("explain_words got no texts: expected at least one")
+    check_texts("explain_words", texts)
+    check_choice("layers", layers, Layers)
+    check_choice("when", when, When)
     pixels = matcher.pixels(images)
     with inference(matcher.model):
         packed = matcher.tokenizer.encode(list(texts), matcher.model.config.text).to(pixels.device)
         return _explained(matcher.model, matcher.tokenizer, decoder, pixels, packed, layers, when)
 
 
-def writer(model: Model) -> TextDecoder:
-    """The text decoder that looks at pictures. Raises: ValueError for a model without one."""
-    if "fuser" in model.more:
-        raise ValueError(
-            "this model answers questions: its decoder looks at a question, and at no picture without one."
-        )
-    return text_decoder(model)
+def check_texts(name: str, texts: Sequence[str]) -> None:
+    """Raises: ValueError for anything but a list of at least one string; `name` says who got it."""
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
+        raise ValueError(f"{name} got {str(texts)[:60]!r} as texts: expected a list of strings")
+    if not texts:
+        raise ValueError(f"{name} got no texts: expected at least one")
+
+
+def check_choice(name: str, value: str, kind: Any) -> None:
+    """Raises: ValueError for a value that the Literal `kind` does not name."""
+    if value not in get_args(kind):
+        raise ValueError(f"{name} is {value!r}: expected {' or '.join(get_args(kind))}.")
 
 
 def _explained(

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kiloword.explain_words import log_chances, writer
+from kiloword.explain_words import check_choice, check_texts, log_chances
+from kiloword.generation.decoding import writer
 from kiloword.pools import at_least_float
 from kiloword.towers.image import ImageTower, extra
 from kiloword.types import Features
@@ -42,15 +43,16 @@ def gradcam(
 
     Args: layer: 0, what the stem makes of the patches (the figure's first layer, before positions are added), or the
     number of a block.
-    Raises: ValueError for a layer that is not there, and of target "caption" for a model without a text decoder.
+    Raises: ValueError for a layer or target that is not there, and of target "caption" for a model without a text
+    decoder.
     """
     model = matcher.model
     if not 0 <= layer <= len(model.image_tower.blocks):
         raise ValueError(
             f"layer is {layer}: expected 0, the stem, or the number of a block up to {len(model.image_tower.blocks)}."
         )
-    if not texts:
-        raise ValueError("gradcam got no texts: expected at least one")
+    check_texts("gradcam", texts)
+    check_choice("target", target, Target)
     value = _scores(matcher, texts) if target == "score" else _log_likelihoods(matcher, texts)
     pixels = matcher.pixels(images)
     with _evaluated(model), held(model.image_tower, layer) as seen:

@@ -165,10 +165,16 @@ def test_models_that_do_not_write_are_refused() -> None:
         explain_words(matcher(), pixels(), [])
     with pytest.raises(ValueError, match=r"expected torch\.uint8"):
         explain_words(matcher(), pixels().float(), ["a"])
+    with pytest.raises(ValueError, match="got 'a red circle' as texts: expected a list of strings"):
+        explain_words(matcher(), pixels(), "a red circle")
+    with pytest.raises(ValueError, match="layers is 'all': expected last or mean"):
+        explain_words(matcher(), pixels(), ["a"], layers="all")  # type: ignore[arg-type]
     answers = matcher()
     answers.model.more["fuser"] = torch.nn.Identity()
     with pytest.raises(ValueError, match="answers questions"):
         explain_words(answers, pixels(), ["a"])
+    with pytest.raises(ValueError, match="answers questions"):  # it would write of pictures alone, never trained so
+        answers.caption(pixels())
 
 
 def test_the_model_stays_as_it_was() -> None:

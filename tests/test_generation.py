@@ -334,6 +334,7 @@ def test_a_trie_allows_what_its_texts_say() -> None:
         ({"num": 6}, "num is 6, but there are 5 beams"),
         ({"top_p": 0.5}, "top_p is of the method nucleus, not of beam"),
         ({"method": "greedy", "exact": True}, "exact is of the method beam, not of greedy"),
+        ({"method": "best"}, "method is 'best'. Expected greedy or beam or nucleus"),
         ({"beams": 0}, "beams is 0. Expected at least 1"),
         ({"top_p": 0.0}, "top_p is 0"),
         ({"temperature": 0.0}, "temperature is 0"),

@@ -148,3 +148,5 @@ def test_what_cannot_be_is_refused() -> None:
         gradcam(matcher(), pixels(), CAPTIONS, layer=3)
     with pytest.raises(ValueError, match="no texts"):
         gradcam(matcher(), pixels(), [])
+    with pytest.raises(ValueError, match="target is 'words': expected score or caption"):
+        gradcam(matcher(), pixels(), ["a"], target="words")  # type: ignore[arg-type]

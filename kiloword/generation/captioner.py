@@ -12,7 +12,7 @@ from torch import Tensor
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import key
 from kiloword.evaluation.features import inference
-from kiloword.generation.decoding import Memory, ModelDecoding, WholeDecoding, text_decoder
+from kiloword.generation.decoding import Memory, ModelDecoding, WholeDecoding, text_decoder, writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import NEVER, Found, Rules
 from kiloword.generation.search import search
@@ -63,10 +63,11 @@ class Captioner:
         return self.write(self.memory(images), options, named or [""] * len(images))
 
     def memory(self, images: Tensor) -> Memory:
-        """What the decoder sees of pictures: uint8 [I, 3, H, W]."""
+        """What the decoder sees of pictures: uint8 [I, 3, H, W]. Raises: ValueError where it sees questions."""
+        decoder = writer(self.model)
         with inference(self.model):
             tokens = self.model.image_tokens(images.to(self._device))
-            return Memory(self.decoder.remember(self.model.memory(tokens)))
+            return Memory(decoder.remember(self.model.memory(tokens)))
 
     def write(
         self, memory: Memory, options: GenerationOptions, keys: Sequence[str], trie: Trie | None = None

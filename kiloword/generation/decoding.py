@@ -54,6 +54,16 @@ def text_decoder(model: Model) -> TextDecoder:
     return decoder
 
 
+def writer(model: Model) -> TextDecoder:
+    """The text decoder that looks at pictures. Raises: ValueError for a model without one."""
+    if "fuser" in model.more:
+        raise ValueError(
+            "this model answers questions: its decoder looks at a question, and at no picture without one. Take a "
+            "model of coca, sycoca or another method with +caption."
+        )
+    return text_decoder(model)
+
+
 class ModelDecoding:
     """`Decoding` of a model. Texts of one picture share its memory where they stand side by side in equal numbers."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kiloword.recipes import Settings
 
@@ -33,6 +33,8 @@ class GenerationOptions(Settings):
 
     def check(self) -> None:
         """Errors: ValueError for numbers that make no sense, and for more captions than a method can find."""
+        if self.method not in get_args(Way):
+            raise ValueError(f"method is {self.method!r}. Expected {' or '.join(get_args(Way))}.")
         least = {"num": 1, "beams": 1, "longest": 0, "shortest": 0, "no_repeat": 0}
         for name, low in least.items():
             if getattr(self, name) < low:

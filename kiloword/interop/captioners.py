@@ -16,6 +16,7 @@ from kiloword.data.reading import Transform
 from kiloword.data.transforms import EvalTransform
 from kiloword.device import choose
 from kiloword.generation.captioner import ROUNDS, Captioner
+from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.teachers import digest
@@ -78,6 +79,7 @@ class Ours:
 
     def check(self, options: GenerationOptions) -> None:
         options.check()
+        writer(self.captioner.model)
         self.captioner.rules(options)
 
     def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
