@@ -19,7 +19,7 @@ from kiloword.methods import preset
 from kiloword.model import Model, build
 from kiloword.recipes import ModelConfig
 from kiloword.types import Batch, Encoded, Texts
-from kiloword.verify import config
+from kiloword.verify_batch import config
 
 
 def small(**image: Any) -> ModelConfig:

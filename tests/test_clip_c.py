@@ -29,7 +29,7 @@ from kiloword.recipes import DataConfig, TextConfig, default, sizes
 from kiloword.train import Options, train
 from kiloword.types import Batch, Positives, Record, Total
 from kiloword.verify import _views
-from kiloword.verify import batch as fixed_batch
+from kiloword.verify_batch import batch as fixed_batch
 
 ROWS, BATCH, SIZE = 200, 20, 34
 WORDS = TextConfig(context=40, vocab=600)

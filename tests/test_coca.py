@@ -35,7 +35,7 @@ from kiloword.model import build
 from kiloword.recipes import ModelConfig, TextConfig
 from kiloword.towers.decoder import predicted
 from kiloword.types import Batch
-from kiloword.verify import config
+from kiloword.verify_batch import config
 
 
 def cross_entropy(logits: Tensor, target: int, smoothing: float) -> Tensor:

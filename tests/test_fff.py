@@ -32,7 +32,8 @@ from kiloword.model import initialise
 from kiloword.recipes import sizes
 from kiloword.train import Options, train
 from kiloword.types import Features, Pairs
-from kiloword.verify import EXACT, batch, gradients, learner, verify
+from kiloword.verify import EXACT, gradients, learner, verify
+from kiloword.verify_batch import batch
 
 CAPTIONS = [2, 1, 3, 1, 2]  # of each picture
 OF = [i for i, n in enumerate(CAPTIONS) for _ in range(n)]  # picture of each text

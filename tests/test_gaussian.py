@@ -21,7 +21,7 @@ from kiloword.method import annotated
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.types import Features, Texts
-from kiloword.verify import config
+from kiloword.verify_batch import config
 
 FORMS: tuple[Form, ...] = ("paper", "exact")
 REDUCTIONS: tuple[Literal["per_dimension", "joint"], ...] = ("per_dimension", "joint")

@@ -15,7 +15,7 @@ from kiloword.methods import preset
 from kiloword.model import Model, build
 from kiloword.recipes import TextConfig
 from kiloword.types import Encoded, Features, Texts
-from kiloword.verify import batch, config
+from kiloword.verify_batch import batch, config
 
 MASK = TextConfig().special["mask"]
 

@@ -20,8 +20,8 @@ from kiloword.methods import preset
 from kiloword.model import Model, build
 from kiloword.recipes import ImageConfig, TextConfig
 from kiloword.types import Batch, Encoded, Features, Texts
-from kiloword.verify import batch as small_batch
-from kiloword.verify import config
+from kiloword.verify_batch import batch as small_batch
+from kiloword.verify_batch import config
 
 FORMS: list[dict[str, Any]] = [
     {"inclusion_form": form, "inclusion_reduction": reduction, "eps": -2.0, "c": 0.5}

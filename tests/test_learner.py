@@ -23,7 +23,8 @@ from kiloword.model import build, initialise
 from kiloword.optim import Average, Muon, Optimizer, schedule
 from kiloword.recipes import OptimConfig, sizes
 from kiloword.types import Batch, Encoded, Features, Pairs, Positives
-from kiloword.verify import batch, learner
+from kiloword.verify import learner
+from kiloword.verify_batch import batch
 
 CONFIG = sizes()["debug"]
 NAMES = ("clip", "siglip")

@@ -24,7 +24,8 @@ from kiloword.methods import preset
 from kiloword.model import Model, build, initialise
 from kiloword.recipes import HeadConfig, ModelConfig, sizes
 from kiloword.types import Features, Texts
-from kiloword.verify import batch, config, gradients, verify
+from kiloword.verify import gradients, verify
+from kiloword.verify_batch import batch, config
 
 WIDTH, DIM, K, PATCHES = 32, 16, 3, 4
 TEXTS = Texts.pack([[0] * n for n in (2, 4, 3, 1, 5)])

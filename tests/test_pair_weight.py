@@ -15,7 +15,7 @@ from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.optim import Optimizer
 from kiloword.recipes import OptimConfig
-from kiloword.verify import batch, config
+from kiloword.verify_batch import batch, config
 
 
 def gradients(weight: float, pieces: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

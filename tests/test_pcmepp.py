@@ -22,7 +22,8 @@ from kiloword.model import build
 from kiloword.optim import groups
 from kiloword.recipes import MUON, ModelFile, sizes
 from kiloword.types import Features
-from kiloword.verify import EXACT, batch, gradients, gradients_over_ranks, learner, verify
+from kiloword.verify import EXACT, gradients, gradients_over_ranks, learner, verify
+from kiloword.verify_batch import batch
 
 DEBUG = sizes()["debug"]
 

@@ -17,7 +17,7 @@ from kiloword.model import Model, build
 from kiloword.prepare import captions_of, make_loader, open_sources
 from kiloword.recipes import default, parse, sizes
 from kiloword.types import Features
-from kiloword.verify import batch, config
+from kiloword.verify_batch import batch, config
 
 TERMS = ("image_in_text", "masked_image", "masked_text", "vib_image", "vib_text")
 

@@ -39,7 +39,7 @@ from kiloword.optim import Optimizer
 from kiloword.recipes import MUON, TextConfig, parse
 from kiloword.towers.attention import Packing
 from kiloword.types import Batch, Texts
-from kiloword.verify import config
+from kiloword.verify_batch import config
 
 # Scores and masks
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kiloword.cli import main
-from kiloword.verify import _least, batch, learner, verify
+from kiloword.verify import _least, learner, verify
+from kiloword.verify_batch import batch
 
 RIGHT = """
 from dataclasses import replace

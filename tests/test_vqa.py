@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword import cli, verify
+from kiloword import cli, verify, verify_batch
 from kiloword.answering import fused
 from kiloword.api import Matcher, load
 from kiloword.checkpoint import read_tensors
@@ -96,7 +96,7 @@ def literal_loss(model: Model, batch: Batch, sees_all: bool) -> Tensor:
 
 
 def learner_of(width: int = 32, **own: Any) -> Learner:
-    config = verify.config()
+    config = verify_batch.config()
     config = replace(config, image=replace(config.image, width=width))
     method = preset("vqa", own)
     return Learner(build(config, method, seed=1), method).double()
@@ -104,14 +104,14 @@ def learner_of(width: int = 32, **own: Any) -> Learner:
 
 @pytest.mark.parametrize(("width", "sees"), [(32, "before"), (48, "before"), (32, "all")])
 def test_the_loss_is_the_transcription(width: int, sees: str) -> None:
-    learner, batch = learner_of(width, question_sees=sees), verify.batch(method="vqa")
+    learner, batch = learner_of(width, question_sees=sees), verify_batch.batch(method="vqa")
     found = learner(batch, learner.counts([batch]))["answer"]
     assert (learner.model.more["fuser"].bridge is None) == (width == 32)
     torch.testing.assert_close(found, literal_loss(learner.model, batch, sees == "all"), rtol=0, atol=1e-10)
 
 
 def test_pictures_and_questions_both_count() -> None:
-    learner, batch = learner_of(), verify.batch(method="vqa")
+    learner, batch = learner_of(), verify_batch.batch(method="vqa")
     assert batch.questions is not None
     ids = batch.questions.ids.clone()
     ids[0] = 7
@@ -142,7 +142,7 @@ def test_settings_out_of_range(own: dict[str, Any], reason: str) -> None:
 
 
 def test_a_bidirectional_text_tower_is_refused() -> None:
-    config = verify.config()
+    config = verify_batch.config()
     with pytest.raises(ValueError, match="predicted word by word"):
         build(replace(config, text=replace(config.text, causal=False)), preset("vqa"))
 
@@ -166,7 +166,7 @@ def answerer_of(seed: int) -> Answerer:
 
 
 def asked(n: int = 4) -> tuple[Tensor, list[str]]:
-    images = torch.stack([verify._noise(row, (3, 32, 32)) for row in range(n)])
+    images = torch.stack([verify_batch._noise(row, (3, 32, 32)) for row in range(n)])
     return images, (["what colour is the star?", "how many are there?", "is it?", "what?"] * n)[:n]
 
 
@@ -318,6 +318,8 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path, monkeyp
     for options in (VqaOptions(decode="free"), None):
         with pytest.raises(ValueError, match="asks no questions"):
             evaluate(matcher, "vqa", "scenes:test?n=4", vqa=options)
+    with pytest.raises(ValueError, match=r"scenes:train\?n=4 asks no questions"):
+        evaluate(matcher, "vqa", data, train="scenes:train?n=4")
     open_ended = Halves()
     open_ended.answers = None
     with pytest.raises(ValueError, match="no closed list"):
