@@ -130,8 +130,10 @@ def main(argv: Sequence[str]) -> None:
 def mixed(method: str, argv: Sequence[str]) -> str:
     """The method with the pieces that flags name: llip, --views compose -> "llip+compose".
 
-    Raises: ValueError for a piece that fills another slot than its flag's.
+    Raises: ValueError for a piece that fills another slot than its flag's, and for --terms of nothing.
     """
+    if "--terms" in argv and not _values_of(argv, "--terms"):
+        raise ValueError("--terms names nothing: expected one or several of caption, mim and inclusion behind it.")
     chosen = [(slot, word) for slot in MIXING for word in _values_of(argv, f"--{slot.replace('_', '-')}")]
     if not (method and chosen):
         return method

@@ -65,6 +65,9 @@ def test_flags_name_pieces() -> None:
     assert mixed("clip", ["--out", "x"]) == "clip"
     with pytest.raises(ValueError, match="--views is 'sigmoid': expected"):
         mixed("clip", ["--views", "sigmoid"])
+    assert mixed("clip", ["--terms", "caption", "mim"]) == "clip+caption+mim"
+    with pytest.raises(ValueError, match="--terms names nothing"):
+        mixed("clip", ["--terms", "--out", "x"])
 
 
 def test_a_mix_trains_from_the_command_line_and_its_model_loads(tmp_path: Path) -> None:

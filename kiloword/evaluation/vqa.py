@@ -112,8 +112,9 @@ def _known(source: Source, train: Source | str | None, options: VqaOptions) -> _
 def _counted(train: Source, most: int) -> list[str]:
     """The most frequent answers of a data set, of equally frequent ones by the alphabet.
 
-    Raises: ValueError for none.
+    Raises: ValueError for none, and for data that asks no questions: its captions are no answers.
     """
+    check_asks(train)
     counts: Counter[str] = Counter()
     for row in range(len(train)):
         try:
