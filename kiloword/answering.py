@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from kiloword import recipes
-from kiloword.captioning import CaptionSettings, caption_loss, check_causal, memory_width, text_decoder
+from kiloword.captioning import CaptionSettings, caption_loss, check_causal, memory_width, next_tokens, text_decoder
 from kiloword.generation.decoding import Memory
 from kiloword.method import Method
 from kiloword.model import Model
@@ -76,8 +76,7 @@ class Answer(nn.Module):
         self.extra = len(config.text.extra_tokens)
 
     def count(self, batch: Batch) -> Tensor:
-        texts = batch.texts
-        return texts.ids.new_tensor(len(texts.ids) - len(texts) * (1 + self.extra))
+        return next_tokens(batch.texts, self.extra)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         assert batch.questions is not None, "the loader gives every picture a question"

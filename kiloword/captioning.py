@@ -117,8 +117,7 @@ class Caption(nn.Module):
         self.masked = masking.number(settings.caption_share, self.patches, "caption_share") if masked else 0
 
     def count(self, batch: Batch) -> Tensor:
-        texts = batch.texts
-        return texts.ids.new_tensor(len(texts.ids) - len(texts) * (1 + self.extra))
+        return next_tokens(batch.texts, self.extra)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         decoder = model.more["text_decoder"]
@@ -185,6 +184,11 @@ def decoded(
     packing_q = None if of is None else packing_of(joined(before, of, rows), model.text_tower.tokens.dtype)
     x = decoder(x, keys, packing, packing_k, packing_q)
     return x, F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
+
+
+def next_tokens(texts: Texts, extra: int) -> Tensor:
+    """How many tokens have a next one that is predicted; extra: tokens after the end."""
+    return texts.ids.new_tensor(len(texts.ids) - len(texts) * (1 + extra))
 
 
 def joined(texts: Texts, of: Tensor, rows: int) -> Texts:
