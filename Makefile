@@ -52,13 +52,14 @@ $(CORE):
 	@$(PIP) --no-build-isolation --editable .
 	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $@
 
-# clip_benchmark is an oracle of the metrics; only two of its modules are imported, which need scikit-learn and tqdm.
+# Oracles of the metrics, without what else they ask for: of clip_benchmark a few modules are imported, which need
+# scikit-learn and tqdm; of pycocoevalcap the scorers and, where Java is there, its programs.
 $(FULL):
 	@$(call venv)
 	@echo "== installing what the checks need into $(VENV)"
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]' scikit-learn tqdm
-	@$(PIP) --no-deps clip_benchmark
+	@$(PIP) --no-deps clip_benchmark pycocoevalcap
 	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $(CORE) $@
 
 # A half-made or moved environment cannot run its own pip: it is made again.
