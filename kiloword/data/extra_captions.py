@@ -16,6 +16,7 @@ import pyarrow.parquet
 from kiloword.data import keyed
 from kiloword.data.mixture import Mixture
 from kiloword.data.sample import clean
+from kiloword.data.tables import fingerprint
 from kiloword.types import BadSample, NoCaption, Record, Source
 
 CAPTION_COLUMNS = ("captions", "caption")
@@ -32,8 +33,7 @@ class CaptionTable:
         self.path = Path(path)
         if not self.path.is_file():
             raise ValueError(f"{path}: no such file. Expected a parquet table with the columns `key` and `captions`.")
-        with self.path.open("rb") as file:
-            self.fingerprint = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        self.fingerprint = fingerprint(self.path)
         self._open()
 
     def _open(self) -> None:

@@ -7,7 +7,6 @@ with `answer`; in csv a JSON list, or one answer a line) or `answer`; and, where
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -19,7 +18,7 @@ import pyarrow.parquet
 from kiloword.data.embedded import Embedded, is_embedded
 from kiloword.data.questions import ANSWERS, QUESTION, parse_answers
 from kiloword.data.sample import clean, decode_text
-from kiloword.data.tables import IMAGE_COLUMNS, Table, column_names, one_array, read_csv, read_file
+from kiloword.data.tables import IMAGE_COLUMNS, Table, column_names, fingerprint, one_array, read_csv, read_file
 from kiloword.types import BadSample, Record
 
 ANSWER_COLUMNS = (ANSWERS, "answer")
@@ -46,8 +45,7 @@ class QuestionTable:
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
-        with path.open("rb") as file:
-            self.fingerprint = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        self.fingerprint = fingerprint(path)
         names = column_names(path)
         image = next((c for c in IMAGE_COLUMNS if c in names), None)
         if image is None:

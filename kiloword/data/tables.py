@@ -39,6 +39,12 @@ class _Columns:
     malformed: list[str] = field(default_factory=list)  # reasons of lines that are no rows
 
 
+def fingerprint(path: Path) -> str:
+    """A digest of a file's bytes, 32 hexadecimal digits. Errors: OSError when it cannot be read."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
 class Table:
     """Samples of one csv, tsv or parquet file, in order of first appearance; lines that are no rows come last, as bad.
 
@@ -52,8 +58,7 @@ class Table:
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
-        with path.open("rb") as file:
-            self.fingerprint = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        self.fingerprint = fingerprint(path)
         parquet = path.suffix.lower() == ".parquet"
         try:
             self._columns = _read_parquet(path, self.fingerprint) if parquet else _read_csv(path)
