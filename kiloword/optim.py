@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -196,6 +197,15 @@ class Average:
         live = dict(module.named_parameters())
         names = list(self.shadow)
         torch._foreach_lerp_([self.shadow[n] for n in names], [live[n] for n in names], 1 - decay)
+
+    @contextmanager
+    def in_place(self, module: nn.Module) -> Iterator[None]:
+        """The module has averaged weights inside."""
+        self.swap(module)
+        try:
+            yield
+        finally:
+            self.swap(module)
 
     @torch.no_grad()
     def swap(self, module: nn.Module) -> None:

@@ -22,6 +22,7 @@ from kiloword import recipes
 from kiloword.checkpoint import load_state
 from kiloword.log import read_metrics
 from kiloword.recipes import AugmentConfig, Recipe
+from kiloword.stopping import stop_signals
 from kiloword.train import Options, train
 
 TIMED = ("pairs_per_s", "data_wait")
@@ -123,12 +124,12 @@ def test_a_run_killed_in_its_last_validation(tmp_path: Path, monkeypatch: pytest
 
 def test_signals_that_torchrun_repeats_do_not_cut_the_saving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with loop._stop_signals() as stop:
+    with stop_signals() as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         assert stop()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    with loop._stop_signals():
+    with stop_signals():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
