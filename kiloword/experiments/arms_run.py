@@ -25,6 +25,7 @@ from kiloword.experiments import arms_rows as rows
 from kiloword.experiments.arms import Arm, Experiment, Options
 from kiloword.log import read_metrics
 from kiloword.recipes import Recipe
+from kiloword.stopping import Stopped
 
 POLL_S = 0.05  # between looks at how far a run is
 
@@ -115,7 +116,7 @@ def check_one(options: Options, arm: Arm, seed: int) -> bool:
         return True
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with _stop_after(folder, row["losses_of"]), suppress(train.Stopped):
+        with _stop_after(folder, row["losses_of"]), suppress(Stopped):
             _start(arm, replace(arm.recipe, seed=seed), folder, options)
         same = rows.losses_hash(rows.losses(folder)[: row["losses_of"]]) == str(row["losses"])
     at = row["commit"][:7] + ("+" if row["dirty"] else "")
