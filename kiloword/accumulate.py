@@ -6,33 +6,44 @@ Second pass: each micro-batch again, with its share of those gradients. (GradCac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from kiloword.engine import Reducer
 from kiloword.learner import Learner, Replay
 from kiloword.losses import learns
-from kiloword.parallel import average_gradients, ranks, sum_over_ranks
+from kiloword.parallel import ranks, sum_over_ranks
 from kiloword.types import Batch, Features
 
 Precision = Callable[[], AbstractContextManager[object]]
 
 
-def backward(learner: Learner, micro: list[Batch], precision: Precision = nullcontext) -> dict[str, Tensor]:
-    """Add the gradient of the mean loss over `micro`, of every rank, to the learner's parameters.
+def backward(
+    learner: Learner, micro: list[Batch], precision: Precision = nullcontext, reducer: Reducer | None = None
+) -> dict[str, Tensor]:
+    """The gradient of the mean loss over `micro`, of every rank, in the learner's parameters.
 
-    Args: micro, this rank's share in one or more pieces; precision, a context for the towers (autocast).
+    Args: micro, this rank's share in one or more pieces; precision, a context for the towers (autocast); reducer, that
+    of the learner where many steps are made with it.
     Returns: mean losses over the global batch, detached: "loss", "pair" and every term.
     """
+    reducer = reducer or Reducer(learner, overlap=False)
     counts = learner.counts(micro)
-    if len(micro) == 1:
-        pieces = [_one(learner, micro[0], counts, precision)]
-    else:
-        pieces = _accumulate(learner, micro, counts, precision)
-    average_gradients(learner)
-    return _report(pieces)
+    found: dict[str, Tensor] = {}
+    replays: Sequence[Replay | None] = [None] * len(micro)
+    if len(micro) > 1 and learner.method.pair_weight:
+        found, replays = _pair_gradients(learner, micro, precision)
+    reducer.begin()
+    pieces = []
+    for n, (batch, replay) in enumerate(zip(micro, replays, strict=True), 1):
+        if n == len(micro):
+            reducer.last()
+        pieces.append(_one(learner, batch, counts, precision, replay))
+    reducer.finish()
+    return _report([_complete(learner, piece, found, len(micro)) for piece in pieces])
 
 
 def _one(
@@ -46,28 +57,22 @@ def _one(
     return found
 
 
-def _accumulate(
-    learner: Learner, micro: list[Batch], counts: dict[str, Tensor], precision: Precision
-) -> list[dict[str, Tensor]]:
-    if learner.method.pair_weight == 0:  # nothing to replay
-        return [_one(learner, batch, counts, precision) for batch in micro]
-    with torch.no_grad(), precision():
-        inputs = [learner.pair_inputs(learner.encode(b), b) for b in micro]
-    found, replays = _pair_gradients(learner, inputs)
-    pieces = []
-    for batch, replay in zip(micro, replays, strict=True):
-        out = _one(learner, batch, counts, precision, replay)
-        shares = {name: value / len(micro) for name, value in found.items()}
-        missing = shares["pair"] - out["pair"].detach()  # "pair" was a surrogate here
-        loss = out["loss"].detach() + learner.method.pair_weight * missing * ranks()
-        pieces.append({**out, **shares, "loss": loss})
-    return pieces
+def _complete(learner: Learner, piece: dict[str, Tensor], found: dict[str, Tensor], pieces: int) -> dict[str, Tensor]:
+    """A micro-batch's losses with its part of what was found for all of them: its "pair" was a surrogate."""
+    if not found:
+        return piece
+    shares = {name: value / pieces for name, value in found.items()}
+    missing = shares["pair"] - piece["pair"].detach()
+    loss = piece["loss"].detach() + learner.method.pair_weight * missing * ranks()
+    return {**piece, **shares, "loss": loss}
 
 
 def _pair_gradients(
-    learner: Learner, inputs: list[tuple[Features, Features]]
+    learner: Learner, micro: list[Batch], precision: Precision
 ) -> tuple[dict[str, Tensor], list[Replay]]:
     """The pair loss (and what is reported with it) over all micro-batches at once, and what each must replay."""
+    with torch.no_grad(), precision():
+        inputs = [learner.pair_inputs(learner.encode(b), b) for b in micro]
     images, texts = (_leaves(_concatenate([pair[side] for pair in inputs])) for side in (0, 1))
     found = learner.pair_loss(images, texts)
     pair = found["pair"]

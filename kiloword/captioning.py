@@ -21,7 +21,6 @@ from kiloword.recipes import ModelConfig, TextConfig
 from kiloword.towers.attention import Packing
 from kiloword.towers.blocks import Keys
 from kiloword.towers.decoder import TextDecoder
-from kiloword.towers.text import packing_of
 from kiloword.types import Batch, Encoded, Texts
 
 CHUNK = 1024  # words whose logits [CHUNK, V] exist at once
@@ -178,10 +177,10 @@ def decoded(
     tokens after the end; of [T] int64, ascending: text n sees row of[n] instead, so that no keys are copied.
     """
     place, before = prefixes(texts, 1 + extra)
-    packing = packing_of(before, model.text_tower.tokens.dtype)
+    packing = model.text_tower.packing(before)
     x = F.pad(tokens[place], (0, 0, 0, packing.tail))
     rows = len(keys[0][0]) if packing_k is None else len(packing_k)
-    packing_q = None if of is None else packing_of(joined(before, of, rows), model.text_tower.tokens.dtype)
+    packing_q = None if of is None else model.text_tower.packing(joined(before, of, rows))
     x = decoder(x, keys, packing, packing_k, packing_q)
     return x, F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
 

@@ -22,7 +22,6 @@ from kiloword.towers.attention import Packing
 from kiloword.towers.blocks import take
 from kiloword.towers.decoder import ImageDecoder
 from kiloword.towers.image import unfold
-from kiloword.towers.text import packing_of
 from kiloword.types import Batch, Encoded
 
 EPSILON = 1e-6  # beside a patch's variance: MAE's (arXiv:2111.06377, its public code)
@@ -103,7 +102,7 @@ class MaskedPictures(nn.Module):
             tokens = visible(model, images, hidden, self.settings.mim_op)
             if self.by_caption and len(of) != len(batch):
                 images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
-        guide = (encoded.text_tokens, packing_of(batch.texts, model.text_tower.tokens.dtype)) if self.guided else None
+        guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if self.guided else None
         found = predict(model, tokens, hidden, guide)
         return distance(found, pixels(model, images, hidden, self.settings.norm_pix)).sum()
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from kiloword import parallel
+from kiloword.muon import Muon
+from kiloword.parallel import local
 from kiloword.recipes import OptimConfig
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that lifts small singular values fast; five rounds suffice
-
+MEMORY, SETTLED = 0.98, 20  # of the usual gradient norm: weight of the past, and steps before it is trusted
+USUAL = "usual:gradient_norm"
 STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # matrices that are several, one below the other
 SCALES = ("head.log_scale", "head.bias", "head.deterministic.log_scale", "head.deterministic.bias")
 
@@ -54,72 +58,29 @@ def groups(parameters: Iterable[tuple[str, Tensor]], config: OptimConfig) -> dic
     return out
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum, then the nearest orthogonal matrix, for all matrices of one shape at once.
-
-    The same update as `torch.optim.Muon` (nesterov, "original" scaling), which takes one matrix at a time: batched
-    it is 4 times faster at width 128 on CPU.
-
-    Args: stacked: parameters that are several matrices, one below the other, and how many (3 of fused QKV [3 W, W]).
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        stacked: Mapping[Tensor, int] | None = None,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.stacked = {id(p): parts for p, parts in (stacked or {}).items()}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(buffer, group["momentum"])
-                parts = self.stacked.get(id(p), 1)
-                for weight, piece in zip(p.chunk(parts), update.chunk(parts), strict=True):
-                    by_shape.setdefault(tuple(piece.shape), []).append((weight, piece))
-            for shape, members in by_shape.items():
-                weights, updates = [w for w, _ in members], orthogonal(torch.stack([u for _, u in members]))
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-                step = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
-                torch._foreach_add_(weights, list(updates.to(weights[0].dtype)), alpha=-step)
-
-
-def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
-    """U V^T of each matrix U S V^T, roughly (singular values end between 0.7 and 1.2), in bfloat16.
-
-    Args: matrices [n, a, b]. Source: Newton-Schulz iteration of Muon (Jordan et al., 2024).
-    """
-    a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16()
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
-    for _ in range(rounds):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
-
-
 class Optimizer:
-    """AdamW and, if asked, Muon behind one step, one schedule and one flat state."""
+    """AdamW and, if asked, Muon behind one step, one schedule and one flat state.
+
+    Of a sharded parameter it holds this rank's rows, as a plain tensor: fused optimizers and norms refuse a mixture.
+    A step whose gradient norm is no number, or far above its usual, changes nothing.
+    """
 
     def __init__(self, module: nn.Module, config: OptimConfig, steps: int) -> None:
         self.config, self.steps = config, steps
         named = groups(module.named_parameters(), config)
-        self.names = {p: name for members in named.values() for name, p in members}
-        adam: list[dict[str, Any]] = []
-        muon: list[dict[str, Any]] = []
+        self.sharded = {name: p for members in named.values() for name, p in members if isinstance(p, DTensor)}
+        leaves = {
+            group: [(name, local(p.detach()) if name in self.sharded else p) for name, p in members]
+            for group, members in named.items()
+        }
+        self.names = {p: name for members in leaves.values() for name, p in members}
+        self.parts = self._parts(leaves)
+        self.base = [[g["lr"] for g in part.param_groups] for part in self.parts]
+        device = next(iter(self.names)).device
+        self.usual = torch.zeros(2, dtype=torch.float64, device=device)  # running sum of norms, and of weights
+
+    def _parts(self, named: dict[str, list[tuple[str, Tensor]]]) -> list[torch.optim.Optimizer]:
+        config, adam, muon = self.config, list[dict[str, Any]](), list[dict[str, Any]]()
         for group, members in named.items():
             factor = config.text_lr if group.startswith("text ") else 1.0
             parameters = [p for _, p in members]
@@ -129,56 +90,110 @@ class Optimizer:
             factor *= config.scale_lr if group == "scale" else 1.0
             decay = config.weight_decay if group.endswith("decay") else 0.0
             adam.append({"params": parameters, "lr": config.lr * factor, "weight_decay": decay})
-        self.parts: list[torch.optim.Optimizer] = []
+        parts: list[torch.optim.Optimizer] = []
         if adam:
             betas = (config.beta1, config.beta2)
-            self.parts.append(torch.optim.AdamW(adam, lr=config.lr, betas=betas, eps=config.eps, fused=True))
+            parts.append(torch.optim.AdamW(adam, lr=config.lr, betas=betas, eps=config.eps, fused=True))
         if muon:
             stacked = {p: n for p, name in self.names.items() for end, n in STACKED.items() if name.endswith(end)}
-            self.parts.append(Muon(muon, config.muon_lr, config.momentum, config.muon_weight_decay, stacked))
-        self.base = [[g["lr"] for g in part.param_groups] for part in self.parts]
+            rows = {p: len(self.sharded[name]) for p, name in self.names.items() if name in self.sharded}
+            parts.append(Muon(muon, config.muon_lr, config.momentum, config.muon_weight_decay, stacked, rows))
+        return parts
 
-    def step(self, step: int) -> Tensor:
+    def step(self, step: int) -> dict[str, Tensor]:
         """Clip, move the weights by the gradients, drop the gradients.
 
-        Args: step, from 0. Returns: the gradient norm before clipping, scalar.
+        Args: step, from 0.
+        Returns: "gradient_norm" before clipping and "skipped_step", 1 where nothing moved; scalars, on the device.
         """
         norm = self.clip()
+        skip = self._judge(norm)
         factor = schedule(step, self.steps, self.config)
         for part, base in zip(self.parts, self.base, strict=True):
             for group, lr in zip(part.param_groups, base, strict=True):
                 group["lr"] = lr * factor
+            part.found_inf = skip  # type: ignore[attr-defined]
             part.step()
         self.zero_grad()
-        return norm
+        return {"gradient_norm": norm, "skipped_step": skip}
+
+    @torch.no_grad()
+    def _judge(self, norm: Tensor) -> Tensor:
+        """1.0 for a step to be skipped, without waiting for the device; else the norm counts as usual."""
+        norm = norm.double()
+        mean = self.usual[0] / self.usual[1].clamp_min(1e-12)
+        known = self.usual[1] > 1 - MEMORY**SETTLED
+        limit = self.config.explode or math.inf
+        skip = ~torch.isfinite(norm) | (known & (norm > limit * mean))
+        now = MEMORY * self.usual + (1 - MEMORY) * torch.stack([norm, torch.ones_like(norm)])
+        self.usual.copy_(torch.where(skip, self.usual, now))
+        return skip.float()
 
     def clip(self) -> Tensor:
-        gradients = [p.grad for p in self.names if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        """Scale the gradients down to the norm `clip` at most; returns their norm before, over all ranks."""
+        self._take_gradients()
+        plain = [p.grad for p, name in self.names.items() if p.grad is not None and name not in self.sharded]
+        mine = [p.grad for p, name in self.names.items() if p.grad is not None and name in self.sharded]
+        norm = torch.nn.utils.get_total_norm(plain)
+        if self.sharded:
+            squares = parallel.sum_over_ranks(torch.nn.utils.get_total_norm(mine) ** 2)
+            norm = (norm**2 + squares).sqrt()
         if self.config.clip > 0:
-            torch._foreach_mul_(gradients, (self.config.clip / (norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(plain + mine, (self.config.clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def _take_gradients(self) -> None:
+        """Of sharded parameters, this rank's rows."""
+        by_name = {name: p for p, name in self.names.items()}
+        for name, p in self.sharded.items():
+            by_name[name].grad = None if p.grad is None else local(p.grad)
+
     def zero_grad(self) -> None:
-        for p in self.names:
+        for p in (*self.names, *self.sharded.values()):
             p.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat: "exp_avg:NAME" and so on."""
-        return {
-            f"{key}:{self.names[p]}": value
+        """Flat: "exp_avg:NAME" and so on; of sharded parameters as they are sharded."""
+        state = {
+            f"{key}:{self.names[p]}": self._as_parameter(self.names[p], value)
             for part in self.parts
             for p, state in part.state.items()
             for key, value in state.items()
         }
+        return {**state, USUAL: self.usual}
+
+    def _as_parameter(self, name: str, value: Tensor) -> Tensor:
+        """What is kept of a sharded parameter, sharded alike."""
+        if name not in self.sharded or value.dim() == 0:
+            return value
+        like = self.sharded[name]
+        return DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+        """Takes what `state_dict` gave, or what was read into `empty_state`."""
         by_name = {name: p for p, name in self.names.items()}
         owner = {p: part for part in self.parts for g in part.param_groups for p in g["params"]}
         for full, value in flat.items():
+            if full == USUAL:
+                self.usual.copy_(value)
+                continue
             key, name = full.split(":", 1)
             p = by_name[name]
-            owner[p].state[p][key] = value.to(p.device).clone()
+            owner[p].state[p][key] = local(value).to(p.device).clone()
+
+    def empty_state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Zeros for the entries of a flat state, in their shapes and shards, to read into."""
+        by_name = {name: p for p, name in self.names.items()}
+        out: dict[str, Tensor] = {}
+        for full in names:
+            key, _, name = full.partition(":")
+            if full == USUAL:
+                out[full] = torch.zeros_like(self.usual)
+            elif key == "step":
+                out[full] = torch.zeros((), dtype=torch.float32, device=by_name[name].device)
+            else:
+                out[full] = self._as_parameter(name, torch.zeros_like(by_name[name]))
+        return out
 
 
 class Average:
@@ -196,7 +211,7 @@ class Average:
         decay = min(self.decay, (1 + step) / (10 + step))
         live = dict(module.named_parameters())
         names = list(self.shadow)
-        torch._foreach_lerp_([self.shadow[n] for n in names], [live[n] for n in names], 1 - decay)
+        torch._foreach_lerp_([local(self.shadow[n]) for n in names], [local(live[n]) for n in names], 1 - decay)
 
     @contextmanager
     def in_place(self, module: nn.Module) -> Iterator[None]:
@@ -212,6 +227,6 @@ class Average:
         """Exchange live and averaged weights; call again to exchange them back."""
         live = dict(module.named_parameters())
         for name, mean in self.shadow.items():
-            kept = live[name].clone()
-            live[name].copy_(mean)
-            mean.copy_(kept)
+            kept = local(live[name]).clone()
+            local(live[name]).copy_(local(mean))
+            local(mean).copy_(kept)

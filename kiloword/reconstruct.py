@@ -14,7 +14,6 @@ from kiloword.masked_images import MimSettings
 from kiloword.masking import MaskSettings
 from kiloword.pools import at_least_float
 from kiloword.towers.image import fold, unfold
-from kiloword.towers.text import packing_of
 from kiloword.types import Batch, Encoded, Texts
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def reconstruct(
     tokens = masked_images.visible(model, images, hidden, settings.mim_op)  # the guides share this pass
     painted = []
     for texts in guides:
-        packing = packing_of(texts, model.text_tower.tokens.dtype)
+        packing = model.text_tower.packing(texts)
         guide = (model.text_tower(texts), packing) if settings.guide == "text" else None
         painted.append(at_least_float(masked_images.predict(model, tokens, hidden, guide)))
     if not settings.norm_pix:

@@ -11,13 +11,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from kiloword import parallel
+from kiloword import activations, engine, parallel
 from kiloword.accumulate import backward
 from kiloword.checkpoint import load_model, save_model
 from kiloword.data.tokenizer import Tokenizer
@@ -31,6 +32,28 @@ from kiloword.types import Batch, Features, Pairs, Positives
 from kiloword.verify_batch import PICTURES, batch, config
 
 EXACT = 1e-10  # of the largest gradient, in fp64
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways to the same gradient."""
+
+    parallel: engine.Parallel = "ddp"
+    micro: int = 1
+    checkpointing: activations.Checkpointing = "none"
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        kept = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
+        return f"{self.parallel}, {self.micro} micro-batch{'es' if self.micro > 1 else ''}{kept}"
+
+
+WAYS = tuple(
+    Way(parallel, micro, kept)
+    for parallel in get_args(engine.Parallel)
+    for micro in (1, 4)
+    for kept in ("none", "whole")
+)
 
 
 @dataclass(frozen=True)
@@ -53,15 +76,16 @@ def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
     if preset(method).views:
         yield Check("bytes of a batch that views make otherwise on other ranks or workers", _views(method), 0)
     for micro in (2, 4):
-        yield _compare(f"{micro} micro-batches", gradients(method, micro=micro), reference)
+        yield _compare(f"{micro} micro-batches", gradients(method, Way(micro=micro)), reference)
     for chunk in (3, 7):
-        yield _compare(f"blocks of {chunk} x {chunk} pairs", gradients(method, chunk=chunk), reference)
+        yield _compare(f"blocks of {chunk} x {chunk} pairs", gradients(method, Way(chunk=chunk)), reference)
     yield _compare("samples in another order", gradients(method, permute=True), reference)
+    for kind in ("whole", "selective"):
+        yield _compare(f"{kind} checkpointing", gradients(method, Way(checkpointing=kind)), reference)
     for n in ranks:
         if n > 1:
-            for micro in (1, 4):
-                found = gradients_over_ranks(method, n, micro)
-                yield _compare(f"{n} ranks, {micro} micro-batch{'es' if micro > 1 else ''}", found, reference)
+            for way, found in gradients_over_ranks(method, n, WAYS).items():
+                yield _compare(f"{n} ranks, {way}", found, reference)
     yield Check("score after save and load", _save_and_load(method), 0)
     yield Check("bf16 against fp32: 1 - cosine of gradients", _bf16(method), 0.02)
     yield Check("toy problem: loss left after 60 steps", _toy(method), 0.25)
@@ -72,35 +96,37 @@ def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64) -> 
     return Learner(build(config(), slots, seed=0), slots, chunk).to(dtype)
 
 
-def gradients(
-    method: str, micro: int = 1, chunk: int = 0, permute: bool = False, rank: int = 0, ranks: int = 1
-) -> dict[str, Tensor]:
-    """The gradient of every parameter in fp64, and the losses as "loss:NAME"."""
+def gradients(method: str, way: Way = Way(), permute: bool = False) -> dict[str, Tensor]:
+    """The gradient of every parameter in fp64, and the losses as "loss:NAME"; of ranks, each works on its share."""
     order = list(range(PICTURES))
     if permute:
         order = [(7 * row + 3) % PICTURES for row in order]
-    share = PICTURES // ranks
-    model = learner(method, chunk)
-    report = backward(model, batch(rank * share, (rank + 1) * share, order, method).split(micro))
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    share, rank = PICTURES // parallel.ranks(), parallel.rank()
+    model = learner(method, way.chunk)
+    activations.recompute(model.model, way.checkpointing)
+    if way.parallel == "fsdp":
+        engine.shard(model)
+    micro = batch(rank * share, (rank + 1) * share, order, method).split(way.micro)
+    report = backward(model, micro, reducer=engine.Reducer(model))
+    found = {name: parallel.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return {**found, **{f"loss:{name}": value for name, value in report.items()}}
 
 
-def gradients_over_ranks(method: str, ranks: int, micro: int) -> dict[str, Tensor]:
-    """The same, computed by gloo processes on this machine, each on its share."""
+def gradients_over_ranks(method: str, ranks: int, ways: Sequence[Way]) -> dict[Way, dict[str, Tensor]]:
+    """The same in several ways, computed by gloo processes on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "found.safetensors")
-        spawn(_rank, (ranks, _free_port(), method, micro, path), nprocs=ranks)  # type: ignore[no-untyped-call]
-        return load_file(path)
+        spawn(_rank, (ranks, _free_port(), method, ways, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        return {way: load_file(Path(folder) / f"{n}.safetensors") for n, way in enumerate(ways)}
 
 
-def _rank(rank: int, ranks: int, port: int, method: str, micro: int, path: str) -> None:
+def _rank(rank: int, ranks: int, port: int, method: str, ways: Sequence[Way], folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     with parallel.process_group(timeout_s=120):
-        found = gradients(method, micro=micro, rank=rank, ranks=ranks)
-        if rank == 0:
-            save_file({name: value.contiguous() for name, value in found.items()}, path)
+        for n, way in enumerate(ways):
+            found = gradients(method, way)
+            if rank == 0:
+                save_file({name: g.contiguous() for name, g in found.items()}, Path(folder) / f"{n}.safetensors")
 
 
 def _free_port() -> int:

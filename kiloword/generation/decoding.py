@@ -12,7 +12,6 @@ from kiloword.model import Model
 from kiloword.towers.attention import Cache, Packing
 from kiloword.towers.blocks import Keys
 from kiloword.towers.decoder import TextDecoder
-from kiloword.towers.text import packing_of
 from kiloword.types import Texts
 
 
@@ -108,7 +107,7 @@ class WholeDecoding:
         n, longest = self._said.shape
         starts = torch.arange(0, n * longest + 1, longest, device=ids.device)
         texts = Texts(self._said.flatten(), starts, longest)
-        packing = packing_of(texts, self._model.text_tower.tokens.dtype)
+        packing = self._model.text_tower.packing(texts)
         x = F.pad(self._model.text_tower(texts), (0, 0, 0, packing.tail))
         x = self._decoder(x, self._memory.keys, packing, self._memory.packing())[starts[1:] - 1]
         logits: Tensor = x.to(self._table.dtype) @ self._table.T

@@ -25,9 +25,10 @@ class Packing:
     tail: int = 0  # rows behind the S tokens that belong to no text; attention gives zeros there
 
     @staticmethod
-    def of(texts: Texts, multiple: int = 1) -> Packing:
-        """multiple: round the number of rows up to this, so that kernels see few shapes."""
+    def of(texts: Texts, multiple: int = 1, places: int = 1) -> Packing:
+        """Round the number of rows up to a multiple, and L to one of `places`, so that kernels see few shapes."""
         device, starts, longest = texts.ids.device, texts.starts, texts.longest
+        longest += -longest % places
         lengths = starts.diff()
         # output_size: the device need not tell how many tokens there are
         text = torch.repeat_interleave(torch.arange(len(texts), device=device), lengths, output_size=len(texts.ids))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kiloword.recipes import TextConfig
 from kiloword.towers.blocks import CrossBlock
-from kiloword.towers.text import TextTower, packing_of
+from kiloword.towers.text import TextTower
 from kiloword.types import Texts
 
 
@@ -31,7 +31,7 @@ class Fuser(nn.Module):
 
         Args: tower: whose blocks these follow; memory [T, M, W], row n of the picture that question n is about.
         """
-        packing = packing_of(texts, tower.tokens.dtype)
+        packing = tower.packing(texts)
         x = tower.embed(texts, packing)
         for own, block in zip(tower.blocks, self.blocks, strict=True):
             cross = cast(CrossBlock, block)

@@ -14,11 +14,7 @@ from kiloword.towers.blocks import Block, Init
 from kiloword.types import Texts
 
 ROWS = 256  # packed rows are a multiple of this where every shape costs
-
-
-def packing_of(texts: Texts, dtype: torch.dtype) -> Packing:
-    """Where the tokens of texts stand, for towers whose parameters are of a type."""
-    return Packing.of(texts, ROWS if _compiles_per_shape(texts.ids.device, dtype) else 1)
+PLACES = 16  # and the longest text, where code is compiled for it
 
 
 def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
@@ -31,6 +27,8 @@ def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
 
 class TextTower(nn.Module):
     """Texts -> tokens."""
+
+    few_shapes = False  # each new shape is compiled
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -58,7 +56,7 @@ class TextTower(nn.Module):
             raise ValueError(
                 f"a text of {texts.longest} tokens given to a tower for {self.config.context}; truncate it first"
             )
-        packing = packing_of(texts, self.tokens.dtype)
+        packing = self.packing(texts)
         if not self.config.class_sees_itself:
             packing = replace(packing, unseen=self._classes(texts))
         x = self.embed(texts, packing)
@@ -68,6 +66,12 @@ class TextTower(nn.Module):
         if self.config.norm_words:
             return out
         return torch.where(self._classes(texts)[:, None], out, x[: len(out)].to(out.dtype))
+
+    def packing(self, texts: Texts) -> Packing:
+        """Where the tokens of texts stand, in this tower and what works beside it."""
+        if self.few_shapes:
+            return Packing.of(texts, ROWS, PLACES)
+        return Packing.of(texts, ROWS if _compiles_per_shape(texts.ids.device, self.tokens.dtype) else 1)
 
     def embed(self, texts: Texts, packing: Packing) -> Tensor:
         """What the first block gets: [S + tail, W]."""

@@ -1,0 +1,64 @@
+"""What of a forward pass is kept for the backward pass, and what is compiled. Results stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from kiloword.model import Model
+from kiloword.towers.blocks import Block, CrossBlock
+
+Checkpointing = Literal["none", "whole", "selective"]
+Compile = Literal["none", "blocks", "towers"]
+
+
+def recompute(model: Model, kind: Checkpointing) -> None:
+    """Blocks forget what happened inside them and repeat it in the backward pass.
+
+    Args: kind: "whole" keeps a block's input alone (about a third more arithmetic); "selective" keeps products of
+    matrices and attention too, and repeats what is cheap: norms and activations.
+    """
+    if kind == "none":
+        return
+    contexts = partial(create_selective_checkpoint_contexts, _policy) if kind == "selective" else None
+    for part in model.modules():
+        if isinstance(part, Block | CrossBlock):
+            _replace_forward(part, partial(_recomputed, part.forward, contexts))
+
+
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    more: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    # nothing random happens in a block, so no generator's state needs keeping
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **more, **kwargs)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = str(op)
+    dear = any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "attention", "varlen"))
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile(model: Model, kind: Compile) -> None:
+    """Compile each block, or each tower as a whole.
+
+    Packed rows are rounded up to a multiple of `towers.text.ROWS`, so that few shapes are met.
+    """
+    if kind == "none":
+        return
+    towers = [model.image_tower, model.text_tower, *model.more.values()]
+    blocks = [m for m in model.modules() if isinstance(m, Block | CrossBlock)]
+    model.text_tower.few_shapes = True
+    for part in blocks if kind == "blocks" else towers:
+        _replace_forward(part, torch.compile(part.forward))
+
+
+def _replace_forward(part: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """For this module alone; hooks, FSDP's among them, stay outside."""
+    part.forward = forward

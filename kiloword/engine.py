@@ -1,0 +1,136 @@
+"""How a learner is spread over ranks: replicated (ddp), or its towers sharded (fsdp). The mathematics stays the same.
+
+Parameters are sharded by FSDP2, which averages their gradients itself; what is replicated is averaged by `Reducer`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from kiloword import parallel
+from kiloword.learner import Learner
+from kiloword.model import Model
+from kiloword.towers.blocks import Block, CrossBlock
+from kiloword.towers.decoder import Layer
+
+Parallel = Literal["ddp", "fsdp"]
+BUCKET = 1 << 22  # numbers that are reduced at once: 16 MiB of fp32
+ENTRIES = ("encode_image", "encode_text", "image_tokens", "memory")  # by which all work with a model begins
+
+
+class Reducer:
+    """Mean of gradients over ranks, of parameters that every rank holds, in buckets that never change.
+
+    Torch's DDP rebuilds its buckets after the first step, so that a resumed run adds in another order than before;
+    here the order is that of the parameters, last ones first, as backward finishes them. Gradients live in the buckets:
+    nothing is copied.
+
+    Args: overlap: a bucket travels as soon as the backward pass has finished it (and those before it).
+    """
+
+    def __init__(self, module: nn.Module, overlap: bool = True, bucket: int = BUCKET) -> None:
+        own = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        self.buckets = list(_buckets(own[::-1], bucket)) if parallel.ranks() > 1 else []
+        self.flats = [b[0].new_zeros(sum(p.numel() for p in b)) for b in self.buckets]
+        self._ready = [0] * len(self.buckets)
+        self._works: list[dist.Work | None] = []
+        self._last = False
+        # of its own, so that what backward gathers and what it reduces may meet in any order
+        self._group = dist.new_group() if overlap and self.buckets else None
+        for n, members in enumerate(self.buckets):
+            for p in members if overlap else ():
+                p.register_post_accumulate_grad_hook(partial(self._arrived, n))  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Before the first backward pass of a step."""
+        for members, flat in zip(self.buckets, self.flats, strict=True):
+            flat.zero_()
+            parts = torch.split(flat, [p.numel() for p in members])
+            for p, part in zip(members, parts, strict=True):
+                p.grad = part.view_as(p)
+
+    def last(self) -> None:
+        """Before the last backward pass of a step: what it finishes may travel."""
+        self._last, self._ready, self._works = True, [0] * len(self.buckets), []
+
+    def finish(self) -> None:
+        """After the last backward pass: all gradients are means over ranks when this returns."""
+        self._last = False
+        while len(self._works) < len(self.buckets):  # with parameters that got no gradient here
+            self._send()
+        for work, flat in zip(self._works, self.flats, strict=True):
+            if work is not None:
+                work.wait()
+            flat /= parallel.ranks()
+        self._works = []
+
+    def _arrived(self, bucket: int, p: Tensor) -> None:
+        if not self._last:
+            return
+        self._ready[bucket] += 1
+        # in order, so that every rank sends the same one
+        while (n := len(self._works)) < len(self.buckets) and self._ready[n] == len(self.buckets[n]):
+            self._send()
+
+    def _send(self) -> None:
+        self._works.append(dist.all_reduce(self.flats[len(self._works)], group=self._group, async_op=True))
+
+
+def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Parameters in order, split where the number of their numbers passes `most` or the dtype changes."""
+    group: list[Tensor] = []
+    for p in parameters:
+        if group and (sum(q.numel() for q in group) + p.numel() > most or p.dtype != group[0].dtype):
+            yield group
+            group = []
+        group.append(p)
+    if group:
+        yield group
+
+
+def shard(learner: Learner) -> None:
+    """Shard blocks and towers over all ranks; head and terms stay whole on each.
+
+    A block's parameters are gathered for its pass and freed after it; what of the towers is no block (tables, norms,
+    stems) is gathered once a step. Nothing to do with one rank.
+    """
+    if parallel.ranks() == 1:
+        return
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    # features may be views of a tower's tokens; nothing here writes into them
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    model = learner.model
+    mesh = init_device_mesh(next(model.parameters()).device.type, (parallel.ranks(),))
+    for part in units(model):
+        fully_shard(part, mesh=mesh)
+        if hasattr(part, "keys"):  # of a memory, made apart from a layer's pass
+            register_fsdp_forward_method(part, "keys")
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=set(model.head.parameters()))
+    for entry in ENTRIES:
+        register_fsdp_forward_method(model, entry)
+
+
+def units(model: Model) -> list[nn.Module]:
+    """What is sharded, recomputed or compiled one by one: blocks of the towers, layers of the decoders."""
+    towers = [model.image_tower, model.text_tower, *model.more.values()]
+    layers = [m for tower in towers for m in tower.modules() if isinstance(m, Layer)]
+    inside = {m for layer in layers for m in layer.modules()}
+    blocks = [m for t in towers for m in t.modules() if isinstance(m, Block | CrossBlock) and m not in inside]
+    return [*blocks, *layers]
+
+
+def settle(learner: Learner) -> None:
+    """Free what was gathered outside a step: weights that changed since would not be seen."""
+    reshard = getattr(learner.model, "reshard", None)
+    if reshard is not None:
+        reshard()
