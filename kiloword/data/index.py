@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -21,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kiloword.data import cache
 from kiloword.data.sample import IMAGE_SUFFIXES
+from kiloword.data.tar import Tar
 
 PARTS = ("image", "txt", "json", "cls")
 _SUFFIX = ".kwindex"
-_PADDING = 1 << 20  # zeros that may stand behind the end; tar itself writes at most 10 kB
 _COLUMNS = 2 * len(PARTS) + 1
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # key: up to the first dot of the base name, folders included
 
@@ -81,8 +79,11 @@ def scan(tar: Path) -> Index:
     rows: list[list[int]] = []
     keys: list[str] = []
     current: dict[str, int] = {}  # key -> row; members of a sample need not be neighbours
-    members, suffixes = _Members(tar), set[tuple[int, str]]()
-    for key, suffix, offset, size in members:
+    members, suffixes = Tar(tar), set[tuple[int, str]]()
+    for name, offset, size in members:
+        if (named := _split(name)) is None:
+            continue
+        key, suffix = named
         row = current.get(key)
         if row is None or (row, suffix) in suffixes:  # the same member again: another sample of the same name
             row = current[key] = len(rows)
@@ -96,53 +97,6 @@ def scan(tar: Path) -> Index:
         kinds = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
         raise ValueError(f"{tar} holds no pictures ({kinds}). Expected a webdataset tar, as img2dataset writes it.")
     return _build(stat, rows, keys, members.note)
-
-
-class _Members:
-    """Iterates over (key, suffix, offset, size) of a tar's members; then `note` says what is wrong with the tar."""
-
-    def __init__(self, tar: Path) -> None:
-        self.path, self.note = tar, ""
-
-    def __iter__(self) -> Iterator[tuple[str, str, int, int]]:
-        try:
-            with self.path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-                yield from self._members(tar)
-        except (tarfile.TarError, EOFError) as error:
-            raise ValueError(
-                f"{self.path} cannot be read as a plain tar ({error}). "
-                "Compressed tars have no byte offsets: unpack the .gz."
-            ) from None
-
-    def _members(self, tar: tarfile.TarFile) -> Iterator[tuple[str, str, int, int]]:
-        while True:
-            try:
-                member = tar.next()
-            except (tarfile.TarError, EOFError):
-                member = None
-            if member is None:
-                break
-            tar.members.clear()  # type: ignore[attr-defined]  # tarfile remembers all; an index of millions must not
-            named = _split(member.name)
-            if named and member.isreg() and not member.issparse():
-                yield *named, member.offset_data, member.size
-        self.note = self._ending(tar)
-
-    def _ending(self, tar: tarfile.TarFile) -> str:
-        """A whole tar ends with blocks of zeros; `tarfile` takes damage for the end, without a word.
-
-        Behind the end may stand a second tar (`cat a.tar b.tar`), or the zeros of a download that never finished.
-        """
-        assert tar.fileobj is not None
-        tar.fileobj.seek(tar.offset)
-        block = tar.fileobj.read(tarfile.BLOCKSIZE)
-        if len(block) < tarfile.BLOCKSIZE:
-            return f"cut at byte {self.path.stat().st_size:,}"
-        if any(block):
-            return f"damaged at byte {tar.offset:,}; what follows is not read"
-        rest = tar.fileobj.read(_PADDING)
-        more = any(rest) or len(rest) == _PADDING
-        return f"ended at byte {tar.offset:,}; what follows is not read" if more else ""
 
 
 def _split(name: str) -> tuple[str, str] | None:
@@ -185,7 +139,15 @@ def _read(path: Path) -> Index | None:
         return None
     table = np.frombuffer(body, "<i8", header.samples * _COLUMNS).reshape(-1, _COLUMNS).astype(np.int64, copy=False)
     keys = body[split:]
-    return Index(header, table, keys) if _digest(table, keys) == header.digest else None
+    index = Index(header, table, keys)
+    return index if _digest(table, keys) == header.digest and _is_possible(index) else None
+
+
+def _is_possible(index: Index) -> bool:
+    """Whether all that the table names can exist: the digest alone tells accidents, not a file made on purpose."""
+    places, ends = index.table[:, :-1], index.table[:, -1]
+    ordered = bool((np.diff(ends, prepend=0) >= 0).all()) and int(ends[-1]) == len(index.keys)
+    return ordered and bool((places >= -1).all() and (places <= index.header.size + 1).all())
 
 
 def _write(tar: Path, index: Index) -> None:
