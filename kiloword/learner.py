@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kiloword.gather import gather_features
 from kiloword.losses import Blocks
 from kiloword.method import Method
 from kiloword.model import Model
-from kiloword.parallel import gather_features, ranks, sum_over_ranks
+from kiloword.parallel import ranks, sum_over_ranks
 from kiloword.pools import AttentionalPool, at_least_float
 from kiloword.types import Batch, Encoded, Features, Total
 

@@ -13,19 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.parallel import ranks, stack_over_ranks, sum_over_ranks
+from kiloword.parallel import extreme_over_ranks, ranks, sum_over_ranks
 from kiloword.types import Features, Pairs, Positives, Total
 
 if TYPE_CHECKING:
     from kiloword.heads import Head
     from kiloword.method import PairBlocks
 
+# whether backward runs with retain_graph; a torch without the question gets copies
+_graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
 BlockLoss = Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]
 """Values [i] of one block, by picture, and the gradient of their sum by the logits [i, t]."""
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradients are known already."""
+    """A scalar whose gradients are known already: handed over, not copied, unless the graph is kept for another time."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -34,7 +37,11 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        return None, None, *(None if g is None else g * upstream for g in ctx.gradients)
+        if _graph_is_kept():
+            return None, None, *(None if g is None else g * upstream for g in ctx.gradients)
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "autograd goes back twice through a graph that it was not told to keep"
+        return None, None, *(None if g is None else g.mul_(upstream) for g in gradients)
 
 
 class Blocks:
@@ -163,7 +170,7 @@ def sigmoid_loss(
     total = pairs.total(loss)
     # counts are added over ranks, each of which sees every text
     count = pairs.shape[0] if reduction == "pictures" else pairs.shape[1] / ranks()
-    return Total(total, total.new_tensor(float(count)), pairs.rows)
+    return Total(total, total.new_full((), float(count)), pairs.rows)
 
 
 def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apart", "together"] = "apart") -> Total:
@@ -191,14 +198,14 @@ def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apar
         return values, pull - row_share - column_share
 
     total = pairs.total(loss)
-    return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
+    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
 
 
 def anchor_weights(pairs: PairBlocks, anchors: Literal["apart", "together"], like: Tensor) -> tuple[Tensor, Tensor]:
     """What a picture's and a text's part of a symmetric loss weigh where the count is pictures: two scalars."""
-    images = sum_over_ranks(like.new_tensor(float(pairs.shape[0])))
+    images = sum_over_ranks(like.new_full((), float(pairs.shape[0])))
     if anchors == "apart":
-        return like.new_tensor(0.5), 0.5 * (images / pairs.shape[1])
+        return like.new_full((), 0.5), 0.5 * (images / pairs.shape[1])
     share = images / (images + pairs.shape[1])
     return share, share
 
@@ -216,5 +223,16 @@ def _normalisers(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tenso
         column_norm[columns] = torch.logaddexp(column_norm[columns], logits.logsumexp(0))
         row_count[rows] += y.sum(1)
         column_count[columns] += y.sum(0)
-    shared = stack_over_ranks(torch.stack([column_norm, column_count]))  # [ranks, 2, T]
-    return row_norm, shared[:, 0].logsumexp(0), row_count, shared[:, 1].sum(0)
+    norm, count = logsumexp_over_ranks(column_norm[None], column_count[None])
+    return row_norm, norm[0], row_count, count[0]
+
+
+def logsumexp_over_ranks(logs: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """Log sum exp over ranks of logs [k, T], and sums over ranks of what travels beside, [j, T].
+
+    Two reductions, so that memory does not grow with the number of ranks.
+    """
+    top = extreme_over_ranks(logs, "most")
+    high = torch.where(top > -torch.inf, top, 0)  # a number that no rank has stays minus infinity
+    shared = sum_over_ranks(torch.cat([(logs - high).exp(), beside]))
+    return high + shared[: len(logs)].log(), shared[len(logs) :]

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kiloword.losses import anchor_weights, softmax_loss
+from kiloword.losses import anchor_weights, logsumexp_over_ranks, softmax_loss
 from kiloword.method import PairBlocks
-from kiloword.parallel import stack_over_ranks, sum_over_ranks
+from kiloword.parallel import sum_over_ranks
 from kiloword.types import Pairs, Positives, Total
 
 
@@ -66,7 +66,7 @@ def supcon_loss(pairs: PairBlocks, positives: Positives, form: Literal["out", "i
         return weight * values.sum(1), weight * gradient
 
     total = pairs.total(loss)
-    return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
+    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
 
 
 def _log_sums(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor]:
@@ -80,8 +80,8 @@ def _log_sums(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor]:
             logs = torch.stack([z.logsumexp(dim), (z + y.log()).logsumexp(dim)], -1)
             side[part, :2] = torch.logaddexp(side[part, :2], logs)
             side[part, 2] += y.sum(dim)
-    shared = stack_over_ranks(found[1])  # [ranks, T, 3]
-    return found[0], torch.cat([shared[..., :2].logsumexp(0), shared[..., 2:].sum(0)], -1)
+    logs, counts = logsumexp_over_ranks(found[1][:, :2].T, found[1][:, 2:].T)
+    return found[0], torch.cat([logs, counts]).T
 
 
 def _nothing(like: Tensor, n: int) -> Tensor:

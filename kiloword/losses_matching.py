@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kiloword.heads import Head
 from kiloword.losses import sigmoid_loss, softmax_loss
 from kiloword.method import PairBlocks, PairLoss
-from kiloword.parallel import stack_over_ranks, sum_over_ranks
+from kiloword.parallel import extreme_over_ranks, sum_over_ranks
 from kiloword.pools import at_least_float
 from kiloword.types import Features, Pairs, Positives, Total
 
@@ -44,7 +44,7 @@ def matching_loss(
 
     total = pairs.total(loss)
     count = pairs.shape[0] * (pairs.shape[1] if reduction == "pairs" else 1)
-    return Total(total, total.new_tensor(float(count)), pairs.rows)
+    return Total(total, total.new_full((), float(count)), pairs.rows)
 
 
 def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
         for least, part, dim in ((found[0], rows, 1), (found[1], columns, 0)):
             least[part] = least[part].minimum(own.amin(dim))
     margin = ROUNDING * torch.finfo(found[0].dtype).eps
-    return found[0] - margin, stack_over_ranks(found[1]).amin(0) - margin
+    return found[0] - margin, extreme_over_ranks(found[1], "least") - margin
 
 
 class Cosine(nn.Module):

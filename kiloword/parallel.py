@@ -1,19 +1,17 @@
-"""Ranks: one gather with gradient, one reduction of gradients. Methods never import this file."""
+"""Ranks: who they are, and what they say to each other. Methods never import this file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from kiloword.types import Features
 
 
 def rank() -> int:
