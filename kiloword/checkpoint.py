@@ -1,15 +1,16 @@
-"""Files of a run: model folders and resumable states. Writes are atomic: a reader sees the old file or the new one.
+"""Model folders, and files that are whole: a reader sees the old one or the new one, whatever dies meanwhile.
 
-A model folder holds `model.safetensors`, `config.json` and `tokenizer.json`. A state is `step-N.safetensors` (tensors)
-and `step-N.json` (numbers and the checksum of the tensors), written in that order: without its json it does not exist.
+A model folder holds `model.safetensors`, `config.json` and `tokenizer.json`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from kiloword.device import choose
@@ -28,7 +28,20 @@ if TYPE_CHECKING:
     from kiloword.data.tokenizer import Tokenizer
     from kiloword.model import Model
 
-KEEP = 2  # states: the newest and the one before, should the newest be damaged
+Spec = tuple[torch.dtype, tuple[int, ...]]  # of a tensor in a file
+
+CODES = {  # of safetensors; the widest first, which is the order of tensors in a file: so all lie aligned
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class SaveError(ValueError):
@@ -52,15 +65,16 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as e:
         raise SaveError(f"cannot write {path}: {e.strerror or e}. What was there before is kept.") from e
     finally:
         temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """What was written to a file, or the names in a folder, survive a power cut. Raises: OSError."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -75,7 +89,50 @@ def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile
     """Write a model folder; weights come last, so that they never stand beside another model's config."""
     tokenizer.save(folder)
     write_json(folder / "config.json", asdict(file))
-    write_atomic(folder / "model.safetensors", save_tensors(_contiguous(model.state_dict())))
+    weights = model.state_dict()
+    specs = {name: spec_of(value) for name, value in weights.items()}
+    write_tensors(folder / "model.safetensors", specs, (weights[name] for name in in_order(specs)))
+
+
+def spec_of(value: Tensor) -> Spec:
+    return value.dtype, tuple(value.shape)
+
+
+def in_order(specs: Mapping[str, Spec]) -> list[str]:
+    """Names as they stand in a file."""
+    kinds = list(CODES)
+    return sorted(specs, key=lambda name: (kinds.index(specs[name][0]), name))
+
+
+def write_tensors(
+    path: Path, specs: Mapping[str, Spec], values: Iterable[Tensor], about: Mapping[str, str] | None = None
+) -> str:
+    """Write a safetensors file one tensor at a time: the library wants all of them, and as much memory again.
+
+    Args: specs: of every tensor; values: in the order of `in_order(specs)`; about: the file's own metadata.
+    Returns: its SHA-256. Raises: SaveError. Source: github.com/huggingface/safetensors, "Format".
+    """
+    header: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    end = 0
+    for name in in_order(specs):
+        dtype, shape = specs[name]
+        start, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    checksum = hashlib.sha256()
+    parts: Iterator[bytes | memoryview] = itertools.chain([len(text).to_bytes(8, "little"), text], map(_bytes, values))
+    with atomic(path) as file:
+        for data in parts:
+            file.write(data)
+            checksum.update(data)
+        assert file.tell() == 8 + len(text) + end, "values are not those of the specs"
+    return checksum.hexdigest()
+
+
+def _bytes(value: Tensor) -> memoryview:
+    raw: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(raw)
 
 
 def load_model(folder: Path | str, device: str = "cpu", dtype: str = "fp32") -> tuple[Model, Tokenizer]:
@@ -120,62 +177,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str) -> None:
     """Strict: every tensor of the model, no others, of the same shapes. Raises: ValueError naming what differs."""
-    own = model.state_dict()
-    problems = [f"missing {k}" for k in own if k not in weights] + [f"unknown {k}" for k in weights if k not in own]
-    problems += [
-        f"{k} is {list(weights[k].shape)} instead of {list(v.shape)}"
-        for k, v in own.items()
-        if k in weights and weights[k].shape != v.shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"weights in {name} do not fit its config: {'; '.join(problems[:3])}{more}.")
+    own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    check_fit(own, {k: tuple(v.shape) for k, v in weights.items()}, f"weights in {name}", "its config")
     model.load_state_dict(weights)
 
 
-def save_state(folder: Path, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Write the state after `step` steps and drop all but the newest `KEEP`."""
-    data = save_tensors(_contiguous(tensors))
-    write_atomic(folder / f"step-{step:09d}.safetensors", data)
-    write_json(folder / f"step-{step:09d}.json", {"step": step, "checksum": _checksum(data), **numbers})
-    for old in _states(folder)[KEEP:]:
-        old.unlink()
-    whole = {path.stem for path in _states(folder)}
-    for path in [*folder.glob("step-*.safetensors"), *folder.glob(".*.tmp")]:  # of old states, or cut by a crash
-        if path.stem not in whole:
-            path.unlink()
+def check_fit(own: Mapping[str, Any], there: Mapping[str, Any], what: str, frame: str) -> None:
+    """Raises: ValueError unless both have the same names with the same shapes or specs."""
+    problems = [f"missing {k}" for k in own if k not in there] + [f"unknown {k}" for k in there if k not in own]
+    problems += [f"{k} is {_say(there[k])} instead of {_say(v)}" for k, v in own.items() if there.get(k, v) != v]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(f"{what} do not fit {frame}: {'; '.join(problems[:3])}{more}.")
 
 
-def load_state(folder: Path, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The newest undamaged state, or None when there is none; `warn` gets a sentence for each damaged one."""
-    states = _states(folder)
-    for path in states:
-        try:
-            numbers = json.loads(path.read_text())
-            data = path.with_suffix(".safetensors").read_bytes()
-            if _checksum(data) != numbers["checksum"]:
-                raise ValueError("its checksum differs")
-            return load_tensors(data), numbers
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
-            warn(f"state {path.stem} is damaged ({e}): falling back to the one before.")
-    if states:
-        raise ValueError(f"no state in {folder} can be read: all are damaged. Start again with another --out.")
-    return None
-
-
-def steps_done(folder: Path) -> int:
-    """Steps of the newest state; 0 where there is none."""
-    return max((int(path.stem.removeprefix("step-")) for path in _states(folder)), default=0)
-
-
-def _states(folder: Path) -> list[Path]:
-    """Newest first."""
-    return sorted(folder.glob("step-*.json"), reverse=True)
-
-
-def _checksum(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+def _say(spec: Any) -> str:
+    return str(list(spec)) if all(isinstance(n, int) for n in spec) else f"{spec[0]} {list(spec[1])}"

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kiloword.checkpoint import steps_done
 from kiloword.recipes import Recipe, Settings, read_config
+from kiloword.state.folder import steps_done
 
 FREE = ("micro", "chunk", "data.val", "data.bad_share")  # what changes no weight: a resumed run may have others
 

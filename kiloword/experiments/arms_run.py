@@ -20,11 +20,12 @@ import torch
 
 from kiloword import train
 from kiloword.api import load
-from kiloword.checkpoint import steps_done, write_json
+from kiloword.checkpoint import write_json
 from kiloword.experiments import arms_rows as rows
 from kiloword.experiments.arms import Arm, Experiment, Options
 from kiloword.log import read_metrics
 from kiloword.recipes import Recipe
+from kiloword.state.folder import steps_done
 from kiloword.stopping import Stopped
 
 POLL_S = 0.05  # between looks at how far a run is
