@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kiloword.model import Model
+from kiloword.options import Checkpointing, Compile
 from kiloword.towers.blocks import Block, CrossBlock
-
-Checkpointing = Literal["none", "whole", "selective"]
-Compile = Literal["none", "blocks", "towers"]
 
 
 def recompute(model: Model, kind: Checkpointing) -> None:

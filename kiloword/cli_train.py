@@ -15,6 +15,7 @@ import tyro
 from tyro.conf import arg
 
 from kiloword import recipes
+from kiloword.options import Options
 from kiloword.recipes import AugmentConfig, ModelConfig, OptimConfig, Recipe
 
 
@@ -58,13 +59,8 @@ class Train:
     vocab: int = 4096  # most entries of the tokenizer that is trained on the captions
     bad_share: float = 0.01  # stop when a larger share of the rows is bad
     seed: int = 0
-    workers: int = 0  # loader processes
-    device: str = "auto"  # auto, cpu, cuda, cuda:N
-    log_every: int = 10  # steps
-    save_every: int = 0  # steps; 0: every two minutes
-    eval_every: int = 0  # steps; 0: at the end
-    extend: bool = False  # let the run in --out go on to another length
     dry_run: bool = False  # say what would run, and stop
+    options: Annotated[Options, arg(name="")] = field(default_factory=Options)
     optim: OptimConfig = field(default_factory=OptimConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -110,19 +106,17 @@ def main(argv: Sequence[str]) -> None:
     from kiloword import start
     from kiloword.dry_run import describe, rehearse
     from kiloword.prepare import open_sources, with_length
-    from kiloword.train import Options, train
+    from kiloword.train import train
 
     recipe = recipe_of(method, args, both.settings)
     start.check(recipe)
     source = open_sources(recipe)
     recipe = with_length(recipe, len(source), args.steps, args.epochs, args.samples)
-    names = ("workers", "device", "log_every", "save_every", "eval_every", "extend")
-    options = Options(**{name: getattr(args, name) for name in names})
     if args.dry_run:
-        rehearse(recipe, source, args.out, options)
+        rehearse(recipe, source, args.out, args.options)
         print(describe(recipe, source, args.out))
         return
-    folder = train(recipe, args.out, source, options)
+    folder = train(recipe, args.out, source, args.options)
     if os.environ.get("RANK", "0") == "0":  # of torchrun
         print(f"model: {folder}")
 

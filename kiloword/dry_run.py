@@ -6,10 +6,10 @@ from pathlib import Path
 
 from kiloword.device import choose
 from kiloword.methods import preset
+from kiloword.options import Options
 from kiloword.prepare import make_learner, make_loader, micro_batches, open_val, resolve
 from kiloword.recipes import Recipe
 from kiloword.run_folder import RunFile, check_same_run
-from kiloword.train import Options
 from kiloword.types import Source
 
 
@@ -27,7 +27,7 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
         method.head(method.shape(recipe.model))
     else:
         make_learner(recipe, method)
-    make_loader(recipe, source, method, tokenizer, options.workers)
+    make_loader(recipe, source, method, tokenizer, options)
 
 
 def describe(recipe: Recipe, source: Source, out: Path) -> str:

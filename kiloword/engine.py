@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from kiloword.model import Model
 from kiloword.towers.blocks import Block, CrossBlock
 from kiloword.towers.decoder import Layer
 
-Parallel = Literal["ddp", "fsdp"]
 BUCKET = 1 << 22  # numbers that are reduced at once: 16 MiB of fp32
 ENTRIES = ("encode_image", "encode_text", "image_tokens", "memory")  # by which all work with a model begins
 

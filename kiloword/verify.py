@@ -27,6 +27,7 @@ from kiloword.losses import Blocks
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.optim import Optimizer
+from kiloword.options import Checkpointing, Parallel
 from kiloword.recipes import MUON, DataConfig, ModelFile
 from kiloword.types import Batch, Features, Pairs, Positives
 from kiloword.verify_batch import PICTURES, batch, config
@@ -38,9 +39,9 @@ EXACT = 1e-10  # of the largest gradient, in fp64
 class Way:
     """One of the ways to the same gradient."""
 
-    parallel: engine.Parallel = "ddp"
+    parallel: Parallel = "ddp"
     micro: int = 1
-    checkpointing: activations.Checkpointing = "none"
+    checkpointing: Checkpointing = "none"
     chunk: int = 0
 
     def __str__(self) -> str:
@@ -49,10 +50,7 @@ class Way:
 
 
 WAYS = tuple(
-    Way(parallel, micro, kept)
-    for parallel in get_args(engine.Parallel)
-    for micro in (1, 4)
-    for kept in ("none", "whole")
+    Way(parallel, micro, kept) for parallel in get_args(Parallel) for micro in (1, 4) for kept in ("none", "whole")
 )
 
 

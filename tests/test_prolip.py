@@ -14,6 +14,7 @@ from kiloword.gaussian import Gaussian
 from kiloword.learner import Learner
 from kiloword.methods import find, preset
 from kiloword.model import Model, build
+from kiloword.options import Options
 from kiloword.prepare import captions_of, make_loader, open_sources
 from kiloword.recipes import default, parse, sizes
 from kiloword.types import Features
@@ -52,7 +53,7 @@ def test_training_captions_end_with_the_tokens_that_are_read() -> None:
     recipe = replace(default("prolip", "debug", ("scenes?n=16",)), batch=8)
     source = open_sources(recipe)
     tokenizer = Tokenizer.train(captions_of(source), 300)
-    loader = make_loader(recipe, source, preset("prolip"), tokenizer, workers=0)
+    loader = make_loader(recipe, source, preset("prolip"), tokenizer, Options())
     texts = next(loader.batches()).texts
     last = torch.stack([texts.ids[texts.starts[1:] - place] for place in (3, 2, 1)])
     assert torch.equal(last, torch.tensor([[tokenizer.special(n)] * 8 for n in ("end", "unc", "cls")]))
