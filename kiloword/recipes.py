@@ -283,7 +283,7 @@ def read_config(path: Path, kind: type[Config]) -> Config:
     """Read and validate a json file as a settings dataclass. Raises: ValueError naming the file and the bad keys."""
     try:
         return parse(json.loads(path.read_text()), kind)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:  # the second: thousands of nested brackets
         raise ValueError(f"{path} cannot be used: {e} It was damaged, or written by another version.") from e
 
 

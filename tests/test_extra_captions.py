@@ -182,10 +182,10 @@ def test_files_that_cannot_be_read(tmp_path: Path, extra: Path) -> None:
     raw = extra.read_bytes()
     for harmed in (b"", b"key,caption\na,b\n", raw[: len(raw) // 2]):
         extra.write_bytes(harmed)
-        with pytest.raises(ValueError, match="cannot be read as a parquet table: "):
+        with pytest.raises(ValueError, match="cannot be read as a table: "):
             CaptionTable(extra)
     latin = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
-    with pytest.raises(ValueError, match=r"cannot be read as a parquet table: .*UTF"):
+    with pytest.raises(ValueError, match=r"cannot be read as a table: .*UTF"):
         CaptionTable(table(tmp_path / "latin.parquet", key=["0000"], caption=latin))
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data import cache
+from kiloword.data.sample import MAX_IMAGE, check_size
 
 _SUFFIX = ".kwpictures"
 _DIGEST = 16
@@ -49,12 +50,28 @@ class Embedded:
 
     def read(self, row: int) -> bytes:
         start, end = int(self._ends[row]), int(self._ends[row + 1])
+        check_size("the picture", end - start, MAX_IMAGE)
         return self._file.read(start, end - start)
 
 
-def is_embedded(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds pictures rather than paths."""
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_struct(kind))
+def is_embedded(table: Path, column: str) -> bool:
+    """Whether a column holds pictures rather than paths. Errors: ValueError when it could hold neither."""
+    schema = pa.parquet.read_schema(table)
+    if schema.names.count(column) != 1:
+        raise ValueError(f"{table} has {schema.names.count(column)} columns named {column}. Expected one.")
+    kind = schema.field(column).type
+    if not pa.types.is_struct(kind):
+        return _is_bytes(kind)
+    inner = [field for field in kind if field.name == "bytes"]
+    if len(inner) != 1 or not _is_bytes(inner[0].type):
+        raise ValueError(
+            f"{table}: the column {column} is {str(kind)[:100]}. Expected paths, bytes, or `bytes` inside."
+        )
+    return True
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _tables_start(size: int, rows: int, fingerprint: str) -> int:

@@ -16,7 +16,7 @@ import pyarrow.parquet
 from kiloword.data import keyed
 from kiloword.data.mixture import Mixture
 from kiloword.data.sample import clean
-from kiloword.data.tables import fingerprint
+from kiloword.data.tables import fingerprint, reading
 from kiloword.types import BadSample, NoCaption, Record, Source
 
 CAPTION_COLUMNS = ("captions", "caption")
@@ -188,18 +188,16 @@ def _check_matches(table: CaptionTable, source: Source) -> None:
 
 def _read(path: Path) -> tuple[pa.Array, pa.Array]:
     """Keys and captions [N], strings in large arrays. Errors: ValueError."""
-    try:
+    with reading(path):
         names = pa.parquet.read_schema(path).names
-        column = next((c for c in CAPTION_COLUMNS if c in names), None)
-        if "key" not in names or column is None:
+        column = next((c for c in CAPTION_COLUMNS if names.count(c) == 1), None)
+        if names.count("key") != 1 or column is None:
             raise ValueError(
                 f"{path} has the columns {', '.join(names) or 'none'}. Expected `key`, and `captions` (lists of text) "
                 "or `caption`."
             )
         table = pa.parquet.read_table(path, columns=["key", column], memory_map=True)
         keys, captions = _strings(path, table, "key", False), _strings(path, table, column, True)
-    except pa.ArrowException as error:
-        raise ValueError(f"{path} cannot be read as a parquet table: {str(error).splitlines()[0]}") from None
     if not len(keys):
         raise ValueError(f"{path} has no rows. Expected a key and its captions a row.")
     return keys, captions

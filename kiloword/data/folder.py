@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from kiloword.data.questions import question_in
-from kiloword.data.sample import IMAGE_SUFFIXES, make_record, parse_captions
+from kiloword.data.sample import IMAGE_SUFFIXES, MAX_IMAGE, MAX_TEXT, make_record, parse_captions, read_whole
 from kiloword.types import BadSample, Record
 
 _BESIDE = ("txt", "json", "cls")
@@ -60,7 +60,7 @@ class Folder:
     def _read(self, file: str) -> bytes | None:
         """None for a file that is not there."""
         try:
-            return (self.folder / file).read_bytes()
+            return read_whole(self.folder / file, file, MAX_IMAGE if is_picture(file) else MAX_TEXT)
         except FileNotFoundError:
             return None
         except OSError as error:

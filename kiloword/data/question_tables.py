@@ -18,7 +18,16 @@ import pyarrow.parquet
 from kiloword.data.embedded import Embedded, is_embedded
 from kiloword.data.questions import ANSWERS, QUESTION, parse_answers
 from kiloword.data.sample import clean, decode_text
-from kiloword.data.tables import IMAGE_COLUMNS, Table, column_names, fingerprint, one_array, read_csv, read_file
+from kiloword.data.tables import (
+    IMAGE_COLUMNS,
+    Table,
+    column_names,
+    fingerprint,
+    one_array,
+    read_csv,
+    read_file,
+    reading,
+)
 from kiloword.types import BadSample, Record
 
 ANSWER_COLUMNS = (ANSWERS, "answer")
@@ -52,10 +61,8 @@ class QuestionTable:
             raise ValueError(f"{path} has questions but no pictures: expected a column `image` (or `filepath`).")
         self._answers = next(c for c in ANSWER_COLUMNS if c in names)
         columns = [QUESTION, self._answers, *(c for c in MORE if c in names)]
-        try:
+        with reading(path):
             self._read(image, columns)
-        except pa.ArrowException as error:
-            raise ValueError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from None
         if not len(self):
             raise ValueError(f"{path} has no rows. Expected a picture, a question and its answers a row.")
 
@@ -64,7 +71,7 @@ class QuestionTable:
         self._embedded: Embedded | None = None
         if self.path.suffix.lower() != ".parquet":
             table, self._malformed = read_csv(self.path, [image, *columns])
-        elif is_embedded(pa.parquet.read_schema(self.path).field(image).type):
+        elif is_embedded(self.path, image):
             table = pa.parquet.read_table(self.path, columns=columns)
             self._embedded = Embedded(self.path, image, self.fingerprint) if len(table) else None
         else:
@@ -98,6 +105,10 @@ class QuestionTable:
         if not image:
             raise BadSample("the picture has zero bytes")
         return Record(self.key(row), image, clean(info[ANSWERS]), info=info)
+
+    def paths(self) -> pa.Array | None:
+        """Of the pictures; None where the table holds them itself."""
+        return self._images
 
     def _image(self, row: int) -> bytes:
         assert self._images is not None

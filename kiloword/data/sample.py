@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import json
+import stat
+from pathlib import Path
 from typing import Any
 
 from kiloword.data.questions import parse_answers
 from kiloword.types import BadSample, NoCaption, Record
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
+MAX_IMAGE = 1 << 28  # bytes of an encoded picture
+MAX_TEXT = 1 << 23  # bytes of a .txt, .json or .cls
+MAX_CAPTION = 1_000_000  # characters; a tokenizer takes some hundred bytes of memory for each
+
+
+def check_size(what: str, size: int, most: int) -> None:
+    """Raises BadSample for more bytes than anybody should read; called before they are read."""
+    if size > most:
+        raise BadSample(f"{what} has {size:,} bytes, more than {most:,}")
+
+
+def read_whole(path: Path, what: str, most: int) -> bytes:
+    """A file of at most `most` bytes. Raises BadSample, also for devices and pipes, which have no end; OSError."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise BadSample(f"{what} is no regular file")
+    check_size(what, found.st_size, most)
+    return path.read_bytes()
 
 
 def make_record(key: str, image: bytes, text: bytes | None, meta: bytes | None, cls: bytes | None) -> Record:
@@ -37,8 +57,13 @@ def parse_captions(text: bytes | None, meta: bytes | None) -> tuple[list[str], d
 
 
 def clean(captions: list[str]) -> list[str]:
-    """Without outer white space and without empty ones. Raises BadSample for text that UTF-8 cannot hold."""
+    """Without outer white space and without empty ones.
+
+    Raises: BadSample for text that UTF-8 cannot hold, or of more than MAX_CAPTION characters.
+    """
     for caption in captions:
+        if len(caption) > MAX_CAPTION:
+            raise BadSample(f"caption has {len(caption):,} characters, more than {MAX_CAPTION:,}")
         try:
             caption.encode()
         except UnicodeEncodeError:  # a lone surrogate, which json can smuggle in

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data.embedded import Embedded, is_embedded
-from kiloword.data.sample import clean, decode_text
+from kiloword.data.sample import MAX_IMAGE, clean, decode_text, read_whole
 from kiloword.types import BadSample, NoCaption, Record
 
 IMAGE_COLUMNS = ("image", "filepath")
@@ -45,6 +47,18 @@ def fingerprint(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what Arrow raises on a damaged table into a ValueError. Errors of the disk stay as they are."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} cannot be read as a table: {what[:200]}") from None
+
+
 class Table:
     """Samples of one csv, tsv or parquet file, in order of first appearance; lines that are no rows come last, as bad.
 
@@ -60,10 +74,8 @@ class Table:
         self.name, self.path = name, path
         self.fingerprint = fingerprint(path)
         parquet = path.suffix.lower() == ".parquet"
-        try:
+        with reading(path):
             self._columns = _read_parquet(path, self.fingerprint) if parquet else _read_csv(path)
-        except pa.ArrowException as error:
-            raise ValueError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from None
         self._order, self._starts = _group(self._columns.images)
         if not len(self):
             raise ValueError(f"{path} has no rows. Expected a picture and a caption a row.")
@@ -99,6 +111,10 @@ class Table:
         if not captions:
             raise NoCaption(Record(self.key(row), image, []))
         return Record(self.key(row), image, captions)
+
+    def paths(self) -> pa.Array | None:
+        """Of the pictures; None where the table holds them itself."""
+        return None if self._columns.embedded else self._columns.images
 
     def _first(self, row: int) -> int:
         return int(self._order[self._starts[row]])
@@ -145,10 +161,8 @@ def column_names(path: Path) -> list[str]:
     """Errors: ValueError when the table cannot be read."""
     if path.suffix.lower() != ".parquet":
         return _header(path)[1]
-    try:
+    with reading(path):
         return list(pa.parquet.read_schema(path).names)
-    except pa.ArrowException as error:
-        raise ValueError(f"{path} cannot be read as a table: {str(error).splitlines()[0]}") from None
 
 
 def _group(images: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -213,12 +227,11 @@ def _decode_header(path: Path, raw: bytes) -> str:
 
 
 def _read_parquet(path: Path, fingerprint: str) -> _Columns:
-    schema = pa.parquet.read_schema(path)
-    image, caption = _choose(path, schema.names)
+    image, caption = _choose(path, column_names(path))
     column = pa.parquet.read_table(path, columns=[caption]).column(caption)
     listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     captions = one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
-    if is_embedded(schema.field(image).type) and len(captions):
+    if is_embedded(path, image) and len(captions):
         embedded = Embedded(path, image, fingerprint)
         digests = pa.FixedSizeBinaryArray.from_buffers(
             pa.binary(16), len(captions), [None, pa.py_buffer(embedded.digests())]
@@ -233,7 +246,7 @@ def read_file(table: Path, name: bytes) -> bytes:
     if not name:
         raise BadSample("no picture is named")
     try:
-        return (table.parent / os.fsdecode(name)).read_bytes()
+        return read_whole(table.parent / os.fsdecode(name), "the picture", MAX_IMAGE)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = error.strerror if isinstance(error, OSError) else "not a file name"
         raise BadSample(f"picture cannot be read: {os.fsdecode(name)[:200]} ({reason})") from None
