@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kiloword import parallel, start
-from kiloword.checkpoint import load_state, load_weights, write_json
+from kiloword import activations, engine, parallel, start
+from kiloword.checkpoint import check_fit, spec_of, write_json
 from kiloword.data.loader import BadRows, Loader
 from kiloword.data.loader import read as record
 from kiloword.data.questions import question, question_of
@@ -19,15 +19,18 @@ from kiloword.data.sampler import Order
 from kiloword.data.side import SideTable
 from kiloword.data.sources import open_data, open_source
 from kiloword.data.tokenizer import Tokenizer
+from kiloword.engine import Reducer
 from kiloword.learner import Learner
 from kiloword.log import Log
 from kiloword.method import Method
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.optim import Average, Optimizer
+from kiloword.options import Options
 from kiloword.ranges import check
 from kiloword.recipes import Recipe
 from kiloword.run_folder import RunFile, check_same_run, holds_run, make_folder
+from kiloword.state.folder import newest
 from kiloword.types import BadSample, Source
 
 TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
@@ -40,6 +43,7 @@ class Run:
     recipe: Recipe
     out: Path
     learner: Learner
+    reducer: Reducer
     optimizer: Optimizer
     average: Average
     tokenizer: Tokenizer
@@ -50,6 +54,8 @@ class Run:
     device: torch.device
     step: int = 0  # steps done
     truncated: int = 0  # captions cut so far
+    skipped_steps: int = 0  # steps without an update, see `guard.Guard`
+    skipped_in_a_row: int = 0
 
 
 def open_sources(recipe: Recipe) -> Source:
@@ -121,7 +127,7 @@ def resolve(recipe: Recipe, source: Source, folder: Path) -> tuple[Recipe, Token
     return replace(recipe, model=replace(recipe.model, text=text)), tokenizer
 
 
-def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: int, extend: bool, quiet: bool) -> Run:
+def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: Options) -> Run:
     """Everything the loop needs; when `out` holds this recipe's run, where it stopped.
 
     Raises: ValueError when `out` holds another recipe's run (says what differs) or cannot be written.
@@ -130,10 +136,11 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
     make_folder(out)
     recipe, tokenizer = resolve(recipe, source, out / "model")
     file = RunFile(recipe=recipe, data_fingerprint=source.fingerprint)
-    check_same_run(out, file, extend)
+    check_same_run(out, file, options.extend)
     learner, started = make_learner(recipe, method)
     learner.to(device)
-    loader = make_loader(recipe, source, method, tokenizer, workers)
+    spread(learner, options)
+    loader = make_loader(recipe, source, method, tokenizer, options)
     main = parallel.rank() == 0
     if main:  # not before all that refuses a recipe
         tokenizer.save(out / "model")
@@ -142,13 +149,14 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
         recipe=recipe,
         out=out,
         learner=learner,
+        reducer=Reducer(learner),
         optimizer=Optimizer(learner, recipe.optim, recipe.steps),
         average=Average(learner, recipe.optim.ema),
         tokenizer=tokenizer,
         loader=loader,
         order=loader.order,
         bad=BadRows(len(source), recipe.data.bad_share),
-        log=Log(None, recipe.steps, quiet=quiet or not main),
+        log=Log(None, recipe.steps, quiet=options.quiet or not main),
         device=torch.device(device),
     )
     resume(run)
@@ -159,11 +167,21 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, workers: 
     if run.step == 0 and method.prepare is not None:
         run.log.say(method.prepare(learner, (b.to(run.device) for b in loader.batches())))
         run.average = Average(learner, recipe.optim.ema)  # of what was prepared
-    run.log = Log(out / "metrics.jsonl" if main else None, recipe.steps, run.step, quiet=quiet or not main)
+    run.log = Log(out / "metrics.jsonl" if main else None, recipe.steps, run.step, quiet=options.quiet or not main)
     return run
 
 
-def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, workers: int) -> Loader:
+def spread(learner: Learner, options: Options) -> None:
+    """Over ranks and in memory, as the options say; weights and results stay what they are."""
+    if options.parallel == "fsdp" and options.compile == "towers":
+        raise ValueError("--compile towers and --parallel fsdp exclude each other: with fsdp, compile blocks.")
+    activations.recompute(learner.model, options.checkpointing)
+    activations.compile(learner.model, options.compile)
+    if options.parallel == "fsdp":
+        engine.shard(learner)
+
+
+def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: Options) -> Loader:
     """This rank's batches."""
     return Loader(
         source,
@@ -179,7 +197,8 @@ def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Token
         seed=recipe.seed,
         rank=parallel.rank(),
         ranks=parallel.ranks(),
-        workers=workers,
+        workers=options.workers,
+        timeout=options.timeout,
         resize=recipe.model.preprocess.resize,
     )
 
@@ -225,21 +244,21 @@ def make_learner(recipe: Recipe, method: Method) -> tuple[Learner, str]:
 
 
 def resume(run: Run) -> None:
-    """Continue from the newest state of the run's folder, if there is one."""
-    found = load_state(run.out / "state", run.log.say)
-    if found is None:
+    """Continue from the newest state of the run's folder, if there is one: tensors are filled where they are."""
+    stored = newest(run.out / "state", run.log.say)
+    if stored is None:
         return
-    tensors, numbers = found
-    parts: dict[str, dict[str, torch.Tensor]] = {"learner": {}, "optimizer": {}, "average": {}}
-    for name, value in tensors.items():
-        part, rest = name.split("/", 1)
-        parts[part][rest] = value
-    load_weights(run.learner, parts["learner"], "the state")
-    run.optimizer.load_state_dict(parts["optimizer"])
-    for name, value in parts["average"].items():
-        run.average.shadow[name].copy_(value)
-    run.bad.load_state_dict(numbers["bad"])
-    run.step, run.truncated = numbers["step"], numbers["truncated"]
+    tensors = {k: v for k, v in state_of(run)[0].items() if not k.startswith("optimizer/")}
+    there = {k: v for k, v in stored.specs.items() if not k.startswith("optimizer/")}
+    check_fit({k: spec_of(v) for k, v in tensors.items()}, there, f"tensors in {run.out / 'state'}", "this run")
+    # the optimizer makes its own at its first step alone
+    names = [k.removeprefix("optimizer/") for k in stored.specs if k.startswith("optimizer/")]
+    moments = run.optimizer.empty_state(names)
+    stored.load(tensors | {f"optimizer/{k}": v for k, v in moments.items()})
+    run.optimizer.load_state_dict(moments)
+    run.bad.load_state_dict(stored.numbers["bad"])
+    run.step, run.truncated = stored.numbers["step"], stored.numbers["truncated"]
+    run.skipped_steps, run.skipped_in_a_row = stored.numbers.get("skipped_steps", (0, 0))  # of older states: none
 
 
 def state_of(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -247,7 +266,8 @@ def state_of(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {f"learner/{k}": v for k, v in run.learner.state_dict().items()}
     tensors |= {f"optimizer/{k}": v for k, v in run.optimizer.state_dict().items()}
     tensors |= {f"average/{k}": v for k, v in run.average.shadow.items()}
-    return tensors, {"truncated": run.truncated, "bad": run.bad.state_dict()}
+    skipped = run.skipped_steps, run.skipped_in_a_row
+    return tensors, {"truncated": run.truncated, "skipped_steps": list(skipped), "bad": run.bad.state_dict()}
 
 
 def micro_batches(recipe: Recipe) -> int:
