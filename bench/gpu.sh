@@ -7,6 +7,7 @@
 #   bench/gpu.sh prolip    what Gaussians cost, then ProLIP on scenes and on photos at s16; call again to go on
 #   bench/gpu.sh sycoca    what captions and masked pictures cost, then SyCoCa on photos and on scenes at s16, and pages
 #                          of captions and reconstructions to look at; call again to go on
+#   bench/gpu.sh loss      peak memory of the pair loss alone, to 64k texts, in blocks and all at once
 # Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k and coco_hier), BUDGET (seconds in
 # all), WORKERS.
 # Results: $OUT/gpu-PART.jsonl, one line for the machine, then one a run; what is missing is skipped with a sentence.
@@ -109,8 +110,8 @@ train() {
 }
 
 case $PART in
-  steps | llip | scenes | photos | prolip | sycoca) ;;
-  *) echo "unknown part $PART: expected steps, llip, scenes, photos, prolip or sycoca" >&2 && exit 2 ;;
+  steps | llip | scenes | photos | prolip | sycoca | loss) ;;
+  *) echo "unknown part $PART: expected steps, llip, scenes, photos, prolip, sycoca or loss" >&2 && exit 2 ;;
 esac
 
 # A missing card is an answer, not a failure: the caller may try this on any machine.
@@ -144,6 +145,12 @@ llip() {
   run "tokens b32" 100 "$PYTHON" bench/tokens.py --size b32 --batch 512 --dtype bf16 --device cuda
   run "six captions b32" 100 "$PYTHON" bench/captions.py --size b32 --batch 256 --dtype bf16 --device cuda
   run "six captions b16" 100 "$PYTHON" bench/captions.py --size b16 --batch 128 --dtype bf16 --device cuda
+}
+
+loss() {
+  run "loss memory" 200 "$PYTHON" bench/loss.py --device cuda --images 1024 --texts 4096 8192 16384 32768 65536
+  run "loss memory, heads" 200 "$PYTHON" bench/loss.py --device cuda --images 1024 --texts 4096 16384 \
+    --head gaussian contextual --loss softmax sigmoid matching
 }
 
 # Experiments resume by the same command: what the budget cuts is done by the next call.

@@ -1,0 +1,195 @@
+"""Peak memory of the pair loss alone, forward and backward: in blocks against all pairs at once.
+
+First asserts that losses and gradients agree. Then prints, by number of texts, the features and their gradients (one
+number each, and one more for what backward may hand on: 3 T D numbers in all, and 3 I D of the pictures), the peak of
+both ways, and what the blocks take beyond features and gradients: it must not grow with the number of texts. On a CPU
+every allocation of torch is counted by its profiler; on a GPU its allocator knows.
+
+    python bench/loss.py --images 1024 --texts 4096 8192 16384 32768
+    python bench/loss.py --head gaussian contextual --loss sigmoid matching
+    python bench/loss.py --device cuda --images 1024 --texts 4096 8192 16384 32768 65536
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.heads import Head
+from kiloword.losses import Blocks, sigmoid_loss, softmax_loss
+from kiloword.losses_many import Balanced, supcon_loss
+from kiloword.losses_matching import matching_loss
+from kiloword.method import PairLoss, annotated
+from kiloword.methods import preset
+from kiloword.model import initialise
+from kiloword.recipes import sizes
+from kiloword.types import Features
+
+PRESETS = {"single": "siglip", "gaussian": "prolip", "contextual": "llip"}
+LOSSES: dict[str, PairLoss] = {
+    "softmax": softmax_loss,
+    "sigmoid": sigmoid_loss,
+    "supcon": supcon_loss,
+    "supcon-in": partial(supcon_loss, form="in"),
+    "matching": matching_loss,
+    "balanced": lambda pairs, positives: sigmoid_loss(pairs, Balanced(positives).bind(pairs)),  # type: ignore[arg-type]
+}
+FULL = 4 << 30  # bytes of one [I, T] beyond which the full form is left out
+MIB = 1 << 20
+
+Run = Callable[[], list[Tensor]]
+"""The loss and its gradients by all that learns."""
+
+
+def make(
+    args: argparse.Namespace, head_name: str, dtype: torch.dtype = torch.float32
+) -> tuple[Head, Features, Features]:
+    """A head, and features as `Learner.pair_inputs` gives them: text t was written for picture t % I."""
+    size = sizes()["debug"]
+    size = replace(size, head=replace(size.head, dim=args.dim))
+    slots = preset(PRESETS[head_name])
+    head = slots.head(slots.shape(size))
+    initialise(head, 0)
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    pictures: Features = {"vec": F.normalize(numbers(args.images, args.dim), dim=1)}
+    texts: Features = {"vec": F.normalize(numbers(args.texts_now, args.dim), dim=1)}
+    if head_name == "gaussian":
+        pictures["log_var"], texts["log_var"] = (numbers(*side["vec"].shape) - 8 for side in (pictures, texts))
+    if head_name == "contextual":
+        pooling = head.pooling
+        settings = pooling.settings  # type: ignore[attr-defined]
+        d = args.dim // settings.heads
+        pictures |= {name: numbers(args.images, settings.k, settings.heads, d) for name in ("keys", "values")}
+        texts["query"] = numbers(args.texts_now, settings.heads, d)
+    head.to(args.device, dtype)
+    for side in (pictures, texts):
+        side.update({k: v.to(args.device, dtype).requires_grad_() for k, v in side.items()})
+    pictures["position"] = torch.arange(args.images, device=args.device)
+    texts["position"] = torch.arange(args.texts_now, device=args.device) % args.images
+    return head, pictures, texts
+
+
+def leaves(head: Head, pictures: Features, texts: Features) -> list[Tensor]:
+    every = [*pictures.values(), *texts.values(), *head.parameters()]
+    return [x for x in every if x.requires_grad]
+
+
+def in_blocks(loss: PairLoss, head: Head, pictures: Features, texts: Features, chunk: int) -> Run:
+    def run() -> list[Tensor]:
+        total = loss(Blocks(head, pictures, texts, chunk), annotated)
+        value = total.sum / total.count
+        return [value.detach(), *torch.autograd.grad(value, leaves(head, pictures, texts), allow_unused=True)]
+
+    return run
+
+
+def at_once(name: str, head: Head, pictures: Features, texts: Features) -> Run:
+    """The plain formula over all pairs, by autograd."""
+
+    def run() -> list[Tensor]:
+        z = head.logits(head.score(pictures, texts))
+        y = (pictures["position"][:, None] == texts["position"]).to(z.dtype)
+        if name == "sigmoid":
+            value = -F.logsigmoid((2 * y - 1) * z).sum(1).mean()
+        else:
+            by_picture = -(y / y.sum(1, keepdim=True) * z.log_softmax(1)).sum(1).mean()
+            value = 0.5 * (by_picture - (y / y.sum(0) * z.log_softmax(0)).sum(0).mean())
+        return [value.detach(), *torch.autograd.grad(value, leaves(head, pictures, texts), allow_unused=True)]
+
+    return run
+
+
+def peak(run: Callable[[], object], device: str) -> int:
+    """The most bytes that a call held at once, beyond what was there before."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    found = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    held = most = 0
+    for event in sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def check(args: argparse.Namespace) -> None:
+    """Blocks and the plain formula agree in double precision."""
+    small = argparse.Namespace(**{**vars(args), "images": 24, "texts_now": 60, "dim": 64})
+    for name in ("softmax", "sigmoid"):
+        head, pictures, texts = make(small, "single", torch.float64)
+        found = in_blocks(LOSSES[name], head, pictures, texts, 16)()
+        for a, b in zip(found, at_once(name, head, pictures, texts)(), strict=True):
+            torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-10, atol=1e-12)
+
+
+def measure(args: argparse.Namespace, head_name: str, loss: str, texts_now: int) -> dict[str, float | str | None]:
+    """One row: bytes."""
+    made = make(argparse.Namespace(**{**vars(args), "texts_now": texts_now}), head_name)
+    features = sum(x.numel() * x.element_size() for x in leaves(*made))
+    blocks = peak(in_blocks(LOSSES[loss], *made, args.chunk), args.device)
+    full = None
+    if loss in ("softmax", "sigmoid") and head_name != "contextual" and args.images * texts_now * 4 <= FULL:
+        full = peak(at_once(loss, *made), args.device)
+    beyond = blocks - features  # of the gradients
+    return {
+        "head": head_name, "loss": loss, "images": args.images, "texts": texts_now, "features": features,
+        "blocks": blocks, "full": full, "blocks_beyond": beyond,
+        "full_over_blocks": None if full is None else round((features + full) / (features + blocks), 2),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head", nargs="+", default=["single"], choices=PRESETS)
+    parser.add_argument("--loss", nargs="+", default=["softmax", "sigmoid"], choices=LOSSES)
+    parser.add_argument("--images", type=int, default=1024)
+    parser.add_argument("--texts", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=0, help="rows and columns of a block, 0: what the head takes")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    check(args)
+    print("MiB               texts   features  +gradients   blocks: peak   beyond   all at once: peak   full/blocks")
+    rows = []
+    for head in args.head:
+        for loss in args.loss:
+            for texts in args.texts:
+                row = measure(args, head, loss, texts)
+                rows.append(row)
+                print(line(row), flush=True)
+    print(json.dumps({"device": args.device, "dim": args.dim, "chunk": args.chunk, "rows": rows}))
+
+
+def line(row: dict[str, float | str | None]) -> str:
+    def mib(name: str) -> str:
+        value = row[name]
+        return "-" if value is None else f"{float(value) / MIB:.1f}"
+
+    twice = 2 * float(row["features"] or 0) / MIB
+    whole = (float(row["features"] or 0) + float(row["blocks"] or 0)) / MIB
+    full = "-" if row["full"] is None else f"{(float(row['features'] or 0) + float(row['full'])) / MIB:.1f}"
+    return (
+        f"{row['head']:10s} {row['loss']:9s} {row['texts']:6d} {mib('features'):>8s} {twice:11.1f} {whole:14.1f} "
+        f"{mib('blocks_beyond'):>8s} {full:>19s} {row['full_over_blocks'] or '-':>13}"
+    )
+
+
+if __name__ == "__main__":
+    main()
