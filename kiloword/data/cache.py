@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def folder() -> Path:
+    """The cache folder: KILOWORD_CACHE, ~/.cache/kiloword without it."""
+    return Path(os.environ.get("KILOWORD_CACHE") or Path.home() / ".cache" / "kiloword")
+
+
 def places(data: Path, suffix: str) -> list[Path]:
     """Where the file made from `data` may be, best first.
 
-    The cache folder is KILOWORD_CACHE, ~/.cache/kiloword without it. A folder whose mode lacks write permission is
-    left alone by root too.
+    A folder whose mode lacks write permission is left alone by root too.
     """
-    cache = Path(os.environ.get("KILOWORD_CACHE") or Path.home() / ".cache" / "kiloword")
     name = hashlib.blake2b(os.fsencode(os.path.abspath(data)), digest_size=12).hexdigest()
-    beside, fallback = data.with_name(data.name + suffix), cache / f"{name}-{data.name}{suffix}"
+    beside, fallback = data.with_name(data.name + suffix), folder() / f"{name}-{data.name}{suffix}"
     writable = bool(data.parent.stat().st_mode & 0o222) and os.access(data.parent, os.W_OK)
     return [beside, fallback] if writable or beside.exists() else [fallback]
 
@@ -32,7 +35,7 @@ def write(data: Path, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
     for place in places(data, suffix):
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(place, fill)
+            write_atomically(place, fill)
             return place
         except OSError as error:
             errors.append(f"{place}: {error.strerror or error}")
@@ -40,7 +43,8 @@ def write(data: Path, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
     raise ValueError(f"cannot write the index of {data} ({reasons}). Set KILOWORD_CACHE to a folder with space.")
 
 
-def _write_atomically(path: Path, fill: Callable[[BinaryIO], None]) -> None:
+def write_atomically(path: Path, fill: Callable[[BinaryIO], None]) -> None:
+    """Lets `fill` write a file of which readers see all or nothing. Raises OSError."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with open(handle, "wb") as file:

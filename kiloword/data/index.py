@@ -7,7 +7,6 @@ txt, json and cls, -1 where there is none; end of the key), then the keys, UTF-8
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kiloword.data import cache
 from kiloword.data.sample import IMAGE_SUFFIXES
+from kiloword.data.stored import Stored, Times
 from kiloword.data.tar import Tar
 
 PARTS = ("image", "txt", "json", "cls")
-_SUFFIX = ".kwindex"
+SUFFIX = ".kwindex"
 _COLUMNS = 2 * len(PARTS) + 1
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # key: up to the first dot of the base name, folders included
 
@@ -64,16 +64,16 @@ def open_index(tar: Path) -> Index:
     Errors: ValueError when the file is no plain tar, holds no pictures, or when no index can be written anywhere.
     """
     stat = tar.stat()
-    for place in cache.places(tar, _SUFFIX):
-        found = _read(place)
+    for place in cache.places(tar, SUFFIX):
+        found = read_index(place)
         if found and (found.header.size, found.header.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
             return found
     index = scan(tar)
-    _write(tar, index)
+    cache.write(tar, SUFFIX, lambda file: write_index(file, index))
     return index
 
 
-def scan(tar: Path) -> Index:
+def scan(tar: Path | Stored) -> Index:
     """Reads every header of a tar once. Samples are in order of their first member."""
     stat = tar.stat()
     rows: list[list[int]] = []
@@ -108,7 +108,7 @@ def _split(name: str) -> tuple[str, str] | None:
     return (match[1], suffix) if suffix in (*IMAGE_SUFFIXES, *PARTS[1:]) else None
 
 
-def _build(stat: os.stat_result, rows: list[list[int]], keys: list[str], note: str) -> Index:
+def _build(stat: Times, rows: list[list[int]], keys: list[str], note: str) -> Index:
     raw = [key.encode("utf-8", "surrogateescape") for key in keys]
     table = np.empty((len(rows), _COLUMNS), np.int64)
     table[:, :-1] = rows
@@ -126,13 +126,20 @@ def _digest(table: NDArray[np.int64], keys: bytes) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> Index | None:
+def read_index(path: Path) -> Index | None:
     """None for a missing or damaged index: it is only a cache, so it is made again."""
     try:
-        raw = path.read_bytes()
-        line, _, body = raw.partition(b"\n")
+        return parse_index(path.read_bytes())
+    except OSError:
+        return None
+
+
+def parse_index(raw: bytes) -> Index | None:
+    """None when it is damaged."""
+    line, _, body = raw.partition(b"\n")
+    try:
         header = Header.model_validate_json(line)
-    except (OSError, ValidationError):
+    except ValidationError:
         return None
     split = header.samples * _COLUMNS * 8
     if header.samples < 1 or len(body) < split:
@@ -150,9 +157,7 @@ def _is_possible(index: Index) -> bool:
     return ordered and bool((places >= -1).all() and (places <= index.header.size + 1).all())
 
 
-def _write(tar: Path, index: Index) -> None:
-    def fill(file: BinaryIO) -> None:
-        file.write(index.header.model_dump_json().encode() + b"\n")
-        file.write(index.table.astype("<i8").tobytes() + index.keys)
-
-    cache.write(tar, _SUFFIX, fill)
+def write_index(file: BinaryIO, index: Index) -> None:
+    """As `read_index` reads it."""
+    file.write(index.header.model_dump_json().encode() + b"\n")
+    file.write(index.table.astype("<i8").tobytes() + index.keys)

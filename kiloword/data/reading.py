@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kiloword.data.decode import Pixels
+from kiloword.data.remote_errors import Unreachable
 from kiloword.data.steps import in_order
 from kiloword.data.transforms import EvalTransform
 from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
@@ -20,11 +21,12 @@ def read(source: Source, row: int) -> Record:
     """One record; whatever goes wrong while reading it is a reason to skip the row.
 
     Sources are also users' own classes over any storage, which raise anything. Their bugs do not stay hidden: a run
-    stops, with the most frequent reasons, as soon as more than `DataConfig.bad_share` of the rows are bad.
+    stops, with the most frequent reasons, as soon as more than `DataConfig.bad_share` of the rows are bad. A network
+    that is down makes no row bad: Unreachable ends the run.
     """
     try:
         return source.record(row)
-    except (BadSample, MemoryError):
+    except (BadSample, MemoryError, Unreachable):
         raise
     except Exception as error:
         raise BadSample(f"{type(error).__name__}: {error}"[:200]) from error

@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from kiloword.data.cache import PositionlessFile
 from kiloword.data.index import Index, open_index
 from kiloword.data.questions import question_in
-from kiloword.data.sample import make_record, parse_captions, parse_label
+from kiloword.data.remote_file import RemoteFile
+from kiloword.data.remote_index import open_remote_index
+from kiloword.data.sample import MAX_IMAGE, MAX_TEXT, check_size, make_record, parse_captions, parse_label
 from kiloword.types import BadSample, Record
 
 _OPEN = 128  # tars, and indexes in memory, that a process keeps at once
@@ -36,7 +38,7 @@ class Shards:
     def __init__(
         self,
         name: str,
-        tars: Sequence[Path],
+        tars: Sequence[Path | RemoteFile],
         classnames: list[str] | None = None,
         templates: list[str] | None = None,
     ) -> None:
@@ -44,7 +46,7 @@ class Shards:
             raise ValueError(f"{name}: no tars. Expected at least one, as img2dataset writes them.")
         self.name, self.tars = name, list(tars)
         self.classnames, self.templates = classnames, templates
-        headers = [open_index(tar).header for tar in self.tars]
+        headers = [_open_index(tar).header for tar in self.tars]
         self._ends = list(accumulate(h.samples for h in headers))
         self.notes = [f"{tar}: {h.note}" for tar, h in zip(self.tars, headers, strict=True) if h.note]
         for note in self.notes:
@@ -53,8 +55,8 @@ class Shards:
         self._open_caches()
 
     def _open_caches(self) -> None:
-        self._index = lru_cache(_OPEN)(lambda shard: open_index(self.tars[shard]))
-        self._file = lru_cache(_OPEN)(lambda shard: PositionlessFile(self.tars[shard]))
+        self._index = lru_cache(_OPEN)(lambda shard: _open_index(self.tars[shard]))
+        self._file = lru_cache(_OPEN)(lambda shard: _open_file(self.tars[shard]))
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_index", "_file")}
@@ -113,6 +115,9 @@ class Shards:
         offset, size = place
         if offset + size > index.header.size:
             raise BadSample("the tar ends in the middle of this sample")
+        check_size(
+            "the picture" if part == "image" else f"the .{part}", size, MAX_IMAGE if part == "image" else MAX_TEXT
+        )
         raw = self._file(shard).read(offset, size)
         if len(raw) < size:
             raise BadSample("the tar has become shorter since it was indexed")
@@ -124,7 +129,15 @@ class Shards:
         return f" (the tar is {index.header.note})" if last and index.header.note else ""
 
 
-def _fingerprint(tars: Sequence[Path], contents: Sequence[str]) -> str:
-    """From names, sizes and index digests (offsets, sizes and keys of all members), not from times."""
+def _open_index(tar: Path | RemoteFile) -> Index:
+    return open_remote_index(tar) if isinstance(tar, RemoteFile) else open_index(tar)
+
+
+def _open_file(tar: Path | RemoteFile) -> PositionlessFile | RemoteFile:
+    return tar if isinstance(tar, RemoteFile) else PositionlessFile(tar)
+
+
+def _fingerprint(tars: Sequence[Path | RemoteFile], contents: Sequence[str]) -> str:
+    """From names, sizes and index digests (offsets, sizes and keys of all members), not from times or places."""
     lines = "\n".join(f"{tar.name} {content}" for tar, content in zip(tars, contents, strict=True))
     return hashlib.blake2b(lines.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

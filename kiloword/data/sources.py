@@ -10,14 +10,15 @@ from kiloword.data.extra_captions import with_captions
 from kiloword.data.folder import Folder, is_picture
 from kiloword.data.mixture import mix
 from kiloword.data.question_tables import open_table
+from kiloword.data.remote import is_remote, open_remote
+from kiloword.data.shard_sets import RANGE, expand, natural, text_lines
 from kiloword.data.shards import Shards
 from kiloword.recipes import DataConfig
 from kiloword.types import Source
 
-__all__ = ["mix", "open_data", "open_source"]
+__all__ = ["expand", "mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet")
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _KINDS = "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, a folder of pictures, or scenes"
 
 
@@ -25,7 +26,7 @@ def open_source(src: str, size: int | None = None) -> Source:
     """The data set that `src` names.
 
     Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet, a folder of pictures, or
-    `scenes...`; size: pixels a side that drawn pictures (scenes) get.
+    `scenes...`; or a URL (see `remote`); size: pixels a side that drawn pictures (scenes) get.
     Errors: ValueError when there is nothing there, or nothing that can be read.
     """
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
@@ -33,7 +34,9 @@ def open_source(src: str, size: int | None = None) -> Source:
 
         scenes = open_scenes(src)
         return scenes if size is None else scenes.resolution(size)
-    if _RANGE.search(src):
+    if is_remote(src):
+        return open_remote(src)
+    if RANGE.search(src):
         return _shards(src, _existing(src, [Path(p) for p in expand(src)]))
     path = Path(src).expanduser()
     if not path.exists():
@@ -56,18 +59,6 @@ def open_data(data: DataConfig, size: int | None = None) -> Source:
     """
     sources = [open_source(src, size=size) for src in data.sources]
     return with_captions(mix(sources, data.weights), data.extra_captions, data.raw_captions)
-
-
-def expand(pattern: str) -> list[str]:
-    """`x-{08..10}.tar` to x-08.tar, x-09.tar, x-10.tar: the digits of the first number give the width."""
-    match = _RANGE.search(pattern)
-    if match is None:
-        return [pattern]
-    first, last = match[1], match[2]
-    if int(last) < int(first):
-        raise ValueError(f"{pattern}: the range {match[0]} is empty. Write the smaller number first.")
-    numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
-    return [whole for n in numbers for whole in expand(pattern[: match.start()] + n + pattern[match.end() :])]
 
 
 def _existing(src: str, tars: list[Path]) -> list[Path]:
@@ -98,12 +89,9 @@ def _tars(folder: Path) -> list[Path]:
     """The tars right in a folder: 2.tar before 10.tar."""
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if p.suffix == ".tar" and p.is_file()), key=_natural)
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """A key by which numbers in names compare as numbers."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+    return sorted(
+        (p for p in folder.iterdir() if p.suffix == ".tar" and p.is_file()), key=lambda path: natural(path.name)
+    )
 
 
 def _shards(src: str, tars: list[Path]) -> Shards:
@@ -115,11 +103,5 @@ def _lines(folder: Path, name: str) -> list[str] | None:
     """The lines of a file in the folder or its parent; None without one. Errors: ValueError for an empty one."""
     for path in (folder / name, folder.absolute().parent / name):
         if path.is_file():
-            try:
-                lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").strip().split("\n")]
-            except UnicodeDecodeError:
-                raise ValueError(f"{path} is not UTF-8.") from None
-            if not all(lines):  # class indices count lines: an empty one left out would move all that follow
-                raise ValueError(f"{path}: line {lines.index('') + 1} is empty. Expected text in every line.")
-            return lines
+            return text_lines(str(path), path.read_bytes())
     return None

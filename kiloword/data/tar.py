@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kiloword.data.cache import PositionlessFile
+from kiloword.data.stored import Stored
 
 BLOCK = 512
 _PADDING = 1 << 20  # zeros that may stand behind the end; tar itself writes at most 10 kB
@@ -51,9 +52,10 @@ class Tar:
     Errors: ValueError when the file does not begin as a plain tar; OSError when it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | Stored) -> None:
         self.path, self.note = path, ""
-        self._file, self._end = PositionlessFile(path), path.stat().st_size
+        self._file = PositionlessFile(path) if isinstance(path, Path) else path
+        self._end = path.stat().st_size
 
     def __iter__(self) -> Iterator[Member]:
         position, said, shared = 0, _Said(), dict[bytes, bytes]()

@@ -1,0 +1,130 @@
+"""Data sets at URLs: tars by http(s), s3, gs, hf or another file system of fsspec, and tables."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pyarrow.compute
+
+from kiloword.data.question_tables import open_table
+from kiloword.data.remote_config import RemoteConfig, remote_config
+from kiloword.data.remote_errors import shown
+from kiloword.data.remote_file import RemoteFile, name_of, open_remote_file, patiently, small_file
+from kiloword.data.remote_fsspec import Fsspec
+from kiloword.data.remote_index import open_remote_index
+from kiloword.data.remote_stat import Checksum
+from kiloword.data.shard_sets import expand, natural, text_lines
+from kiloword.data.shards import Shards
+from kiloword.types import Source
+
+_TABLES = (".csv", ".tsv", ".parquet")
+_KINDS = "a .tar, a brace pattern x-{000..123}.tar, a csv, tsv or parquet, or a folder of tars with a / at its end"
+_SAY = 10.0  # seconds between lines about a long pass
+_SUM = re.compile(r"\s*([0-9a-fA-F]{64}) [ *](?:\./)?(.+?)\s*")  # as `sha256sum` writes it
+
+
+def is_remote(src: str) -> bool:
+    """Whether it is a URL."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", src) is not None
+
+
+def open_remote(src: str) -> Source:
+    """The data set at a URL: a tar, a brace pattern of tars, a folder of tars (not of http), or a table.
+
+    A tar without an index beside it is read once, and a table as a whole; then pieces of tars come as they are needed.
+    Errors: ValueError for what is none of these; Unreachable, which is one, for what cannot be had.
+    """
+    config = remote_config()
+    if _suffix(src) in _TABLES:
+        return _open_table(src, config)
+    urls = _urls(src, config)
+    with ThreadPoolExecutor(int(config.threads)) as pool:
+        try:
+            tars = _with_sums(list(pool.map(lambda url: open_remote_file(url, config), urls)), config)
+            _index(src, tars, pool)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    lines = partial(_lines, urls[0], config)
+    return Shards(src, tars, lines("classnames.txt"), lines("zeroshot_classification_templates.txt"))
+
+
+def local(path: Path | str) -> Path:
+    """A file at a path or a URL as a local one. Raises: Unreachable."""
+    return open_remote_file(str(path), remote_config()).whole() if is_remote(str(path)) else Path(path)
+
+
+def _urls(src: str, config: RemoteConfig) -> list[str]:
+    if _suffix(src) == ".tar":
+        return expand(src)
+    if not src.endswith("/"):
+        raise ValueError(f"{shown(src)}: unknown kind of data. Expected {_KINDS}.")
+    if src.startswith(("http://", "https://")):
+        raise ValueError(
+            f"{shown(src)}: http has no folders. Expected a brace pattern, such as {src}{{00000..00099}}.tar."
+        )
+    found = [url for url in patiently(src, config, Fsspec(src, config).folder) if _suffix(url) == ".tar"]
+    if not found:
+        raise ValueError(f"{shown(src)} is a folder without tars. Expected {_KINDS}.")
+    return sorted(found, key=lambda url: natural(name_of(url)))
+
+
+def _suffix(url: str) -> str:
+    return Path(urlsplit(url).path).suffix.lower()
+
+
+def _index(src: str, tars: Sequence[RemoteFile], pool: ThreadPoolExecutor) -> None:
+    """The index of every tar into the cache folder; says how far it is while that takes long."""
+    said = time.monotonic()
+    for done, _ in enumerate(pool.map(open_remote_index, tars), 1):
+        if time.monotonic() - said > _SAY:
+            said = time.monotonic()
+            print(f"{shown(src)}: {done:,} of {len(tars):,} tars are indexed", file=sys.stderr, flush=True)
+
+
+def _with_sums(tars: list[RemoteFile], config: RemoteConfig) -> list[RemoteFile]:
+    """The tars with the checksums of a file SHA256SUMS beside them, where there is one."""
+    folders = {_folder(tar.url) for tar in tars if "?" not in tar.url}
+    sums: dict[str, str] = {}
+    for folder in folders:
+        raw = small_file(folder + "SHA256SUMS", config)
+        found = (_SUM.fullmatch(line) for line in (raw or b"").decode("utf-8", "replace").splitlines())
+        sums |= {folder + match[2]: match[1].lower() for match in found if match}
+    return [
+        replace(tar, info=replace(tar.info, checksum=Checksum("sha256", sums[tar.url]))) if tar.url in sums else tar
+        for tar in tars
+    ]
+
+
+def _folder(url: str) -> str:
+    return url.rpartition("/")[0] + "/"
+
+
+def _lines(url: str, config: RemoteConfig, name: str) -> list[str] | None:
+    """The lines of a file beside a tar or one folder higher; None without one. Errors: see `text_lines`."""
+    beside = _folder(url.split("?")[0])
+    for folder in (beside, _folder(beside.rstrip("/"))):
+        raw = small_file(folder + name, config) if urlsplit(folder).netloc and not folder.endswith("://") else None
+        if raw is not None:
+            return text_lines(folder + name, raw)
+    return None
+
+
+def _open_table(src: str, config: RemoteConfig) -> Source:
+    """Errors: ValueError for a table whose pictures would have to be looked for beside it."""
+    table = open_table(src, open_remote_file(src, config).whole())
+    paths = table.paths()
+    if paths is not None and not pyarrow.compute.all(pyarrow.compute.starts_with(paths, "/")).as_py():
+        raise ValueError(
+            f"{shown(src)} names its pictures by paths that are not of this machine. Expected a parquet that holds the "
+            "pictures, or absolute paths; download the table together with its pictures, or write tars."
+        )
+    return table

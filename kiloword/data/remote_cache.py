@@ -1,0 +1,225 @@
+"""Files on the local disk that can be fetched again: made once for all processes, the least recently used given up.
+
+A file is made as `NAME.part` and renamed when it is whole; `flock` on it says that its maker lives. Readers hold a
+shared lock, so that what is in use stays. `total` counts the bytes of the folder and is the lock of all that add to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kiloword.data.remote_errors import Unreachable
+
+_PART = ".part"
+_KEEP = 0.95  # of the limit: what is left after files were given up, so that not every new one has to look at all
+_WAIT = 0.02  # seconds between looks at a cache that is full of what others use
+_PATIENCE = 240.0  # seconds
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of at most `limit` bytes (None: any number), files in the making included."""
+
+    folder: Path
+    limit: float | None = None
+
+    @contextmanager
+    def opened(self, name: str, size: int, fill: Callable[[int], None]) -> Iterator[int]:
+        """A descriptor of a file, which stays while it is open; `fill` writes one that is not there.
+
+        Errors: those of `fill`, after which there is no file; Unreachable when the folder cannot hold it.
+        """
+        fd = self._existing(name, size)
+        if fd is None:
+            fd = self._make(name, size, fill, wait=True)
+        assert fd is not None
+        try:
+            yield fd
+        finally:
+            _release(fd)
+
+    def fetch(self, name: str, size: int, fill: Callable[[int], None]) -> None:
+        """Makes a file that is not there and that nobody else makes. Errors: as of `opened`."""
+        if not (self.folder / name).exists():
+            fd = self._make(name, size, fill, wait=False)
+            if fd is not None:
+                _release(fd)
+
+    def drop(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+
+    def _existing(self, name: str, size: int) -> int | None:
+        try:
+            fd = os.open(self.folder / name, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_size == size:
+            with suppress(OSError):  # another user's file: its age stays
+                os.utime(fd)
+            return fd
+        _release(fd)
+        self.drop(name)
+        return None
+
+    def _make(self, name: str, size: int, fill: Callable[[int], None], wait: bool) -> int | None:
+        """A descriptor with a shared lock; None when another process makes the file and `wait` is False."""
+        part = self.folder / (name + _PART)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                fd = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    os.close(fd)
+                    return None
+                whole = self._existing(name, size)
+                if whole is not None or not _is(fd, part):  # its maker has finished, or given up
+                    if _is(fd, part):
+                        part.unlink(missing_ok=True)
+                    _release(fd)
+                    if whole is not None:
+                        return whole
+                    continue
+                return self._filled(fd, part, size, fill)
+        except OSError as error:
+            raise Unreachable(
+                f"{self.folder} cannot keep what is fetched ({error.strerror or error}). Set KILOWORD_CACHE to a "
+                "folder with space on a local disk."
+            ) from error
+
+    def _filled(self, fd: int, part: Path, size: int, fill: Callable[[int], None]) -> int:
+        try:
+            self._reserve(fd, size)
+            fill(fd)
+            os.fsync(fd)
+            os.replace(part, part.with_name(part.name.removesuffix(_PART)))
+        except BaseException:
+            part.unlink(missing_ok=True)
+            _release(fd)
+            raise
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
+
+    def _reserve(self, fd: int, size: int) -> None:
+        """Disk space for a file; others are given up for it, the least recently used first."""
+        if self.limit is not None and size > self.limit:
+            raise Unreachable(
+                f"a file of {size:,} bytes does not fit into {self.folder}, which may hold {self.limit:,.0f}: set "
+                "KILOWORD_REMOTE to another limit, such as limit=200GB."
+            )
+        deadline = time.monotonic() + _PATIENCE
+        while not self._reserved(fd, size):
+            if time.monotonic() > deadline:
+                raise Unreachable(f"{self.folder} is full of files in use: set KILOWORD_REMOTE to a higher limit.")
+            time.sleep(_WAIT)
+
+    def _reserved(self, fd: int, size: int) -> bool:
+        """Whether there is space now."""
+        with self._counted() as count:
+            total = count.read()
+            if self.limit is not None and (total is None or total + size > self.limit):
+                total = self._give_up(self.limit * _KEEP - size)
+                if total + size > self.limit:
+                    count.write(total)
+                    return False
+            while not _allocate(fd, size):
+                before = self._give_up(float("inf"))
+                if self._give_up(before - size) == before:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                total = None
+            count.write(None if total is None else total + size)
+            return True
+
+    @contextmanager
+    def _counted(self) -> Iterator[_Count]:
+        fd = os.open(self.folder / "total", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield _Count(fd)
+        finally:
+            _release(fd)
+
+    def _give_up(self, target: float) -> int:
+        """Deletes files out of use, the oldest first, until at most `target` bytes are there; what dead processes left
+        always. Returns: bytes that are there."""
+        found = []
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # renamed or dropped meanwhile
+                    stat = entry.stat()
+                    found.append((not entry.name.endswith(_PART), stat.st_mtime_ns, stat.st_size, Path(entry.path)))
+        total = sum(size for *_, size, _ in found)
+        for whole, _, size, path in sorted(found):
+            if (total > target or not whole) and path.name != "total" and _delete(path):
+                total -= size
+        return total
+
+
+@dataclass(frozen=True)
+class _Count:
+    """The bytes of the folder, as a number in an open file. Only ever too high, but for files that users add."""
+
+    fd: int
+
+    def read(self) -> int | None:
+        """None when nobody has counted."""
+        raw = os.pread(self.fd, 32, 0)
+        return int(raw) if raw.isdigit() else None
+
+    def write(self, total: int | None) -> None:
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, b"" if total is None else str(total).encode(), 0)
+
+
+def _allocate(fd: int, size: int) -> bool:
+    """Whether the disk has the space; real blocks, so that it does not fill up in the middle of a file."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+            os.ftruncate(fd, size)
+            return True
+        if error.errno == errno.ENOSPC:
+            return False
+        raise
+    return True
+
+
+def _delete(path: Path) -> bool:
+    """Whether a file was out of use, and is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is(fd, path):
+            return False
+        path.unlink()
+    except BlockingIOError:
+        return False
+    finally:
+        _release(fd)
+    return True
+
+
+def _is(fd: int, path: Path) -> bool:
+    """Whether the path is still that of the open file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), path.stat())
+    return False
+
+
+def _release(fd: int) -> None:
+    """Unlocked by word: a process forked meanwhile holds the same lock, and closing alone would leave it."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)

@@ -1,0 +1,160 @@
+"""The index of a remote tar: found beside it, or made by reading it once from end to end; kept in the cache folder."""
+
+from __future__ import annotations
+
+import email.utils
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from kiloword.data import cache
+from kiloword.data.index import SUFFIX, Index, parse_index, read_index, scan, write_index
+from kiloword.data.remote_errors import Fault, Patience, Unreachable
+from kiloword.data.remote_file import RemoteFile, small_file
+from kiloword.data.stored import Times
+
+_BLOCK = 8 << 20  # bytes in memory
+
+
+def open_remote_index(tar: RemoteFile) -> Index:
+    """The index of a remote tar; one process makes it, others wait.
+
+    Errors: Unreachable; ValueError when the file is no plain tar, holds no pictures, or no index can be kept.
+    """
+    found = _kept(tar)
+    if found:
+        return found
+    with _locked(tar.index):
+        found = _kept(tar)
+        if found is None:
+            found = _beside(tar) or _made(tar)
+            kept = found
+            cache.write_atomically(tar.index, lambda file: write_index(file, kept))
+        return found
+
+
+def _kept(tar: RemoteFile) -> Index | None:
+    found = read_index(tar.index)
+    return found if found and (found.header.size, found.header.mtime_ns) == tar.stat() else None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ValueError(
+            f"{path.parent} cannot keep an index ({error.strerror}). Set KILOWORD_CACHE to a folder on a local disk."
+        ) from error
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _beside(tar: RemoteFile) -> Index | None:
+    """The index that lies beside the tar, where it is of a tar of this size and not older than the tar."""
+    if "?" in tar.url:  # a signature is of one file
+        return None
+    raw = small_file(tar.url + SUFFIX, tar.config)
+    found = None if raw is None else parse_index(raw)
+    if found is None or found.header.size != tar.info.size:
+        return None
+    made, changed = found.header.mtime_ns / 1e9, _time(tar.info.tag)
+    if changed is not None and made > changed + 1:  # of a newer tar than the one that is there
+        return None
+    header = found.header.model_copy(update={"mtime_ns": tar.stat().st_mtime_ns})
+    return Index(header, found.table, found.keys)
+
+
+def _time(tag: str) -> float | None:
+    """Seconds, of a tag that is a date."""
+    try:
+        return email.utils.parsedate_to_datetime(tag).timestamp()
+    except ValueError:
+        return None
+
+
+def _made(tar: RemoteFile) -> Index:
+    """By one pass over the whole tar, which also checks it and notes what each piece should be."""
+    patience, expected = Patience(tar.url, tar.config), tar.info.checksum
+    while True:
+        whole = Whole(tar)
+        try:
+            index, refusal = scan(whole), None
+        except Unreachable:
+            raise
+        except ValueError as error:  # perhaps of wrong bytes
+            index, refusal = None, error
+        whole.finish()
+        value = whole.checksum.hexdigest()
+        if expected is None or value == expected.value:
+            break
+        tar.drop()
+        patience.again(Fault(f"wrong bytes came, {expected.algorithm} {value} and not {expected.value}"))
+    if index is None:
+        assert refusal is not None
+        tar.drop()
+        raise refusal
+    cache.write_atomically(tar.sums, whole.write_sums)
+    return index
+
+
+class Whole:
+    """A remote tar as `scan` reads it: forward, without leaving out a byte.
+
+    `checksum` is of all bytes, `sums` of each piece, once `finish` was called.
+    """
+
+    def __init__(self, tar: RemoteFile) -> None:
+        self.tar = tar
+        self._block, self._raw, self._next = -1, b"", 0
+        self.checksum = hashlib.new(tar.info.checksum.algorithm if tar.info.checksum else "sha256")
+        self.sums = [hashlib.sha256() for _ in range(tar.pieces())]
+
+    def __str__(self) -> str:
+        return str(self.tar)
+
+    def stat(self) -> Times:
+        return self.tar.stat()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, fewer at the end of the file."""
+        stop = min(offset + size, self.tar.info.size)
+        parts = []
+        while offset < stop:
+            block, start = divmod(offset, self._size)
+            parts.append(self._load(block)[start : start + stop - offset])
+            offset += len(parts[-1])
+        return b"".join(parts)
+
+    def write_sums(self, file: BinaryIO) -> None:
+        for sums in self.sums:
+            file.write(sums.digest())
+
+    def finish(self) -> None:
+        """Read what `scan` had no need of."""
+        if self.tar.info.size:
+            self._load((self.tar.info.size - 1) // self._size)
+
+    @property
+    def _size(self) -> int:
+        """Bytes of a block: a piece, but of a large file that comes as a whole."""
+        return self.tar.piece if self.tar.info.ranged else min(self.tar.piece, _BLOCK)
+
+    def _load(self, block: int) -> bytes:
+        while self._next <= block:
+            self._raw, self._block = self.tar.read(self._next * self._size, self._size), self._next
+            self.checksum.update(self._raw)
+            self.sums[self._next * self._size // self.tar.piece].update(self._raw)
+            self._next += 1
+        if self._block != block:  # back into what was read
+            self._raw, self._block = self.tar.read(block * self._size, self._size), block
+        return self._raw

@@ -1,0 +1,127 @@
+"""A local HTTP server that misbehaves on purpose."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import struct
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+
+class Server:
+    """Serves `files` (path without / -> bytes) on the loopback; `faults` of a path are used up one a request.
+
+    Faults: stall (no byte after the headers), hang (no headers), cut (half of the body, then a reset), short (half of
+    it, then an orderly end), shorter (the same under a Content-Length that fits), wrong (one other byte), drip (slow),
+    drop (no answer), page (200 and other content), redirect, and any status, such as "500" or "429:0.2" (Retry-After).
+    """
+
+    def __init__(
+        self, files: dict[str, bytes], ranges: bool = True, etag: Callable[[bytes], str] | None = None
+    ) -> None:
+        self.files, self.ranges, self.etag = dict(files), ranges, etag
+        self.headers: dict[str, str] = {}
+        self.faults: dict[str, list[str]] = defaultdict(list)
+        self.always: dict[str, str] = {}
+        self.asked: Counter[str] = Counter()  # requests for a path, but for those that ask how long it is
+        self.sent = 0  # bytes of bodies
+        self.lock, self.over = threading.Lock(), threading.Event()
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                server.answer(self)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        class Quiet(http.server.ThreadingHTTPServer):
+            daemon_threads, request_queue_size = True, 64
+
+            def handle_error(self, *args: Any) -> None:  # clients go away: that is what is tested
+                pass
+
+        self._http = Quiet(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def __enter__(self) -> Server:
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.over.set()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        name, span = request.path.lstrip("/").split("?")[0], request.headers.get("Range")
+        probe = span == "bytes=0-0"
+        with self.lock:
+            self.asked[name] += not probe
+            waiting = self.faults[name if not probe else f"{name} probe"]
+            fault = waiting.pop(0) if waiting else self.always.get(name, "")
+        request.close_connection = True
+        content = self.files.get(name)
+        if fault == "drop":
+            return
+        if fault == "hang":
+            self.over.wait(30)
+        elif fault == "redirect":
+            self._head(request, 302, {"Location": f"{self.url}/{name}?again", "Content-Length": "0"})
+        elif content is None or fault[:3].isdigit():
+            code, _, wait = fault.partition(":")
+            self._head(request, int(code or 404), {"Content-Length": "0"} | ({"Retry-After": wait} if wait else {}))
+        else:
+            self._send(request, content if fault != "page" else b"<html>try later</html>", span, fault)
+
+    def _send(self, request: Any, content: bytes, span: str | None, fault: str) -> None:
+        headers = {"Last-Modified": "Mon, 05 Oct 2026 07:28:00 GMT"} | self.headers
+        if self.etag:
+            headers["ETag"] = self.etag(content)
+        status, body = 200, content
+        if span and self.ranges and fault != "page":
+            first, last = (int(n) for n in span.removeprefix("bytes=").split("-"))
+            status, body = 206, content[first : last + 1]
+            headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{len(content)}"
+        half = body[: len(body) // 2]
+        length = len(half) if fault == "shorter" else len(body)
+        if fault == "wrong":
+            body = half + bytes([body[len(half)] ^ 255]) + body[len(half) + 1 :]
+        self._head(request, status, headers | {"Content-Length": str(length)})
+        self._body(request, body, half, fault)
+
+    def _body(self, request: Any, body: bytes, half: bytes, fault: str) -> None:
+        if fault == "stall":
+            self.over.wait(30)
+        elif fault in ("cut", "short", "shorter"):
+            self._write(request, half)
+            if fault == "cut":
+                time.sleep(0.05)  # what was sent arrives first
+                request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                request.connection.close()
+        elif fault == "drip":
+            for n in range(0, len(body), 16):
+                self._write(request, body[n : n + 16])
+                if self.over.wait(0.02):
+                    return
+        else:
+            self._write(request, body)
+
+    def _write(self, request: Any, raw: bytes) -> None:
+        request.wfile.write(raw)
+        request.wfile.flush()
+        with self.lock:
+            self.sent += len(raw)
+
+    def _head(self, request: Any, status: int, headers: dict[str, str]) -> None:
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name, value)
+        request.end_headers()
