@@ -1,57 +1,109 @@
-"""What a run says: `metrics.jsonl` always, a live line on a terminal, plain lines elsewhere."""
+"""What a run says: `metrics.jsonl` always, a live line on a terminal, plain lines elsewhere, alerts."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
+
+from kiloword.checkpoint import write_atomic
+from kiloword.watch.alerts import About, Alerts
+from kiloword.watch.pace import Pace, duration
 
 PLAIN_EVERY_S = 10.0  # without a terminal, a line at most this often
 
 
 class Log:
-    """Metrics of a run, from the step it resumes at. `quiet` writes the file alone (ranks other than 0: nothing)."""
+    """Metrics of a run, from the step it resumes at. `quiet` writes the file alone (ranks other than 0: nothing).
 
-    def __init__(self, path: Path | None, steps: int, step: int = 0, quiet: bool = False, out: TextIO | None = None):
+    Every row gets "time" (seconds since 1970) and "restarts" (how often the run was resumed before). `mirror` is called
+    after every row.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        steps: int,
+        step: int = 0,
+        quiet: bool = False,
+        out: TextIO | None = None,
+        about: About | None = None,
+    ) -> None:
         self.path, self.steps, self.quiet = path, steps, quiet
         self.out = out or sys.stderr
         self.live = self.out.isatty()
-        self._start, self._first = time.perf_counter(), step
+        self.mirror: Callable[[], None] = lambda: None
         self._spoke = -PLAIN_EVERY_S
         self._width = 0
+        about = about or About()
+        self._alerts, self._pace = Alerts(about), Pace(about.batch)
+        self._restarts = 0
         if path is not None:
-            _drop_rows_after(path, step)
+            self._go_on(path, step)
+
+    def _go_on(self, path: Path, step: int) -> None:
+        """A resumed run writes the rows after its state again: drop the old ones, and know what the others told."""
+        rows = read_metrics(path)
+        kept = [r for r in rows if r["step"] <= step]
+        text = "".join(json.dumps(r) + "\n" for r in kept)
+        if path.is_file() and path.read_text() != text:
+            write_atomic(path, text.encode())
+        self._restarts = max((r.get("restarts", 0) + 1 for r in rows), default=0)
+        for row in kept:
+            self._alerts.add(row)
 
     def row(self, values: dict[str, Any]) -> None:
-        """Append one row to the file; values must be plain numbers or strings, "step" among them."""
-        if self.path is not None:
-            try:
-                with self.path.open("a") as f:
-                    f.write(json.dumps(values) + "\n")
-            except OSError as e:
-                raise ValueError(f"cannot write {self.path}: {e.strerror}. The last state is kept.") from e
+        """Append one row to the file; values must be plain numbers or strings, "step" among them.
+
+        Says the alerts that begin or end with it.
+        """
+        if self.path is None:
+            return
+        values = values | {"time": round(time.time(), 3), "restarts": self._restarts}
+        try:
+            with self.path.open("a") as f:
+                f.write(json.dumps(values) + "\n")
+        except OSError as e:
+            raise ValueError(f"cannot write {self.path}: {e.strerror}. The last state is kept.") from e
+        for sentence in self._alerts.add(values):
+            self.say(sentence)
+        self.mirror()
 
     def progress(self, values: dict[str, Any]) -> None:
         """Show the step: a line that rewrites itself on a terminal, else one at most every few seconds."""
         now = time.perf_counter()
         last = values["step"] >= self.steps
+        self._pace.add(values)
         if self.quiet or (not self.live and now - self._spoke < PLAIN_EVERY_S and not last):
             return
         self._spoke = now
-        done = values["step"] - self._first
-        eta = (now - self._start) / max(done, 1) * (self.steps - values["step"])
-        line = (
-            f"step {values['step']}/{self.steps}  loss {values['loss']:.3f}  {values['pairs_per_s']:.0f} pairs/s  "
-            f"data wait {values['data_wait']:.0%}  ETA {int(eta // 60)}:{int(eta % 60):02d}"
-        )
+        line = self._line(values)
         if self.live:
+            line = line[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
             self.out.write("\r" + line.ljust(self._width))
             self._width = len(line)
             self.out.flush()
         else:
             print(line, file=self.out, flush=True)
+
+    def _line(self, values: dict[str, Any]) -> str:
+        left = self._pace.seconds(self.steps - values["step"])
+        wait = values.get("slowest_data_wait", values["data_wait"])
+        parts = [
+            f"step {values['step']}/{self.steps}",
+            f"loss {values['loss']:.3f}" if "loss" in values else "loss ?",
+            f"{values['pairs_per_s']:.0f} pairs/s",
+            f"data wait {wait:.0%}",
+            f"ETA {duration(left)}",
+        ]
+        if "lr" in values:
+            parts.append(f"lr {values['lr']:.2e}")
+        counts = (("skipped", "bad samples"), ("skipped_steps", "skipped steps"))
+        return "  ".join(parts + [f"{values[name]} {words}" for name, words in counts if values.get(name)])
 
     def say(self, sentence: str) -> None:
         """A sentence of its own line."""
@@ -70,13 +122,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
-
-
-def _drop_rows_after(path: Path, step: int) -> None:
-    """A resumed run writes the rows after its state again: drop the old ones."""
-    rows = read_metrics(path)
-    kept = [r for r in rows if r["step"] <= step]
-    if path.is_file():
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        temporary.replace(path)

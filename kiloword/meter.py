@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from kiloword import parallel
+from kiloword.guard import Guard, is_bad
+from kiloword.optim import schedule
 from kiloword.prepare import Run
 
 
 class Meter:
     """Collects what a log row says, without waiting for the device between rows."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, guard: Guard) -> None:
+        self.run, self.guard = run, guard
         self._reset()
 
     def _reset(self) -> None:
         self._reports: list[dict[str, torch.Tensor]] = []
-        self._pairs, self._wait, self._start = 0, 0.0, time.perf_counter()
+        self._pairs, self._captions, self._wait, self._save, self._start = 0, 0, 0.0, 0.0, time.perf_counter()
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time spent waiting for them is data wait."""
@@ -32,40 +37,68 @@ class Meter:
             self._wait += time.perf_counter() - asked
             if batch is None:
                 return
+            self._captions += len(batch.texts)
             yield batch
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside is no training (validation): rates leave it out."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, training waits for a save; rates count it."""
+        start = time.perf_counter()
+        yield
+        self._save += time.perf_counter() - start
 
     def add(self, report: dict[str, torch.Tensor], pairs: int) -> None:
         self._reports.append({k: v.detach() for k, v in report.items()})
         self._pairs += pairs
-        if self.run.device.type == "cpu":
-            self.check_finite()
+        self.guard.add(self.run.step, report)
 
     def row(self) -> dict[str, Any]:
-        """Means since the last row, and where things stand. Raises: ValueError on a loss that is no number."""
-        self.check_finite()
+        """Means since the last row, and where things stand. Raises: ValueError as `Guard.look`."""
+        self.guard.look()
         run, head = self.run, self.run.learner.model.head
-        means = {k: float(torch.stack([r[k] for r in self._reports]).nanmean()) for k in self._reports[0]}
+        reports = [r for r in self._reports if not is_bad(r)] or self._reports
+        means = {k: float(torch.stack([r[k] for r in reports]).nanmean()) for k in reports[0] if k != "skipped_step"}
         seconds = time.perf_counter() - self._start
         row: dict[str, Any] = {
             "step": run.step,
             "epoch": run.step * run.recipe.batch / run.order.rows,
-            **{k: v for k, v in means.items() if not math.isnan(v)},
+            **{k: v for k, v in means.items() if math.isfinite(v)},
         }
         row["scale"] = float(head.log_scale.detach().exp())
         if head.bias is not None:
             row["bias"] = float(head.bias.detach())
+        row["lr"] = run.recipe.optim.lr * schedule(run.step - 1, run.recipe.steps, run.recipe.optim)
         row["pairs_per_s"] = self._pairs * parallel.ranks() / seconds
         row["data_wait"] = self._wait / seconds
-        row |= {"skipped": len(run.bad), "truncated": run.truncated}
+        row |= self._over_ranks(seconds)
+        row |= {"skipped": len(run.bad), "truncated": run.truncated, "skipped_steps": run.skipped_steps}
         self._reset()
         return row
 
-    def check_finite(self) -> None:
-        for n, report in enumerate(reversed(self._reports[-1:] if self.run.device.type == "cpu" else self._reports)):
-            loss, norm = float(report["loss"]), float(report["gradient_norm"])
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise ValueError(
-                    f"step {self.run.step - n}: loss is {loss} and gradient norm {norm}. The last good state in "
-                    f"{self.run.out / 'state'} is kept; start again with "
-                    "a smaller --optim.lr or --optim.clip 1, in another --out."
-                )
+    def _over_ranks(self, seconds: float) -> dict[str, Any]:
+        """Captions since the last row, of all ranks; peak memory and seconds of saving, the most of any rank.
+
+        Of several ranks also the data wait of the slowest: it holds up the others, which wait for no data themselves.
+        """
+        mine = [self._captions, self._wait / seconds, peak_memory(self.run.device), self._save]
+        table = torch.zeros(parallel.ranks(), len(mine), dtype=torch.float64)  # [ranks, 4]
+        table[parallel.rank()] = torch.tensor(mine, dtype=torch.float64)
+        table = parallel.sum_over_ranks(table.to(self.run.device)).cpu()
+        wait, memory, save = table[:, 1:].amax(0).tolist()
+        row = {"captions": int(table[:, 0].sum()), "memory": round(memory, 1), "save_s": round(save, 3)}
+        return row if parallel.ranks() == 1 else row | {"slowest_data_wait": wait}
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory that this process has held so far, in MB (10^6 bytes): on the GPU, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

@@ -17,6 +17,7 @@ class Options:
     workers: int = 0  # loader processes of each rank
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     log_every: int = 10  # steps
+    log_to: Literal["file", "tensorboard"] = "file"  # OUT/metrics.jsonl, or also events in OUT/tensorboard
     save_every: int = 0  # steps; 0: every two minutes
     eval_every: int = 0  # steps; 0: at the end
     keep_states: int = 2  # the newest and those before, should the newest be damaged

@@ -32,6 +32,8 @@ from kiloword.recipes import Recipe
 from kiloword.run_folder import RunFile, check_same_run, holds_run, make_folder
 from kiloword.state.folder import newest
 from kiloword.types import BadSample, Source
+from kiloword.watch import mirror
+from kiloword.watch.alerts import About
 
 TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
 
@@ -133,6 +135,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     Raises: ValueError when `out` holds another recipe's run (says what differs) or cannot be written.
     """
     method = preset(recipe.method, recipe.settings)
+    if options.log_to == "tensorboard":
+        mirror.check_tensorboard()
     make_folder(out)
     recipe, tokenizer = resolve(recipe, source, out / "model")
     file = RunFile(recipe=recipe, data_fingerprint=source.fingerprint)
@@ -167,8 +171,21 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     if run.step == 0 and method.prepare is not None:
         run.log.say(method.prepare(learner, (b.to(run.device) for b in loader.batches())))
         run.average = Average(learner, recipe.optim.ema)  # of what was prepared
-    run.log = Log(out / "metrics.jsonl" if main else None, recipe.steps, run.step, quiet=options.quiet or not main)
+    run.log = open_log(run, options)
     return run
+
+
+def open_log(run: Run, options: Options) -> Log:
+    """The log of a run from the step that it is at; of other ranks than 0 it says and writes nothing."""
+    if parallel.rank():
+        return Log(None, run.recipe.steps, quiet=True)
+    recipe, limit = run.recipe, run.learner.model.head.log_limit
+    max_scale = None if limit is None else float(limit.exp())
+    about = About(batch=recipe.batch, bad_share=recipe.data.bad_share, max_scale=max_scale)
+    log = Log(run.out / "metrics.jsonl", recipe.steps, run.step, quiet=options.quiet, about=about)
+    if options.log_to == "tensorboard":
+        log.mirror = mirror.in_training(run.out, log.say)
+    return log
 
 
 def spread(learner: Learner, options: Options) -> None:

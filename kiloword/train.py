@@ -79,12 +79,15 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
             saver.advance()
         if last or stopping or due or _validates(run, options):
             guard.look()
-            saver.save()
+            with meter.saving():
+                saver.save()
             saved = time.perf_counter()
         if last or stopping or _validates(run, options):
-            saver.finish()
+            with meter.saving():
+                saver.finish()
         if _validates(run, options):
-            _validate(run, stop)
+            with meter.paused():
+                _validate(run, stop)
         if stopping and not last:
             parallel.wait()  # torchrun ends all ranks when one is gone: not before the state is written
             raise stop.stopped(_after(run))

@@ -14,6 +14,7 @@ from tars import pairs, picture, write_tar
 from kiloword import __version__
 from kiloword.cli import main
 from kiloword.cli_train import Train
+from kiloword.options import Options
 from kiloword.recipes import sizes
 
 RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3", "--vocab", "300"]
@@ -22,9 +23,13 @@ RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3
 FLAGS = (
     "out data val views positives pair_loss pooling uncertainty terms side extra_captions raw_captions size steps "
     "epochs samples batch micro chunk precision freeze init captions decoder weights together vocab bad_share seed "
-    "workers device log_every save_every eval_every extend dry_run optim augment model"
+    "dry_run options optim augment model"
 )
-VERBS = "train quickstart eval score embed caption mine data verify import methods sizes doctor"
+OPTIONS = (  # flags too: what may change when a run is resumed
+    "workers device log_every log_to save_every eval_every keep_states timeout max_skipped_steps parallel "
+    "checkpointing compile extend quiet"
+)
+VERBS = "train quickstart eval score embed caption mine data verify import watch methods sizes doctor"
 
 
 def run(*words: object) -> None:
@@ -47,6 +52,7 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_flags_of_train_are_these() -> None:
     assert list(Train.__dataclass_fields__) == FLAGS.split()
+    assert list(Options.__dataclass_fields__) == OPTIONS.split()
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -200,7 +206,14 @@ def test_train_with_settings_and_validation(tmp_path: Path, capsys: pytest.Captu
         "data_wait",
         "skipped",
         "truncated",
+        "skipped_steps",
+        "captions",
         "epoch",
+        "lr",
+        "memory",
+        "save_s",
+        "time",
+        "restarts",
     }
     assert rows[0].keys() == named | {"step"}
     assert "val/text_retrieval_recall@1" in rows[3]

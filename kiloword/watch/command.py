@@ -1,0 +1,103 @@
+"""The verb watch: a frame again and again on a terminal, one frame elsewhere."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from kiloword.watch.mirror import Mirrors
+from kiloword.watch.page import View, page
+from kiloword.watch.plot import Dots
+from kiloword.watch.runs import Watched, find
+
+NO_BRAILLE = ("linux", "vt100", "vt102", "vt220", "ansi", "dumb", "unknown")  # terminals without such characters
+PIPE_WIDTH = 100
+
+
+class Runs:
+    """The runs of some folders, those that begin later among them."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        self._runs: dict[Path, Watched] = {}
+
+    def update(self) -> tuple[list[Watched], bool]:
+        """All runs, and whether anything is new. Raises: ValueError for paths that hold no runs."""
+        new = False
+        for folder, name in find(self.paths).items():
+            new |= folder not in self._runs
+            run = self._runs.setdefault(folder, Watched(folder, name))
+            new |= run.update()
+        return list(self._runs.values()), new
+
+
+def main(
+    paths: Sequence[Path],
+    once: bool = False,
+    every: float = 2.0,
+    smooth: float = 0.0,
+    curves: tuple[str, ...] = (),
+    tensorboard: Path | None = None,
+    console: Console | None = None,
+) -> None:
+    """`kiloword watch`. Raises: ValueError for paths that hold no runs, and settings that cannot be."""
+    if not every > 0:
+        raise ValueError(f"--every is {every}: expected seconds above 0.")
+    if not 0 <= smooth < 1:
+        raise ValueError(f"--smooth is {smooth}: expected a weight of the past from 0 (none) to below 1, such as 0.9.")
+    if not paths:
+        raise ValueError("watch needs the folder of a run, e.g. kiloword watch runs/first.")
+    console = console or screen()
+    runs, mirrors = Runs(paths), Mirrors(tensorboard)
+    if once or not console.is_terminal:
+        found, _ = runs.update()
+        mirrors.update(found)
+        console.print(page(found, _view(console, len(found), smooth, curves, None)), soft_wrap=True)
+        return
+    try:
+        _follow(console, runs, mirrors, every, smooth, curves)
+    except KeyboardInterrupt:
+        return
+
+
+def screen() -> Console:
+    """The terminal; where there is none, as wide as COLUMNS says, and without control characters."""
+    console = Console(highlight=False)
+    if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
+        return console
+    return Console(highlight=False, width=PIPE_WIDTH)
+
+
+def _follow(
+    console: Console, runs: Runs, mirrors: Mirrors, every: float, smooth: float, curves: tuple[str, ...]
+) -> None:
+    dumb = console.is_dumb_terminal  # cannot be drawn over: each frame with news below the one before
+    with nullcontext() if dumb else Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            found, new = runs.update()
+            mirrors.update(found)
+            frame = page(found, _view(console, len(found), smooth, curves, None if dumb else console.height - 1))
+            if live is not None:
+                frame.append(f"\n{time.strftime('%H:%M:%S')}  Ctrl-C ends", "dim")
+                live.update(frame, refresh=True)
+            elif new:
+                console.print(frame, soft_wrap=True)
+            time.sleep(every)
+
+
+def _view(console: Console, runs: int, smooth: float, curves: tuple[str, ...], height: int | None) -> View:
+    return View(width=console.width, height=height, dots=_dots(console, runs), smooth=smooth, curves=curves)
+
+
+def _dots(console: Console, runs: int) -> Dots:
+    """Marks tell runs apart where colours do not, and are all that some terminals have."""
+    utf = console.encoding.lower().startswith("utf")
+    plain = console.is_terminal and os.environ.get("TERM", "").lower() in NO_BRAILLE
+    colours = bool(console.color_system) and not console.no_color
+    return "braille" if utf and not plain and (colours or runs == 1) else "marks"

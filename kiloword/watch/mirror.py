@@ -1,0 +1,170 @@
+"""Rows of runs as TensorBoard events. The rows stay the one truth: what is mirrored can be made again from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kiloword.watch.rows import Reader
+from kiloword.watch.rules import number
+from kiloword.watch.runs import Watched
+
+NO_CURVE = ("step", "time", "restarts")
+PLACE = "mirrored.json"
+
+
+def check_tensorboard() -> None:
+    """Raises: ValueError when its package is not here."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("tensorboard is not installed: pip install 'kiloword[log]', or leave it out.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The last row that was mirrored, and what the run's first one was."""
+
+    first: str = ""  # another first row: another run, or one that began again
+    restarts: int = -1
+    step: int = -1
+    same: int = 0  # rows of this step: training and validation may have one each
+
+    def after(self, row: dict[str, Any]) -> Place:
+        """The place when `row` is mirrored too."""
+        same = self.same + 1 if row["step"] == self.step else 1
+        return Place(self.first or _first(row), row.get("restarts", 0), row["step"], same)
+
+
+def what_is_new(rows: list[dict[str, Any]], place: Place) -> tuple[list[dict[str, Any]], int | None]:
+    """Rows that are not mirrored yet, and the step from which on mirrored ones are to be forgotten, if any.
+
+    A resumed run keeps the rows up to its state; what it writes has a higher number of restarts.
+    """
+    if not rows or place.first != _first(rows[0]):
+        return rows, 0 if place.first else None
+    known = Place(place.first)
+    for n, row in enumerate(rows):
+        then = known.after(row)
+        old = then.restarts <= place.restarts and (then.step, then.same) <= (place.step, place.same)
+        if not old:
+            return rows[n:], known.step + 1 if known.step < place.step else None
+        known = then
+    return [], known.step + 1 if known.step < place.step else None
+
+
+def _first(row: dict[str, Any]) -> str:
+    return json.dumps(row, sort_keys=True)
+
+
+class Mirror:
+    """Writes the rows of one run that are new at each `update`, also when it went on in another process.
+
+    Rows that a resumed run writes again replace the old ones: an event tells TensorBoard to forget those.
+    """
+
+    def __init__(self, run: Path, folder: Path) -> None:
+        check_tensorboard()
+        self.folder, self.place = folder, _read(folder / PLACE)
+        self.reader = Reader(run / "metrics.jsonl")
+        self._writer: Any = None
+
+    def update(self) -> int:
+        """Returns the number of rows written. Raises: OSError (disk full, no permission)."""
+        times = self.reader.times
+        rows, forget = list(self.reader()), None
+        if self.reader.times != times:  # from the file's start
+            rows, forget = what_is_new(rows, self.place)
+        if not rows and forget is None:
+            return 0
+        if forget is not None:
+            self._forget(forget)
+        place = self.place
+        for row in rows:
+            self._write(row)
+            place = place.after(row)
+        self.writer.flush()
+        self._settle(place)
+        return len(rows)
+
+    @property
+    def writer(self) -> Any:
+        if self._writer is None:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self._writer = EventFileWriter(str(self.folder))
+        return self._writer
+
+    def _forget(self, step: int) -> None:
+        """Everything from `step` on."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        self.writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
+        self.place = Place() if step == 0 else Place(self.place.first, self.place.restarts, step - 1)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        """One event with every finite number of the row, in single precision."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        found = {name: number(row, name) for name in row if name not in NO_CURVE}
+        values = [Summary.Value(tag=name, simple_value=v) for name, v in found.items() if v is not None]
+        wall = number(row, "time") or time.time()
+        self.writer.add_event(Event(wall_time=wall, step=row["step"], summary=Summary(value=values)))
+
+    def _settle(self, place: Place) -> None:
+        self.place = place
+        temporary = self.folder / f".{PLACE}.tmp"
+        temporary.write_text(json.dumps(asdict(place)))
+        temporary.replace(self.folder / PLACE)
+
+
+class Mirrors:
+    """A mirror for each run, in a folder of its own below `folder`; none without a folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        if folder is not None:
+            check_tensorboard()
+        self.folder = folder
+        self._mirrors: dict[Path, Mirror] = {}
+
+    def update(self, runs: Iterable[Watched]) -> None:
+        """Raises: ValueError when the folder cannot be written."""
+        for run in runs if self.folder is not None else ():
+            assert self.folder is not None
+            if run.folder not in self._mirrors:
+                name = "-".join(part for part in Path(run.name).parts if part not in ("/", "..", "."))
+                self._mirrors[run.folder] = Mirror(run.folder, self.folder / (name or "run"))
+            try:
+                self._mirrors[run.folder].update()
+            except OSError as e:
+                raise ValueError(f"--tensorboard {self.folder} cannot be written: {e.strerror or e}.") from e
+
+
+def in_training(run: Path, say: Callable[[str], None]) -> Callable[[], None]:
+    """Mirrors the run into its own folder at each call; what goes wrong there is said once and stops no training."""
+    mirror = Mirror(run, run / "tensorboard")
+    broken = False
+
+    def update() -> None:
+        nonlocal broken
+        if broken:
+            return
+        try:
+            mirror.update()
+        except OSError as e:
+            broken = True
+            say(f"TensorBoard's events cannot be written ({e.strerror or e}): the run goes on without.")
+
+    return update
+
+
+def _read(path: Path) -> Place:
+    try:
+        return Place(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return Place()

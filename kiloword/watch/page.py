@@ -1,0 +1,196 @@
+"""One frame: the runs with their state and alerts, and below them a curve a metric, all runs in one plot."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+import numpy as np
+from rich.text import Text
+
+from kiloword.watch.pace import duration
+from kiloword.watch.plot import MARKS, STYLES, Dots, Series, plot, short
+from kiloword.watch.rows import smoothed
+from kiloword.watch.runs import Watched
+
+COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions")  # told in words
+SPEED = ("pairs_per_s", "data_wait", "slowest_data_wait")
+LAST = ("gradient_norm", *SPEED, "lr", "scale", "bias", "memory", "save_s", "skipped_steps")
+STATES = {"waiting": "dim", "running": "green", "finished": "bold green", "stopped": "yellow", "silent": "bold red"}
+LEAST, MOST, FREE = 4, 10, 7  # rows of a plot: at least, at most, and where the height is free
+WIDE = 50  # columns that a plot wants
+Part = tuple[str, str]  # words and their style
+
+
+@dataclass(frozen=True)
+class View:
+    """How frames are drawn."""
+
+    width: int
+    height: int | None = None  # lines of the window; None: as many as it takes
+    dots: Dots = "marks"
+    smooth: float = 0.0
+    curves: tuple[str, ...] = ()  # beginnings of the names of metrics; (): what matters most
+
+
+def page(runs: Sequence[Watched], view: View) -> Text:
+    """The frame, at most `view.height` lines of at most `view.width` columns."""
+    lines = [line for n, run in enumerate(runs) for line in _about(run, n if len(runs) > 1 else None, view)]
+    if view.height is not None and len(lines) > view.height // 2:
+        cut = max(view.height // 2 - 1, 1)
+        lines = [*lines[:cut], Text(f"... {len(lines) - cut} more lines: a higher window shows them", "dim")]
+    names = _chosen(runs, view)
+    if names:
+        lines += [Text(), *_grid(runs, names, view, len(lines) + 1)]
+    elif view.curves:
+        lines.append(Text(f"no metric begins with {' or '.join(view.curves)}", "yellow"))
+    for line in lines:
+        line.truncate(view.width)
+    return Text("\n", no_wrap=True).join(lines[: view.height])
+
+
+def _about(run: Watched, place: int | None, view: View) -> list[Text]:
+    """A run in words, wrapped. Args: place, of the run among several."""
+    indent = "" if place is None else "  "
+    lines = _wrap(_parts(run), view.width, indent)
+    if place is not None:
+        mark = MARKS[place % len(MARKS)] if view.dots == "marks" else "\u25cf"
+        lines[0] = Text.assemble((mark, STYLES[place % len(STYLES)]), " ", lines[0][len(indent) :])
+    for alert in run.alerts.current:
+        said = f"! {alert.name} since step {alert.since}: {alert.sentence}"
+        lines += [Text(indent + line, "red") for line in wrap(said, view.width - len(indent), subsequent_indent="  ")]
+    over = Counter(a.name for a in run.alerts.all if a.until is not None)
+    if over:
+        said = "over: " + ", ".join(name + (f" x{n}" if n > 1 else "") for name, n in over.items())
+        lines += [Text(indent + line, "dim") for line in wrap(said, view.width - len(indent))]
+    return lines
+
+
+def _parts(run: Watched) -> list[Part]:
+    last, config = run.columns.last, run.config
+    state, more = run.state()
+    parts: list[Part] = [
+        (run.name, "bold"),
+        (" ".join((config.method, config.size)).strip(), ""),
+        (state, STATES[state]),
+    ]
+    parts.append((more, STATES[state]))
+    if "step" in last:
+        of = f"/{config.steps:,} ({run.step / config.steps:.0%})" if config.steps else ""
+        parts.append((f"step {run.step:,}{of}", ""))
+    if state == "running":
+        parts.append((f"ETA {duration(run.left)}", "bold"))
+    for name, words in (("loss", "loss {}"), ("lr", "lr {}"), ("epoch", "epoch {}")):
+        if name in run.columns:
+            parts.append((words.format(short(float(last[name]))), ""))
+    if run.pace.rate is not None:
+        parts.append((f"{run.pace.rate:,.0f} pairs/s", ""))
+    return [part for part in parts + _counts(run) if part[0]]
+
+
+def _counts(run: Watched) -> list[Part]:
+    last = run.columns.last
+    parts = []
+    wait = last.get("slowest_data_wait", last.get("data_wait"))
+    if isinstance(wait, int | float):
+        parts.append((f"data wait {wait:.0%}", ""))
+    if isinstance(last.get("memory"), int | float):
+        parts.append((f"memory {last['memory'] / 1000:.1f} GB", ""))
+    words = {
+        "skipped": "bad samples",
+        "truncated": "captions cut",
+        "skipped_steps": "steps skipped",
+        "restarts": "restarts",
+    }
+    for name, what in words.items():
+        if isinstance(last.get(name), int):
+            parts.append((f"{last[name]:,} {what}", "yellow" if last[name] and name != "restarts" else "dim"))
+    return parts
+
+
+def _wrap(parts: Sequence[Part], width: int, indent: str) -> list[Text]:
+    """Parts with two spaces between them, none cut where it fits a line."""
+    lines = [Text(indent)]
+    for words, style in parts:
+        line = lines[-1]
+        gap = "" if len(line) == len(indent) else "  "
+        if gap and len(line) + len(gap) + len(words) > width:
+            lines.append(Text(indent))
+            line, gap = lines[-1], ""
+        line.append(gap)
+        line.append(words, style or None)
+    return lines
+
+
+def _chosen(runs: Sequence[Watched], view: View) -> list[str]:
+    """Metrics to draw: the loss and its terms, validation, the gradient, speed, the rest."""
+    names = list(dict.fromkeys(name for run in runs for name in run.columns.names))
+    if view.curves:
+        return [n for n in names if n.startswith(view.curves) and n not in ("step", "time")]
+    names = [n for n in names if n not in COUNTS and not _dull(n, runs)]
+    val = [n for n in names if n.startswith("val/")]
+    terms = [n for n in names if n not in val and n not in LAST and n != "loss"]
+    first = ["loss"] if "loss" in names else []
+    return first + terms + [n for n in val if n.endswith(("recall@1", "accuracy"))] + [n for n in LAST if n in names]
+
+
+def _dull(name: str, runs: Sequence[Watched]) -> bool:
+    """A count that never left zero, or the pair loss where it is the whole loss."""
+    columns = [run.columns for run in runs if name in run.columns]
+    if name in ("skipped_steps", "save_s"):
+        return not any(c.of(name)[1].any() for c in columns)
+    return name == "pair" and all(np.array_equal(c.of("pair")[1], c.of("loss")[1]) for c in columns)
+
+
+def _grid(runs: Sequence[Watched], names: list[str], view: View, above: int) -> list[Text]:
+    """Plots side by side where there is width. Args: above, lines that are taken."""
+    across = max(1, min(view.width // WIDE, len(names), 4))
+    width = (view.width - 2 * (across - 1)) // across
+    down, height, more = math.ceil(len(names) / across), FREE, 0
+    if view.height is not None:
+        free = max(view.height - above, LEAST + 3)
+        fits = max(1, min(down, free // (LEAST + 2)))
+        if fits < down:
+            fits = max(1, (free - 1) // (LEAST + 2))
+            more = len(names) - fits * across
+        down, height = fits, min(MOST, (free - bool(more)) // fits - 2)
+    range_ = _steps(runs)
+    plots = [_plot(name, runs, range_, view, width, height) for name in names[: down * across]]
+    lines = [line for n in range(0, len(plots), across) for line in _beside(plots[n : n + across], width)]
+    note = f"{more} more curves: a larger window shows them, or choose by --curves"
+    return [*lines, *([Text(note, "dim")] if more > 0 else [])]
+
+
+def _steps(runs: Sequence[Watched]) -> tuple[float, float]:
+    ends = [(steps[0], steps[-1]) for run in runs if len(steps := run.columns.of("step")[0])]
+    return float(min(a for a, _ in ends)), float(max(b for _, b in ends))
+
+
+def _plot(
+    name: str, runs: Sequence[Watched], steps: tuple[float, float], view: View, width: int, height: int
+) -> list[Text]:
+    series = []
+    for place, run in enumerate(runs):
+        at, values = run.columns.of(name)
+        if len(at):
+            weight = 0.0 if name.startswith("val/") else view.smooth
+            series.append(Series(at, smoothed(values, weight), place))
+    newest = short(float(series[0].values[-1])) if len(runs) == 1 else ""
+    return list(plot(f"{name}  {newest}", series, steps, width, height, view.dots).split("\n"))
+
+
+def _beside(plots: Sequence[list[Text]], width: int) -> list[Text]:
+    lines = []
+    for row in zip(*plots, strict=True):
+        line = Text()
+        for n, part in enumerate(row):
+            part.truncate(width)
+            line.append("  " if n else "").append_text(part)
+            if n < len(row) - 1:
+                line.append(" " * (width - len(part)))
+        line.rstrip()
+        lines.append(line)
+    return lines

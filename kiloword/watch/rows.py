@@ -1,0 +1,115 @@
+"""`metrics.jsonl` as columns that grow: read once, then only what is new."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
+
+
+class Reader:
+    """New rows of a file at each call; a line that is half written waits for its end.
+
+    A resumed run rewrites the file from its state on: then everything comes again, and `times` counts the beginnings.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.times = path, 0
+        self._offset, self._last = 0, b""  # where the next line begins, and the line before it
+
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            if self._offset and not self._same(file):
+                self._offset, self._last = 0, b""
+            if not self._offset:
+                self.times += 1
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset, self._last = self._offset + len(line), line
+                row = _parse(line)
+                if row is not None:
+                    yield row
+
+    def _same(self, file: Any) -> bool:
+        """Whether what was read before still stands there."""
+        file.seek(self._offset - len(self._last))
+        return bool(file.read(len(self._last)) == self._last)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+class Columns:
+    """Rows as one array of numbers a name, 8 bytes a value."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.last: dict[str, Any] = {}  # the newest value of every name
+        self._columns: dict[str, tuple[array[float], array[float]]] = {}  # steps and values
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows += 1
+        self.last |= row
+        step = float(row["step"])
+        for name, value in row.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                steps, values = self._columns.setdefault(name, (array("d"), array("d")))
+                steps.append(step)
+                values.append(value)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def of(self, name: str) -> tuple[Numbers, Numbers]:
+        """Steps and values [N] of the rows that hold `name`."""
+        steps, values = self._columns.get(name, (array("d"), array("d")))
+        return np.array(steps), np.array(values)
+
+
+def smoothed(values: Numbers, weight: float) -> Numbers:
+    """An exponential moving average that starts without bias.
+
+    Args: values [N]; weight of the past, from 0 (nothing changes) to below 1.
+    """
+    if weight == 0:
+        return values
+    out, total, norm = np.empty_like(values), 0.0, 0.0
+    for n, value in enumerate(values.tolist()):
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        out[n] = total / norm
+    return out
+
+
+def thinned(steps: Numbers, values: Numbers, low: float, high: float, bins: int) -> tuple[Numbers, Numbers]:
+    """Means of the values in equal bins of steps; an empty bin gives nothing.
+
+    Args: steps, values [N]; low, high, the range of steps. Returns: bin numbers and means [M], M at most `bins`.
+    """
+    at = ((steps - low) / max(high - low, 1e-9) * (bins - 1)).round().astype(np.int64)
+    counts = np.bincount(at, minlength=bins)
+    sums = np.bincount(at, weights=values, minlength=bins)
+    used = np.flatnonzero(counts)
+    return used.astype(np.float64), sums[used] / counts[used]

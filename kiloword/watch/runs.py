@@ -1,0 +1,169 @@
+"""A run seen from outside: what its folder says, how far it is, and whether it still goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kiloword.watch.alerts import About, Alerts
+from kiloword.watch.pace import Pace
+from kiloword.watch.rows import Columns, Reader
+
+LEAST_SILENCE = 60.0  # seconds without a row that are no sign of anything
+RUN = "kiloword-run-"  # how the format of a run's config.json begins
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `config.json` says that is shown; another version's may lack some of it."""
+
+    method: str = ""
+    size: str = ""
+    steps: int | None = None
+    batch: int = 1
+    bad_share: float = 0.01
+    max_scale: float | None = None
+
+
+class Watched:
+    """One run, read again by `update`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self._begin(read_config(folder))
+
+    def _begin(self, config: Config) -> None:
+        self.config = config
+        self.reader = Reader(self.folder / "metrics.jsonl")
+        self._clear()
+
+    def _clear(self) -> None:
+        config = self.config
+        self.columns, self.pace = Columns(), Pace(config.batch)
+        self.alerts = Alerts(About(batch=config.batch, bad_share=config.bad_share, max_scale=config.max_scale))
+
+    def update(self) -> bool:
+        """Read what is new; returns whether something is."""
+        config = read_config(self.folder)  # written when a run is ready to begin, and again with --extend
+        new = config != self.config
+        if new:
+            self._begin(config)
+        times = self.reader.times
+        for row in self.reader():
+            if self.reader.times != times:  # rewritten from its start, or seen for the first time
+                times = self.reader.times
+                self._clear()
+            self.columns.add(row)
+            self.pace.add(row)
+            self.alerts.add(row)
+            new = True
+        return new
+
+    @property
+    def step(self) -> int:
+        return int(self.columns.last.get("step", 0))
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to the end, validation and pauses left out."""
+        return None if self.config.steps is None else self.pace.seconds(max(self.config.steps - self.step, 0))
+
+    def state(self, now: float | None = None) -> tuple[str, str]:
+        """One of waiting, running, finished, stopped and silent, and a few words more."""
+        if not self.columns.rows:
+            return "waiting", "no row yet"
+        if self.config.steps is not None and self.step >= self.config.steps:
+            return "finished", ""
+        silent = self._silence(time.time() if now is None else now)
+        if silent < self._usual_silence():
+            return "running", ""
+        ago = f"{silent / 60:.0f} min" if silent < 7200 else f"{silent / 3600:.0f} h"
+        saved = saved_step(self.folder)
+        if saved is not None and saved >= self.step:
+            return "stopped", f"at step {saved}, {ago} ago; the same command goes on"
+        return "silent", f"for {ago}" + (f"; the last state is of step {saved}" if saved else "")
+
+    def _silence(self, now: float) -> float:
+        try:
+            return max(now - self.reader.path.stat().st_mtime, 0.0)
+        except OSError:
+            return 0.0
+
+    def _usual_silence(self) -> float:
+        """Several times what is usual between rows, with the longest pause of the last ones (saving, validation)."""
+        gaps = np.diff(self.columns.of("time")[1][-200:])
+        if not len(gaps):
+            return LEAST_SILENCE
+        return max(LEAST_SILENCE, 10 * float(np.median(gaps)), 2 * float(np.quantile(gaps, 0.98)))
+
+
+def read_config(folder: Path) -> Config:
+    """Leniently: what is not there keeps its default."""
+    raw = _json(folder / "config.json")
+    recipe = raw.get("recipe", {})
+    settings = recipe.get("settings") or {}
+    found = {k: recipe[k] for k in ("method", "size", "steps", "batch") if k in recipe}
+    share = recipe.get("data", {}).get("bad_share")
+    return Config(
+        **found,
+        **({} if share is None else {"bad_share": share}),
+        max_scale=settings.get("max_scale") if isinstance(settings, dict) else None,
+    )
+
+
+def saved_step(folder: Path) -> int | None:
+    """Step of the newest state."""
+    found = [re.fullmatch(r"step-(\d+)\.json", p.name) for p in (folder / "state").glob("step-*.json")]
+    return max((int(m.group(1)) for m in found if m), default=None)
+
+
+def find(paths: Sequence[Path]) -> dict[Path, str]:
+    """Folders of runs -> names to show: the paths themselves, or the runs in them.
+
+    Raises: ValueError for a path that is no run and holds none.
+    """
+    found: dict[Path, str] = {}
+    for path in paths:
+        if _is_run(path):
+            found[path] = str(path)
+            continue
+        _check_folder(path)
+        inside = sorted(p for p in path.iterdir() if p.is_dir() and _is_run(p))
+        found |= {p: p.name if len(paths) == 1 else str(p) for p in inside}
+        if not inside and not any(path.iterdir()):
+            found[path] = str(path)  # a run that begins
+        elif not inside:
+            raise ValueError(f"{path} is no run and holds none: expected the --out of `kiloword train`, or its parent.")
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    return str(_json(path / "config.json").get("format", "")).startswith(RUN) or (path / "metrics.jsonl").is_file()
+
+
+def _check_folder(path: Path) -> None:
+    """Raises: ValueError, with what to give instead."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: expected the --out of `kiloword train`.")
+    if path.is_dir() and path.name in ("model", "state") and _is_run(path.parent):
+        raise ValueError(f"{path} is a part of a run: expected its --out, {path.parent}.")
+    if (path / "model.safetensors").is_file():
+        raise ValueError(f"{path} is a model folder, which has no curves: expected the --out of `kiloword train`.")
+    if not path.is_dir():
+        hint = f", {path.parent}" if _is_run(path.parent) else ""
+        raise ValueError(f"{path} is a file: expected the folder of a run, the --out of `kiloword train`{hint}.")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
