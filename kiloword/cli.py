@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional, arg
 
-from kiloword import __version__
+from kiloword import __version__, launch
 from kiloword.cli_eval import GENERATE, evaluate
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import Options as MineOptions
+from kiloword.sentences import sentence_of
 
 app = tyro.extras.SubcommandApp()
 MINE = MineOptions()
@@ -292,21 +294,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(__version__)
         return
     try:
-        if argv[:1] == ["train"]:
-            from kiloword.cli_train import main as run_train
-
-            run_train(argv[1:])
-        else:
-            app.cli(args=argv or ["--help"], prog="kiloword", description="Image-text models, many to many.")
-    except ValueError as e:
-        print(f"kiloword: {e}", file=sys.stderr)
-        raise SystemExit(getattr(e, "code", 2)) from None
+        with _met():
+            _run(argv)
     except BrokenPipeError:  # `kiloword ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except OSError as e:
-        print(f"kiloword: {e.strerror or e}{f': {e.filename}' if e.filename else ''}.", file=sys.stderr)
-        raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("kiloword: interrupted.", file=sys.stderr)
         raise SystemExit(2) from None
+    except Exception as e:
+        said = sentence_of(e)
+        if said is None:
+            raise
+        if not getattr(e, "quiet", False):  # rank 0 speaks for all
+            print(f"kiloword: {said}", file=sys.stderr)
+        launch.explain(said)
+        raise SystemExit(getattr(e, "code", 2)) from None
+
+
+def _met() -> AbstractContextManager[object]:
+    """With several ranks: an error of one ends all."""
+    if launch.adopt() == 1:
+        return nullcontext()
+    from kiloword.peers import met
+
+    return met()
+
+
+def _run(argv: Sequence[str]) -> None:
+    if argv[:1] == ["train"]:
+        from kiloword.cli_train import main as run_train
+
+        run_train(argv[1:])
+    else:
+        app.cli(args=argv or ["--help"], prog="kiloword", description="Image-text models, many to many.")

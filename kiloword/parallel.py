@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kiloword import launch, peers
+
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
@@ -27,19 +29,28 @@ def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
     """Join the group that torchrun announces in the environment; with a single process, do nothing.
 
     Leaves through a barrier: gloo processes that exit while a peer still talks abort in half of the runs.
+    Raises: RanksEnded when another rank ended, or gave no answer for `timeout_s`.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    if dist.is_initialized() or launch.adopt() == 1:
         yield
         return
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
-    try:
-        yield
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    with peers.met(timeout_s) as met:
+        assert met is not None
+        met.gather(timeout_s)
+        met.abrupt = cuda
+        patience = timedelta(seconds=timeout_s + (60 if cuda else 0))  # NCCL aborts the process: `met` comes first
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=met.group_store, rank=met.rank, world_size=met.ranks, timeout=patience)
+        try:
+            yield
+            dist.barrier()
+        except Exception as e:  # told before the connections close
+            raise met.ended(e) from e
+        finally:
+            dist.destroy_process_group()
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import FrameType
 from typing import TypeVar
 
-from kiloword import parallel
+from kiloword import parallel, peers
 
 Item = TypeVar("Item")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -59,12 +60,13 @@ class Stop:
         except _Now:
             raise self.stopped(sentence) from None
 
-    def batches(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """The same batches; of a single rank they end when a signal comes while one is waited for.
+    def batches(self, batches: Iterator[Item], step: int) -> Iterator[Item]:
+        """The same batches, `step` the first (from 0); a single rank's end when a signal comes while one is waited for.
 
         Several ranks stop after a step that all of them have made: their state is saved by all together.
         """
-        while True:
+        for number in count(step + 1):
+            peers.at(f"waiting for its data of step {number}")
             try:
                 if parallel.ranks() > 1:
                     batch = next(batches, None)
@@ -75,6 +77,7 @@ class Stop:
                 return
             if batch is None:
                 return
+            peers.at(f"in step {number}")
             yield batch
 
     @contextmanager

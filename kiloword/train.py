@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kiloword import parallel
+from kiloword import parallel, peers
 from kiloword.accumulate import backward
 from kiloword.device import choose
 from kiloword.guard import Guard
@@ -58,7 +58,7 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
     saved, meter = time.perf_counter(), Meter(run, guard)
     if _validates(run, options) and not validated(run):
         _validate(run, stop)
-    for batch in meter.timed(stop.batches(run.loader.batches(run.step, recipe.steps))):
+    for batch in meter.timed(stop.batches(run.loader.batches(run.step, recipe.steps), run.step)):
         for new in run.bad.count(parallel.all_lists(batch.skipped)):
             run.log.say(f"skipped {new.key}: {new.reason}")
         run.truncated += parallel.add_up(batch.texts.truncated)
@@ -105,6 +105,7 @@ def _validates(run: Run, options: Options) -> bool:
 
 def _validate(run: Run, stop: Stop) -> None:
     """Its state is saved before: a signal ends it at once, and the same command makes it again."""
+    peers.at(f"validating after step {run.step}")
     with stop.at_once(f"stopped in the validation after step {run.step}; the state is saved. {GOES_ON}"):
         found = validate(run)
     run.log.row({"step": run.step, **found})

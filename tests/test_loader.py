@@ -17,6 +17,7 @@ from PIL import Image
 from kiloword.data.loader import ATTEMPTS, BadRows, Loader, eval_batches
 from kiloword.data.mixture import Mixture
 from kiloword.data.sampler import Order
+from kiloword.data.steps import LoaderStopped
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import Draw
 from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
@@ -193,13 +194,13 @@ def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
 
 
 def test_a_killed_worker_is_an_error_not_a_wait() -> None:
-    with pytest.raises(RuntimeError, match=r"a loader worker stopped: .*(Killed|exited unexpectedly)"):
+    with pytest.raises(LoaderStopped, match=r"a loader worker stopped: .*(Killed|exited unexpectedly)"):
         list(make(Pictures(dict.fromkeys(range(ROWS), "kill")), workers=1, timeout=60).batches(0, 5))
 
 
 @pytest.mark.slow
 def test_a_stalled_worker_is_an_error_not_a_wait() -> None:
-    with pytest.raises(RuntimeError, match="a loader worker stopped: DataLoader timed out after 1 seconds"):
+    with pytest.raises(LoaderStopped, match="a loader worker stopped: DataLoader timed out after 1 seconds"):
         list(make(Pictures(dict.fromkeys(range(ROWS), "sleep")), workers=1, timeout=1).batches(0, 5))
 
 

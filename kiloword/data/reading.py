@@ -84,7 +84,7 @@ def eval_batches(
 
     Args: parts: the rows that are wanted, in place of all; no batch holds rows of two parts; transform: in place of
     what image_size and resize say; captions False: pictures without captions are not bad.
-    Errors: RuntimeError when a worker died or stalled.
+    Errors: LoaderStopped when a worker died or stalled.
     """
     if batch < 1:
         raise ValueError(f"a batch of {batch} pictures; expected at least 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,14 +12,22 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from kiloword.sentences import sentence_of
+
 Item = TypeVar("Item")
+KILLED_S = 5.0  # that a killed worker may take to disappear
+
+
+class LoaderStopped(ValueError):
+    """A worker process died, or took too long."""
 
 
 def in_order(make: Callable[[int], Item], steps: Iterable[int], workers: int, timeout: float = 300) -> Iterator[Item]:
     """`make(step)` for every step, in order, made ahead by `workers` processes (0: in this one).
 
-    Errors: a ValueError of `make` comes out as it was raised; RuntimeError when a worker died or took longer than
-    `timeout` seconds for one step.
+    Errors: a ValueError of `make` comes out as it was raised, lack of memory or a file's error as a sentence;
+    LoaderStopped when a worker died or took longer than `timeout` seconds for one step. (One that dies while nothing is
+    waited for raises DataLoader's RuntimeError wherever this process is: `sentence_of` knows it.)
     """
     loader: DataLoader[Item | _Failed] = DataLoader(
         _Steps(make),
@@ -29,18 +38,18 @@ def in_order(make: Callable[[int], Item], steps: Iterable[int], workers: int, ti
         worker_init_fn=_start_worker if workers else None,
         generator=torch.Generator(),  # otherwise making an iterator would draw from the global one
     )
+    items = iter(loader)
     try:
-        for item in loader:
+        for item in items:
             if isinstance(item, _Failed):
                 raise item.error
             yield cast(Item, item)
     except RuntimeError as error:
         if workers and "DataLoader" in str(error):
-            raise RuntimeError(
-                f"a loader worker stopped: {error}. Often memory (fewer --workers), a small /dev/shm, or a file system "
-                "that hangs; --workers 0 shows where."
-            ) from error
+            raise LoaderStopped(sentence_of(error) or "") from error
         raise
+    finally:
+        _end_workers(items)
 
 
 @dataclass
@@ -59,11 +68,28 @@ class _Steps(Dataset[Any]):
             return self.make(step)
         except ValueError as error:
             return _Failed(error)
+        except (MemoryError, OSError) as error:
+            return _Failed(ValueError(f"batch of step {step + 1}: {sentence_of(error)}"))
 
 
 def _start_worker(worker: int) -> None:
-    """One thread a worker; Ctrl-C is for the main process, which then ends its workers."""
+    """One thread a worker. Signals are for the main process, which then ends its workers; SLURM and torchrun send
+    theirs to all, and a run without its workers could not save."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     if "cv2" in sys.modules:  # its thread pool does not survive a fork
         sys.modules["cv2"].setNumThreads(0)
+
+
+def _end_workers(items: Any) -> None:
+    """Those that hang too: Python waits for them at its exit, and SIGTERM does not reach them."""
+    workers = getattr(items, "_workers", ())
+    if workers:
+        items._shutdown_workers()  # they end by themselves; from here on none that dies is an error
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+            worker.join(KILLED_S)
+        if worker.is_alive():  # inside a system call that does not end, as of a network drive that is gone
+            multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]

@@ -1,0 +1,75 @@
+"""Which rank this process is, as torchrun or SLURM's `srun` says it in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+PORTS = range(12_000, 32_000)  # below those that Linux hands out by itself
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def adopt(environment: MutableMapping[str, str] = os.environ) -> int:
+    """Make of a job step of SLURM what torchrun would have announced; returns the number of ranks.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT that are set win, so that torchrun works inside `srun`. A batch script
+    itself is no job step: without `srun` there is one rank.
+    Raises: ValueError when the variables contradict each other.
+    """
+    if "RANK" not in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        _from_slurm(environment)
+    ranks = _number(environment, "WORLD_SIZE", 1)
+    if ranks > 1:
+        missing = [name for name in _NAMES if name not in environment]
+        if missing:
+            raise ValueError(
+                f"WORLD_SIZE is {ranks}, but not set: {', '.join(missing)}. Start with torchrun or srun, or set all of "
+                f"{', '.join(_NAMES)}."
+            )
+    rank = _number(environment, "RANK", 0)
+    if rank >= ranks:
+        raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {ranks}: expected a rank from 0 to {ranks - 1}.")
+    return ranks
+
+
+def _from_slurm(environment: MutableMapping[str, str]) -> None:
+    tasks, rank = _number(environment, "SLURM_STEP_NUM_TASKS", 1), _number(environment, "SLURM_PROCID", 0)
+    said = _number(environment, "WORLD_SIZE", tasks)
+    if said != tasks:
+        raise ValueError(
+            f"WORLD_SIZE is {said}, but srun started {tasks} tasks: unset it, or start torchrun by `srun "
+            "--ntasks-per-node=1 torchrun ...`."
+        )
+    job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
+    first = first_node(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or "")
+    environment["RANK"], environment["WORLD_SIZE"] = str(rank), str(tasks)
+    environment.setdefault("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
+    environment.setdefault("MASTER_ADDR", first or environment.get("SLURM_LAUNCH_NODE_IPADDR") or "127.0.0.1")
+    environment.setdefault("MASTER_PORT", str(PORTS[(job * 7 + step) % len(PORTS)]))
+
+
+def explain(sentence: str) -> None:
+    """Why this rank ends, for the report that torchrun prints at last."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        about = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": about}}))
+
+
+def first_node(nodes: str) -> str:
+    """Of SLURM's short form: gpu[07-09,12],login -> gpu07."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    return "" if match is None else match[1] + (match[2] or "")
+
+
+def _number(environment: MutableMapping[str, str], name: str, missing: int) -> int:
+    value = environment.get(name, str(missing))
+    if not value.isdecimal():
+        raise ValueError(f"{name} is {value!r}: expected a whole number.")
+    return int(value)

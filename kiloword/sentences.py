@@ -1,0 +1,26 @@
+"""Errors in the words of a user: one sentence that says what came and what to do, or none for our own mistakes."""
+
+from __future__ import annotations
+
+WORKER = (
+    "Often memory (fewer --workers), a small /dev/shm, or a file system that hangs; --workers 0 shows where. The last "
+    "state is kept."
+)
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """What a user can mend, in a sentence; None for what wants a traceback."""
+    said = str(error).strip()
+    if isinstance(error, ValueError):
+        return said
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}."
+    if isinstance(error, MemoryError):
+        return f"out of memory{f' ({said})' if said else ''}: take a smaller --batch, or --micro."
+    if type(error).__name__ == "OutOfMemoryError":
+        return (
+            f"{said.splitlines()[0]} Take a smaller --micro, or --checkpointing selective; `kiloword plan` says more."
+        )
+    if isinstance(error, RuntimeError) and "DataLoader" in said:
+        return f"a loader worker stopped: {said.splitlines()[0]}. {WORKER}"
+    return None
