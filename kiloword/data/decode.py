@@ -3,7 +3,7 @@
 What unusual pictures become, with every decoder: EXIF orientation is applied; transparency lies over white; of an
 animation the first frame is taken; 16-bit grey is scaled to 8 (by 257), 16-bit colour keeps its high bytes; palettes,
 grey, CMYK and YCbCr become RGB; colour profiles and gamma are not applied. The content decides, never the extension.
-OpenCV decodes plain 8-bit JPEG, PNG, WebP and BMP, simplejpeg plain JPEG; Pillow takes whatever else comes.
+OpenCV decodes plain 8-bit JPEG, PNG and WebP, simplejpeg plain JPEG; Pillow takes whatever else comes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,13 @@ MAX_PIXELS = 80_000_000  # 240 MB decoded; just below Pillow's own limit
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # not EPS and the like, which start other programs
 _PACKAGES = {"opencv": ("cv2", "opencv-python-headless"), "simplejpeg": ("simplejpeg", "simplejpeg")}
 _ORIENTATION = 0x0112
+_SCAN, _END = b"\xda", b"\xd9"  # second bytes of JPEG's markers
+_INSIDE = frozenset(
+    bytes([kind]) for kind in (0x00, *range(0xD0, 0xD8), 0xFF)
+)  # what may follow 0xff in the midst of a scan
+_MARKERS = frozenset(bytes([kind]) for kind in (0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE))
+_EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` that may hold it
+_LATE = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 
 
 def check_decoder(decoder: str) -> None:
@@ -103,9 +110,19 @@ def _open(image: bytes) -> Image.Image:
     if not image:
         raise BadSample("the picture has zero bytes")
     picture = Image.open(io.BytesIO(image), formats=_FORMATS)
-    if picture.width * picture.height > MAX_PIXELS:
-        raise _too_large(picture.width * picture.height)
+    pixels = max(picture.width * picture.height, _tile(picture))
+    if pixels > MAX_PIXELS:
+        raise _too_large(pixels)
+    if picture.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & picture.info.keys():
+        picture.load()  # what a PNG says of itself may stand behind its pixels
     return picture
+
+
+def _tile(picture: Image.Image) -> int:
+    """Pixels of a tile of a TIFF, for which room is made whatever the picture's size; 0 without tiles."""
+    tags: Mapping[int, Any] = getattr(picture, "tag_v2", {})
+    width, height = tags.get(322, 0), tags.get(323, 0)
+    return width * height if isinstance(width, int) and isinstance(height, int) else 0
 
 
 def _too_large(pixels: int | None) -> BadSample:
@@ -115,7 +132,7 @@ def _too_large(pixels: int | None) -> BadSample:
 
 def _orientation(picture: Image.Image) -> int:
     """1 to 8; 1 is upright. Reads EXIF only where there is some."""
-    if not {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"} & picture.info.keys():
+    if not _EXIF & picture.info.keys():
         return 1
     value = picture.getexif().get(_ORIENTATION, 1)
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
@@ -137,21 +154,49 @@ def _reduction(picture: Image.Image, at_least: int | None) -> int:
 def _fast(image: bytes, picture: Image.Image, decoder: Decoder, factor: int) -> Pixels | None:
     """The other decoders, where they do what Pillow would; None leaves the picture to Pillow."""
     plain = picture.mode in ("RGB", "L") and _orientation(picture) == 1 and "transparency" not in picture.info
-    if decoder == "pillow" or not plain or getattr(picture, "n_frames", 1) > 1:
+    if decoder == "pillow" or not plain:
         return None
-    # Only Pillow and simplejpeg notice a truncated JPEG; OpenCV fills it with grey. A whole one ends with EOI.
-    if picture.format == "JPEG" and image.rstrip(b"\0\r\n")[-2:] == b"\xff\xd9":
-        return _simplejpeg(image, picture, factor) if decoder == "simplejpeg" else _opencv(image, factor)
-    if decoder == "opencv" and picture.format in ("PNG", "WEBP", "BMP"):
+    if picture.format == "JPEG" and decoder == "simplejpeg":
+        return _simplejpeg(image, picture, factor)
+    if picture.format == "JPEG" and _is_whole(image):
+        return _opencv(image, factor)
+    still = getattr(picture, "n_frames", 1) == 1
+    if decoder == "opencv" and picture.format in ("PNG", "WEBP") and still:
         return _opencv(image, 1)
     return None
 
 
-def _simplejpeg(image: bytes, picture: Image.Image, factor: int) -> Pixels:
+def _is_whole(jpeg: bytes) -> bool:
+    """Whether its markers lead from one to the next up to the end of the picture (ITU-T T.81, B.1.1).
+
+    Pillow and simplejpeg notice where they do not; OpenCV fills what is missing with grey.
+    """
+    at = 2
+    while jpeg[at : at + 1] == b"\xff" and (kind := jpeg[at + 1 : at + 2]) != _END:
+        if kind != b"\xff":  # any number of them may stand before a marker
+            length = int.from_bytes(jpeg[at + 2 : at + 4], "big")
+            if kind not in _MARKERS or length < 2:
+                return False
+            at += 1 + length
+        at += 1
+        if kind == _SCAN:
+            at = jpeg.find(b"\xff", at)
+            while at >= 0 and jpeg[at + 1 : at + 2] in _INSIDE:
+                at = jpeg.find(b"\xff", at + 1)
+            if at < 0:
+                return False
+    return jpeg[at : at + 1] == b"\xff"
+
+
+def _simplejpeg(image: bytes, picture: Image.Image, factor: int) -> Pixels | None:
+    """None when simplejpeg will not, which takes libjpeg's warnings for errors: Pillow then decides."""
     import simplejpeg
 
     least = {"min_height": picture.height // factor, "min_width": picture.width // factor} if factor > 1 else {}
-    pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
+    except ValueError:
+        return None
     return pixels
 
 
@@ -186,8 +231,10 @@ def to_rgb(picture: Image.Image) -> Image.Image:
 
 def _from_16_bit(picture: Image.Image) -> Image.Image:
     """Grey of 16 bits, [0, 65535] to [0, 255], to the nearest."""
-    grey = np.asarray(picture).astype(np.int64).clip(0, 65535)
-    return Image.fromarray(((grey + 128) // 257).astype(np.uint8))
+    grey = np.asarray(picture).clip(0, 65535).astype(np.uint32)
+    grey += 128
+    grey //= 257
+    return Image.fromarray(grey.astype(np.uint8))
 
 
 def _turn(picture: Image.Image, orientation: int) -> Image.Image:

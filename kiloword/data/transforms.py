@@ -55,19 +55,14 @@ def fit(picture: Image.Image, size: int, resize: Resize = "shortest") -> Tensor:
     """
     picture = to_rgb(picture)
     wide, high = _scaled(picture.width, picture.height, size, resize)
+    left, top = round((wide - size) / 2), round((high - size) / 2)
     if wide * high > MAX_PIXELS:  # of a picture of one line: only what is kept is made
-        return _tensor(np.asarray(_centre_resized(picture, size))).contiguous()
+        x, y = picture.width / wide, picture.height / high
+        box = left * x, top * y, min((left + size) * x, picture.width), min((top + size) * y, picture.height)
+        return _tensor(np.asarray(picture.resize((size, size), Image.Resampling.BICUBIC, box=box))).contiguous()
     if (wide, high) != picture.size:
         picture = picture.resize((wide, high), Image.Resampling.BICUBIC)
-    left, top = round((wide - size) / 2), round((high - size) / 2)
     return _tensor(np.asarray(picture.crop((left, top, left + size, top + size)))).contiguous()
-
-
-def _centre_resized(picture: Image.Image, size: int) -> Image.Image:
-    """The centre of the picture that its shorter side fits into, resized; at most one level from resize, then crop."""
-    side = min(picture.size)
-    left, top = (picture.width - side) / 2, (picture.height - side) / 2
-    return picture.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
 
 
 def read(path: str | Path) -> Image.Image:
