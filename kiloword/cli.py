@@ -263,6 +263,12 @@ def watch(
     run(runs, once, every, smooth, curves, tensorboard)
 
 
+@app.command(name="plan")
+def _plan_stub() -> None:
+    """Memory, time and traffic before renting machines: kiloword plan METHOD --size L --gpus N --batch B --samples S."""
+    raise AssertionError("handled by main")
+
+
 @app.command
 def methods() -> None:
     """The presets and what fills their slots."""
@@ -326,5 +332,9 @@ def _run(argv: Sequence[str]) -> None:
         from kiloword.cli_train import main as run_train
 
         run_train(argv[1:])
+    elif argv[:1] == ["plan"]:
+        from kiloword.planning.command import main as run_plan
+
+        run_plan(argv[1:])
     else:
         app.cli(args=argv or ["--help"], prog="kiloword", description="Image-text models, many to many.")

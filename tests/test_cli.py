@@ -29,7 +29,7 @@ OPTIONS = (  # flags too: what may change when a run is resumed
     "workers device log_every log_to save_every eval_every keep_states timeout max_skipped_steps parallel "
     "checkpointing compile extend quiet"
 )
-VERBS = "train quickstart eval score embed caption mine data verify import watch methods sizes doctor"
+VERBS = "train quickstart eval score embed caption mine data verify plan import watch methods sizes doctor"
 
 
 def run(*words: object) -> None:
@@ -94,6 +94,7 @@ def test_nothing_is_help_too(capsys: pytest.CaptureFixture[str]) -> None:
         ("import kiloword", 0.3),
         ("from kiloword.cli import main; main(['--help'])", 0.5),
         ("from kiloword.cli import main; main(['train', '--help'])", 0.5),
+        ("from kiloword.cli import main; main(['plan', '--help'])", 0.5),
     ],
 )
 def test_instant_and_without_torch(code: str, seconds: float) -> None:

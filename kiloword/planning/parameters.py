@@ -1,0 +1,93 @@
+"""Parameters by part, and bytes of weights, gradients and optimizer states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from kiloword.contextual import Attention
+from kiloword.engine import units
+from kiloword.learner import Learner
+from kiloword.optim import groups
+from kiloword.recipes import OptimConfig
+
+NORM = 16  # bytes: the optimizer's running gradient norm and its weight
+TABLES = ("tokens", "positions", "class_token", "extra_tokens", "uncertainty_token", "mask_token")
+
+
+def parts(learner: Learner) -> dict[str, int]:
+    """Part of the model -> number of parameters: towers and decoders without their tables, head, embeddings."""
+    found = {"image tower": 0, "text tower": 0}
+    found |= {name.replace("_", " "): 0 for name in learner.model.more} | {"head": 0, "embeddings": 0}
+    for name, p in learner.named_parameters():
+        words = name.split(".")
+        if words[-1] in TABLES:
+            part = "embeddings"
+        elif words[0] == "terms":
+            part = "terms"
+        else:
+            part = (words[2] if words[1] == "more" else words[1]).replace("_", " ")
+        found[part] = found.get(part, 0) + p.numel()
+    return found
+
+
+def total(learner: Learner) -> int:
+    return sum(p.numel() for p in learner.parameters())
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that one GPU holds when it holds everything."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    average: float
+
+
+def bytes_of(learner: Learner, optim: OptimConfig, precision: str) -> Held:
+    """Weights and gradients in fp32 (under bf16 too: autocast keeps them so), states as the optimizer makes them.
+
+    AdamW has two moments a parameter and a step count of 4 bytes a tensor, Muon one moment, both together a running
+    gradient norm; an average of the weights is one more copy of what learns.
+    """
+    size = 8 if precision == "fp64" else 4
+    learning = [p for p in learner.parameters() if p.requires_grad]
+    grown = sum(p.numel() for p in learning)
+    states = float(NORM)
+    for kind, members in groups(learner.named_parameters(), optim).items():
+        numbers = sum(p.numel() for _, p in members)
+        states += numbers * size if kind.endswith("muon") else 2 * numbers * size + 4 * len(members)
+    return Held(total(learner) * size, grown * size, states, grown * size if optim.ema else 0.0)
+
+
+def in_products(learner: Learner) -> int:
+    """Numbers of the weights that matrix products read: those of which autocast makes copies in half precision."""
+    found = 0
+    for part in learner.model.modules():
+        if isinstance(part, nn.Linear | nn.Conv2d):
+            found += part.weight.numel()
+        elif isinstance(part, Attention):
+            found += part.key.numel() + part.value.numel()
+    return found
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Parameters as FSDP holds them, in numbers."""
+
+    sharded: int  # in blocks, gathered one by one
+    root: int  # of towers and decoders, in no block: gathered once a step
+    replicated: int  # head and terms
+    largest: int  # block
+    blocks: int
+
+
+def shards(learner: Learner) -> Shards:
+    """How `engine.shard` cuts a learner."""
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units(learner.model)]
+    head = sum(p.numel() for p in learner.model.head.parameters())
+    terms = sum(p.numel() for p in learner.terms.parameters())
+    sharded = sum(sizes)
+    return Shards(sharded, total(learner) - sharded - head - terms, head + terms, max(sizes), len(sizes))

@@ -1,0 +1,74 @@
+"""Bytes that each GPU sends in a step (and receives as many)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from kiloword.learner import Learner
+from kiloword.losses import softmax_loss
+from kiloword.losses_many import supcon_loss
+from kiloword.losses_matching import matching_loss
+from kiloword.planning.memory import Layout
+from kiloword.planning.pairs import features, function_of
+from kiloword.planning.parameters import bytes_of, shards
+from kiloword.planning.shapes import Load
+from kiloword.planning.step import micro_batch
+from kiloword.recipes import OptimConfig
+from kiloword.towers.blocks import Block, CrossBlock
+
+EXPOSED = ("features", "columns")  # no arithmetic hides it
+
+
+def traffic(
+    learner: Learner,
+    optim: OptimConfig,
+    precision: str,
+    share: Load,
+    layout: Layout,
+    all_texts: float,
+    teacher: int = 0,
+) -> dict[str, float]:
+    """What travels -> bytes that a GPU sends in a step.
+
+    A ring over n ranks sends (n-1)/n of a buffer to gather or to scatter sums, twice that to have the sums everywhere.
+    ddp: 2 (n-1)/n of all gradients, once a step. fsdp: blocks are gathered for every pass forward and again backward
+    and their gradients scattered, for every micro-batch; what is in no block is gathered once a micro-batch. Features:
+    every rank's texts are gathered, their gradients scattered; softmax and the like also two numbers of every text
+    from every rank.
+    """
+    n = layout.gpus
+    if n == 1:
+        return {}
+    ring, size = (n - 1) / n, 8 if precision == "fp64" else 4
+    held = bytes_of(learner, optim, precision)
+    found: dict[str, float] = {}
+    if layout.parallel == "ddp":
+        found["gradients"] = 2 * ring * held.gradients
+    else:
+        cut, (forward, both) = shards(learner), _block_bytes(learner, share, size)
+        first = forward if layout.pieces > 1 and learner.method.pair_weight else 0.0
+        root = size * cut.root * layout.pieces
+        found["weights"] = ring * (layout.pieces * 2 * both + first * layout.pieces + root)
+        found["gradients"] = ring * (layout.pieces * both + root) + 2 * ring * size * cut.replicated
+    if learner.method.pair_weight:
+        text = features(learner.model, teacher)[1]
+        row = 4 * (text.floats + text.constant)
+        found["features"] = ring * all_texts * (2 * row + 8 * text.whole)
+        if function_of(learner.method) in (softmax_loss, supcon_loss, matching_loss):
+            found["columns"] = (n - 1) * all_texts * 2 * 4.0
+    return found
+
+
+def _block_bytes(learner: Learner, share: Load, size: int) -> tuple[float, float]:
+    """Bytes of the blocks of all passes of a micro-batch: of encoding alone, and of everything."""
+    model = learner.model
+    image, text = (_blocks(tower) for tower in (model.image_tower, model.text_tower))
+    more = sum(_blocks(tower) for tower in model.more.values())
+    names = [w.name for w in micro_batch(learner, share)]
+    passes = sum(name.startswith("image tower") for name in names), sum(name.startswith("text tower") for name in names)
+    asked = text if "fuser" in model.more else 0  # a fuser passes questions through the text tower's blocks
+    return size * float(image + text), size * float(passes[0] * image + passes[1] * text + more + asked)
+
+
+def _blocks(tower: nn.Module) -> int:
+    return sum(p.numel() for part in tower.modules() if isinstance(part, Block | CrossBlock) for p in part.parameters())
