@@ -128,7 +128,8 @@ def _commit(run: Run, folder: Path, file: ModelFile, numbers: dict[str, Any], ke
         raise SaveError(
             f"{folder / missing[0]} of another rank is not here: --out must be a folder that all ranks share."
         )
-    sync(run.out / "metrics.jsonl")
+    if (run.out / "metrics.jsonl").exists():
+        sync(run.out / "metrics.jsonl")
     write_model(run, file, Stored([folder / name for name in files], numbers))
     write_numbers(folder.parent, file.steps, files, numbers)
     drop_old(folder.parent, keep)
@@ -138,6 +139,8 @@ def _commit(run: Run, folder: Path, file: ModelFile, numbers: dict[str, Any], ke
 def write_model(run: Run, file: ModelFile, stored: Stored) -> None:
     """The model folder of a state: averaged weights where there are some. Weights come last, as in `save_model`."""
     folder = run.out / "model"
+    for cut in folder.glob(".model.safetensors.*.tmp"):  # by a crash
+        cut.unlink()
     names = {}
     for name in stored.specs:
         if name.startswith("learner/model."):

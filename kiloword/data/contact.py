@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from kiloword.checkpoint import write_atomic
 from kiloword.data.decode import decode
 from kiloword.draw import key
 from kiloword.types import BadSample, Record, Source
@@ -33,10 +35,9 @@ def contact_sheet(source: Source, path: Path) -> None:
         row, column = divmod(place, _COLUMNS)
         corner = (_GAP + column * (_TILE[0] + _GAP), _GAP + row * (_TILE[1] + _GAP))
         _tile(sheet, corner, picture, _caption(source, record), len(record.captions))
-    try:
-        sheet.save(path, "PNG")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
+    file = io.BytesIO()
+    sheet.save(file, "PNG")
+    write_atomic(path, file.getvalue())
 
 
 def _readable(source: Source) -> Iterator[tuple[Image.Image, Record]]:

@@ -15,6 +15,7 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from kiloword.checkpoint import write_atomic
 from kiloword.data import cleaning
 from kiloword.data.roles import Roles
 from kiloword.recipes import TextConfig
@@ -143,11 +144,7 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write `folder/tokenizer.json`; a reader sees the old file or the new one."""
-        path = Path(folder) / "tokenizer.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
-        temporary.replace(path)
+        write_atomic(Path(folder) / "tokenizer.json", self._backend.to_str(pretty=True).encode())
 
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from kiloword.checkpoint import write_json
+from kiloword.checkpoint import write_atomic, write_json
 from kiloword.data.transforms import EvalTransform
 from kiloword.explain import Explanation, Maps
 from kiloword.report.inside_words import Asked, Found, What, looked, possible
@@ -16,6 +17,8 @@ from kiloword.report.sheet import Block, sheet
 from kiloword.towers.image import extra
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from kiloword.api import Matcher
 
 SHEET = "The part of the picture that the model sees, and what its decoders do with each caption."
@@ -76,7 +79,7 @@ def _write_sheets(
             numbers.append(
                 {"text": text, "score": scores[i][t], **{k: v for _, part in parts for k, v in part.items()}}
             )
-        sheet(large[i], path.name, SHEET, blocks).save(folder / file)
+        _save(sheet(large[i], path.name, SHEET, blocks), folder / file)
         pictures.append({"picture": str(path), "figure": file, "texts": numbers})
     write_json(folder / "inside.json", {"pictures": pictures})
     return [f"{len(files)} sheet{'s' * (len(files) > 1)} ({', '.join(found)}) and inside.json: {folder}"]
@@ -106,7 +109,7 @@ def _write_maps(
     for i, (path, file) in enumerate(zip(images, files, strict=True)):
         pairs = [_pair(found, i, t, text, names) for t, text in enumerate(texts)]
         rows = [_row(found, i, t, pair) for t, pair in enumerate(pairs)]
-        figure(large[i], path.name, about, rows).save(folder / file)
+        _save(figure(large[i], path.name, about, rows), folder / file)
         pictures.append({"picture": str(path), "figure": file, "texts": pairs})
         lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
     write_json(folder / "weights.json", {"about": found.about, "maps": maps, "tokens": names, "pictures": pictures})
@@ -181,3 +184,9 @@ def _large(matcher: Matcher, path: Path) -> Pixels:
         EvalTransform(2 * SIDE, matcher.model.config.preprocess.resize)(path.read_bytes()).permute(1, 2, 0).numpy()
     )
     return pixels
+
+
+def _save(picture: Image.Image, path: Path) -> None:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    write_atomic(path, file.getvalue())
