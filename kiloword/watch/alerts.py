@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kiloword.watch.rules import About, Rule, rules
+from kiloword.watch.rule import About, Rule
+from kiloword.watch.rules_feeding import DataWait, MemoryGrowth, SkippedSamples, Slower, Truncated
+from kiloword.watch.rules_learning import BadSteps, Falling, GradientNorm, LossSpike, ScaleAtLimit
 
 __all__ = ["About", "Alert", "Alerts", "alerts"]
 
@@ -29,7 +31,7 @@ class Alerts:
 
     def __init__(self, about: About) -> None:
         self.all: list[Alert] = []
-        self._states = [_State(rule) for rule in rules(about)]
+        self._states = [_State(rule) for rule in _rules(about)]
 
     def add(self, row: Mapping[str, Any]) -> list[str]:
         """Take the next row; returns the sentences to say: what began with it and what ended."""
@@ -75,3 +77,8 @@ class _State:
         self.alert.until = int(row["step"])
         self.alert = None
         return f"over at step {row['step']}: {self.rule.over}"
+
+
+def _rules(about: About) -> list[Rule]:
+    learning = [BadSteps(), LossSpike(), GradientNorm(), ScaleAtLimit(about), Falling()]
+    return [*learning, DataWait(), Slower(), SkippedSamples(about), Truncated(), MemoryGrowth()]

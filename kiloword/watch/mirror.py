@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.watch.rows import Reader
-from kiloword.watch.rules import number
+from kiloword.watch.rule import number
 from kiloword.watch.runs import Watched
 
 NO_CURVE = ("step", "time", "restarts")

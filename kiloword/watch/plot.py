@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Literal
 
 import numpy as np
@@ -46,21 +46,21 @@ def plot(title: str, series: Sequence[Series], steps: tuple[float, float], width
     for row in range(height):
         label = top if row == 0 else bottom if row == height - 1 else ""
         text.append(f"{label:>{LABEL - 1}}|", "dim")
-        for column in range(inner):
-            _draw(text, cells.get((row, column)), dots)
+        line = [cells.get((row, column)) for column in range(inner)]
+        for place, group in groupby(line, lambda cell: None if cell is None else cell[1]):
+            style = None if place is None else STYLES[place % len(STYLES)]
+            text.append("".join(_character(cell, dots) for cell in group), style)
         text.append("\n")
     first, last = (f"{step:,.0f}" for step in steps)
     text.append(" " * LABEL + first + last.rjust(max(inner - len(first), len(last) + 1)), "dim")
     return text
 
 
-def _draw(text: Text, cell: tuple[int, int] | None, dots: Dots) -> None:
+def _character(cell: tuple[int, int] | None, dots: Dots) -> str:
     if cell is None:
-        text.append(" ")
-        return
+        return " "
     bits, place = cell
-    mark = chr(0x2800 + bits) if dots == "braille" else MARKS[place % len(MARKS)]
-    text.append(mark, STYLES[place % len(STYLES)])
+    return chr(0x2800 + bits) if dots == "braille" else MARKS[place % len(MARKS)]
 
 
 def _cells(
@@ -79,7 +79,8 @@ def _cells(
         for x, y in _line(at, down):
             key = (y // fine[1], x // fine[0])
             bit = _BRAILLE[y % 4][x % 2] if fine[1] == 4 else 1
-            out[key] = (out.get(key, (0, 0))[0] | bit, one.place)
+            before = out.get(key)
+            out[key] = (bit if before is None or before[1] != one.place else before[0] | bit, one.place)
     return out
 
 

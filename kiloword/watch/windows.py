@@ -51,6 +51,7 @@ class Thinned:
     """A whole series in a bounded number of evenly spaced values."""
 
     def __init__(self, most: int = 256) -> None:
+        assert most % 2 == 0
         self.most, self.values = most, list[float]()
         self._stride, self._skip = 1, 0
 
@@ -59,7 +60,7 @@ class Thinned:
             self._skip -= 1
             return
         self.values.append(value)
-        if len(self.values) == self.most:
-            del self.values[1::2]
-            self._stride *= 2
         self._skip = self._stride - 1
+        if len(self.values) == self.most:
+            del self.values[1::2]  # the newest among them, so that the next is due a stride from here
+            self._stride *= 2

@@ -1,0 +1,99 @@
+"""What an alert's rule is, and from which values on alerts begin and end."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """All thresholds. Of a pair, the first begins an alert and the second ends it."""
+
+    recent: int = 20  # rows that "the last rows" are
+    before: int = 200  # rows that the gradient norm of the last ones is compared with
+    loss_before: int = 11  # rows whose median a loss is compared with
+    loss_moves: int = 50  # rows whose differences tell how noisy the loss is
+    spike: tuple[float, float] = (8.0, 3.0)  # robust standard deviations (by MAD) of the loss above that median
+    spike_floor: float = 0.01  # least standard deviation, as a share of the median
+    bad_steps: tuple[float, float] = (1.0, 0.0)  # skipped steps, or rows without a loss, in the last rows
+    seconds: float = 30.0  # least time of the last rows where speed is judged
+    wait: tuple[float, float] = (0.2, 0.15)  # share of the time that is waited for data
+    skipped: tuple[float, float] = (0.5, 0.4)  # share of rows found bad so far, as a share of --bad-share
+    few: int = 5  # bad samples or cut captions; fewer are no sign yet
+    truncated: tuple[float, float] = (0.01, 0.005)  # share of captions that are cut
+    slower: tuple[float, float] = (1 / 3, 0.2)  # loss of pairs/s against the median since the start
+    at_scale: tuple[float, float] = (1.0, 0.5)  # share of the last rows whose scale is at its limit
+    norm: tuple[float, float] = (3.0, 1.5)  # gradient norm against the one before
+    falls: tuple[float, float] = (3.0, 0.0)  # evaluations in a row that were each worse than the one before
+    memory: tuple[float, float] = (0.1, 0.0)  # growth since the first quarter, if it grew in each quarter
+    memory_quarter: float = 0.02  # least growth of each quarter
+    memory_rows: int = 100  # rows before memory is judged
+    patience: int = 5  # rows that must be calm before an alert ends
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What rows do not say of their run."""
+
+    bad_share: float = 0.01
+    batch: int = 1
+    max_scale: float | None = None  # limit of the head's scale
+
+
+class Rule:
+    """`measure` takes every row in order and returns how bad it is, or None where the row does not tell."""
+
+    name: str
+    over: str
+    begin: float
+    end: float
+    patience = LIMITS.patience
+
+    def measure(self, row: Row) -> float | None:
+        raise NotImplementedError
+
+    def says(self, value: float) -> str:
+        """The sentence for the row just measured."""
+        raise NotImplementedError
+
+
+class Restart:
+    """Says of each row whether it is the first of its process."""
+
+    def __init__(self) -> None:
+        self.last: object = self
+
+    def seen(self, row: Row) -> bool:
+        before, self.last = self.last, row.get("restarts", 0)
+        return bool(self.last != before)
+
+
+class Span:
+    """Says of each row whether the last ones took long enough to judge speed by; rows without a time did."""
+
+    def __init__(self) -> None:
+        self.times: deque[float] = deque(maxlen=LIMITS.recent)
+
+    def long(self, row: Row) -> bool:
+        time = number(row, "time")
+        if time is None:
+            return True
+        self.times.append(time)
+        return abs(time - self.times[0]) >= LIMITS.seconds
+
+
+def number(row: Row, name: str) -> float | None:
+    """A finite number of a row, or None."""
+    value = row.get(name)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
