@@ -25,6 +25,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> int:
         _from_slurm(environment)
     ranks = _number(environment, "WORLD_SIZE", 1)
     if ranks > 1:
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a peer that leaves prints torch's stack
         missing = [name for name in _NAMES if name not in environment]
         if missing:
             raise ValueError(

@@ -24,6 +24,7 @@ from kiloword.sentences import sentence_of
 
 BEAT_S = 1.0  # between signs of life
 SILENT_S = 4.0  # without one: the process is gone or stopped
+GONE = "it is gone, and with it the store by which the ranks met"
 LEAVE_S = 15.0  # that a rank has for leaving by itself when another one has ended
 BROKEN = (
     "gloo",
@@ -48,6 +49,7 @@ class RanksEnded(ValueError):
 class _End:
     rank: int  # that ended first
     sentence: str
+    by: int  # rank that tells it
     code: int = 2
 
 
@@ -130,10 +132,10 @@ class Peers:
         heard = self._wait_for_listeners()
         end = self._end
         if end is None:  # the store is gone, and rank 0 or torchrun with it
-            end = _End(0, "it is gone, and with it the store by which the ranks met")
+            end = _End(0, GONE, by=1)
         if not broken and said is None:
             return error  # a bug: its traceback is wanted
-        quiet = self.rank > 0 and heard
+        quiet = self.rank > 0 and (heard or end.by != self.rank)
         if said is not None and (self.rank == 0 or end.rank == self.rank):
             return RanksEnded(said if self.rank == 0 else _sentence(end), getattr(error, "code", 2), quiet)
         return RanksEnded(_sentence(end), end.code, quiet)
@@ -141,7 +143,7 @@ class Peers:
     def interrupted(self) -> None:
         """Ctrl-C, or the command line refused its words: no one need wait for this rank."""
         with suppress(RuntimeError):
-            self._tell(_End(self.rank, "interrupted"))
+            self._tell(_End(self.rank, "interrupted", self.rank))
         self._leaving.set()
 
     def _live(self) -> None:
@@ -159,7 +161,7 @@ class Peers:
                 self._leaving.wait(BEAT_S)
         except RuntimeError:  # the store is gone
             if not self._leaving.wait(LEAVE_S):
-                self._end = self._end or _End(0, "it is gone, and with it the store by which the ranks met")
+                self._end = self._end or _End(0, GONE, by=1)
                 self._exit()
 
     def _hear(self) -> None:
@@ -172,7 +174,7 @@ class Peers:
     def _exit(self) -> None:
         """Without the main thread, which waits in a collective that will never come."""
         assert self._end is not None
-        if self.rank == 0 or self._end.rank == 0:
+        if self.rank in (0, self._end.by):
             print(f"kiloword: {_sentence(self._end)}", file=sys.stderr, flush=True)
         os._exit(self._end.code)
 
@@ -216,14 +218,20 @@ class Peers:
             return _End(**json.loads(self._mine.get("end")))
         if silent:
             where = before.get(silent[0], {}).get("at", "at its start")
-            return _End(silent[0], f"no sign of life; it was last {where}. It was killed, or its machine stands still")
+            return _End(
+                silent[0],
+                f"no sign of life; it was last {where}. It was killed, or its machine stands still",
+                self.rank,
+            )
         elsewhere = [r for r in others if after[r]["at"] != self._at]
         if elsewhere:
             slow = max(elsewhere, key=lambda r: float(str(after[r]["for"])))
             about = after[slow]
-            return _End(slow, f"it has been {about['at']} for {about['for']:.0f} s; the others wait no longer")
+            return _End(
+                slow, f"it has been {about['at']} for {about['for']:.0f} s; the others wait no longer", self.rank
+            )
         said = str(error).splitlines()[0] if str(error) else "no answer"
-        return _End(self.rank, f"the connection to another rank broke, though all live: {said[:200]}")
+        return _End(self.rank, f"the connection to another rank broke, though all live: {said[:200]}", self.rank)
 
     def _beats(self) -> dict[int, dict[str, object]]:
         names = {r: f"beat/{r}" for r in range(self.ranks)}
@@ -269,7 +277,8 @@ def met(timeout_s: float = 600) -> Iterator[Peers | None]:
 
 
 def _of(rank: int, error: BaseException) -> _End:
-    return _End(rank, sentence_of(error) or f"{type(error).__name__}: {error}", getattr(error, "code", 2))
+    said = sentence_of(error) or f"{type(error).__name__}: {error}"
+    return _End(rank, said, rank, getattr(error, "code", 2))
 
 
 def _is_broken(error: BaseException) -> bool:
