@@ -1,0 +1,384 @@
+"""Watching runs: what is read while it grows, what a frame shows, what a wrong folder is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from kiloword.cli import main
+from kiloword.watch import command
+from kiloword.watch.command import Runs
+from kiloword.watch.mirror import Mirror, Place, what_is_new
+from kiloword.watch.page import View, page
+from kiloword.watch.plot import Series, plot, short
+from kiloword.watch.rows import Reader, smoothed, thinned
+from kiloword.watch.runs import Watched, find
+
+Row = dict[str, Any]
+
+
+def row(step: int, **more: Any) -> Row:
+    values = {"loss": 10.0 / step, "pair": 10.0 / step, "gradient_norm": 1.0, "pairs_per_s": 100.0, "data_wait": 0.01}
+    return {"step": step, "epoch": step / 100, **values, "skipped": 0, "truncated": 0, "restarts": 0, **more}
+
+
+def write(out: Path, rows: list[Row], steps: int = 100, **recipe: Any) -> Path:
+    """A run's folder as `train` leaves it."""
+    out.mkdir(parents=True, exist_ok=True)
+    told = {"method": "siglip", "size": "b32", "steps": steps, "batch": 10, "settings": {}, **recipe}
+    (out / "config.json").write_text(json.dumps({"format": "kiloword-run-1", "recipe": told}))
+    (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return out
+
+
+def seen(*folders: Path) -> list[Watched]:
+    return Runs(folders).update()[0]
+
+
+def frame(*folders: Path, **view: Any) -> str:
+    return page(seen(*folders), View(**{"width": 100, **view})).plain
+
+
+def test_reader_takes_what_is_new_and_waits_for_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    read = Reader(path)
+    assert list(read()) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [r["step"] for r in read()] == [1, 2]
+    assert list(read()) == []
+    with path.open("a") as f:
+        f.write('ep": 3}\nnonsense\n[1]\n{"step": 4}\n')
+    assert [r["step"] for r in read()] == [3, 4]
+    assert read.times == 1
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize("how", ["renamed", "in place"])
+def test_reader_begins_again_when_a_resumed_run_rewrites(tmp_path: Path, kept: int, how: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n, "loss": 0.5}) + "\n" for n in range(1, 6)))
+    read = Reader(path)
+    assert len(list(read())) == 5
+    again = [{"step": n, "loss": 0.5} for n in range(1, kept + 1)]
+    again += [{"step": n, "loss": 0.25} for n in range(kept + 1, 9)]
+    new = path if how == "in place" else tmp_path / "new"
+    new.write_text("".join(json.dumps(r) + "\n" for r in again))
+    new.replace(path)
+    assert list(read()) == again
+    assert read.times == 2
+
+
+def test_a_run_is_followed_from_before_its_first_row_over_a_restart(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    runs = Runs([out])
+    (run,), _ = runs.update()
+    assert run.state() == ("waiting", "no row yet")
+    write(out, [row(n) for n in range(1, 6)])
+    assert runs.update()[1]
+    assert (run.step, run.config.steps, run.state()[0]) == (5, 100, "running")
+    assert run.left == pytest.approx(95 * 10 / 100)
+    assert not runs.update()[1]
+    write(out, [row(n) for n in range(1, 4)] + [row(4, restarts=1)])
+    assert runs.update()[1]
+    assert run.columns.of("step")[0].tolist() == [1, 2, 3, 4]
+    assert run.columns.last["restarts"] == 1
+    write(out, [row(n) for n in range(1, 9)], steps=8)
+    runs.update()
+    assert run.state()[0] == "finished"
+
+
+def test_silent_and_stopped_runs(tmp_path: Path) -> None:
+    out = write(tmp_path / "run", [row(n, time=1000.0 + n) for n in range(1, 6)])
+    (run,) = seen(out)
+    now = (out / "metrics.jsonl").stat().st_mtime
+    assert run.state(now + 50)[0] == "running"
+    assert run.state(now - 50)[0] == "running"  # clocks differ
+    assert run.state(now + 720) == ("silent", "for 12 min")
+    (out / "state").mkdir()
+    (out / "state" / "step-000000004.json").touch()
+    assert run.state(now + 720) == ("silent", "for 12 min; the last state is of step 4")
+    (out / "state" / "step-000000005.json").touch()
+    assert run.state(now + 720) == ("stopped", "at step 5, 12 min ago; the same command goes on")
+    slow = write(tmp_path / "slow", [row(n, time=300.0 * n) for n in range(1, 6)])
+    (run,) = seen(slow)
+    assert run.state(now + 720)[0] == "running"  # a row came every five minutes
+
+
+def test_a_frame_says_where_the_run_is(tmp_path: Path) -> None:
+    rows = [
+        row(n, skipped=3, truncated=12, skipped_steps=2 * (n > 40), restarts=1, memory=2500.0, lr=5e-4)
+        for n in range(1, 51)
+    ]
+    rows.append({"step": 50, "val/text_retrieval_recall@1": 0.5, "val/text_retrieval_recall@5": 0.9})
+    said = frame(write(tmp_path / "run", rows))
+    for words in (
+        "siglip b32 running step 50/100 (50%) ETA 0:05",
+        "loss 0.20",
+        "lr 5.0e-4",
+        "100 pairs/s",
+        "data wait 1%",
+        "memory 2.5 GB",
+        "3 bad samples",
+        "12 captions cut",
+        "2 steps skipped",
+        "1 restarts",
+        "! skipped steps since step 41",
+        "val/text_retrieval_recall@1",
+    ):
+        assert words in " ".join(said.split()), words
+    assert "recall@5" not in said
+    assert "pair " not in said  # is the loss
+    assert "recall@5" in frame(tmp_path / "run", curves=("val/",))
+    assert "no metric begins with nothing" in frame(tmp_path / "run", curves=("nothing",))
+
+
+@pytest.mark.parametrize("width", [30, 40, 80, 99, 100, 237])
+@pytest.mark.parametrize("height", [None, 8, 24, 60])
+@pytest.mark.parametrize("dots", ["braille", "marks"])
+def test_frames_fit_their_window(tmp_path: Path, width: int, height: int | None, dots: str) -> None:
+    one = write(tmp_path / "one", [row(n, data_wait=0.5, scale=n, bias=-n, lr=1.0) for n in range(1, 41)])
+    two = write(tmp_path / "a name that is longer than some windows are wide", [row(n) for n in range(1, 30)])
+    for folders in ((one,), (one, two)):
+        lines = frame(*folders, width=width, height=height, dots=dots).split("\n")
+        assert max(map(len, lines)) <= width
+        assert height is None or len(lines) <= height
+        assert any("loss" in line for line in lines)
+
+
+def test_curves_are_where_the_numbers_are() -> None:
+    steps = np.arange(0.0, 11.0)
+    drawn = plot("t", [Series(steps, steps, 0)], (0, 10), 8 + 11, 11, "marks").plain.split("\n")
+    assert drawn[0] == "t"
+    assert [line[8:].rstrip() for line in drawn[1:12]] == [" " * (10 - n) + "*" for n in range(11)]
+    assert (drawn[1][:8], drawn[11][:8]) == ("   10.0|", "      0|")
+    assert drawn[12].split() == ["0", "10"]
+    both = plot("t", [Series(steps, steps, 0), Series(steps, 10 - steps, 1)], (0, 10), 19, 11, "marks").plain
+    assert both.count("*") == 10
+    assert both.count("+") == 11
+    dots = plot("t", [Series(steps[:8], steps[:8], 0)], (0, 7), 8 + 4, 2, "braille").plain.split("\n")
+    assert (dots[1][8:], dots[2][8:].rstrip()) == ("  \u2860\u280a", "\u2860\u280a")
+
+
+def test_one_spike_does_not_hide_the_rest() -> None:
+    values = np.linspace(1, 2, 100)
+    values[50] = 1e6
+    drawn = plot("t", [Series(np.arange(100.0), values, 0)], (0, 99), 108, 8, "marks").plain
+    assert ">" in drawn.split("\n")[1][:8]
+    rows = [n for n, line in enumerate(drawn.split("\n")[1:9]) if "*" in line[8:]]
+    assert len(rows) == 8
+
+
+def test_thinned_and_smoothed_against_their_definitions() -> None:
+    steps, values = np.arange(1000.0), np.random.default_rng(0).normal(size=1000)
+    bins, means = thinned(steps, values, 0, 999, 10)
+    for b, mean in zip(bins, means, strict=True):
+        assert mean == pytest.approx(values[np.round(steps / 999 * 9) == b].mean())
+    weights = 0.9 ** np.arange(1000)
+    expected = [(values[n::-1] * weights[: n + 1]).sum() / weights[: n + 1].sum() for n in range(1000)]
+    assert smoothed(values, 0.9) == pytest.approx(np.array(expected))
+    assert smoothed(values, 0) is values
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (1.5, "1.50"), (-12.34, "-12.3"), (1234.4, "1234"), (0.00123, "1.2e-3"), (98765, "98.8k"), (3e9, "3G")],
+)
+def test_short_numbers(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def test_a_folder_of_runs_and_runs_that_come_later(tmp_path: Path) -> None:
+    write(tmp_path / "b", [row(1), row(2)])
+    write(tmp_path / "a", [row(1)])
+    (tmp_path / "notes").mkdir()
+    runs = Runs([tmp_path])
+    assert [run.name for run in runs.update()[0]] == ["a", "b"]
+    write(tmp_path / "c", [row(1)])
+    found, new = runs.update()
+    assert new
+    assert [run.name for run in found] == ["a", "b", "c"]
+    said = page(found, View(width=100)).plain
+    assert [line[:4] for line in said.split("\n") if line[1:2] == " " and line[0] in "*+o"] == ["* a ", "+ b ", "o c "]
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["watch", str(folder), *words])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_is_no_run_is_told_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = write(tmp_path / "out", [row(1)])
+    (out / "model").mkdir()
+    (out / "model" / "model.safetensors").touch()
+    assert f"is a part of a run: expected its --out, {out}." in refused(out / "model", capsys)
+    assert f"`kiloword train`, {out}." in refused(out / "metrics.jsonl", capsys)
+    assert "does not exist" in refused(tmp_path / "nowhere", capsys)
+    other = tmp_path / "other"
+    (other / "photos").mkdir(parents=True)
+    assert "is no run and holds none" in refused(other, capsys)
+    (other / "model.safetensors").touch()
+    assert "is a model folder" in refused(other, capsys)
+    assert "--every is 0" in refused(out, capsys, "--every", "0")
+    assert "--smooth is 1.0" in refused(out, capsys, "--smooth", "1")
+    assert find([out]) == {out: str(out)}
+
+
+def test_damaged_config_and_rows_of_another_version_are_shown_all_the_same(tmp_path: Path) -> None:
+    out = write(tmp_path / "run", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": float("nan"), "words": "x"}])
+    (out / "config.json").write_text('{"recipe": {"steps":')
+    assert "loss" in frame(out)
+
+
+def test_a_pipe_gets_plain_text_and_the_verb_needs_no_torch(tmp_path: Path) -> None:
+    out = write(tmp_path / "run", [row(n) for n in range(1, 20)])
+    code = (
+        "import sys; from kiloword.cli import main; main(sys.argv[1:]); "
+        "assert not {'torch', 'tensorboard'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "COLUMNS": "40", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "watch", str(out)], capture_output=True, env=environment, check=True, timeout=120
+    )
+    text = done.stdout.decode("ascii")
+    assert "\x1b" not in text
+    assert "*" in text
+    assert max(map(len, text.split("\n"))) <= 40
+
+
+def terminal(**more: Any) -> Console:
+    size = {"width": 80, "height": 30}
+    return Console(file=io.StringIO(), force_terminal=True, highlight=False, **{**size, **more})
+
+
+def test_live_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frame follows the file; Ctrl-C ends it and gives the terminal back."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = write(tmp_path / "run", [row(n) for n in range(1, 20)])
+    moments: Iterator[Callable[[], Any]] = iter([lambda: write(out, [row(n) for n in range(1, 38)]), _interrupt])
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(moments)())
+    console = terminal(color_system="256")
+    command.main([out], console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.index("step 19/100") < said.index("step 37/100")
+    assert said.index("\x1b[?1049h") < said.index("\x1b[?1049l")
+    assert "\u2800" < max(said) < "\u28ff"
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_dumb_terminal_gets_frames_below_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    out = write(tmp_path / "run", [row(n) for n in range(1, 20)])
+    moments: Iterator[Callable[[], Any]] = iter(
+        [lambda: None, lambda: write(out, [row(n) for n in range(1, 38)]), _interrupt]
+    )
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(moments)())
+    console = terminal(color_system=None)
+    command.main([out], console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in said
+    assert (said.count("step 19/100"), said.count("step 37/100")) == (1, 1)
+
+
+def test_without_colours_runs_differ_by_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    folders = [write(tmp_path / name, [row(n, loss=n + 9.0 * k) for n in range(1, 20)]) for k, name in enumerate("ab")]
+    console = terminal()
+    command.main(folders, once=True, curves=("loss",), console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[3" not in said
+    assert said.count("*") > 10
+    assert said.count("+") > 10
+
+
+def test_what_is_new_to_the_mirror() -> None:
+    rows = [row(n) for n in range(1, 6)]
+    assert what_is_new(rows, Place()) == (rows, None)
+    place = Place()
+    for one in rows:
+        place = place.after(one)
+    assert what_is_new(rows, place) == ([], None)
+    validation = {"step": 5, "restarts": 0, "val/accuracy": 1.0}
+    assert what_is_new([*rows, validation], place) == ([validation], None)
+    again = [row(n, restarts=1) for n in range(4, 8)]
+    assert what_is_new(rows[:3] + again, place) == (again, 4)
+    later = [row(8, restarts=1)]  # another --log-every: steps 4 and 5 have no row any more
+    assert what_is_new(rows[:3] + later, place) == (later, 4)
+    assert what_is_new(rows[:3], place) == ([], 4)
+    other = [row(n, loss=0.0) for n in range(1, 4)]
+    assert what_is_new(other, place) == (other, 0)
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
+    """What TensorBoard shows: name -> (step, value, time)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    read.Reload()
+    scalars = {tag: [(e.step, e.value, e.wall_time) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    return {tag: found for tag, found in scalars.items() if found}
+
+
+def expected(rows: list[Row]) -> dict[str, list[tuple[int, float, float]]]:
+    out: dict[str, list[tuple[int, float, float]]] = {}
+    for one in rows:
+        for name, value in one.items():
+            if name not in ("step", "time", "restarts"):
+                out.setdefault(name, []).append((one["step"], float(np.float32(value)), one["time"]))
+    return out
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_events_are_the_rows_over_restarts_of_both(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard (the extra `log`) is not installed")
+    timed = lambda first, end, **more: [row(n, time=100.0 + n, **more) for n in range(first, end)]  # noqa: E731
+    out, folder = tmp_path / "run", tmp_path / "events"
+    rows = timed(1, 6)
+    write(out, rows)
+    mirror = Mirror(out, folder)
+    assert mirror.update() == 5
+    assert mirror.update() == 0
+    rows.append({"step": 5, "restarts": 0, "time": 107.0, "val/accuracy": 0.5})
+    write(out, rows)
+    assert mirror.update() == 1
+    assert events(folder) == expected(rows)
+    assert Mirror(out, folder).update() == 0
+    rows = timed(1, 4) + timed(4, 9, restarts=1, loss=0.125)
+    write(out, rows)
+    assert Mirror(out, folder).update() == 5
+    assert events(folder) == expected(rows)
+    rows = rows[:6] + timed(7, 12, restarts=2, loss=0.0625)
+    write(out, rows)
+    assert Mirror(out, folder).update() == 5
+    assert events(folder) == expected(rows)
+    rows = timed(1, 3, restarts=0, loss=8.0)
+    write(out, rows)
+    assert Mirror(out, folder).update() == 2
+    assert events(folder) == expected(rows)
+
+
+def test_without_tensorboard_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    out = write(tmp_path / "run", [row(1)])
+    assert "pip install 'kiloword[log]'" in refused(out, capsys, "--tensorboard", str(tmp_path / "events"))
+    with pytest.raises(ValueError, match="tensorboard is not installed"):
+        Mirror(out, tmp_path / "events")
