@@ -10,9 +10,13 @@ from kiloword.prepare import Run, open_val
 
 
 def validate(run: Run) -> dict[str, float]:
-    """Retrieval on the recipe's validation data, or answers where the method wants questions; "val/" before names."""
+    """Retrieval on the recipe's validation data, or answers where the method wants questions; "val/" before names.
+
+    All ranks share the work and know the result.
+    """
     from kiloword.api import Matcher
     from kiloword.evaluation import evaluate
+    from kiloword.sharing import sharing
 
     source = open_val(run.recipe)
     assert source is not None
@@ -20,7 +24,8 @@ def validate(run: Run) -> dict[str, float]:
     names = ("accuracy",) if asks else ("text_retrieval_recall@1", "image_retrieval_recall@1")
     options: dict[str, Any] = {"train": run.loader.source} if asks and not hasattr(source, "answers") else {}
     run.learner.eval()
-    with run.average.in_place(run.learner):
+    sharded = any(hasattr(p, "full_tensor") for p in run.learner.parameters())
+    with run.average.in_place(run.learner), sharing(lockstep=sharded):
         matcher = Matcher(run.learner.model, run.tokenizer)
         found = evaluate(matcher, "vqa" if asks else "retrieval", source, **options)
     run.learner.train()

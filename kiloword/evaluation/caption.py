@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kiloword.data.extra_captions import CaptionTable, key_of
-from kiloword.data.loader import eval_batches, read
+from kiloword.data.reading import EvalBatch, read
 from kiloword.data.scenes.world import Scene
 from kiloword.evaluation import caption_java
 from kiloword.evaluation.caption_metrics import Scored, check_programs, score, variety
 from kiloword.evaluation.caption_options import CaptionOptions
 from kiloword.evaluation.caption_page import Shown, Told, report
 from kiloword.evaluation.caption_truth import elsewhere, judge_caption, summary
+from kiloword.evaluation.features import batches_in_turns
 from kiloword.generation.options import GenerationOptions
+from kiloword.sharing import is_first
 from kiloword.types import BadSample, Skipped, Source
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def run(
     Args: captions: a table whose captions are judged, the first of each key, in place of the model's (matcher None);
     generate: how the model writes; judge: how its captions are compared; shown: is filled with what the page draws.
     Errors: ValueError for a model that cannot write, a table without a caption of these pictures, pictures without
-    captions, and for what `judge` asks for and is not there.
+    captions, and for what `judge` asks for and is not there. Of ranks that share the work the first one scores.
     """
     judge, bad = judge or CaptionOptions(), [] if skipped is None else skipped
     judge.check()
@@ -64,6 +66,8 @@ def run(
         told = list(generated(matcher, source, generate or GenerationOptions(), batch, workers, bad))
     else:
         raise ValueError("there is neither a model to write captions nor a table of captions to judge.")
+    if not is_first():
+        return
     if not told:
         why = f", the first because: {bad[0].reason}" if bad else ""
         raise ValueError(f"{source.name}: none of its {len(source)} pictures can be judged{why}.")
@@ -107,17 +111,23 @@ def generated(
     """A model's captions; pictures that cannot be read or have no captions are named in `skipped`."""
     from kiloword.generation.captioner import Captioner
 
-    captioner, config = Captioner(matcher.model, matcher.tokenizer), matcher.model.config
-    for part in eval_batches(source, config.image.size, config.preprocess.resize, batch, workers):
-        skipped += part.skipped
+    captioner = Captioner(matcher.model, matcher.tokenizer)
+
+    def describe(part: EvalBatch) -> tuple[list[Told], list[Skipped]]:
         pairs = list(zip(part.rows, part.keys, strict=True))
-        bare = [not own for own in part.captions]
-        skipped += [Skipped(row, key, "no caption") for (row, key), b in zip(pairs, bare, strict=True) if b]
-        kept = [i for i, b in enumerate(bare) if not b]
-        if kept:
-            found = captioner.caption(part.images[kept], options, [part.keys[i] for i in kept])
-            for i, texts in zip(kept, found, strict=True):
-                yield Told(*pairs[i], texts[0].text if texts else "", part.captions[i])
+        bare = [Skipped(*pair, "no caption") for pair, own in zip(pairs, part.captions, strict=True) if not own]
+        kept = [i for i, own in enumerate(part.captions) if own]
+        if not kept:
+            return [], bare
+        found = captioner.caption(part.images[kept], options, [part.keys[i] for i in kept])
+        captions = [texts[0].text if texts else "" for texts in found]
+        return [Told(*pairs[i], said, part.captions[i]) for i, said in zip(kept, captions, strict=True)], bare
+
+    for made, bad in batches_in_turns(matcher, source, batch, workers, describe):
+        skipped += bad
+        if made is not None:
+            skipped += made[1]
+            yield from made[0]
 
 
 def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Iterator[Told]:

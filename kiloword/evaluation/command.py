@@ -24,20 +24,39 @@ def main(
     device: str = "cpu",
     **options: Any,
 ) -> None:
-    """Evaluate, print, and write what is asked for.
+    """Evaluate, print, and write what is asked for; ranks that torchrun started share the work.
 
     Args: models: their folders, or what the task takes in place of one (a table of captions); json: of one model its
     values by name, of several `{model: values}`; html: a page, where the task has one; options of the task's `run`,
     None: its own default.
     """
-    from kiloword.checkpoint import write_json
-    from kiloword.report import write
+    from kiloword.device import choose
+    from kiloword.sharing import together
 
     given = {name: value for name, value in options.items() if value is not None}
     evaluation.check(task, given)
     page = getattr(import_module(evaluation.TASKS[task]), "report", None)
     if html is not None and page is None:
         raise ValueError(f"the task {task} has no page to write: leave --html away, or use --json.")
+    device = choose(device)
+    with together(device):
+        _main(models, task, data, json, html, device, given)
+
+
+def _main(
+    models: Sequence[str],
+    task: str,
+    data: str,
+    json: Path | None,
+    html: Path | None,
+    device: str,
+    given: dict[str, Any],
+) -> None:
+    from kiloword.checkpoint import write_json
+    from kiloword.report import write
+    from kiloword.sharing import is_first
+
+    page = getattr(import_module(evaluation.TASKS[task]), "report", None)
     found: dict[str, Found] = {}
     shown: dict[str, dict[str, Any]] = {}
     for name, folder in zip(labels(models), models, strict=True):
@@ -46,6 +65,8 @@ def main(
             found[name] = _judged(folder, task, data, device, {**given, **more})
         except ValueError as error:
             raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
+    if not is_first():
+        return
     _print(task, found)
     if json is not None:
         write_json(json, found if len(found) > 1 else next(iter(found.values())))

@@ -1,21 +1,27 @@
-"""Features by rows: what every task slices, joins and encodes."""
+"""Features by rows: what every task slices, joins and encodes. Ranks that share the work encode batches in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
+from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.sharing import gathered, in_turns, lockstep, own, share
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.data.tokenizer import Tokenizer
     from kiloword.model import Model
+
+
+Made = TypeVar("Made")
 
 
 def rows(features: Features, which: slice) -> Features:
@@ -38,11 +44,15 @@ def chunks(n: int, size: int) -> Iterator[slice]:
 
 @contextmanager
 def inference(model: Model) -> Iterator[None]:
-    """No gradients, and eval mode until the end: a model that was training goes on training."""
+    """No gradients, and eval mode until the end: a model that was training goes on training.
+
+    A sharded model keeps what it gathers for training too, so nothing of it may be a tensor of inference alone.
+    """
     training = model.training
+    sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad() if sharded else torch.inference_mode():
             yield
     finally:
         model.train(training)
@@ -51,12 +61,22 @@ def inference(model: Model) -> Iterator[None]:
 def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], batch: int = 256) -> Features:
     """Features of T captions, every value [T, ...], on the model's device."""
     device = next(model.parameters()).device
-    parts = []
+
+    def encode(part: slice) -> Features:
+        texts = tokenizer.encode(list(captions[part]), model.config.text)
+        found: Features = model.encode_text(texts.to(device))[1]
+        return found
+
     with inference(model):
-        for part in chunks(len(captions), batch):
-            texts = tokenizer.encode(list(captions[part]), model.config.text)
-            parts.append(model.encode_text(texts.to(device))[1])
-    return join(parts)
+        if share()[1] == 1:
+            return join([encode(part) for part in chunks(len(captions), batch)])
+        parts = in_turns(list(chunks(len(captions), batch)), lambda part: moved(encode(part), "cpu"))
+        return moved(join(list(parts)), device)
+
+
+def moved(features: Features, device: torch.device | str) -> Features:
+    """The same on a device."""
+    return {name: value.to(device) for name, value in features.items()}
 
 
 @dataclass
@@ -84,21 +104,66 @@ class Seen:
         )
 
 
-def seen(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> Iterator[Seen]:
-    """Encode every picture of a source once; bad rows are appended to `skipped` with their reasons."""
-    from kiloword.data.loader import eval_batches
+def seen(
+    matcher: Matcher,
+    source: Source,
+    batch: int,
+    workers: int,
+    skipped: list[Skipped],
+    encode: Callable[[Tensor], Features] | None = None,
+) -> Iterator[Seen]:
+    """Encode every picture of a source once; bad rows are appended to `skipped` with their reasons.
 
-    config = matcher.model.config
+    Args: encode: uint8 [n, 3, H, W] to features, in place of `matcher.encode_image`.
+    """
+    encode = encode or partial(matcher.encode_image, batch=batch)
     empty = True
-    for part in eval_batches(source, config.image.size, config.preprocess.resize, batch, workers):
-        skipped += part.skipped
-        if part.rows:
+    for part, bad in batches_in_turns(matcher, source, batch, workers, partial(_seen, encode)):
+        skipped += bad
+        if part is not None:
             empty = False
-            images = matcher.encode_image(part.images, batch)
-            yield Seen(part.rows, part.keys, images, part.captions, part.labels)
+            device = next(matcher.model.parameters()).device
+            yield part if share()[1] == 1 else replace(part, images=moved(part.images, device))
     if empty:
         why = f", the first because: {skipped[0].reason}" if skipped else ""
         raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable picture{why}")
+
+
+def _seen(encode: Callable[[Tensor], Features], part: EvalBatch) -> Seen:
+    images = encode(part.images)
+    return Seen(part.rows, part.keys, images if share()[1] == 1 else moved(images, "cpu"), part.captions, part.labels)
+
+
+def batches_in_turns(
+    matcher: Matcher, source: Source, batch: int, workers: int, do: Callable[[EvalBatch], Made]
+) -> Iterator[tuple[Made | None, list[Skipped]]]:
+    """What is made of every batch of a source's pictures, in order, and the bad rows before it.
+
+    None of a batch without a readable picture. Each rank reads and does its share of the batches; in lockstep one
+    without a batch does something of the same kind, which is lost. What is made must be on the CPU where ranks share.
+    """
+    config = matcher.model.config
+    read = partial(eval_batches, source, config.image.size, config.preprocess.resize, batch, workers)
+    if share()[1] == 1:
+        for part in read():
+            yield do(part) if part.rows else None, part.skipped
+        return
+    rows = range(len(source))
+    every = [rows[part] for part in chunks(len(source), batch)]
+    mine = read(parts=own(every))
+    for first in range(0, len(every), share()[1]):
+        read_now = next(mine, None)
+        made = _or_lost(matcher, read_now, do)
+        yield from gathered((made, [] if read_now is None else read_now.skipped))[: len(every) - first]
+
+
+def _or_lost(matcher: Matcher, part: EvalBatch | None, do: Callable[[EvalBatch], Made]) -> Made | None:
+    if part is not None and part.rows:
+        return do(part)
+    if lockstep():
+        size = matcher.model.config.image.size
+        do(EvalBatch([-1], [""], torch.zeros(1, 3, size, size, dtype=torch.uint8), [[]], None, [], [{}]))
+    return None
 
 
 def labelled(parts: Iterable[Seen], source: Source, skipped: list[Skipped]) -> Iterator[Seen]:

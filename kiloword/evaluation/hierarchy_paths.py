@@ -19,6 +19,7 @@ from kiloword.evaluation.retrieval import Score
 from kiloword.gaussian import inclusion, log_inclusion, variance_sum
 from kiloword.heads import unit
 from kiloword.pools import at_least_float
+from kiloword.sharing import in_turns
 from kiloword.types import Features
 
 Includes = Literal["h", "inc"]
@@ -29,6 +30,7 @@ Truth = Callable[[list[int], slice], Tensor]
 STEPS = 50
 PANEL = 1 << 22  # scores held at once
 PAIRS = 1 << 18  # dimensions of pairs of Gaussians held at once
+TURN = 64  # blocks of pictures that a rank does at a time
 
 
 def radii(texts: Features, root: Features) -> Tensor:
@@ -50,11 +52,13 @@ def radius_paths(score: Score, images: Features, texts: Features, radius: Tensor
     first = torch.searchsorted(limits, radius)  # [N] the first step that admits each text
     order = first.argsort(stable=True)
     bounds = torch.searchsorted(first[order], torch.arange(steps + 1, device=order.device)).tolist()
-    paths = []
-    for part in chunks(len(images["vec"]), max(1, PANEL // len(order))):
+
+    def paths(part: slice) -> Tensor:
         panel = check_scores(score(rows(images, part), texts))[:, order]
-        paths.append(_best_so_far(panel, order, bounds))
-    return torch.cat(paths)
+        return _best_so_far(panel, order, bounds).cpu()
+
+    parts = list(chunks(len(images["vec"]), max(1, PANEL // len(order))))
+    return torch.cat(list(in_turns(parts, paths))).to(order.device)
 
 
 def _best_so_far(panel: Tensor, order: Tensor, bounds: list[int]) -> Tensor:
@@ -90,16 +94,18 @@ def traversals(
     vec = at_least_float(texts["vec"])
     penalty = 0.5 * variance_sum(texts) if nearest == "csd" else vec.new_zeros(len(vec))
     roots = at_least_float(roots).expand(len(images["vec"]), -1)
-    paths = []
-    for part in chunks(len(roots), max(1, PANEL // len(vec))):
+
+    def paths(part: slice) -> Tensor:
         start = vec[check_scores(score(rows(images, part), texts)).argmax(1)]  # [i, D]
         near, far = start @ vec.T, roots[part] @ vec.T  # [i, N]
         path = []
         for weight in torch.linspace(0, 1, steps).tolist():
             length = torch.lerp(start, roots[part], weight).norm(dim=1, keepdim=True).clamp(min=1e-12)
             path.append((torch.lerp(near, far, weight) / length - penalty).argmax(1))
-        paths.append(torch.stack(path, 1))
-    return torch.cat(paths)
+        return torch.stack(path, 1).cpu()
+
+    parts = list(chunks(len(roots), max(1, PANEL // len(vec))))
+    return torch.cat(list(in_turns(parts, paths))).to(vec.device)
 
 
 def most_inclusive(images: Features, texts: Features, by: Includes = "h") -> Tensor:
@@ -112,15 +118,23 @@ def most_inclusive(images: Features, texts: Features, by: Includes = "h") -> Ten
     some = max(1, min(16, PAIRS // d))
     picture = {name: images[name][:, None] for name in ("vec", "log_var")}
     text = {name: texts[name][None] for name in ("vec", "log_var")}
-    found = []
-    for i in chunks(len(images["vec"]), some):
+
+    def found(i: slice) -> Tensor:
         own = rows(picture, i)
         parts = [
             _included(own, {name: value[:, t] for name, value in text.items()}, by)
             for t in chunks(n, max(1, PAIRS // (some * d)))
         ]
-        found.append(torch.cat(parts, 1).argmax(1))
-    return torch.cat(found)
+        return torch.cat(parts, 1).argmax(1).cpu()
+
+    def several(part: slice) -> Tensor:
+        return torch.cat([found(slice(part.start + i.start, part.start + i.stop)) for i in chunks(_len(part), some)])
+
+    return torch.cat(list(in_turns(list(chunks(len(images["vec"]), TURN * some)), several))).to(images["vec"].device)
+
+
+def _len(part: slice) -> int:
+    return int(part.stop - part.start)
 
 
 def _included(a: Features, b: Features, by: Includes) -> Tensor:

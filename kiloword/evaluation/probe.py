@@ -16,6 +16,7 @@ from kiloword.evaluation.probe_data import Split, held_out, log, order, shots, s
 from kiloword.evaluation.probe_fit import Linear, Rows, fit, sweep
 from kiloword.evaluation.probe_options import RECIPES, ProbeOptions
 from kiloword.evaluation.zeroshot import zeroshot
+from kiloword.sharing import is_first
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def run(
     options.check(val is not None)
     options = options.resolved(val is not None)
     data = _read(matcher, _sources(matcher, source, train, val), options, cache, batch, workers, skipped)
+    if not is_first():
+        return
     found = [dict(_once(data, options, seed)) for seed in options.seeds]
     if len(found) == 1:
         yield from found[0].items()

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from kiloword.checkpoint import write_atomic
 from kiloword.draw import key
 from kiloword.evaluation.features import labelled, seen
-from kiloword.types import Skipped, Source
+from kiloword.sharing import gathered, is_first
+from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -48,9 +49,11 @@ def split(matcher: Matcher, source: Source, batch: int, workers: int, cache: Pat
         return encoded(matcher, source, batch, workers)
     path = cache / f"{_name(matcher.model, source)}.probe"
     found = _read(path)
-    if found is None:
+    lacking = any(gathered(found is None))  # on any rank: then all encode
+    if found is None or lacking:
         found = encoded(matcher, source, batch, workers)
-        _write(path, found)
+        if is_first():
+            _write(path, found)
     return found
 
 
@@ -60,7 +63,12 @@ def encoded(matcher: Matcher, source: Source, batch: int, workers: int) -> Split
     features: dict[str, list[Tensor]] = {}
     labels, rows = [], []
     with before_projection(matcher.model) as caught:
-        for part in labelled(_with_pooled(seen(matcher, source, batch, workers, skipped), caught), source, skipped):
+
+        def encode(images: Tensor) -> Features:
+            caught.clear()
+            return _with_pooled(matcher.encode_image(images, batch), caught)
+
+        for part in labelled(seen(matcher, source, batch, workers, skipped, encode), source, skipped):
             assert part.labels is not None, "rows without labels were left out"
             if part.labels.ndim != 1:
                 raise ValueError(f"{source.name} has many labels a picture: a probe needs one class each")
@@ -73,13 +81,11 @@ def encoded(matcher: Matcher, source: Source, batch: int, workers: int) -> Split
     return Split(joined, torch.cat(labels), torch.tensor(rows), skipped)
 
 
-def _with_pooled(parts: Iterator[Any], caught: list[Tensor]) -> Iterator[Any]:
+def _with_pooled(images: Features, caught: Sequence[Tensor]) -> Features:
     """What was caught while a batch was encoded goes with it."""
-    for part in parts:
-        if all(x.ndim == 2 for x in caught) and sum(map(len, caught)) == len(part.rows):
-            part.images["pooled"] = torch.cat(caught)
-        caught.clear()
-        yield part
+    if all(x.ndim == 2 for x in caught) and sum(map(len, caught)) == len(images["vec"]):
+        return {**images, "pooled": torch.cat(list(caught))}
+    return images
 
 
 @contextmanager

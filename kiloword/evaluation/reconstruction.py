@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kiloword import masked_images, masking
-from kiloword.data.loader import EvalBatch, eval_batches
+from kiloword.data.reading import EvalBatch
 from kiloword.draw import key, uniform
-from kiloword.evaluation.features import inference
+from kiloword.evaluation.features import batches_in_turns, inference
 from kiloword.evaluation.reconstruction_page import SHOWN, Example, report
 from kiloword.evaluation.wrong_captions import wrong_captions
 from kiloword.reconstruct import fill, mean_colour, mim_settings, reconstruct, speaks_of
@@ -61,10 +61,14 @@ def run(
     judge = Judge(matcher)
     bad = [] if skipped is None else skipped
     wrong, mean = _known(judge, source, batch, workers, bad)
-    for part in judge.read(source, batch, workers):
+
+    def judged(part: EvalBatch) -> Judged | None:
         places = [n for n, row in enumerate(part.rows) if row in wrong]
-        if places:
-            judge.add(source, part, places, [wrong[part.rows[n]] for n in places], mean)
+        return judge.judged(source, part, places, [wrong[part.rows[n]] for n in places], mean) if places else None
+
+    for found, _ in batches_in_turns(matcher, source, batch, workers, judged):
+        if found is not None:
+            judge.add(found)
     if shown is not None:
         shown.update(examples=judge.examples, norm_pix=judge.settings.norm_pix, truth=hasattr(source, "relevance"))
     yield "pictures", float(len(wrong))
@@ -88,23 +92,24 @@ def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, flo
 
 def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Skipped]) -> tuple[dict[int, str], Tensor]:
     """What a first reading tells: a wrong caption of each row, and the mean picture [3, H, W], 0 to 255."""
-    rows: list[int] = []
-    names: list[str] = []
-    captions: list[list[str]] = []
-    total = torch.zeros((), dtype=torch.float64)
-    for part in judge.read(source, batch, workers):
-        bad += part.skipped
-        for row, name, own, image in zip(part.rows, part.keys, part.captions, part.images, strict=True):
-            if not own:
-                bad.append(Skipped(row, name, "no caption"))
-                continue
-            rows.append(row)
-            names.append(name)
-            captions.append(own)
-            total = total + image
-    wrong = wrong_captions(source, rows, captions)
-    named = zip(rows, names, strict=True)
-    bad += [Skipped(row, name, "no other's caption is wrong of it") for row, name in named if row not in wrong]
+
+    def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor, list[Skipped]]:
+        named = list(zip(part.rows, part.keys, part.captions, strict=True))
+        kept = [n for n, own in enumerate(part.captions) if own]
+        bare = [Skipped(row, name, "no caption") for row, name, own in named if not own]
+        return [named[n] for n in kept], part.images[kept].double().sum(0), bare
+
+    found: list[tuple[int, str, list[str]]] = []
+    total = torch.zeros((), dtype=torch.float64)  # of whole numbers: exact in any order
+    for made, skipped in batches_in_turns(judge.matcher, source, batch, workers, look):
+        bad += skipped
+        if made is not None:
+            found += made[0]
+            total = total + made[1]
+            bad += made[2]
+    rows = [row for row, _, _ in found]
+    wrong = wrong_captions(source, rows, [captions for _, _, captions in found])
+    bad += [Skipped(row, name, "no other's caption is wrong of it") for row, name, _ in found if row not in wrong]
     if not wrong:
         raise ValueError(
             f"{source.name}: of its {len(rows)} pictures with captions none has a wrong one among the others'; "
@@ -123,6 +128,14 @@ class Painted:
     losses: dict[str, Tensor]  # [n] by guide, and by baseline
 
 
+@dataclass
+class Judged:
+    """What a batch of pictures lost, by mask, then guide, and a few of them."""
+
+    losses: dict[str, dict[str, list[float]]]
+    examples: list[Example]
+
+
 class Judge:
     """A model that paints pictures, what they lost so far, and a few of them."""
 
@@ -132,22 +145,30 @@ class Judge:
         self.losses: dict[str, dict[str, list[float]]] = {mask: {} for mask in MASKS}  # by mask, then guide: [pictures]
         self.examples: list[Example] = []
 
-    def read(self, source: Source, batch: int, workers: int) -> Iterator[EvalBatch]:
-        config = self.model.config
-        return eval_batches(source, config.image.size, config.preprocess.resize, batch, workers)
+    def add(self, found: Judged) -> None:
+        """Count a batch."""
+        for mask, losses in found.losses.items():
+            for name, values_ in losses.items():
+                self.losses[mask].setdefault(name, []).extend(values_)
+            some = [example for example in found.examples if example.mask == mask]
+            self.examples += some[: self._room(mask)]
 
-    def add(self, source: Source, part: EvalBatch, places: list[int], wrong: list[str], mean: Tensor) -> None:
+    def _room(self, mask: str) -> int:
+        return SHOWN - sum(example.mask == mask for example in self.examples)
+
+    def judged(self, source: Source, part: EvalBatch, places: list[int], wrong: list[str], mean: Tensor) -> Judged:
         """Paint some pictures of a batch, each from its right caption, a wrong one and none."""
         device = next(self.model.parameters()).device
         right = [part.captions[n][0] for n in places]
         seeds = torch.tensor([key(source.fingerprint, "reconstruction", part.rows[n]) for n in places])
+        found = Judged({}, [])
         for mask in self.losses:
             with inference(self.model):
                 done = self.paint(part.images[places].to(device), right, wrong, seeds.to(device), mask, mean.to(device))
-            for name, values_ in done.losses.items():
-                self.losses[mask].setdefault(name, []).extend(values_.double().tolist())
-            room = SHOWN - sum(example.mask == mask for example in self.examples)
-            self.examples += [self.example(done, n, mask, right[n], wrong[n]) for n in range(min(room, len(right)))]
+            found.losses[mask] = {name: values_.double().tolist() for name, values_ in done.losses.items()}
+            shown = range(min(self._room(mask), len(right)))
+            found.examples += [self.example(done, n, mask, right[n], wrong[n]) for n in shown]
+        return found
 
     def paint(
         self, images: Tensor, right: Sequence[str], wrong: Sequence[str], seeds: Tensor, mask: str, mean: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kiloword.evaluation.features import chunks, join, rows, seen
 from kiloword.evaluation.metrics import Standing, average_precision, check_scores, hit, precision_at, rounding, standing
+from kiloword.sharing import gathered, in_turns, own, sums
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
@@ -72,10 +73,10 @@ def run(
     places: list[int] = []  # rows of the source
     picture: list[int] = []  # of each caption, an index into places
     for part in seen(matcher, source, batch, workers, bad):
-        described = part.without([not own for own in part.captions], "no caption", bad)
-        for row, own in zip(described.rows, described.captions, strict=True):
-            picture += [len(places)] * len(own)
-            captions += own
+        described = part.without([not some for some in part.captions], "no caption", bad)
+        for row, some in zip(described.rows, described.captions, strict=True):
+            picture += [len(places)] * len(some)
+            captions += some
             places.append(row)
         captioned.append(described.images)
     if not captions:
@@ -106,30 +107,31 @@ def standings(
 ) -> tuple[Standing, Standing]:
     """Where the best caption of every picture [I] and the picture of every text [T] stand, block by block.
 
-    The pairs' own scores are taken first; all else is then counted against them.
+    The pairs' own scores are taken first; all else is then counted against them. Ranks share the blocks.
     """
     device = images["vec"].device
     n, t = len(images["vec"]), len(texts["vec"])
     picture = image_of_text.to(device)
-    own = _own_scores(score, images, texts, picture, chunk)  # [T]
-    best = torch.full((n,), -torch.inf, dtype=own.dtype, device=device).scatter_reduce(0, picture, own, "amax")
+    of_own = _own_scores(score, images, texts, picture, chunk)  # [T]
+    best = torch.full((n,), -torch.inf, dtype=of_own.dtype, device=device).scatter_reduce(0, picture, of_own, "amax")
     low_i, high_i = best - rounding(best), best + rounding(best)
-    low_t, high_t = own - rounding(own), own + rounding(own)
-    is_best = (own >= low_i[picture]).long()
-    positives = torch.zeros(n, dtype=torch.int64, device=device).index_add_(0, picture, is_best)
-    above_i, reach_i = torch.zeros_like(positives), positives.clone()  # reach: above or tied
-    above_t = torch.zeros(t, dtype=torch.int64, device=device)
-    reach_t = torch.ones_like(above_t)
-    for r in chunks(n, chunk):
-        for c in chunks(t, chunk):
-            block = _others(check_scores(score(rows(images, r), rows(texts, c))), picture[c], r)
-            above_i[r] += _count(block > high_i[r, None], 1)
-            reach_i[r] += _count(block >= low_i[r, None], 1)
-            above_t[c] += _count(block > high_t[c], 0)
-            reach_t[c] += _count(block >= low_t[c], 0)
-    return Standing(above_i, reach_i - above_i, positives), Standing(
-        above_t, reach_t - above_t, torch.ones_like(above_t)
-    )
+    low_t, high_t = of_own - rounding(of_own), of_own + rounding(of_own)
+    above_i, reach_i, above_t, reach_t = (torch.zeros(k, dtype=torch.int64, device=device) for k in (n, n, t, t))
+    for r, c in own(_blocks(n, t, chunk)):
+        block = _others(check_scores(score(rows(images, r), rows(texts, c))), picture[c], r)
+        above_i[r] += _count(block > high_i[r, None], 1)
+        reach_i[r] += _count(block >= low_i[r, None], 1)
+        above_t[c] += _count(block > high_t[c], 0)
+        reach_t[c] += _count(block >= low_t[c], 0)
+    above_i, reach_i, above_t, reach_t = sums(above_i, reach_i, above_t, reach_t)  # reach: above or tied, own left out
+    is_best = (of_own >= low_i[picture]).long()
+    positives, ones = torch.zeros_like(above_i).index_add_(0, picture, is_best), torch.ones_like(above_t)
+    return Standing(above_i, reach_i + positives - above_i, positives), Standing(above_t, reach_t + 1 - above_t, ones)
+
+
+def _blocks(n: int, t: int, chunk: int) -> list[tuple[slice, slice]]:
+    """Rows and columns of every block of n pictures and t texts."""
+    return [(r, c) for r in chunks(n, chunk) for c in chunks(t, chunk)]
 
 
 def _count(found: Tensor, dim: int) -> Tensor:
@@ -138,16 +140,15 @@ def _count(found: Tensor, dim: int) -> Tensor:
 
 def _own_scores(score: Score, images: Features, texts: Features, picture: Tensor, chunk: int) -> Tensor:
     """Every text against its own picture: [T]. Blocks without such a pair are not computed."""
-    columns, values = [], []
-    for r in chunks(len(images["vec"]), chunk):
-        for c in chunks(len(picture), chunk):
-            at = _pairs(picture[c], r)
-            if len(at):
-                block: Tensor = check_scores(score(rows(images, r), rows(texts, c)))
-                columns.append(at + c.start)
-                values.append(block[picture[c][at] - r.start, at])
-    own = torch.cat(values)
-    return torch.empty_like(own).scatter(0, torch.cat(columns), own)
+    found = []
+    blocks = [(r, c) for r, c in _blocks(len(images["vec"]), len(picture), chunk) if len(_pairs(picture[c], r))]
+    for r, c in own(blocks):
+        at = _pairs(picture[c], r)
+        block = check_scores(score(rows(images, r), rows(texts, c)))
+        found.append(((at + c.start).cpu(), block[picture[c][at] - r.start, at].cpu()))
+    columns, values = zip(*(one for some in gathered(found) for one in some), strict=True)
+    of_own = torch.cat(values)
+    return torch.empty_like(of_own).scatter(0, torch.cat(columns), of_own).to(picture.device)
 
 
 def _others(block: Tensor, picture: Tensor, r: slice) -> Tensor:
@@ -179,30 +180,37 @@ def true_relevance(
     true of some picture; the others, if any, are counted as `image_retrieval_true_unmatched`.
     """
     n, t = len(images["vec"]), len(texts["vec"])
-    panels = (
-        (c, torch.cat([score(rows(images, r), rows(texts, c)) for r in chunks(n, chunk)]).T)
-        for c in chunks(t, max(1, PANEL // n))
-    )
-    yield from true_means(panels, t, relevance, ks)
+
+    def panel(c: slice) -> Tensor:
+        return torch.cat([score(rows(images, r), rows(texts, c)) for r in chunks(n, chunk)]).T
+
+    yield from true_means(panel, n, t, relevance, ks)
 
 
 def true_means(
-    panels: Iterable[tuple[slice, Tensor]], t: int, relevance: Relevance | Tensor, ks: Sequence[int]
+    panel: Callable[[slice], Tensor], n: int, t: int, relevance: Relevance | Tensor, ks: Sequence[int]
 ) -> Iterator[tuple[str, float]]:
-    """What `true_relevance` yields, of the scores of t texts: rows of texts, and their scores [rows, I]."""
-    sums: dict[str, float] = {}
-    answerable = 0
-    for c, panel in panels:
+    """What `true_relevance` yields, of n pictures and t texts. Args: panel: the scores [rows, I] of rows of texts."""
+
+    def judged(c: slice) -> tuple[int, dict[str, float]]:
+        scores = panel(c)
         truth = torch.as_tensor(relevance[c] if isinstance(relevance, Tensor) else relevance(c))
-        if truth.shape != panel.shape:
-            raise ValueError(f"relevance came as {tuple(truth.shape)}; {tuple(panel.shape)} (texts, pictures) expected")
+        if truth.shape != scores.shape:
+            came, wanted = tuple(truth.shape), tuple(scores.shape)
+            raise ValueError(f"relevance came as {came}; {wanted} (texts, pictures) expected")
         known = truth.any(1)
-        answerable += int(known.sum())
-        for name, value in _panel_metrics(panel[known.to(panel.device)], truth[known].to(panel.device), ks):
-            sums[name] = sums.get(name, 0.0) + value
+        found = _panel_metrics(scores[known.to(scores.device)], truth[known].to(scores.device), ks)
+        return int(known.sum()), dict(found)
+
+    totals: dict[str, float] = {}
+    answerable = 0
+    for count, found in in_turns(list(chunks(t, max(1, PANEL // n))), judged):
+        answerable += count
+        for name, value in found.items():
+            totals[name] = totals.get(name, 0.0) + value
     if not answerable:
         raise ValueError("no text is true of any picture: there is nothing to retrieve")
-    for name, value in sums.items():
+    for name, value in totals.items():
         yield name, value / answerable
     if answerable < t:
         yield "image_retrieval_true_unmatched", float(t - answerable)

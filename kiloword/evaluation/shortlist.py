@@ -6,6 +6,7 @@ For heads whose score is dearer than a product of vectors: `kiloword eval MODEL 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kiloword.evaluation.features import chunks, rows
 from kiloword.evaluation.metrics import Standing, check_scores, hit, standing
 from kiloword.evaluation.retrieval import PANEL, Relevance, check_pairs, true_means
 from kiloword.pools import at_least_float
+from kiloword.sharing import in_turns
 from kiloword.types import Features
 
 PairScore = Callable[[Features, Features], Tensor]
@@ -45,10 +47,13 @@ def shortlisted(
     check_pairs(images, texts, image_of_text)
     picture = image_of_text.to(images["vec"].device)
     listed = {
-        "text_retrieval": _own(_panels(score, images, texts, shortlist), lambda r: picture == _numbers(r, picture)),
+        "text_retrieval": _own(
+            _Panels(score, images, texts, shortlist), lambda r: picture == _numbers(r, picture), picture.device
+        ),
         "image_retrieval": _own(
-            _panels(lambda t, i: score(i, t), texts, images, shortlist),
+            _Panels(lambda t, i: score(i, t), texts, images, shortlist),
             lambda c: picture[c, None] == torch.arange(len(images["vec"]), device=picture.device),
+            picture.device,
         ),
     }
     for k in ks:
@@ -60,16 +65,27 @@ def shortlisted(
         yield from _true_relevance(score, images, texts, shortlist, relevance, ks)
 
 
-def _panels(score: PairScore, queries: Features, items: Features, n: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some queries at a time: their rows, the scores they rank all items by [q, C], their shortlists [q, N]."""
-    count = len(items["vec"])
-    for q in chunks(len(queries["vec"]), max(1, PANEL // count)):
-        some = rows(queries, q)
+@dataclass(frozen=True)
+class _Panels:
+    """Queries against C items, of which the n nearest by "vec" are scored exactly."""
+
+    score: PairScore
+    queries: Features
+    items: Features
+    n: int
+
+    def parts(self) -> list[slice]:
+        """Queries that are looked at together."""
+        return list(chunks(len(self.queries["vec"]), max(1, PANEL // len(self.items["vec"]))))
+
+    def of(self, q: slice) -> tuple[Tensor, Tensor]:
+        """The scores that some queries rank all items by [q, C], and their shortlists [q, N]."""
+        some, items = rows(self.queries, q), self.items
         near = check_scores(at_least_float(some["vec"]) @ at_least_float(items["vec"]).T)
-        short = near.topk(min(n, count), 1).indices
-        exact = check_scores(_listed(score, some, items, short))
+        short = near.topk(min(self.n, len(items["vec"])), 1).indices
+        exact = check_scores(_listed(self.score, some, items, short))
         rest = near.to(exact.dtype) - 2 + exact.amin(1, keepdim=True)  # cosines are at most 1: below all on the list
-        yield q, rest.scatter(1, short, exact), short
+        return rest.scatter(1, short, exact), short
 
 
 def _listed(score: PairScore, queries: Features, items: Features, short: Tensor) -> Tensor:
@@ -84,16 +100,16 @@ def _listed(score: PairScore, queries: Features, items: Features, short: Tensor)
     return torch.cat(parts).view(short.shape)
 
 
-def _own(
-    panels: Iterator[tuple[slice, Tensor, Tensor]], positives: Callable[[slice], Tensor]
-) -> tuple[Standing, float]:
+def _own(panels: _Panels, positives: Callable[[slice], Tensor], device: torch.device) -> tuple[Standing, float]:
     """Where the best positive of every query stands, and how many positives the shortlists hold."""
-    parts, kept = [], 0
-    for q, panel, short in panels:
+
+    def judged(q: slice) -> tuple[list[Tensor], int]:
+        panel, short = panels.of(q)
         positive = positives(q)  # [q, C] bool
-        parts.append(standing(panel, positive))
-        kept += int(positive.gather(1, short).sum())
-    return Standing(*(torch.cat(values) for values in zip(*parts, strict=True))), kept
+        return [x.cpu() for x in standing(panel, positive)], int(positive.gather(1, short).sum())
+
+    parts, kept = zip(*in_turns(panels.parts(), judged), strict=True)
+    return Standing(*(torch.cat(values).to(device) for values in zip(*parts, strict=True))), sum(kept)
 
 
 def _numbers(r: slice, like: Tensor) -> Tensor:
@@ -109,5 +125,5 @@ def _true_relevance(
     relevance: Relevance | Tensor,
     ks: Sequence[int],
 ) -> Iterator[tuple[str, float]]:
-    panels = _panels(lambda t, i: score(i, t), texts, images, shortlist)
-    yield from true_means(((c, panel) for c, panel, _ in panels), len(texts["vec"]), relevance, ks)
+    panels = _Panels(lambda t, i: score(i, t), texts, images, shortlist)
+    yield from true_means(lambda c: panels.of(c)[0], len(images["vec"]), len(texts["vec"]), relevance, ks)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from kiloword.contextual import OneVector
-from kiloword.data.loader import eval_batches
+from kiloword.data.reading import EvalBatch
 from kiloword.draw import key
-from kiloword.evaluation.features import inference
+from kiloword.evaluation.features import batches_in_turns, inference
 from kiloword.heads import Single
 from kiloword.report import line_plot, page, paragraph, table
 from kiloword.report.parts import Cell
+from kiloword.sharing import share
 from kiloword.towers.image import extra
 from kiloword.types import Record, Skipped, Source
 
@@ -121,12 +122,17 @@ def _outputs(
     """Vectors of every picture, a batch at a time: [n, W], or [n, D] of "vec"."""
     model = matcher.model
     device = next(model.parameters()).device
-    for part in eval_batches(some, model.config.image.size, model.config.preprocess.resize, batch, workers):
-        skipped += [replace(one, row=some.rows[one.row]) for one in part.skipped]
-        if part.rows:
-            with inference(model):
-                tokens, features = model.encode_image(part.images.to(device))
-                yield features["vec"] if of == "vec" else tower_output(model, tokens).flatten(0, 1)
+
+    def encode(part: EvalBatch) -> Tensor:
+        with inference(model):
+            tokens, features = model.encode_image(part.images.to(device))
+            found = features["vec"] if of == "vec" else tower_output(model, tokens).flatten(0, 1)
+            return found if share()[1] == 1 else found.cpu()
+
+    for made, bad in batches_in_turns(matcher, some, batch, workers, encode):
+        skipped += [replace(one, row=some.rows[one.row]) for one in bad]
+        if made is not None:
+            yield made.to(device)
 
 
 def tower_output(model: Model, tokens: Tensor) -> Tensor:

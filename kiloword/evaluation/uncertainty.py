@@ -32,6 +32,7 @@ from kiloword.evaluation.uncertainty_inclusion import answers, inclusion_tests, 
 from kiloword.evaluation.uncertainty_page import report
 from kiloword.evaluation.uncertainty_shown import Findings, drawn
 from kiloword.evaluation.zeroshot import Templates, classifier
+from kiloword.sharing import in_turns
 from kiloword.types import Skipped, Source
 
 if TYPE_CHECKING:
@@ -131,11 +132,8 @@ def true_of(data: Data, which: Sequence[int]) -> Tensor:
     """How many of the pictures some captions are true of: [n] int64, a block of captions at a time."""
     truth = data.source.relevance  # type: ignore[attr-defined]
     texts = [data.captions[i] for i in which]
-    parts = [
-        torch.as_tensor(truth(texts[part], data.rows)).sum(1)
-        for part in chunks(len(texts), max(1, PANEL // len(data.rows)))
-    ]
-    return torch.cat(parts)
+    parts = list(chunks(len(texts), max(1, PANEL // len(data.rows))))
+    return torch.cat(list(in_turns(parts, lambda part: torch.as_tensor(truth(texts[part], data.rows)).sum(1))))
 
 
 def of_truth(data: Data, which: Sequence[int], count: Tensor) -> Values:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kiloword.data.loader import eval_batches, read
 from kiloword.data.questions import ANSWERS, check_asks, question_in
+from kiloword.data.reading import EvalBatch, read
 from kiloword.data.sources import open_source
+from kiloword.evaluation.features import batches_in_turns
 from kiloword.evaluation.vqa_metric import Judged, accuracy, means
 from kiloword.evaluation.vqa_options import VqaOptions
 from kiloword.generation.options import GenerationOptions
+from kiloword.sharing import alone, lockstep
 from kiloword.types import BadSample, Skipped, Source
 
 if TYPE_CHECKING:
@@ -52,10 +55,12 @@ def run(
     answerer, bad = Answerer(matcher.model, matcher.tokenizer), [] if skipped is None else skipped
     known = _known(source, train, options)
     listed = None if known.answers is None else answerer.close(known.answers)
-    given: list[_Given] = []
-    for images, infos in _asked(matcher, source, batch, workers, bad):
+
+    def answer(images: Tensor, infos: Sequence[Mapping[str, Any]]) -> list[_Given]:
         said = _answer(answerer, images, [info["question"] for info in infos], listed, options)
-        given += [_Given(answer, info) for answer, info in zip(said, infos, strict=True)]
+        return [_Given(answer, info) for answer, info in zip(said, infos, strict=True)]
+
+    given = _asked(matcher, source, batch, workers, bad, answer)
     yield from means(one.judged(one.answer) for one in given)
     if known.guesses:
         judged = (one.judged(known.guess(one)) for one in given)
@@ -138,24 +143,36 @@ def _lines(path: Path) -> list[str]:
 
 
 def _asked(
-    matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]
-) -> Iterator[tuple[Tensor, list[dict[str, Any]]]]:
-    """Pictures [n, 3, H, W] and what is known of their questions; rows without one are named in `skipped`."""
-    config, none = matcher.model.config, True
-    for part in eval_batches(source, config.image.size, config.preprocess.resize, batch, workers):
-        skipped += part.skipped
+    matcher: Matcher,
+    source: Source,
+    batch: int,
+    workers: int,
+    skipped: list[Skipped],
+    answer: Callable[[Tensor, Sequence[Mapping[str, Any]]], list[_Given]],
+) -> list[_Given]:
+    """All answers, given pictures [n, 3, H, W] and what is known of their questions; rows without one are `skipped`.
+
+    A sharded model answers the same questions on every rank: how often it is called hangs on the answers.
+    """
+
+    def ask(part: EvalBatch) -> tuple[list[_Given], list[Skipped]]:
         asks = [question_in(info) is not None for info in part.infos]
-        skipped += [
-            Skipped(row, key, "no question with an answer")
-            for row, key, ask in zip(part.rows, part.keys, asks, strict=True)
-            if not ask
-        ]
-        if any(asks):
-            none = False
-            yield part.images[asks], [info for info, ask in zip(part.infos, asks, strict=True) if ask]
-    if none:
+        named = zip(part.rows, part.keys, asks, strict=True)
+        bare = [Skipped(row, key, "no question with an answer") for row, key, asked in named if not asked]
+        some = [info for info, asked in zip(part.infos, asks, strict=True) if asked]
+        return answer(part.images[asks], some) if some else [], bare
+
+    given: list[_Given] = []
+    with alone() if lockstep() else nullcontext():
+        for made, bad in batches_in_turns(matcher, source, batch, workers, ask):
+            skipped += bad
+            if made is not None:
+                skipped += made[1]
+                given += made[0]
+    if not given:
         why = f", the first because: {skipped[0].reason}" if skipped else ""
         raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable picture with a question{why}")
+    return given
 
 
 def _answer(

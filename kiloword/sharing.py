@@ -1,0 +1,201 @@
+"""Work that ranks share outside training steps: evaluation, embed, caption, mine. The result is that of one process.
+
+Work is cut as one process would cut it, so that every batch and block is the same; ranks take them in turns, and what
+they make is put together in the order of one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kiloword import parallel
+from kiloword.gather import host_group
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+LOOK_S = 0.2  # between looks at what the other ranks have come to
+
+
+@dataclass
+class _Mode:
+    """Whether ranks share, and whether all must make the same calls of the model."""
+
+    on: bool = False
+    lockstep: bool = False
+
+
+_mode = _Mode()
+
+
+@contextmanager
+def _set(on: bool, lockstep: bool) -> Iterator[None]:
+    before = (_mode.on, _mode.lockstep)
+    _mode.on, _mode.lockstep = on, lockstep
+    try:
+        yield
+    finally:
+        _mode.on, _mode.lockstep = before
+
+
+@contextmanager
+def sharing(lockstep: bool = False) -> Iterator[None]:
+    """Inside, the ranks share the work; all of them must do the same in the same order.
+
+    Args: lockstep: every rank calls the model as often as the others: a sharded model computes together.
+    """
+    with _set(parallel.ranks() > 1, lockstep):
+        yield
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this rank works by itself again."""
+    with _set(False, False):
+        yield
+
+
+def share() -> tuple[int, int]:
+    """This rank and the number of ranks that share the work; (0, 1) where it is not shared."""
+    return (parallel.rank(), parallel.ranks()) if _mode.on else (0, 1)
+
+
+def is_first() -> bool:
+    """Whether this rank does what is not shared, and speaks."""
+    return share()[0] == 0
+
+
+def lockstep() -> bool:
+    """Whether a rank without work must call the model all the same."""
+    return _mode.on and _mode.lockstep
+
+
+def own(items: Sequence[Item]) -> list[Item]:
+    """What this rank does of all items: ranks take turns."""
+    rank, ranks = share()
+    return list(items[rank::ranks])
+
+
+def gathered(mine: Item) -> list[Item]:
+    """Every rank's object, in rank order, on all of them; tensors must be on the CPU."""
+    if share()[1] == 1:
+        return [mine]
+    out: list[Any] = [None] * share()[1]
+    dist.all_gather_object(out, mine, group=host_group())
+    return out
+
+
+def to_first(mine: Item) -> list[Item]:
+    """Every rank's object, in rank order, on the first rank; none on the others."""
+    if share()[1] == 1:
+        return [mine]
+    out: list[Any] | None = [None] * share()[1] if is_first() else None
+    dist.gather_object(mine, out, group=host_group())
+    return out or []
+
+
+def in_turns(items: Sequence[Item], do: Callable[[Item], Made]) -> Iterator[Made]:
+    """`do` of every item, in order, on all ranks; each has done its share. What is made must be on the CPU."""
+    rank, ranks = share()
+    if ranks == 1:
+        yield from map(do, items)
+        return
+    for first in range(0, len(items), ranks):
+        there = first + rank < len(items)
+        made = do(items[first + rank]) if there else do(items[0]) if lockstep() else None
+        for one in gathered(made if there else None)[: len(items) - first]:
+            assert one is not None
+            yield one
+
+
+def sums(*mine: Tensor) -> list[Tensor]:
+    """Each the sum over ranks; all of one dtype, on one device."""
+    if share()[1] == 1:
+        return list(mine)
+    flat = parallel.sum_over_ranks(torch.cat([x.flatten() for x in mine]))
+    parts = torch.split(flat, [x.numel() for x in mine])
+    return [part.view_as(x) for part, x in zip(parts, mine, strict=True)]
+
+
+def part_by_part(
+    parts: Sequence[range], batch: int, make: Callable[[list[range]], Iterator[Made]]
+) -> Iterator[list[Made]]:
+    """For every part what is made of its batches of rows, in order, on the first rank; nothing on the others.
+
+    Args: make: of batches of rows, one thing each, made ahead as it likes; each rank makes its share.
+    """
+    rank, ranks = share()
+    number = itertools.count()
+    batches = [[(next(number), part[n : n + batch]) for n in range(0, len(part), batch)] for part in parts]
+    mine = [[(n, rows) for n, rows in part if n % ranks == rank] for part in batches]
+    made = make([rows for part in mine for _, rows in part])
+    for part in mine:
+        every = to_first([(n, next(made)) for n, _ in part])
+        yield [one for _, one in sorted((pair for some in every for pair in some), key=lambda pair: pair[0])]
+
+
+_begun = itertools.count()
+
+
+@contextmanager
+def together(device: str) -> Iterator[None]:
+    """A command that torchrun started several times: the ranks share its work, the first one alone speaks.
+
+    The others wait at the end for as long as the first one takes. Where one fails, it says why, and all end.
+    Raises: ValueError for a device that is one of several.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    if ":" in device:
+        raise ValueError(f"--device {device} is one card, but {os.environ['WORLD_SIZE']} ranks run: use --device cuda.")
+    with parallel.process_group(device):
+        peers = _Peers(next(_begun))
+        with ExitStack() as stack:
+            stack.enter_context(sharing())
+            if parallel.rank():
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(redirect_stdout(nowhere))
+                stack.enter_context(redirect_stderr(nowhere))
+            try:
+                yield
+                peers.wait()
+            except (Exception, KeyboardInterrupt) as error:
+                if not peers.first_to_fail():  # it was another's fault, or all have the same
+                    raise SystemExit(2) from error
+                raise
+
+
+class _Peers:
+    """How far the ranks are with a command, told through the store by which they found each other."""
+
+    def __init__(self, command: int) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._name = f"kiloword/{command}"
+
+    def wait(self) -> None:
+        """Until every rank is here, however long it takes. Raises: SystemExit when one failed."""
+        self._store.set(f"{self._name}/{parallel.rank()}", "here")
+        names = [f"{self._name}/{rank}" for rank in range(parallel.ranks())]
+        while not self._store.check(names):
+            if self._store.check([f"{self._name}/failed"]):
+                raise SystemExit(2)
+            time.sleep(LOOK_S)
+
+    def first_to_fail(self) -> bool:
+        """Whether no other rank has failed before."""
+        try:
+            return int(self._store.add(f"{self._name}/failed", 1)) == 1
+        except RuntimeError:  # the store went with the rank that held it
+            print("kiloword: another rank is gone.", file=sys.__stderr__)
+            return False
