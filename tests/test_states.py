@@ -1,0 +1,371 @@
+"""States: what is written, what is read, what is damaged, and what training notices of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save, save_file
+from states import load_state
+from torch import Tensor
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing.spawn import spawn
+
+import kiloword.saving as saving
+from kiloword import parallel, recipes
+from kiloword.checkpoint import CODES, SaveError, in_order, spec_of, write_tensors
+from kiloword.recipes import Recipe
+from kiloword.state.folder import drop_old, newest, shards_folder, steps_done, write_numbers
+from kiloword.state.shards import Host, Part, Stored, write_part
+from kiloword.train import Options, train
+
+EVERY = Options(log_every=1, save_every=2, quiet=True)
+SHARD = "shard-00001-of-00001.safetensors"
+
+
+def some() -> dict[str, Tensor]:
+    """Every dtype and shape that a state may hold, and some that it does not yet."""
+    torch.manual_seed(0)
+    return {
+        "learner/weight": torch.randn(7, 3),
+        "learner/tall": torch.randn(3, 7).t(),
+        "learner/double": torch.randn(5, dtype=torch.float64),
+        "learner/half": torch.randn(4).bfloat16(),
+        "learner/mask": torch.tensor([True, False, True]),
+        "optimizer/step:weight": torch.tensor(17.0),
+        "learner/position": torch.arange(11),
+        "learner/scale": torch.ones(1),
+    }
+
+
+def recipe(steps: int = 8) -> Recipe:
+    base = recipes.default("siglip", "debug", ("scenes?n=64",))
+    data = replace(base.data, tokenizer_vocab=300)
+    return replace(base, data=data, optim=replace(base.optim, ema=0.9), batch=16, steps=steps, seed=5)
+
+
+def put(folder: Path, step: int, tensors: dict[str, Tensor]) -> Path:
+    """A whole state of one rank; returns its json."""
+    shards = shards_folder(folder, step)
+    write_numbers(folder, step, write_part(shards, Host().copy(tensors), 0, 1), {"truncated": 3})
+    return shards.with_suffix(".json")
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert spec_of(found[name]) == spec_of(value)
+        assert torch.equal(found[name], value), name
+
+
+# Files
+
+
+DTYPES = st.sampled_from(list(CODES))
+SHAPES = st.lists(st.integers(0, 3), max_size=3)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=5), st.tuples(DTYPES, SHAPES), min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_is_the_one_that_the_library_writes(tmp_path: Path, kinds: dict[str, Any]) -> None:
+    tensors = {name: (torch.randn(shape) * 3).to(dtype) for name, (dtype, shape) in kinds.items() if name.isprintable()}
+    specs = {name: spec_of(value) for name, value in tensors.items()}
+    path = tmp_path / "file"
+    checksum = write_tensors(path, specs, (tensors[name] for name in in_order(specs)))
+    assert path.read_bytes() == save(tensors)
+    assert checksum == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_reading_needs_no_pickle_and_torchs_own_reader_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, 5, some())
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors", ".json"}
+    into = {name: torch.zeros_like(value) for name, value in some().items()}
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp_load(into, storage_reader=HuggingFaceStorageReader(str(shards_folder(tmp_path, 5))), no_dist=True)
+    same(into, some())
+
+    def no(*args: Any, **options: Any) -> None:
+        raise AssertionError("a pickle")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, no)
+    found = load_state(tmp_path, pytest.fail)
+    assert found is not None
+    same(found[0], some())
+    assert found[1]["truncated"] == 3
+
+
+def test_tensors_that_all_ranks_have_are_spread_over_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = some() | {f"learner/{n}": torch.randn(1000 + n) for n in range(30)}
+    files: dict[str, str] = {}
+    monkeypatch.setattr(parallel, "ranks", lambda: 3)
+    for rank in range(3):
+        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        part = Host().copy(tensors)
+        assert 10 <= len(part.values) <= 16
+        files |= write_part(tmp_path, part, rank, 3)
+    monkeypatch.undo()
+    stored = Stored([tmp_path / name for name in files], {})
+    assert sum(len(load_file(tmp_path / name)) for name in files) == len(tensors)
+    same(dict(zip(tensors, stored.whole(list(tensors)), strict=True)), tensors)
+
+
+def test_whole_tensors_are_put_together_from_shards(tmp_path: Path) -> None:
+    """Unequal ones; another file in the folder is none of the state's."""
+    whole = torch.arange(20.0).view(10, 2)
+    files: dict[str, str] = {}
+    for rank, (start, end) in enumerate(((0, 4), (4, 8), (8, 10))):
+        files |= write_part(tmp_path, Part({"x": whole[start:end]}, {"x": (start, 0)}), rank, 3)
+    write_part(tmp_path, Part({"x": torch.zeros(5, 2)}, {"x": (5, 0)}), 1, 2)
+    stored = Stored([tmp_path / name for name in files], {})
+    assert torch.equal(next(stored.whole(["x"])), whole)
+
+
+def test_buffers_are_used_again_and_hold_what_was(tmp_path: Path) -> None:
+    host, tensors = Host(), some()
+    first = host.copy(tensors)
+    places = {name: value.data_ptr() for name, value in first.values.items()}
+    for value in tensors.values():
+        value.zero_()
+    same(first.values, some())
+    assert {name: value.data_ptr() for name, value in host.copy(tensors).values.items()} == places
+
+
+# Which state is taken
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+
+
+def shard_of(path: Path) -> Path:
+    return path.with_suffix("") / SHARD
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard cut": (lambda p: os.truncate(shard_of(p), 400), "checksum of step-000000009/shard-00001.* differs"),
+    "shard empty": (lambda p: os.truncate(shard_of(p), 0), "checksum of step-000000009/shard-00001.* differs"),
+    "bit flipped": (lambda p: flip(shard_of(p)), "checksum of step-000000009/shard-00001.* differs"),
+    "shard missing": (lambda p: shard_of(p).unlink(), "step-000000009/shard-00001.*: No such file"),
+    "json cut": (lambda p: os.truncate(p, 30), r"step-000000009.json: "),
+    "json empty": (lambda p: os.truncate(p, 0), r"step-000000009.json: "),
+    "json null": (lambda p: p.write_text("null"), r"step-000000009.json: "),
+    "json list": (lambda p: p.write_text("[1]"), r"step-000000009.json: "),
+    "json no files": (lambda p: p.write_text('{"step": 9}'), r"step-000000009.json: "),
+    "json another number": (
+        lambda p: p.write_text(p.read_text().replace('"truncated": 3', '"truncated": 7')),
+        "checksum of step-000000009.json differs",
+    ),
+    "json a folder": (lambda p: (p.unlink(), p.mkdir()), r"step-000000009.json: "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_falls_back_to_the_state_before(tmp_path: Path, name: str) -> None:
+    harm, says = DAMAGE[name]
+    before = some() | {"learner/scale": torch.full((1,), 7.0)}
+    put(tmp_path, 7, before)
+    harm(put(tmp_path, 9, some()))
+    said: list[str] = []
+    found = load_state(tmp_path, said.append)
+    assert found is not None
+    same(found[0], before)
+    assert found[1]["step"] == 7
+    (sentence,) = said
+    assert sentence.startswith("state step-000000009 is damaged (")
+    assert sentence.endswith("): falling back to the one before.")
+    assert re.search(says, sentence), sentence
+
+
+def test_without_its_json_a_state_does_not_exist(tmp_path: Path) -> None:
+    put(tmp_path, 7, some())
+    put(tmp_path, 9, some()).unlink()
+    found = load_state(tmp_path, pytest.fail)
+    assert found is not None
+    assert found[1]["step"] == steps_done(tmp_path) == 7
+    assert load_state(tmp_path / "none", pytest.fail) is None
+
+
+def test_all_damaged_is_refused(tmp_path: Path) -> None:
+    for step in (7, 9):
+        flip(shard_of(put(tmp_path, step, some())))
+    said: list[str] = []
+    with pytest.raises(ValueError, match=r"no state in .* can be read: all are damaged"):
+        newest(tmp_path, said.append)
+    assert len(said) == 2
+
+
+def test_a_state_of_one_file_as_they_were_before(tmp_path: Path) -> None:
+    for step, value in ((4, 1.0), (6, 2.0)):
+        tensors = {"learner/x": torch.full((3,), value)}
+        file = tmp_path / f"step-{step:09d}.safetensors"
+        save_file(tensors, file)
+        checksum = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+        numbers = {"step": step, "checksum": checksum, "truncated": 0}
+        file.with_suffix(".json").write_text(json.dumps(numbers))
+    found = load_state(tmp_path, pytest.fail)
+    assert found is not None
+    same(found[0], {"learner/x": torch.full((3,), 2.0)})
+    flip(tmp_path / "step-000000006.safetensors")
+    said: list[str] = []
+    found = load_state(tmp_path, said.append)
+    assert found is not None
+    same(found[0], {"learner/x": torch.ones(3)})
+    assert "checksum of step-000000006.safetensors differs" in said[0]
+    put(tmp_path, 8, some())
+    drop_old(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000008", "step-000000008.json"]
+
+
+# While training
+
+
+def test_states_that_stay(tmp_path: Path) -> None:
+    train(recipe(), tmp_path, options=replace(EVERY, save_every=1, keep_states=3))
+    names = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert names == sorted([f"step-{n:09d}" for n in (6, 7, 8)] + [f"step-{n:09d}.json" for n in (6, 7, 8)])
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], None]) -> None:
+    """`work` gets the number of a save, in its thread, before anything is written."""
+    real, lock, calls = saving.write_part, threading.Lock(), [0]
+
+    def write(*args: Any) -> dict[str, str]:
+        with lock:
+            calls[0] += 1
+        work(calls[0])
+        return real(*args)
+
+    monkeypatch.setattr(saving, "write_part", write)
+
+
+def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is the run as it was at its step, whatever has changed since."""
+    train(recipe(6), tmp_path / "whole", options=replace(EVERY, save_every=3, keep_states=9))
+    out, seen = tmp_path / "slow", []
+
+    def until_two_steps_later(save: int) -> None:
+        end = time.monotonic() + 60
+        while save == 1 and steps(out) < 5 and time.monotonic() < end:
+            time.sleep(0.002)
+        seen.append(steps(out))
+
+    slowly(monkeypatch, until_two_steps_later)
+    train(recipe(6), out, options=replace(EVERY, save_every=3, keep_states=9))
+    assert seen == [5, 6]
+    for step in (3, 6):
+        one, other = ((tmp_path / run / "state" / f"step-{step:09d}.json").read_text() for run in ("whole", "slow"))
+        assert one == other  # checksums of the tensors among it
+
+
+def steps(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize("save", [1, 2, 4])
+def test_an_error_in_the_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: int) -> None:
+    def full(number: int) -> None:
+        if number == save:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        slowly(patch, full)
+        with pytest.raises(SaveError, match=r"No space left on device.*What was there before is kept"):
+            train(recipe(), tmp_path, options=EVERY)
+    found = load_state(tmp_path / "state", pytest.fail)
+    assert (0 if found is None else found[1]["step"]) == 2 * (save - 1)
+    assert not [t for t in threading.enumerate() if t.name.startswith("save")]
+    train(recipe(), tmp_path, options=EVERY)
+    assert steps(tmp_path) == 8
+
+
+def test_a_state_that_is_being_written_when_the_run_fails_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kiloword.train as loop
+
+    real, calls = loop.backward, []
+
+    def backward(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("a bad batch")
+        return real(*args)
+
+    monkeypatch.setattr(loop, "backward", backward)
+    slowly(monkeypatch, lambda number: time.sleep(0.3))
+    with pytest.raises(ValueError, match="a bad batch"):
+        train(recipe(), tmp_path, options=replace(EVERY, save_every=3))
+    assert steps_done(tmp_path / "state") == 3
+
+
+# Ranks
+
+
+def sharded() -> dict[str, Tensor]:
+    """More rows than ranks, fewer, one."""
+    torch.manual_seed(1)
+    return {f"learner/{n}": torch.randn(n, 3) for n in (1, 2, 3, 5, 8)} | {"learner/flat": torch.randn(3)}
+
+
+def on_rank(rank: int, ranks: int, port: int, folder: Path, read: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    tensors = some() | {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in sharded().items()}
+    if read:
+        said: list[str] = []
+        stored = newest(folder, said.append)
+        assert stored is not None
+        assert len(said) == 1
+        empty = {name: torch.zeros_like(value) for name, value in tensors.items()}
+        stored.load(empty)
+        same({k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in empty.items()}, some() | sharded())
+        plain = {k: torch.zeros_like(v) for k, v in (some() | sharded()).items()}
+        stored.load(plain)
+        same(plain, some() | sharded())
+    for step in (1, 2):
+        files: dict[str, str] = {}
+        part = Host().copy(tensors)
+        for made in parallel.all_lists([write_part(shards_folder(folder, step), part, rank, ranks)]):
+            files |= made
+        if rank == 0:
+            write_numbers(folder, step, files, {})
+    dist.barrier()
+    if rank == 0:
+        flip(folder / "step-000000002" / f"shard-0000{ranks}-of-0000{ranks}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_states_of_any_number_of_ranks_are_read_on_any_other(tmp_path: Path) -> None:
+    """The newest one is damaged in a file that another rank than 0 checks: all take the one before."""
+    for n, ranks in enumerate((4, 2, 1, 3)):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        spawn(on_rank, (ranks, port, tmp_path, n > 0), nprocs=ranks)  # type: ignore[no-untyped-call]
