@@ -98,7 +98,7 @@ def kinds() -> dict[str, tuple[bytes, Expected, int, str]]:
     coloured, black = np.asarray(palette.convert("RGB")), np.asarray(rgb.convert("1").convert("RGB"))
     holed = np.where((np.asarray(palette) == 3)[..., None], 255, coloured).astype(np.uint8)
     late = chunk(b"eXIf", b"Exif\0\0"[6:] + orientation(6)[6:])
-    jpeg = saved(rgb, "JPEG", quality=100, subsampling=0)
+    jpeg, gamma = saved(rgb, "JPEG", quality=100, subsampling=0), chunk(b"gAMA", struct.pack(">I", 100000))
     turned = np.rot90(pixels, -1)
     anim: dict[str, object] = {"save_all": True, "append_images": frames}
     first, white, plain = "the first frame", "over white", "to RGB, no profile"
@@ -119,7 +119,7 @@ def kinds() -> dict[str, tuple[bytes, Expected, int, str]]:
         "JPEG, cut, an end added": (jpeg[: len(jpeg) // 2] + b"\xff\xd9", "any", 0, "as libjpeg reads it"),
         "MPO (two JPEGs)": (saved(rgb, "MPO", quality=100, subsampling=0, **anim), pixels, 4, first),
         "PNG": (saved(rgb, "PNG"), pixels, 0, "as it is"),
-        "PNG, gamma": (png(bytes_of(pixels), 8, 2, chunk(b"gAMA", bytes(4))), pixels, 0, "not applied"),
+        "PNG, gamma": (png(bytes_of(pixels), 8, 2, gamma), pixels, 0, "not applied"),
         "PNG, grey": (saved(rgb.convert("L"), "PNG"), flat, 0, "grey in three channels"),
         "PNG, grey and alpha": (png(bytes_of(np.dstack([grey, alpha[..., 3]])), 8, 4), over_white(
             np.dstack([flat, alpha[..., 3]])), 1, white),

@@ -3,7 +3,7 @@
 What unusual pictures become, with every decoder: EXIF orientation is applied; transparency lies over white; of an
 animation the first frame is taken; 16-bit grey is scaled to 8 (by 257), 16-bit colour keeps its high bytes; palettes,
 grey, CMYK and YCbCr become RGB; colour profiles and gamma are not applied. The content decides, never the extension.
-OpenCV decodes plain 8-bit JPEG, PNG and WebP, simplejpeg plain JPEG; Pillow takes whatever else comes.
+OpenCV decodes plain 8-bit JPEG and PNG, simplejpeg plain JPEG; Pillow takes whatever else comes.
 """
 
 from __future__ import annotations
@@ -158,11 +158,9 @@ def _fast(image: bytes, picture: Image.Image, decoder: Decoder, factor: int) -> 
         return None
     if picture.format == "JPEG" and decoder == "simplejpeg":
         return _simplejpeg(image, picture, factor)
-    if picture.format == "JPEG" and _is_whole(image):
+    still = picture.format == "PNG" and getattr(picture, "n_frames", 1) == 1
+    if decoder == "opencv" and (still or (picture.format == "JPEG" and _is_whole(image))):
         return _opencv(image, factor)
-    still = getattr(picture, "n_frames", 1) == 1
-    if decoder == "opencv" and picture.format in ("PNG", "WEBP") and still:
-        return _opencv(image, 1)
     return None
 
 

@@ -7,6 +7,8 @@ fingerprint of the table (32 hexadecimal digits).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,6 +56,18 @@ class Embedded:
         return self._file.read(start, end - start)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what Arrow raises on a damaged table into a ValueError. Errors of the disk stay as they are."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} cannot be read as a table: {what[:200]}") from None
+
+
 def is_embedded(table: Path, column: str) -> bool:
     """Whether a column holds pictures rather than paths. Errors: ValueError when it could hold neither."""
     schema = pa.parquet.read_schema(table)
@@ -92,7 +106,7 @@ def _is_valid(path: Path, rows: int, fingerprint: str) -> bool:
 
 def _lay_out(file: BinaryIO, table: Path, column: str, fingerprint: str) -> None:
     digests, ends, end = [], [], 0
-    with pa.parquet.ParquetFile(table) as parquet:
+    with reading(table), pa.parquet.ParquetFile(table) as parquet:
         for batch in parquet.iter_batches(batch_size=256, columns=[column]):
             pictures = batch.column(0)
             if pa.types.is_struct(pictures.type):

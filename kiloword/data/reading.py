@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from kiloword.data.bad import shown
 from kiloword.data.decode import Pixels
 from kiloword.data.remote_errors import Unreachable
 from kiloword.data.steps import in_order
@@ -43,7 +44,7 @@ def read_picture(source: Source, row: int) -> Record:
 def name_of(source: Source, row: int) -> str:
     """The key of a row that cannot be read, where the source can tell."""
     name = getattr(source, "key", None)
-    return str(name(row)) if callable(name) else f"row {row}"
+    return shown(str(name(row))) if callable(name) else f"row {row}"
 
 
 class Transform(Protocol):

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +19,8 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from kiloword.data.embedded import Embedded, is_embedded
+from kiloword.data.bad import shown
+from kiloword.data.embedded import Embedded, is_embedded, reading
 from kiloword.data.sample import MAX_IMAGE, clean, decode_text, read_whole
 from kiloword.types import BadSample, NoCaption, Record
 
@@ -45,18 +44,6 @@ def fingerprint(path: Path) -> str:
     """A digest of a file's bytes, 32 hexadecimal digits. Errors: OSError when it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turns what Arrow raises on a damaged table into a ValueError. Errors of the disk stay as they are."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} cannot be read as a table: {what[:200]}") from None
 
 
 class Table:
@@ -192,7 +179,9 @@ def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
     malformed: list[str] = []
 
     def note(row: pyarrow.csv.InvalidRow) -> str:
-        malformed.append(f"line has {row.actual_columns} columns, expected {row.expected_columns}: {row.text[:60]}")
+        malformed.append(
+            f"line has {row.actual_columns} columns, expected {row.expected_columns}: {shown(row.text[:60])}"
+        )
         return "skip"
 
     table = pyarrow.csv.read_csv(
@@ -249,4 +238,4 @@ def read_file(table: Path, name: bytes) -> bytes:
         return read_whole(table.parent / os.fsdecode(name), "the picture", MAX_IMAGE)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = error.strerror if isinstance(error, OSError) else "not a file name"
-        raise BadSample(f"picture cannot be read: {os.fsdecode(name)[:200]} ({reason})") from None
+        raise BadSample(f"picture cannot be read: {shown(os.fsdecode(name)[:200])} ({reason})") from None
