@@ -14,6 +14,8 @@ from kiloword.model import Model
 from kiloword.options import Checkpointing, Compile
 from kiloword.towers.blocks import Block, CrossBlock
 
+RECOMPILE = 64  # dynamo counts all blocks of a model as one function, and gives it up after 8 kinds of arguments
+
 
 def recompute(model: Model, kind: Checkpointing) -> None:
     """Blocks forget what happened inside them and repeat it in the backward pass.
@@ -50,6 +52,7 @@ def compile(model: Model, kind: Compile) -> None:
     """
     if kind == "none":
         return
+    torch._dynamo.config.recompile_limit = max(RECOMPILE, torch._dynamo.config.recompile_limit)
     towers = [model.image_tower, model.text_tower, *model.more.values()]
     blocks = [m for m in model.modules() if isinstance(m, Block | CrossBlock)]
     model.text_tower.few_shapes = True

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from kiloword import parallel
@@ -103,8 +104,6 @@ def shard(learner: Learner) -> None:
     """
     if parallel.ranks() == 1:
         return
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
     # features may be views of a tower's tokens; nothing here writes into them
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     model = learner.model
@@ -127,8 +126,8 @@ def units(model: Model) -> list[nn.Module]:
     return [*blocks, *layers]
 
 
-def settle(learner: Learner) -> None:
-    """Free what was gathered outside a step: weights that changed since would not be seen."""
-    reshard = getattr(learner.model, "reshard", None)
-    if reshard is not None:
-        reshard()
+def settle(module: nn.Module) -> None:
+    """Free what was gathered outside a step: weights that change before the next would not be seen."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

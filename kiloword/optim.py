@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kiloword import parallel
+from kiloword.engine import settle
 from kiloword.muon import Muon
 from kiloword.parallel import local
 from kiloword.recipes import OptimConfig
@@ -225,6 +226,7 @@ class Average:
     @torch.no_grad()
     def swap(self, module: nn.Module) -> None:
         """Exchange live and averaged weights; call again to exchange them back."""
+        settle(module)
         live = dict(module.named_parameters())
         for name, mean in self.shadow.items():
             kept = local(live[name]).clone()

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -113,18 +113,27 @@ def gradients(method: str, way: Way = Way(), permute: bool = False) -> dict[str,
 def gradients_over_ranks(method: str, ranks: int, ways: Sequence[Way]) -> dict[Way, dict[str, Tensor]]:
     """The same in several ways, computed by gloo processes on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (ranks, _free_port(), method, ways, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        over_ranks(ranks, _save_gradients, method, ways, Path(folder))
         return {way: load_file(Path(folder) / f"{n}.safetensors") for n, way in enumerate(ways)}
 
 
-def _rank(rank: int, ranks: int, port: int, method: str, ways: Sequence[Way], folder: str) -> None:
+def _save_gradients(method: str, ways: Sequence[Way], folder: Path) -> None:
+    for n, way in enumerate(ways):
+        found = gradients(method, way)
+        if parallel.rank() == 0:
+            save_file({name: g.contiguous() for name, g in found.items()}, folder / f"{n}.safetensors")
+
+
+def over_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
+    """Call `work(*args)` in gloo processes on this machine, and wait for all."""
+    spawn(_rank, (ranks, _free_port(), work, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+
+
+def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     with parallel.process_group(timeout_s=120):
-        for n, way in enumerate(ways):
-            found = gradients(method, way)
-            if rank == 0:
-                save_file({name: g.contiguous() for name, g in found.items()}, Path(folder) / f"{n}.safetensors")
+        work(*args)
 
 
 def _free_port() -> int:

@@ -1,0 +1,175 @@
+"""Engines: sharded and replicated ranks move the same weights; what checkpointing keeps; bad steps change nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from kiloword import activations, engine, parallel
+from kiloword.accumulate import backward
+from kiloword.learner import Learner
+from kiloword.optim import SETTLED, USUAL, Average, Optimizer
+from kiloword.recipes import MUON, OptimConfig
+from kiloword.verify import learner, over_ranks
+from kiloword.verify_batch import batch
+
+STEPS, PICTURES = 3, 15  # over 3 ranks, whose shards of a width of 32 are uneven
+CONFIG = replace(MUON, lr=1e-2, warmup=0, ema=0.5, muon_weight_decay=0.1, clip=0.5)
+
+
+def trained(way: str) -> dict[str, Tensor]:
+    """Weights, averages and moments after a few steps on this rank's share."""
+    model = learner("sycoca")
+    if way == "fsdp":
+        engine.shard(model)
+    optimizer, average, reducer = Optimizer(model, CONFIG, STEPS), Average(model, 0.5), engine.Reducer(model)
+    share = PICTURES // parallel.ranks()
+    mine = batch(parallel.rank() * share, (parallel.rank() + 1) * share, method="sycoca")
+    out: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        report = backward(model, [mine], reducer=reducer)
+        report |= optimizer.step(step)
+        average.update(model, step)
+        out |= {f"{step}:{name}": report[name].double() for name in ("loss", "gradient_norm", "skipped_step")}
+    with average.in_place(model):
+        out |= {f"average:{n}": p for n, p in model.named_parameters()}
+        out |= {f"swapped:{n}": p.clone() for n, p in average.shadow.items()}
+    out |= {f"weight:{n}": p for n, p in model.state_dict().items()} | optimizer.state_dict()
+    return {name: parallel.whole(x.detach()).contiguous() for name, x in out.items()}
+
+
+def save_trained(folder: Path) -> None:
+    for way in ("ddp", "fsdp"):
+        found = trained(way)
+        if parallel.rank() == 0:
+            save_file({name: x.clone() for name, x in found.items()}, folder / f"{way}.safetensors")
+
+
+@pytest.mark.slow
+def test_three_ranks_move_the_weights_of_one(tmp_path: Path) -> None:
+    over_ranks(3, save_trained, tmp_path)
+    one = trained("ddp")
+    for way in ("ddp", "fsdp"):
+        found = load_file(tmp_path / f"{way}.safetensors")
+        assert found.keys() == one.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=f"{way}: {name}")
+
+
+def gradients_of(module: nn.Module, value: float) -> None:
+    for p in module.parameters():
+        p.grad = torch.full_like(p, value) if p.requires_grad else None
+
+
+def moved(optimizer: Optimizer, module: nn.Module) -> dict[str, Tensor]:
+    return {n: x.clone() for n, x in {**dict(module.named_parameters()), **optimizer.state_dict()}.items()}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
+def test_a_bad_step_changes_nothing(value: float) -> None:
+    """Weights (also by decay), moments and the usual norm stay, and the next step is as if it had not been."""
+    runs = []
+    for bad in (True, False):
+        module = learner("clip", dtype=torch.float32)
+        optimizer = Optimizer(module, replace(CONFIG, weight_decay=0.1), 100)
+        for step in range(SETTLED + 1):
+            gradients_of(module, 0.01)
+            assert float(optimizer.step(step)["skipped_step"]) == 0
+        before = moved(optimizer, module)
+        if bad:
+            gradients_of(module, value)
+            assert float(optimizer.step(SETTLED + 1)["skipped_step"]) == 1
+            after = moved(optimizer, module)
+            assert all(torch.equal(after[n], x) for n, x in before.items())
+        gradients_of(module, 0.02)
+        assert float(optimizer.step(SETTLED + 2)["skipped_step"]) == 0
+        runs.append(moved(optimizer, module))
+    assert all(torch.equal(runs[0][n], x) for n, x in runs[1].items())
+    assert any(not torch.equal(before[n], x) for n, x in runs[1].items())
+
+
+def test_large_gradients_are_no_bad_step_before_the_usual_norm_is_known_or_when_all_is_allowed() -> None:
+    for config, steps in ((CONFIG, SETTLED - 1), (replace(CONFIG, explode=0), SETTLED + 5)):
+        module = learner("clip", dtype=torch.float32)
+        optimizer = Optimizer(module, config, 100)
+        for step in range(steps):
+            gradients_of(module, 0.01)
+            optimizer.step(step)
+        gradients_of(module, 1e6)
+        assert float(optimizer.step(steps)["skipped_step"]) == 0
+
+
+def test_the_usual_norm_is_a_running_mean_and_part_of_the_state() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    optimizer, usual = Optimizer(module, OptimConfig(clip=0), 10), [0.0, 0.0]
+    for norm in (1.0, 3.0, 2.0):
+        gradients_of(module, norm)
+        optimizer.step(0)
+        usual = [0.98 * usual[0] + 0.02 * norm, 0.98 * usual[1] + 0.02]
+    assert optimizer.state_dict()[USUAL].tolist() == pytest.approx(usual)
+    other = Optimizer(module, OptimConfig(clip=0), 10)
+    empty = other.empty_state(optimizer.state_dict())
+    assert {n: x.shape for n, x in empty.items()} == {n: x.shape for n, x in optimizer.state_dict().items()}
+    other.load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(other.state_dict()[n], x) for n, x in optimizer.state_dict().items())
+
+
+def kept_bytes(model: Learner, run: Callable[[], Any]) -> int:
+    """Of activations, from the forward to the backward pass: storages that are no parameter's, once each."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        out = run()
+    del out
+    return sum(seen.values())
+
+
+def test_checkpointing_keeps_less_the_more_it_repeats() -> None:
+    kept, some = {}, batch()
+    for kind in ("none", "selective", "whole"):
+        model = learner("siglip", dtype=torch.float32)
+        activations.recompute(model.model, kind)  # type: ignore[arg-type]
+        kept[kind] = kept_bytes(model, lambda: model.encode(some))  # noqa: B023
+    assert kept["whole"] < 0.4 * kept["none"]
+    assert kept["whole"] <= kept["selective"]
+
+
+def test_buckets_hold_every_parameter_once_in_an_order_that_is_fixed() -> None:
+    parameters = list(learner("clip").parameters())
+    found = list(engine._buckets(parameters[::-1], 2000))
+    assert [id(p) for group in found for p in group] == [id(p) for p in parameters[::-1]]
+    assert len(found) > 3
+    assert all(len(group) == 1 or sum(p.numel() for p in group) <= 2000 for group in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["blocks", "towers"])
+def test_compiled_towers_give_the_same_gradients(kind: Any) -> None:
+    """Of batches of several lengths, with checkpointing, without a graph for each."""
+    plain, compiled = learner("prolip"), learner("prolip")
+    activations.recompute(compiled.model, "whole")
+    activations.compile(compiled.model, kind)
+    torch._dynamo.utils.counters.clear()
+    for first in (0, 4, 8):
+        for model in (plain, compiled):
+            backward(model, [batch(first, first + 8, method="prolip")])
+    largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
+    for (name, p), q in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        assert float((p.grad - q.grad).abs().max()) < 1e-10 * largest, name  # type: ignore[operator]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] < 20
