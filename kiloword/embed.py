@@ -5,21 +5,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
+import numpy as np
 import torch
 
 from kiloword.data import keyed
 from kiloword.data.loader import EvalBatch, eval_batches
 from kiloword.data.mixture import Mixture, mix
-from kiloword.data.side import SideTable, TableFile, contents
-from kiloword.data.side_writer import Rows, SideWriter
+from kiloword.data.side import SideTable, Stored, TableFile, contents
+from kiloword.data.side_writer import Rows, SideWriter, content_of
 from kiloword.data.sources import open_data
+from kiloword.device import choose
 from kiloword.interop.teachers import Teacher, open_teacher
 from kiloword.log import PLAIN_EVERY_S
 from kiloword.recipes import DataConfig
-from kiloword.types import Source
+from kiloword.sharing import alone, gathered, is_first, part_by_part, share, together
+from kiloword.types import Skipped, Source
 
 PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
 
@@ -36,21 +40,21 @@ def main(
     precision: Literal["fp32", "bf16"] = "fp32",
     dtype: Literal["fp16", "fp32"] = "fp16",
 ) -> None:
-    """What the command line calls; prints. Errors: see `open_teacher`, `open_data` and `embed`."""
-    teacher = open_teacher(model, device, precision)
-    source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
-    table = embed(
-        teacher,
-        source,
-        out,
-        teacher_name=model,
-        name=name,
-        precision=precision,
-        dtype=dtype,
-        batch=batch,
-        workers=workers,
-        report=Report(sys.stderr),
-    )
+    """What the command line calls; prints. Ranks that torchrun started share the rows.
+
+    Errors: see `open_teacher`, `open_data` and `embed`.
+    """
+    device = choose(device)
+    with together(device):
+        teacher = open_teacher(model, device, precision)
+        source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
+        file = _file(teacher, source, model, name, precision, dtype, PART)
+        table = _embed(teacher, source, out, file, batch, workers, Report(sys.stderr))
+        if table is not None:
+            _say(out, table)
+
+
+def _say(out: Path, table: SideTable) -> None:
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     captions = int(table.starts[-1])
     print(f"{out}: {len(table):,} pictures, {captions:,} captions, {table.dim} numbers each, {size:,.1f} MB")
@@ -77,11 +81,24 @@ def embed(
     disk; batch: pictures at a time; part: rows a file; report: hears of progress and bad rows.
     Errors: ValueError when `out` holds something else, keys repeat with other content, or no row is usable.
     """
-    if batch < 1:
-        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
-    report = report or Report(None)
+    with alone():
+        file = _file(teacher, source, teacher_name, name, precision, dtype, part)
+        table = _embed(teacher, source, Path(out), file, batch, workers, report or Report(None))
+    assert table is not None, "the only rank is the first"
+    return table
+
+
+def _file(
+    teacher: Teacher,
+    source: Source,
+    teacher_name: str,
+    name: str,
+    precision: str,
+    dtype: Literal["fp16", "fp32"],
+    part: int,
+) -> TableFile:
     whole = every_row(source)
-    file = TableFile(
+    return TableFile(
         name=name,
         dim=_dim(teacher),
         teacher=teacher_name,
@@ -94,9 +111,17 @@ def embed(
         rows=len(whole),
         part=part,
     )
-    writer = SideWriter(Path(out), file)
-    _fill(writer, whole, teacher, batch, workers, report)
-    return _finish(writer, report)
+
+
+def _embed(
+    teacher: Teacher, source: Source, out: Path, file: TableFile, batch: int, workers: int, report: Report
+) -> SideTable | None:
+    """As `embed`. Of ranks that share the rows the first one alone writes, and gets the table."""
+    if batch < 1:
+        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
+    writer = SideWriter(out, file) if is_first() else None
+    _fill(writer, every_row(source), teacher, batch, workers, report)
+    return None if writer is None else _finish(writer, report)
 
 
 def _finish(writer: SideWriter, report: Report) -> SideTable:
@@ -109,41 +134,69 @@ def _finish(writer: SideWriter, report: Report) -> SideTable:
     return table
 
 
-def _fill(writer: SideWriter, source: Source, teacher: Teacher, batch: int, workers: int, report: Report) -> None:
-    """Make and write the parts that are missing."""
-    todo = [writer.rows_of(number) for number in writer.missing]
+def _fill(
+    writer: SideWriter | None, source: Source, teacher: Teacher, batch: int, workers: int, report: Report
+) -> None:
+    """Make and write the parts that are missing. Args: writer: on the first rank."""
+    missing = [] if writer is None else [(number, writer.rows_of(number)) for number in writer.missing]
+    todo = gathered([rows for _, rows in missing])[0]
     report.start(sum(map(len, todo)), len(source))
-    batches = eval_batches(source, teacher.size, teacher.resize, batch, workers, todo)
-    for number, rows in zip(writer.missing, todo, strict=True):
-        made, left = Rows(), len(rows)
-        while left:
-            some = next(batches)
-            for bad in some.skipped:
-                report.say(f"skipped {bad.key}: {bad.reason}")
-            _encode(some, made, teacher, writer)
-            read = len(some.rows) + len(some.skipped)
-            left -= read
-            report.add(read, sum(map(len, some.captions)))
-        writer.write(number, made)
+
+    def make(batches: list[range]) -> Iterator[Batch]:
+        for some in eval_batches(source, teacher.size, teacher.resize, batch, workers, batches):
+            with alone():
+                made = _encode(some, teacher)
+            report.add(len(some.rows) + len(some.skipped), sum(map(len, some.captions)), share()[1])
+            yield made
+
+    for n, made in enumerate(part_by_part(todo, batch, make)):
+        if writer is not None:
+            writer.write(missing[n][0], _rows(writer, made, report))
 
 
-def _encode(some: EvalBatch, made: Rows, teacher: Teacher, writer: SideWriter) -> None:
-    """Add one batch to a part. Raises: ValueError when the teacher makes something that is no number."""
-    made.skipped += some.skipped
-    named = zip(some.keys, some.images, some.captions, strict=True)
-    new = [n for n, (key, image, captions) in enumerate(named) if writer.is_new(key, image, captions)]
-    if not new:
-        return
-    captions = [some.captions[n] for n in new]
-    images = teacher.encode_images(some.images[new])
-    texts = teacher.encode_texts([caption for several in captions for caption in several])
+def _rows(writer: SideWriter, made: list[Batch], report: Report) -> Rows:
+    """Batches put together, without rows that came before."""
+    rows = Rows()
+    for one in made:
+        for bad in one.skipped:
+            report.say(f"skipped {bad.key}: {bad.reason}")
+        rows.skipped += one.skipped
+        if not one.keys:
+            continue
+        new = [writer.is_new(key, content) for key, content in zip(one.keys, one.contents, strict=True)]
+        of_text = np.repeat(new, [len(captions) for captions in one.captions])
+        kept = [n for n, is_new in enumerate(new) if is_new]
+        rows.keys += [keyed.raw(one.keys[n]) for n in kept]
+        rows.captions += [one.captions[n] for n in kept]
+        rows.images.append(one.images[kept])
+        rows.texts.append(one.texts[of_text.astype(bool)])
+    return rows
+
+
+@dataclass
+class Batch:
+    """What is made of a batch of rows."""
+
+    keys: list[str]
+    contents: list[bytes]
+    captions: list[list[str]]
+    images: Stored  # [n, D]
+    texts: Stored  # [t, D]
+    skipped: list[Skipped]
+
+
+def _encode(some: EvalBatch, teacher: Teacher) -> Batch:
+    """Raises: ValueError when the teacher makes something that is no number."""
+    contents = [content_of(image, own) for image, own in zip(some.images, some.captions, strict=True)]
+    if not some.rows:
+        nothing = np.empty((0, 0), np.float32)
+        return Batch([], [], [], nothing, nothing, some.skipped)
+    images = teacher.encode_images(some.images)
+    texts = teacher.encode_texts([caption for several in some.captions for caption in several])
     for what, found in (("pictures", images), ("captions", texts)):
         if not bool(torch.isfinite(found).all()):
-            raise ValueError(f"the teacher makes features of {what} that are no numbers, near {some.keys[new[0]]!r}.")
-    made.keys += [keyed.raw(some.keys[n]) for n in new]
-    made.captions += captions
-    made.images.append(images.numpy())
-    made.texts.append(texts.numpy())
+            raise ValueError(f"the teacher makes features of {what} that are no numbers, near {some.keys[0]!r}.")
+    return Batch(some.keys, contents, some.captions, images.numpy(), texts.numpy(), some.skipped)
 
 
 def every_row(source: Source) -> Source:
@@ -162,8 +215,9 @@ def _parts(source: Source) -> Iterator[Source]:
 
 def _dim(teacher: Teacher) -> int:
     """Numbers a feature. Raises: ValueError when pictures and texts get different ones."""
-    image = teacher.encode_images(torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)).shape[1]
-    text = teacher.encode_texts(["a"]).shape[1]
+    with alone():
+        image = teacher.encode_images(torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)).shape[1]
+        text = teacher.encode_texts(["a"]).shape[1]
     if image != text:
         raise ValueError(f"the teacher gives pictures {image} numbers and texts {text}: expected as many of both.")
     return image
@@ -190,9 +244,10 @@ class Report:
         self.rows, self.done, self.captions = rows, 0, 0
         self._begun = self._spoke = time.perf_counter()
 
-    def add(self, rows: int, captions: int) -> None:
-        """Count rows that are done, and their captions."""
-        self.done, self.captions = self.done + rows, self.captions + captions
+    def add(self, rows: int, captions: int, ranks: int = 1) -> None:
+        """Count rows that are done, and their captions. Args: ranks: that have done about as much meanwhile."""
+        self.done = min(self.done + rows * ranks, self.rows)
+        self.captions += captions * ranks
         now = time.perf_counter()
         if self.out is None or (not self._live and now - self._spoke < PLAIN_EVERY_S and self.done < self.rows):
             return

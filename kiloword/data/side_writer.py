@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,12 @@ class SideWriter:
         self.skipped += [Skipped(*one) for one in part.skipped]
         return True
 
-    def is_new(self, key: str, image: Tensor, captions: Sequence[str]) -> bool:
+    def is_new(self, key: str, content: bytes) -> bool:
         """Whether a row's key comes for the first time.
 
-        Args: image uint8 [3, H, W]. Raises: ValueError when it came before with another picture or other captions.
+        Args: content: see `content_of`. Raises: ValueError when it came before with another picture or other captions.
         """
-        raw, content = keyed.raw(key), _content(image, captions)
+        raw = keyed.raw(key)
         known = self._contents.get(raw)
         if known is None:
             self._contents[raw] = content
@@ -160,7 +160,8 @@ def _identity(file: TableFile) -> str:
     return hashlib.blake2b(json.dumps(asdict(file), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _content(image: Tensor, captions: Iterable[str]) -> bytes:
+def content_of(image: Tensor, captions: Iterable[str]) -> bytes:
+    """A digest of a prepared picture, uint8 [3, H, W], and of its captions."""
     digest = hashlib.blake2b(image.contiguous().numpy().data, digest_size=16)
     for caption in captions:
         digest.update(b"\0" + keyed.raw(caption))

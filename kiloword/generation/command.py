@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources import open_data
+from kiloword.device import choose
 from kiloword.embed import Report, every_row
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import CaptionFile, CaptionWriter, Rows, columns, content_of
 from kiloword.interop.captioners import Describer, open_captioner
 from kiloword.recipes import DataConfig
+from kiloword.sharing import alone, gathered, is_first, part_by_part, share, together
 from kiloword.types import Skipped, Source
 
 PART = 1024  # rows a part: what an interruption costs at most
@@ -29,26 +31,23 @@ def main(
     device: str = "auto",
     precision: str = "fp32",
 ) -> None:
-    """What the command line calls; prints. Errors: see `open_captioner`, `open_data` and `write_captions`."""
+    """What the command line calls; prints. Ranks that torchrun started share the rows.
+
+    Errors: see `open_captioner`, `open_data` and `write_captions`.
+    """
     options.check()
     if out.suffix.lower() in _OTHERS:
         raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
-    describer = open_captioner(model, device, precision)
-    describer.check(options)
-    source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)
-    report = Report(sys.stderr)
-    pictures, captions = write_captions(
-        describer,
-        source,
-        out,
-        options,
-        model=model,
-        precision=precision,
-        batch=batch,
-        workers=workers,
-        report=report,
-    )
-    print(f"{out}: {captions:,} captions of {pictures:,} pictures, {out.stat().st_size / 1e6:,.1f} MB")
+    device = choose(device)
+    with together(device):
+        describer = open_captioner(model, device, precision)
+        describer.check(options)
+        source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)
+        file = _file(describer, source, options, model, precision, PART)
+        made = _write(describer, source, out, file, batch, workers, Report(sys.stderr))
+        if made is not None:
+            pictures, captions = made
+            print(f"{out}: {captions:,} captions of {pictures:,} pictures, {out.stat().st_size / 1e6:,.1f} MB")
 
 
 def write_captions(
@@ -72,10 +71,18 @@ def write_captions(
     Returns: numbers of pictures and captions in the table. `kiloword.data.extra_captions` reads it.
     Errors: ValueError when `out` holds something else, keys repeat with other pictures, or no row is usable.
     """
-    if batch < 1:
-        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
-    report, whole = report or Report(None), every_row(source)
-    file = CaptionFile(
+    with alone():
+        file = _file(describer, source, options, model, precision, part)
+        made = _write(describer, source, Path(out), file, batch, workers, report or Report(None))
+    assert made is not None, "the only rank is the first"
+    return made
+
+
+def _file(
+    describer: Describer, source: Source, options: GenerationOptions, model: str, precision: str, part: int
+) -> CaptionFile:
+    whole = every_row(source)
+    return CaptionFile(
         model=model,
         model_fingerprint=describer.fingerprint,
         precision=precision,
@@ -85,8 +92,18 @@ def write_captions(
         rows=len(whole),
         part=part,
     )
-    writer = CaptionWriter(Path(out), file)
-    _fill(writer, whole, describer, batch, workers, report)
+
+
+def _write(
+    describer: Describer, source: Source, out: Path, file: CaptionFile, batch: int, workers: int, report: Report
+) -> tuple[int, int] | None:
+    """As `write_captions`. Of ranks that share the rows the first one alone writes, and knows the numbers."""
+    if batch < 1:
+        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
+    writer = CaptionWriter(out, file) if is_first() else None
+    _fill(writer, every_row(source), describer, file.options, batch, workers, report)
+    if writer is None:
+        return None
     made = writer.finish()
     if writer.skipped:
         report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the table.")
@@ -96,50 +113,63 @@ def write_captions(
 
 
 def _fill(
-    writer: CaptionWriter, source: Source, describer: Describer, batch: int, workers: int, report: Report
+    writer: CaptionWriter | None,
+    source: Source,
+    describer: Describer,
+    options: GenerationOptions,
+    batch: int,
+    workers: int,
+    report: Report,
 ) -> None:
-    """Make and write the parts that are missing."""
-    todo = [writer.rows_of(number) for number in writer.missing]
+    """Make and write the parts that are missing. Args: writer: on the first rank."""
+    missing = [] if writer is None else [(number, writer.rows_of(number)) for number in writer.missing]
+    todo = gathered([rows for _, rows in missing])[0]
     report.start(sum(map(len, todo)), len(source))
     transform = describer.transform
-    batches = eval_batches(
-        source, transform.size, batch=batch, workers=workers, parts=todo, transform=transform, captions=False
-    )
-    for number, rows in zip(writer.missing, todo, strict=True):
-        made, left = Rows(), len(rows)
-        while left:
-            some = next(batches)
-            before = len(made.skipped)
-            captions = _describe(some, made, describer, writer)
-            for bad in made.skipped[before:]:
-                report.say(f"skipped {bad.key}: {bad.reason}")
-            read = len(some.rows) + len(some.skipped)
-            left -= read
-            report.add(read, captions)
-        writer.write(number, made)
+
+    def make(batches: list[range]) -> Iterator[Rows]:
+        for some in eval_batches(
+            source, transform.size, batch=batch, workers=workers, parts=batches, transform=transform, captions=False
+        ):
+            with alone():
+                made = _describe(some, describer, options)
+            report.add(len(some.rows) + len(some.skipped), sum(map(len, made.captions)), share()[1])
+            yield made
+
+    for n, made in enumerate(part_by_part(todo, batch, make)):
+        if writer is not None:
+            writer.write(missing[n][0], _together(writer, made, report))
 
 
-def _describe(some: EvalBatch, made: Rows, describer: Describer, writer: CaptionWriter) -> int:
-    """Add one batch to a part; returns the number of new captions."""
-    made.skipped += some.skipped
-    new, contents = [], []
-    for n, (row, key, image) in enumerate(zip(some.rows, some.keys, some.images, strict=True)):
+def _together(writer: CaptionWriter, made: list[Rows], report: Report) -> Rows:
+    """Batches put together, without rows that came before."""
+    rows = Rows()
+    for one in made:
+        for bad in one.skipped:
+            report.say(f"skipped {bad.key}: {bad.reason}")
+        rows.skipped += one.skipped
+        for key, content, captions, scores in zip(one.keys, one.contents, one.captions, one.scores, strict=True):
+            if writer.is_new(key, content):
+                rows.keys.append(key)
+                rows.contents.append(content)
+                rows.captions.append(captions)
+                rows.scores.append(scores)
+    return rows
+
+
+def _describe(some: EvalBatch, describer: Describer, options: GenerationOptions) -> Rows:
+    """One batch."""
+    skipped = list(some.skipped)
+    usable = [n for n, key in enumerate(some.keys) if _utf8(key)]
+    for n, key in enumerate(some.keys):
         if not _utf8(key):
-            made.skipped.append(Skipped(row, key, "the key is not UTF-8, which a table of captions cannot hold"))
-            continue
-        content = content_of(image)
-        if writer.is_new(key, content):
-            new.append(n)
-            contents.append(content)
-    if not new:
-        return 0
-    keys = [some.keys[n] for n in new]
-    captions, scores = columns(describer.describe(some.images[new], writer.file.options, keys))
-    made.keys += keys
-    made.contents += contents
-    made.captions += captions
-    made.scores += scores
-    return sum(map(len, captions))
+            why = "the key is not UTF-8, which a table of captions cannot hold"
+            skipped.append(Skipped(some.rows[n], key, why))
+    if not usable:
+        return Rows(skipped=skipped)
+    keys, images = [some.keys[n] for n in usable], some.images[usable]
+    captions, scores = columns(describer.describe(images, options, keys))
+    return Rows(keys, [content_of(image) for image in images], captions, scores, skipped)
 
 
 def _utf8(key: str) -> bool:
