@@ -41,8 +41,11 @@ def test_two_ranks_make_the_model_that_one_makes(tmp_path: Path) -> None:
     one = launch(1, tmp_path / "one", "--precision", "fp64")
     two = launch(2, tmp_path / "two", "--precision", "fp64")
     pieces = launch(2, tmp_path / "pieces", "--precision", "fp64", "--micro", "4")
-    cut = [read_metrics(tmp_path / out / "metrics.jsonl")[-1]["truncated"] for out in ("one", "two")]
-    assert cut[0] == cut[1] > 0
+    alone, both = (read_metrics(tmp_path / out / "metrics.jsonl")[-1] for out in ("one", "two"))
+    assert alone["truncated"] == both["truncated"] > 0
+    assert alone["captions"] == both["captions"] == 6 * 16
+    assert both["slowest_data_wait"] >= both["data_wait"]
+    assert "slowest_data_wait" not in alone
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=1e-6, msg=name)
         torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-6, msg=name)

@@ -310,13 +310,13 @@ def test_without_colours_runs_differ_by_their_marks(tmp_path: Path, monkeypatch:
 
 def test_what_is_new_to_the_mirror() -> None:
     rows = [row(n) for n in range(1, 6)]
-    assert what_is_new(rows, Place()) == (rows, None)
     place = Place()
+    assert what_is_new(rows, place) == (rows, 0)
     for one in rows:
         place = place.after(one)
-    assert what_is_new(rows, place) == ([], None)
+    assert what_is_new(rows, place) == (rows[4:], 5)
     validation = {"step": 5, "restarts": 0, "val/accuracy": 1.0}
-    assert what_is_new([*rows, validation], place) == ([validation], None)
+    assert what_is_new([*rows, validation], place) == ([rows[4], validation], 5)
     again = [row(n, restarts=1) for n in range(4, 8)]
     assert what_is_new(rows[:3] + again, place) == (again, 4)
     later = [row(8, restarts=1)]  # another --log-every: steps 4 and 5 have no row any more
@@ -359,7 +359,12 @@ def test_events_are_the_rows_over_restarts_of_both(tmp_path: Path) -> None:
     write(out, rows)
     assert mirror.update() == 1
     assert events(folder) == expected(rows)
-    assert Mirror(out, folder).update() == 0
+    noted = (folder / "mirrored.json").read_text()
+    assert Mirror(out, folder).update() == 2
+    rows.append(row(6, time=108.0))
+    write(out, rows)
+    assert Mirror(out, folder).update() == 3
+    (folder / "mirrored.json").write_text(noted)  # killed before it noted the last row
     rows = timed(1, 4) + timed(4, 9, restarts=1, loss=0.125)
     write(out, rows)
     assert Mirror(out, folder).update() == 5

@@ -31,29 +31,23 @@ class Place:
     first: str = ""  # another first row: another run, or one that began again
     restarts: int = -1
     step: int = -1
-    same: int = 0  # rows of this step: training and validation may have one each
 
     def after(self, row: dict[str, Any]) -> Place:
         """The place when `row` is mirrored too."""
-        same = self.same + 1 if row["step"] == self.step else 1
-        return Place(self.first or _first(row), row.get("restarts", 0), row["step"], same)
+        return Place(self.first or _first(row), row.get("restarts", 0), row["step"])
 
 
-def what_is_new(rows: list[dict[str, Any]], place: Place) -> tuple[list[dict[str, Any]], int | None]:
-    """Rows that are not mirrored yet, and the step from which on mirrored ones are to be forgotten, if any.
+def what_is_new(rows: list[dict[str, Any]], place: Place) -> tuple[list[dict[str, Any]], int]:
+    """All rows of a file -> those to write now, and the step from which on events are to be forgotten.
 
-    A resumed run keeps the rows up to its state; what it writes has a higher number of restarts.
+    A resumed run keeps the rows up to its state; what it writes has a higher number of restarts. The last step comes
+    again in any case: whoever wrote it may have been killed before it noted so.
     """
     if not rows or place.first != _first(rows[0]):
-        return rows, 0 if place.first else None
-    known = Place(place.first)
-    for n, row in enumerate(rows):
-        then = known.after(row)
-        old = then.restarts <= place.restarts and (then.step, then.same) <= (place.step, place.same)
-        if not old:
-            return rows[n:], known.step + 1 if known.step < place.step else None
-        known = then
-    return [], known.step + 1 if known.step < place.step else None
+        return rows, 0
+    kept = [row["step"] for row in rows if row.get("restarts", 0) <= place.restarts and row["step"] <= place.step]
+    forget = min(kept[-1] + 1, place.step)
+    return [row for row in rows if row["step"] >= forget], forget
 
 
 def _first(row: dict[str, Any]) -> str:
@@ -75,13 +69,12 @@ class Mirror:
     def update(self) -> int:
         """Returns the number of rows written. Raises: OSError (disk full, no permission)."""
         times = self.reader.times
-        rows, forget = list(self.reader()), None
-        if self.reader.times != times:  # from the file's start
+        rows = list(self.reader())
+        if self.reader.times != times and (self.place.first or any(self.folder.glob("events.out.*"))):
             rows, forget = what_is_new(rows, self.place)
-        if not rows and forget is None:
-            return 0
-        if forget is not None:
             self._forget(forget)
+        if not rows:
+            return 0
         place = self.place
         for row in rows:
             self._write(row)
@@ -104,7 +97,7 @@ class Mirror:
 
         start = SessionLog(status=SessionLog.START)
         self.writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
-        self.place = Place() if step == 0 else Place(self.place.first, self.place.restarts, step - 1)
+        self.place = Place() if step == 0 else self.place
 
     def _write(self, row: dict[str, Any]) -> None:
         """One event with every finite number of the row, in single precision."""

@@ -33,12 +33,12 @@ class Reader:
         with file:
             if self._offset and not self._same(file):
                 self._offset, self._last = 0, b""
-            if not self._offset:
-                self.times += 1
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
+                if not self._offset:
+                    self.times += 1
                 self._offset, self._last = self._offset + len(line), line
                 row = _parse(line)
                 if row is not None:

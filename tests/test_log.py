@@ -1,0 +1,190 @@
+"""The log of a run: rows, the line that tells of them, alerts, and what a resumed run keeps."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kiloword import checkpoint, meter, parallel
+from kiloword.log import Log, read_metrics
+from kiloword.meter import Meter
+from kiloword.optim import schedule
+from kiloword.recipes import OptimConfig
+from kiloword.watch.alerts import About
+from kiloword.watch.pace import Pace, duration
+
+ABOUT = About(batch=10)
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0, "pairs_per_s": 100.0, "data_wait": 0.25, **more}
+
+
+def test_rows_say_when_and_how_often_the_run_was_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for start, restarts in ((0, 0), (2, 1), (2, 2), (0, 3)):
+        log = Log(path, 10, start, quiet=True)
+        for step in (start + 1, start + 2):
+            log.row(row(step))
+        rows = read_metrics(path)
+        assert [r["step"] for r in rows] == list(range(1, start + 3))
+        assert [r["restarts"] for r in rows[start:]] == [restarts] * 2
+        assert abs(rows[-1]["time"] - time.time()) < 60
+
+
+def test_a_resumed_log_rewrites_its_file_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    old = "".join(json.dumps(row(n)) + "\n" for n in range(1, 5))
+    path.write_text(old)
+    inode = path.stat().st_ino
+    Log(path, 10, 4, quiet=True)
+    assert path.stat().st_ino == inode  # nothing to drop
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(ValueError, match="What was there before is kept"):
+            Log(path, 10, 2, quiet=True)
+    assert path.read_text() == old
+    path.write_text(old + '{"step": 5, "lo')  # a crash cut this line
+    Log(path, 10, 4, quiet=True).row(row(5))
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
+
+
+def test_alerts_are_said_once_also_over_a_restart(tmp_path: Path) -> None:
+    path, screen = tmp_path / "metrics.jsonl", io.StringIO()
+    log = Log(path, 1000, out=screen, about=ABOUT)
+    for n in range(1, 100):
+        log.row(row(n, loss=1.0 + n % 3 / 100, skipped_steps=int(n >= 50)))
+    said = screen.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in said] == ["alert at step 50", "over at step 70"]
+    again = io.StringIO()
+    log = Log(path, 1000, 60, out=again, about=ABOUT)
+    for n in range(61, 80):
+        log.row(row(n, skipped_steps=1))
+    assert [line.partition(":")[0] for line in again.getvalue().splitlines()] == ["over at step 70"]
+
+
+def test_the_line_fits_the_terminal_and_leaves_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    screen = Screen()
+    log = Log(None, 1000, out=screen, about=ABOUT)
+    log.progress(row(10, lr=1e-3, skipped=3, skipped_steps=1))
+    log.progress(row(20))
+    lines = screen.getvalue().split("\r")[1:]
+    assert lines[0].startswith("step 10/1000  loss 1.000  100 pairs/s  data wait 25%  ETA 1")
+    assert len(lines[0]) == len(lines[1]) == 59
+
+
+def test_the_plain_line_tells_what_is_wrong_and_bears_a_lost_loss() -> None:
+    screen = io.StringIO()
+    values = row(1000, lr=1e-3, skipped=3, skipped_steps=1, slowest_data_wait=0.5)
+    del values["loss"]
+    Log(None, 1000, out=screen, about=ABOUT).progress(values)
+    assert screen.getvalue() == (
+        "step 1000/1000  loss ?  100 pairs/s  data wait 50%  ETA 0:00  lr 1.00e-03  3 bad samples  1 skipped steps\n"
+    )
+
+
+def test_time_left_follows_the_recent_rate() -> None:
+    pace = Pace(10)
+    assert pace.seconds(5) is None
+    for _ in range(100):
+        pace.add(row(1, pairs_per_s=1.0))
+    for _ in range(20):
+        pace.add(row(1, pairs_per_s=50.0))
+    assert pace.seconds(100) == pytest.approx(20)
+    pace.add({"step": 1, "val/accuracy": 0.5})
+    pace.add(row(1, pairs_per_s=25.0))  # pairs of 20 rows by their time
+    assert pace.rate == pytest.approx(20 / (19 / 50 + 1 / 25))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "?"), (0, "0:00"), (65, "1:05"), (3600, "1:00:00"), (86399, "23:59:59"), (1e6, "11d 13h")],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def batches(self) -> Iterator[Any]:
+        for texts in (30, 34):
+            self.now += 1.0  # the loader's
+            yield SimpleNamespace(texts=range(texts))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter, "time", clock)
+    return clock
+
+
+def measured(clock: Clock) -> dict[str, Any]:
+    """A row of two steps: 2 s of waiting, 2 s of steps, 4 s of saving, 100 s of validation."""
+    head = SimpleNamespace(log_scale=torch.zeros(1), bias=None)
+    run: Any = SimpleNamespace(
+        step=0,
+        recipe=SimpleNamespace(batch=16, steps=100, optim=OptimConfig(lr=0.5)),
+        order=SimpleNamespace(rows=64),
+        learner=SimpleNamespace(model=SimpleNamespace(head=head)),
+        device=torch.device("cpu"),
+        bad=[],
+        truncated=5,
+        skipped_steps=0,
+    )
+    guard: Any = SimpleNamespace(add=lambda step, report: None, look=lambda: None)
+    measuring = Meter(run, guard)
+    for _ in measuring.timed(clock.batches()):
+        clock.now += 1.0
+        run.step += 1
+        measuring.add({"loss": torch.tensor(float(run.step)), "gradient_norm": torch.tensor(1.0)}, 16)
+    with measuring.saving():
+        clock.now += 4.0
+    with measuring.paused():
+        clock.now += 100.0
+    return measuring.row()
+
+
+def test_rates_leave_validation_out_and_count_saving(clock: Clock) -> None:
+    found = measured(clock)
+    assert found["pairs_per_s"] == 32 / 8
+    assert found["data_wait"] == 2 / 8
+    assert found["save_s"] == 4
+    assert found["captions"] == 64
+    assert found["lr"] == 0.5 * schedule(1, 100, OptimConfig())
+    assert 10 < found["memory"] < 1e6
+    assert "slowest_data_wait" not in found
+
+
+def test_of_several_ranks_the_slowest_tells(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = torch.tensor([[0.0] * 4, [60.0, 0.75, 1e6, 0.5]], dtype=torch.float64)
+    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+    monkeypatch.setattr(parallel, "sum_over_ranks", lambda table: table + other)
+    found = measured(clock)
+    assert found["data_wait"] == 2 / 8
+    assert found["slowest_data_wait"] == 0.75
+    assert found["captions"] == 124
+    assert found["memory"] == 1e6
+    assert found["save_s"] == 4
+    assert found["pairs_per_s"] == 2 * 32 / 8
