@@ -12,6 +12,8 @@ from kiloword.mining.options import Options
 def main(sources: Sequence[str], side: Path, out: Path, options: Options) -> None:
     """What the command line calls: writes report.html, pairs.parquet, mine.json and thresholds.json into `out`.
 
+    Ranks that torchrun started share the search; the first one writes.
+
     Errors: ValueError for data that cannot be opened, a side table of other data, or settings out of range.
     """
     from kiloword.data.side import SideTable
@@ -23,15 +25,18 @@ def main(sources: Sequence[str], side: Path, out: Path, options: Options) -> Non
     from kiloword.mining.origin import Origin, split_extra
     from kiloword.mining.results import judge
     from kiloword.recipes import DataConfig
+    from kiloword.sharing import together
 
     options.check()
     options = replace(options, device=choose(options.device))
     check(options.over(Mined()))
-    table = SideTable(side)
-    settings = options.over(Mined(teacher=table.name))
-    source = open_data(DataConfig(sources=tuple(sources), extra_captions=tuple(map(str, options.extra_captions))))
-    table.check(source)
-    origin, corpus = Origin.of(source, Corpus.of(table, options.device), table)
-    parts = split_extra(corpus, options.extra_captions)
-    results = judge(corpus, parts, settings, options, (source.name, table.file.teacher), origin.truth(corpus.captions))
-    output.write(out, results, origin)
+    with together(options.device):
+        table = SideTable(side)
+        settings = options.over(Mined(teacher=table.name))
+        source = open_data(DataConfig(sources=tuple(sources), extra_captions=tuple(map(str, options.extra_captions))))
+        table.check(source)
+        origin, corpus = Origin.of(source, Corpus.of(table, options.device), table)
+        parts, names = split_extra(corpus, options.extra_captions), (source.name, table.file.teacher)
+        results = judge(corpus, parts, settings, options, names, origin.truth(corpus.captions))
+        if results is not None:
+            output.write(out, results, origin)

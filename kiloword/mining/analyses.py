@@ -15,6 +15,7 @@ from kiloword.evaluation.features import chunks
 from kiloword.evaluation.metrics import rounding
 from kiloword.mining.calibrate import some
 from kiloword.mining.corpus import Corpus, Floats, Ints
+from kiloword.sharing import in_turns
 
 BATCHES = 16  # at most, of which the true caption is ranked
 QUERIES = 4096  # at most, captions whose nearest ones are looked up
@@ -78,16 +79,18 @@ def nearest(corpus: Corpus, seed: int, k: int = NEAREST, chunk: int = 4096) -> F
     """
     queries, known = some(corpus.known_texts, QUERIES, key(seed, "nearest")), corpus.known_texts
     k = min(k, len(known) - 1)
-    means = []
-    for part in chunks(len(queries), 512):
+
+    def means(part: slice) -> Floats:
         asked = corpus.load(corpus.texts, queries[part])
         best = asked.new_full((len(asked), k), -torch.inf)
         for some_texts in chunks(len(known), chunk):
             scores = asked @ corpus.load(corpus.texts, known[some_texts]).T
             scores[torch.from_numpy(queries[part][:, None] == known[some_texts][None])] = -torch.inf
             best = torch.cat([best, scores], 1).topk(k, dim=1).values
-        means.append(best.mean(1).cpu().numpy())
-    return np.concatenate(means)
+        found: Floats = best.mean(1).cpu().numpy()
+        return found
+
+    return np.concatenate(list(in_turns(list(chunks(len(queries), 512)), means)))
 
 
 def among(corpus: Corpus) -> Floats:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kiloword.evaluation.features import chunks
 from kiloword.methods.fff import Mined, check, matches
 from kiloword.mining.corpus import Corpus, similarities
+from kiloword.sharing import own, share, to_first
 
 TERMS = {"it": "image_text", "ii": "image_image", "tt": "text_text"}
 """The terms of eq. 2 and the switches of `Mined` that they have."""
@@ -38,6 +39,13 @@ class Counts:
             self.term[name] += int(hit.sum())
             self.alone[name] += int((hit & (times == 1)).sum())
 
+    def plus(self, other: Counts) -> None:
+        """Add another rank's."""
+        self.whole += other.whole
+        for name in TERMS:
+            self.term[name] += other.term[name]
+            self.alone[name] += other.alone[name]
+
 
 @dataclass
 class Found:
@@ -53,6 +61,21 @@ class Found:
     true: int | None = None  # true pairs that are not annotated
     pairs: int = 0  # pairs that are not annotated
     annotated_pairs: int = 0
+
+    def add(self, pictures: Tensor, other: Found) -> None:
+        """Add what was found of some more pictures, [n] their numbers."""
+        self.column[pictures], self.per_picture[pictures] = other.column, other.per_picture
+        for name in TERMS:
+            self.scores[name][pictures] = other.scores[name]
+        self.per_text += other.per_text
+        for mine, theirs in (
+            (self.mined, other.mined),
+            (self.annotated, other.annotated),
+            (self.right, other.right),
+        ):
+            mine.plus(theirs)
+        self.true = None if self.true is None and other.true is None else (self.true or 0) + (other.true or 0)
+        self.pairs, self.annotated_pairs = self.pairs + other.pairs, self.annotated_pairs + other.annotated_pairs
 
 
 def by_term(settings: Mined, it: Tensor, ii: Tensor, tt: Tensor) -> dict[str, Tensor]:
@@ -77,23 +100,42 @@ def search(
 
     Args: most, how many mined pairs of a picture are kept, best S_it first (all are counted); chunk, pictures and
     captions of a block, whose similarities are held at once; truth, where it is known.
+    Ranks that share the work take the blocks of pictures in turns; the first one has all that was found.
     Errors: ValueError for thresholds out of range.
     """
     check(settings)
     n, t = len(corpus.keys), len(corpus.captions)
-    found = _nothing(corpus, min(most, t))
+    found, mine = _nothing(corpus, min(most, t)), own(list(chunks(n, chunk)))
+    done, of = 0, t * sum(rows.stop - rows.start for rows in mine)
     for columns in chunks(t, chunk):
         texts, owner = corpus.load(corpus.texts, columns), corpus.owner[columns]
         owners, wanted = corpus.load(corpus.images, owner), torch.from_numpy(owner).to(corpus.device)
         true = None if truth is None else truth(columns).T.to(corpus.device)  # [N, t]
-        for rows in chunks(n, chunk):
+        for rows in mine:
             images, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
             values = dict(zip(TERMS, similarities(images, means, texts, owners), strict=True))
-            own = wanted[None] == torch.arange(rows.start, rows.stop, device=wanted.device)[:, None]
-            _count(found, settings, values, own, rows, columns, None if true is None else true[rows])
+            written = wanted[None] == torch.arange(rows.start, rows.stop, device=wanted.device)[:, None]
+            _count(found, settings, values, written, rows, columns, None if true is None else true[rows])
             if progress is not None:
-                progress(n * columns.start + rows.stop * len(owner), n * t)
+                done += (rows.stop - rows.start) * len(owner)
+                progress(done, of)
+    return _of_all(found, mine)
+
+
+def _of_all(found: Found, mine: list[slice]) -> Found:
+    """What all ranks found, on the first one. Args: mine: this rank's pictures."""
+    if share()[1] == 1:
+        return found
+    which = _numbers(mine)
+    scores = {name: values[which] for name, values in found.scores.items()}
+    own_part = replace(found, column=found.column[which], scores=scores, per_picture=found.per_picture[which])
+    for rows, other in to_first((mine, own_part))[1:]:
+        found.add(_numbers(rows), other)
     return found
+
+
+def _numbers(rows: list[slice]) -> Tensor:
+    return torch.tensor([n for part in rows for n in range(part.start, part.stop)], dtype=torch.int64)
 
 
 def _nothing(corpus: Corpus, most: int) -> Found:

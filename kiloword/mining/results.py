@@ -18,6 +18,7 @@ from kiloword.mining.corpus import Corpus, Floats
 from kiloword.mining.options import Options
 from kiloword.mining.origin import Truths
 from kiloword.mining.progress import Bar
+from kiloword.sharing import is_first
 
 WHOLE = "eq. 2"
 
@@ -66,8 +67,11 @@ def judge(
     options: Options,
     names: tuple[str, str],
     truths: Truths | None,
-) -> Results:
-    """Calibrate where asked, search, analyse. Args: parts, groups of captions; names of the data and the teacher."""
+) -> Results | None:
+    """Calibrate where asked, search, analyse. Args: parts, groups of captions; names of the data and the teacher.
+
+    Ranks that share the work each search some of the pictures; the first one alone gets the results.
+    """
     check(settings)
     seconds, start = {}, time.perf_counter()
     annotated = corpus.annotated()
@@ -86,13 +90,16 @@ def judge(
         progress=Bar("pairs", "pairs"),
     )
     seconds["search"] = time.perf_counter() - start - seconds["calibration"]
-    groups = {name: group(part, options) for name, part in parts.items()}
+    near = {name: analyses.nearest(part, options.seed) for name, part in parts.items()}
+    if not is_first():
+        return None
+    groups = {name: group(part, options, near[name]) for name, part in parts.items()}
     seconds["analyses"] = time.perf_counter() - start - sum(seconds.values())
     return Results(*names, corpus, options, settings, found, sample, choices, groups, seconds)
 
 
-def group(corpus: Corpus, options: Options) -> Group:
-    """The paper's analyses of a corpus."""
+def group(corpus: Corpus, options: Options, nearest: Floats) -> Group:
+    """The paper's analyses of a corpus. Args: nearest: see `analyses.nearest`."""
     one, mean = analyses.one_and_mean(corpus, options.seed)
     return Group(
         captions=len(corpus.captions),
@@ -100,7 +107,7 @@ def group(corpus: Corpus, options: Options) -> Group:
         frequent=analyses.frequent(corpus.captions),
         ranks=analyses.ranks(corpus, options.batch, options.seed),
         annotated=corpus.annotated(),
-        nearest=analyses.nearest(corpus, options.seed),
+        nearest=nearest,
         among=analyses.among(corpus),
         one=one,
         mean=mean,
