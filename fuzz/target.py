@@ -149,7 +149,7 @@ def main(reader: str, inputs: int, folder: Path, plain: bool) -> None:
     corpus.mkdir()
     for n, seed in enumerate(seeds):
         (corpus / f"seed{n}").write_bytes(seed)
-    flags = [f"-runs={inputs}", f"-max_len={LONGEST}", "-timeout=0", "-rss_limit_mb=0", "-seed=1", "-verbosity=0"]
+    flags = [f"-runs={inputs}", f"-max_len={LONGEST}", "-timeout=3600", "-rss_limit_mb=0", "-seed=1", "-verbosity=0"]
     atheris.Setup([sys.argv[0], *flags, str(corpus)], watch)
     atheris.Fuzz()
 

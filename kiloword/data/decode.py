@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from kiloword.data.bad import shown
 from kiloword.types import BadSample
 
 Decoder = Literal["pillow", "opencv", "simplejpeg"]
@@ -102,7 +103,8 @@ def _reading() -> Iterator[None]:
         except UnidentifiedImageError:
             raise BadSample("not a picture in a known format") from None
         except Exception as error:  # plugins raise nearly every type on hostile bytes; only they run in here
-            raise BadSample(f"cannot be decoded: {str(error).strip() or type(error).__name__}"[:200]) from None
+            what = str(error).strip() or type(error).__name__
+            raise BadSample(shown(f"cannot be decoded: {what}"[:200])) from None
 
 
 def _open(image: bytes) -> Image.Image:

@@ -18,6 +18,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data import cache
+from kiloword.data.bad import shown
 from kiloword.data.sample import MAX_IMAGE, check_size
 
 _SUFFIX = ".kwpictures"
@@ -65,7 +66,7 @@ def reading(path: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} cannot be read as a table: {what[:200]}") from None
+        raise ValueError(f"{path} cannot be read as a table: {shown(what[:200])}") from None
 
 
 def is_embedded(table: Path, column: str) -> bool:
@@ -79,7 +80,7 @@ def is_embedded(table: Path, column: str) -> bool:
     inner = [field for field in kind if field.name == "bytes"]
     if len(inner) != 1 or not _is_bytes(inner[0].type):
         raise ValueError(
-            f"{table}: the column {column} is {str(kind)[:100]}. Expected paths, bytes, or `bytes` inside."
+            f"{table}: the column {column} is {shown(str(kind)[:100])}. Expected paths, bytes, or `bytes` inside."
         )
     return True
 

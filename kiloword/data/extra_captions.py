@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data import keyed
+from kiloword.data.bad import shown
 from kiloword.data.mixture import Mixture
 from kiloword.data.sample import clean
 from kiloword.data.tables import fingerprint, reading
@@ -193,7 +194,7 @@ def _read(path: Path) -> tuple[pa.Array, pa.Array]:
         column = next((c for c in CAPTION_COLUMNS if names.count(c) == 1), None)
         if names.count("key") != 1 or column is None:
             raise ValueError(
-                f"{path} has the columns {', '.join(names) or 'none'}. Expected `key`, and `captions` (lists of text) "
+                f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `key`, and `captions` (lists of text) "
                 "or `caption`."
             )
         table = pa.parquet.read_table(path, columns=["key", column], memory_map=True)
@@ -214,7 +215,7 @@ def _strings(path: Path, table: pa.Table, name: str, lists: bool) -> pa.Array:
         inner = kind.value_type
     if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
         expected = "text or lists of text" if lists else "text, as the pictures are named (not numbers)"
-        raise ValueError(f"{path}: the column `{name}` holds {column.type}. Expected {expected}.")
+        raise ValueError(f"{path}: the column `{name}` holds {shown(str(column.type)[:100])}. Expected {expected}.")
     wanted = pa.large_list(pa.large_string()) if nested else pa.large_string()
     array = pa.chunked_array(column.cast(wanted), wanted).combine_chunks()
     array.validate(full=True)  # text that is no UTF-8 is said now

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kiloword.data.bad import shown
 from kiloword.data.contact import contact_sheet
 from kiloword.data.decode import decode, picture_size
 from kiloword.data.sources import open_source
@@ -142,7 +143,7 @@ def print_stats(console: Console, found: Stats, classnames: list[str] | None) ->
         extra = sum(found.captions) - len(found.texts)
         console.print(f"captions that repeat an earlier one: {extra:,} ({extra / sum(found.captions):.2%})")
     for text, count in found.duplicates():
-        console.print(f"    {count:,} x {escape(text[:100])}")
+        console.print(f"    {count:,} x {escape(shown(text[:100]))}")
     if found.bad:
         print_bad(console, found.bad, found.rows)
 
@@ -183,5 +184,5 @@ def _try(source: Source, row: int, use: Callable[[Record], object]) -> Skipped |
             raise BadSample(f"class index {record.label}, but there are {len(names)} class names")
         use(record)
     except BadSample as error:
-        return Skipped(row, str(source.key(row)) if hasattr(source, "key") else str(row), str(error))
+        return Skipped(row, shown(str(source.key(row))) if hasattr(source, "key") else str(row), str(error))
     return None

@@ -30,7 +30,7 @@ def read(source: Source, row: int) -> Record:
     except (BadSample, MemoryError, Unreachable):
         raise
     except Exception as error:
-        raise BadSample(f"{type(error).__name__}: {error}"[:200]) from error
+        raise BadSample(shown(f"{type(error).__name__}: {error}"[:200])) from error
 
 
 def read_picture(source: Source, row: int) -> Record:

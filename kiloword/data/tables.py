@@ -138,7 +138,7 @@ def _choose(path: Path, names: list[str]) -> tuple[str, str]:
     caption = next((c for c in CAPTION_COLUMNS if c in names), None)
     if image is None or caption is None:
         raise ValueError(
-            f"{path} has the columns {', '.join(names) or 'none'}. Expected `image` (or `filepath`) and "
+            f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `image` (or `filepath`) and "
             "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`)."
         )
     return image, caption

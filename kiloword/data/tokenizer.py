@@ -113,7 +113,10 @@ class Tokenizer:
     def _words(self, captions: Sequence[str]) -> list[list[int]]:
         """Ids of every caption, without special tokens; captions of small data come again each few epochs."""
         fresh = [c for c in dict.fromkeys(captions) if c not in self._known]
-        encoded = self._backend.encode_batch_fast([self._cleaner(c) for c in fresh], add_special_tokens=False)
+        try:
+            encoded = self._backend.encode_batch_fast([self._cleaner(c) for c in fresh], add_special_tokens=False)
+        except Exception as error:  # a bare one, of a model that knows no token for an unknown letter
+            raise ValueError(f"the tokenizer cannot read captions ({error}): its tokenizer.json is damaged.") from error
         new = {c: e.ids for c, e in zip(fresh, encoded, strict=True)}
         words = [new[c] if c in new else self._known[c] for c in captions]
         if len(self._known) > REMEMBERED:
@@ -211,8 +214,11 @@ def _with_roles(backend: tokenizers.Tokenizer, roles: Roles) -> Tokenizer:
 
 
 def _clean_of(model: dict[str, Any]) -> cleaning.Clean:
-    """The kind of model says how its captions are cleaned."""
-    if model["type"] == "Unigram":
+    """The kind of model says how its captions are cleaned. Errors: ValueError for a kind that we do not write."""
+    kind = model.get("type")
+    if kind not in ("BPE", "Unigram"):
+        raise ValueError(f"this tokenizer.json holds a model of type {kind!r}; expected BPE or Unigram.")
+    if kind == "Unigram":
         return "siglip"
     return "clip" if model.get("end_of_word_suffix") == "</w>" else "plain"
 

@@ -1,0 +1,302 @@
+"""Captions, tables and settings made by someone who means harm: text as documented, or a reason."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tars import picture, write_tar
+
+from kiloword.cli import main
+from kiloword.data.extra_captions import CaptionTable
+from kiloword.data.index import parse_index
+from kiloword.data.sample import MAX_CAPTION, MAX_TEXT, make_record, parse_captions
+from kiloword.data.shards import Shards
+from kiloword.data.sources import open_source
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.recipes import ModelFile, TextConfig, read_config
+from kiloword.run_folder import RunFile
+from kiloword.types import BadSample
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["a dog on the grass", "two cats and a dog"] * 20, 400)
+
+
+def told(call: Callable[[], Any]) -> Any:
+    """What comes back, or the one sentence that says why nothing does."""
+    try:
+        return call()
+    except (BadSample, ValueError) as error:
+        found = error
+    said = str(found)
+    assert said.isprintable()
+    assert 0 < len(said) < (200 if isinstance(found, BadSample) else 500)
+    assert not isinstance(found, UnicodeError)
+    return said
+
+
+def outcome(text: bytes | None = None, meta: bytes | None = None) -> list[str] | str:
+    """Captions, or the reason why there are none."""
+    found: list[str] | str = told(lambda: make_record("x", b"x", text, meta, None).captions)
+    return found
+
+
+NESTED = b"[" * 100_000
+TEXTS: dict[bytes, list[str] | str] = {
+    b"a\0b": ["a\0b"],
+    b"\xef\xbb\xbfmark": ["mark"],
+    b"\xff\xfea\0": "caption is not UTF-8",
+    b"caf\xe9": "caption is not UTF-8",
+    b"\xed\xa0\x80": "caption is not UTF-8",  # a surrogate, encoded
+    b"\xc0\x80": "caption is not UTF-8",  # an overlong zero
+    b"\x1b[2J\x07bell": ["\x1b[2J\x07bell"],
+    "\u202eright to left\u200f".encode(): ["\u202eright to left\u200f"],
+    "👩‍👩‍👧‍👦 ".encode(): ["👩‍👩‍👧‍👦"],
+    "\u00a0\u2003\u3000".encode(): "no caption",
+    b" \r\n\t\v\f\n": "no caption",
+    b"": "no caption",
+    b"a\r\nb\rc\nd": ["a", "b\rc", "d"],
+    b"3": ["3"],
+    b"x" * (MAX_CAPTION + 1): "caption has 1,000,001 characters, more than 1,000,000",
+}
+METAS: dict[bytes, list[str] | str] = {
+    NESTED: "the json cannot be parsed",
+    b'{"a":' * 100_000: "the json cannot be parsed",
+    b'{"caption": "x", "a": NaN, "b": Infinity, "c": -1e999}': ["x"],
+    b'{"caption": "x", "n": ' + b"9" * 5000 + b"}": "the json cannot be parsed",
+    b'{"caption": "\\ud800"}': "caption is not UTF-8",
+    b'{"captions": ["\\ud83d\\ude00"]}': ["😀"],
+    b'{"caption": "a", "caption": "b"}': ["b"],
+    b'{"caption": 3}': "the captions of the json are not strings",
+    b'{"captions": [null]}': "the captions of the json are not strings",
+    b'{"captions": ["a", 3]}': "the captions of the json are not strings",
+    b'{"captions": {"a": "b"}}': "the captions of the json are not strings",
+    b'{"captions": []}': "no caption",
+    b'{"captions": ["", " "]}': "no caption",
+    b'{"caption": "a\\u0000b"}': ["a\0b"],
+    b'\xef\xbb\xbf{"caption": "mark"}': ["mark"],
+    b'{"caption": "x"} trailing': "the json cannot be parsed",
+    b"null": "the json is not an object with `captions` or `caption`",
+    b'"x"': "the json is not an object with `captions` or `caption`",
+    b"": "the json cannot be parsed",
+    b'{"question": ["x"], "answers": ["a"]}': "the question is no text",
+    b'{"question": "x", "answers": [[["a"]]]}': 'the answers are not strings (write "3" for 3)',
+}
+
+
+@pytest.mark.parametrize("raw", TEXTS, ids=range(len(TEXTS)))
+def test_texts(raw: bytes) -> None:
+    assert outcome(raw) == TEXTS[raw]
+
+
+@pytest.mark.parametrize("raw", METAS, ids=range(len(METAS)))
+def test_metas(raw: bytes) -> None:
+    start = time.process_time()
+    assert outcome(b"text", raw) == METAS[raw]
+    assert time.process_time() - start < 2
+
+
+def test_members_that_nobody_should_read(tmp_path: Path) -> None:
+    """A caption of 10 MB is not read at all; nor is a device, or a pipe, that a folder or a table names."""
+    long = b"x " * (5 << 20)
+    assert len(long) > MAX_TEXT
+    tar = write_tar(tmp_path / "x.tar", {"a.png": picture(), "a.txt": long, "b.png": picture(), "b.txt": b"b"})
+    source = Shards("x", [tar])
+    with pytest.raises(BadSample, match=r"the \.txt has 10,485,760 bytes, more than 8,388,608"):
+        source.record(0)
+    with pytest.raises(BadSample, match="more than 8,388,608"):
+        source.captions(0)
+    assert source.record(1).captions == ["b"]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(picture())
+    (tmp_path / "photos" / "a.txt").symlink_to("/dev/zero")
+    (tmp_path / "x.csv").write_text("image,caption\n/dev/zero,a\npipe,b\n/proc/self/mem,c\n.,d\na\0.png,e\n")
+    for src, reasons in (("photos", ["a.txt is no regular file"]), ("x.csv", ["the picture is no regular file"] * 2)):
+        found = open_source(str(tmp_path / src))
+        for row, reason in enumerate(reasons):
+            with pytest.raises(BadSample, match=reason):
+                found.record(row)
+    for row in range(5):
+        with pytest.raises(BadSample):
+            found.record(row)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.binary(max_size=200) | st.text(max_size=100).map(str.encode), meta=st.none() | st.binary(max_size=100))
+def test_any_bytes_are_captions_or_a_reason(tokenizer: Tokenizer, text: bytes, meta: bytes | None) -> None:
+    found = outcome(text, meta)
+    if isinstance(found, list):
+        assert all(caption == caption.strip() and caption for caption in found)
+        assert len(tokenizer.encode(found, TextConfig(vocab=512))) == len(found)
+
+
+@pytest.mark.parametrize("text", ["word " * 200_000, "x" * 1_000_000, "\u0301" * 500_000, "\0" * 1_000_000])
+def test_the_longest_caption_is_truncated_in_time(tokenizer: Tokenizer, text: str) -> None:
+    start = time.process_time()
+    captions = parse_captions(text.encode(), None)[0]
+    found = tokenizer.encode(captions, TextConfig(vocab=512))
+    assert (found.truncated, found.longest) == (1, 77)
+    assert time.process_time() - start < 5
+
+
+# Tables
+
+
+def table_outcome(path: Path) -> list[Any] | str:
+    """Captions or reasons of every row, or why the table cannot be read."""
+    source = told(lambda: open_source(str(path)))
+    if isinstance(source, str):
+        return source.replace(str(path), "TABLE")
+    return [told(lambda row=row: source.record(row).captions) for row in range(len(source))]
+
+
+HEAD = b"image,caption\n"
+TABLES: dict[bytes, list[Any] | str] = {
+    HEAD + b"a.png,a\0b\n": [["a\0b"]],
+    HEAD + b'a.png,"two\nlines"\na.png,"a ""quote"""\n': [["two\nlines", 'a "quote"']],
+    HEAD + b'a.png,"never closed\n': [["never closed"]],
+    HEAD + b"a.png,caf\xe9\n": ["caption is not UTF-8"],
+    HEAD + b"\xff\x1b[2J.png,x\n": ["picture cannot be read: ??[2J.png (No such file or directory)"],
+    HEAD + b"a\n\x1b[2J,c,d\n": ["line has 1 columns, expected 2: a", "line has 3 columns, expected 2: ?[2J,c,d"],
+    b"image,caption,caption\na.png,x,y\n": [["x"]],
+    "image,caption\na.png,x\n".encode("utf-16"): "TABLE: the first line is not UTF-8. Expected column names such as "
+    "`image,caption`.",
+    b"image,caption," + b",".join(b"c%d" % n for n in range(1_000_000)) + b"\na.png,x" + b",1" * 1_000_000: [["x"]],
+    b"image\tcaptions\na.png\t" + b"[" * 100_000 + b"\n": [["[" * 100_000]],
+    b'image\tcaptions\na.png\t["a", NaN]\na.png\t[null]\n': [['["a", NaN]', "[null]"]],
+    b'image\tcaptions\na.png\t["\\ud800"]\n': ["caption is not UTF-8"],
+    b"im\x1b[2Jage,caption\n": "TABLE has the columns im?[2Jage, caption. Expected `image` (or `filepath`) and "
+    "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`).",
+    HEAD: "TABLE has no rows. Expected a picture and a caption a row.",
+}
+
+
+@pytest.mark.parametrize("raw", TABLES, ids=range(len(TABLES)))
+def test_tables_of_text(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "x.csv").write_bytes(raw)
+    found = table_outcome(tmp_path / "x.csv")
+    assert found == TABLES[raw]
+
+
+def parquet(columns: dict[str, Any] | pa.Table) -> bytes:
+    out = io.BytesIO()
+    pa.parquet.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), out)
+    return out.getvalue()
+
+
+def twice(*names: str) -> pa.Table:
+    return pa.Table.from_arrays([pa.array(["a.png"])] * len(names), names=list(names))
+
+
+PARQUETS: dict[str, tuple[Any, list[Any] | str]] = {
+    "captions are numbers": ({"image": ["a.png"], "caption": [3]}, "TABLE cannot be read as"),
+    "captions are structs": ({"image": ["a.png"], "captions": [[{"raw": "x"}]]}, "TABLE cannot be read"),
+    "captions are null": ({"image": ["a.png"], "captions": pa.array([[None]], pa.list_(pa.null()))}, ["no caption"]),
+    "no UTF-8": ({"image": ["a.png", "b"], "caption": [b"\xff", b"x"]},
+        ["caption is not UTF-8", "picture cannot be read"]),
+    "no picture is named": ({"image": [None], "caption": ["x"]}, ["no picture is named"]),
+    "two captions": (twice("image", "caption", "caption"), "TABLE cannot be read as a table: Multiple matches"),
+    "two images": (twice("image", "image", "caption"), "TABLE has 2 columns named image. Expected one."),
+    "a struct of text": ({"image": [{"bytes": "x"}], "caption": ["x"]}, "TABLE: the column image is"),
+    "a struct without bytes": ({"image": [{"path": "a"}], "caption": ["x"]}, "TABLE: the column image is struct<path"),
+    "pictures that are null": ({"image": pa.array([None, b""], pa.binary()), "caption": ["x", "y"]},
+        ["the picture has zero bytes"]),
+    "a list of pictures": ({"image": [["a.png"]], "caption": ["x"]}, "TABLE cannot be read as"),
+    "no rows": ({"image": pa.array([], pa.binary()), "caption": pa.array([], pa.string())}, "TABLE has no rows"),
+    "a question, a number": ({"image": ["a.png"], "question": [5], "answers": [[1]]}, ["the question is no text"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARQUETS)
+def test_tables_of_parquet(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    columns, expected = PARQUETS[name]
+    (tmp_path / "x.parquet").write_bytes(parquet(columns))
+    found = table_outcome(tmp_path / "x.parquet")
+    assert isinstance(found, str) == isinstance(expected, str)
+    pairs = [(found, expected)] if isinstance(expected, str) else zip(found, expected, strict=True)
+    assert all(str(said).startswith(str(part)) for said, part in pairs)
+
+
+def test_damaged_parquet_is_a_sentence(tmp_path: Path) -> None:
+    """Headers, pages and names of columns, wherever the damage is."""
+    (tmp_path / "a.png").write_bytes(picture())
+    whole = parquet({"image": ["a.png"] * 50, "caption": [f"word {n}" for n in range(50)]})
+    inside = parquet({"image": [picture(n) for n in range(4)], "caption": ["x"] * 4})
+    extra = parquet({"key": ["a", "b"], "captions": [["x"], ["y"]]})
+    for raw in (whole, inside, extra):
+        for place in range(4, len(raw), 29):
+            harmed = raw[:place] + bytes([raw[place] ^ 0xFF]) + raw[place + 1 :]
+            (tmp_path / "x.parquet").write_bytes(harmed)
+            if raw is not extra:
+                table_outcome(tmp_path / "x.parquet")
+                continue
+            told(lambda: CaptionTable(tmp_path / "x.parquet").captions("a"))
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [NESTED, b'{"recipe":' * 50_000, b"\xff\xfe", b"", b"null", b"[]", b"NaN", b"9" * 5000, b'{"\\ud800": 1}'],
+    ids=range(9),
+)
+def test_settings_that_cannot_be_read(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(raw)
+    for kind in (RunFile, ModelFile):
+        with pytest.raises(ValueError, match=r"config.json cannot be used: .* It was damaged") as caught:
+            read_config(path, kind)
+        assert len(str(caught.value)) < 700
+    (tmp_path / "tokenizer.json").write_bytes(raw)
+    with pytest.raises(ValueError, match="damaged tokenizer file"):
+        Tokenizer.load(tmp_path)
+    assert parse_index(raw) is None
+
+
+def test_a_tokenizer_of_strangers(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """What the library reads may still lack what we need."""
+    document = json.loads(tokenizer._backend.to_str())
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    for changed in (document | {"post_processor": None}, document | {"post_processor": {"type": "BertProcessing",
+        "sep": ["a", 0], "cls": ["b", 1]}}, document | {"model": words}):  # fmt: skip
+        (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+        assert isinstance(told(lambda: Tokenizer.load(tmp_path).encode(["a dog"], TextConfig(vocab=512))), str)
+
+
+# The terminal
+
+
+def test_names_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key of escape codes, or of bytes that are no text, is written in letters."""
+    evil = "\x1b[2J\udcff\u202e"
+    write_tar(
+        tmp_path / "x.tar", {f"{evil}.png": b"no picture", f"{evil}.txt": b"x", "a.png": picture(), "a.txt": b"x"}
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["data", "check", str(tmp_path / "x.tar")])
+    assert end.value.code == 1
+    said = capsys.readouterr()
+    said.out.encode()
+    assert "\x1b[2J" not in said.out + said.err
+    assert "?[2J??" in said.out
