@@ -121,7 +121,7 @@ class Server:
             self.sent += len(raw)
 
     def _head(self, request: Any, status: int, headers: dict[str, str]) -> None:
-        request.send_response(status)
+        request.send_response_only(status)
         for name, value in headers.items():
             request.send_header(name, value)
         request.end_headers()

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import os
 import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from servers import Server
-from tars import pairs, write_tar
+from tars import pairs, picture, write_tar
 
+from kiloword import recipes
+from kiloword.data import remote_cache
+from kiloword.data.inspect import check
+from kiloword.data.loader import Loader
+from kiloword.data.remote_config import RemoteConfig, remote_config
+from kiloword.data.remote_errors import Unreachable
+from kiloword.data.sampler import Order
 from kiloword.data.sources import open_source
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.log import read_metrics
+from kiloword.recipes import DataConfig, TextConfig
+from kiloword.train import Options, train
 from kiloword.types import Source
 
 QUICK = "backoff=0.01 timeout=0.5 ahead=0"
@@ -71,3 +96,401 @@ def test_remote_equals_local_under_every_fault(tmp_path: Path, monkeypatch: pyte
             server.faults[name] = [fault, "500", fault]
         assert everything(pickle.loads(pickle.dumps(remote))) == everything(local)
         assert not any(server.faults.values())
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_servers_without_ranges_send_whole_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} piece=3000")
+    files = shards(tmp_path / "data", 2, rows=8)
+    with Server(files, ranges=ranges) as server:
+        for name in files:
+            server.faults[name] = ["cut"]
+        remote = open_source(f"{server.url}/{{00..01}}.tar")
+        assert everything(remote) == everything(open_source(str(tmp_path / "data")))
+        size = len(files["00.tar"])
+        assert server.asked["00.tar"] == (-(-size // 3000) if ranges else 1) + 1
+
+
+def test_one_process_fetches_for_all(tmp_path: Path) -> None:
+    files = shards(tmp_path / "data", 6)
+    context, expected = get_context("fork"), everything(open_source(str(tmp_path / "data")))
+    with Server(files) as server, context.Pool(4) as pool:
+        src = f"{server.url}/{{00..05}}.tar"
+        assert pool.map(_everything, [src] * 4) == [expected] * 4
+        assert [server.asked[name] for name in files] == [1] * 6
+        forget(tmp_path)
+        assert pool.map(_everything, [src] * 4) == [expected] * 4
+        assert [server.asked[name] for name in files] == [2] * 6
+
+
+def _everything(src: str) -> list[tuple[str, object, list[str]]]:
+    return everything(open_source(src))
+
+
+class Watched(threading.Thread):
+    """The most bytes that are seen in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.most, self.looks, self.over = folder, 0, 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.002):
+            self.most, self.looks = max(self.most, self.now()), self.looks + 1
+
+    def now(self) -> int:
+        total = 0
+        for file in os.scandir(self.folder) if self.folder.is_dir() else ():
+            try:
+                total += 0 if file.name == "total" else os.stat(file.path).st_size
+            except FileNotFoundError:
+                continue
+        return total
+
+
+def loader(source: Source, workers: int = 0) -> Loader:
+    order = Order(len(source), 6, seed=1)
+    return Loader(
+        source,
+        order,
+        DataConfig(),
+        TextConfig(context=16, vocab=300),
+        16,
+        Tokenizer.train(["picture 1"], 300),
+        workers=workers,
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 24])
+def test_the_cache_keeps_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    """12 shards in a cache of 3, read in random order by two processes."""
+    files = shards(tmp_path / "data", 12)
+    limit = 3 * len(files["00.tar"])
+    monkeypatch.setenv("KILOWORD_REMOTE", f"backoff=0.01 ahead={ahead} limit={limit} piece={limit // 3} threads=1")
+    watched = Watched(tmp_path / "cache/remote/pieces")
+    watched.start()
+    with Server(files) as server:
+        batches = list(loader(open_source(f"{server.url}/{{00..11}}.tar"), workers=2).batches(0, 24))
+        watched.over.set()
+        fetched = sum(server.asked.values())
+    expected = list(loader(open_source(str(tmp_path / "data"))).batches(0, 24))
+    assert [b.images.tolist() for b in batches] == [b.images.tolist() for b in expected]
+    assert [b.texts.ids.tolist() for b in batches] == [b.texts.ids.tolist() for b in expected]
+    assert fetched > 24  # shards came again and again
+    assert watched.looks > 20
+    assert limit / 3 <= watched.most <= limit
+
+
+def test_oldest_pieces_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = shards(tmp_path / "data", 5)
+    limit = 4 * len(files["00.tar"])
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} limit={limit} piece={limit // 4}")
+    with Server(files) as server:
+        source = open_source(f"{server.url}/{{00..04}}.tar")
+        forget(tmp_path)
+        for shard in (0, 1, 2, 0, 3, 4):  # the second and third go for the last two
+            source.record(6 * shard)
+            time.sleep(0.02)
+        server.asked.clear()
+        for shard in (0, 3, 4):
+            source.record(6 * shard)
+        assert not server.asked
+        source.record(6)
+        assert server.asked == {"01.tar": 1}
+
+
+@contextmanager
+def killed_when(path: Path, pattern: str, src: str) -> Iterator[None]:
+    """A process that opens `src`, and dies as soon as such a file is there."""
+    process = get_context("fork").Process(target=_everything, args=(src,))
+    process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not any(file.stat().st_blocks for file in path.glob(pattern)) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        yield
+    finally:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def test_a_killed_download_leaves_nothing_bad(tmp_path: Path) -> None:
+    files, pieces = shards(tmp_path / "data", 2), tmp_path / "cache/remote/pieces"
+    with Server(files) as server:
+        src = f"{server.url}/{{00..01}}.tar"
+        server.always = dict.fromkeys(files, "drip")
+        with killed_when(pieces, "*.part", src):
+            time.sleep(0.1)
+        left = list(pieces.glob("*.part"))
+        assert left
+        assert len(left) == len(list(pieces.glob("*-*")))
+        server.always = {}
+        assert everything(open_source(src)) == everything(open_source(str(tmp_path / "data")))
+        assert not list(pieces.glob("*.part"))
+
+
+def _md5(raw: bytes) -> str:
+    return hashlib.md5(raw).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["SHA256SUMS", "s3", "google", "repr-digest", "digest"])
+def test_wrong_bytes_of_the_right_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} piece=4000 retries=2")
+    files = shards(tmp_path / "data", 1)
+    raw = files["00.tar"]
+    sha256, md5 = (base64.b64encode(hashlib.new(name, raw).digest()).decode() for name in ("sha256", "md5"))
+    with Server(files, etag=(lambda _: f'"{_md5(raw)}"') if kind == "s3" else None) as server:
+        server.headers = {
+            "s3": {"Server": "AmazonS3"},
+            "google": {"x-goog-hash": f"crc32c=AAAAAA==,md5={md5}"},
+            "repr-digest": {"Repr-Digest": f"sha-256=:{sha256}:"},
+            "digest": {"Digest": f"SHA-256={sha256}"},
+        }.get(kind, {})
+        if kind == "SHA256SUMS":
+            server.files[kind] = f"{hashlib.sha256(raw).hexdigest()}  00.tar\n".encode()
+        server.faults["00.tar"] = ["", "wrong"]  # the second piece
+        remote = open_source(f"{server.url}/00.tar")
+        assert everything(remote) == everything(open_source(str(tmp_path / "data")))
+        assert server.asked["00.tar"] == 2 * -(-len(raw) // 4000)
+        forget(tmp_path)
+        server.faults["00.tar"] = ["", "wrong"]
+        assert everything(remote) == everything(open_source(str(tmp_path / "data")))
+        forget(tmp_path)
+        server.always["00.tar"] = "wrong"
+        with pytest.raises(Unreachable, match=r"00.tar: wrong bytes came, .* \(tried 3 times\)"):
+            everything(remote)
+        assert not list((tmp_path / "cache/remote/pieces").glob("*-*"))
+
+
+def test_missing_and_forbidden_are_said_at_once(tmp_path: Path) -> None:
+    files = shards(tmp_path / "data", 2)
+    with Server(files) as server:
+        with pytest.raises(ValueError, match=r"02.tar: the server answers 404: no such file"):
+            open_source(f"{server.url}/{{00..02}}.tar")
+        server.faults["00.tar probe"] = ["403"]
+        with pytest.raises(ValueError, match=r"00.tar: the server answers 403: access denied"):
+            open_source(f"{server.url}/00.tar?signature=secret")
+        source = open_source(f"{server.url}/00.tar")
+        forget(tmp_path)
+        server.asked.clear()
+        server.always["00.tar"] = "404"
+        with pytest.raises(Unreachable, match="404"):
+            source.record(0)
+        assert server.asked["00.tar"] == 1
+        with pytest.raises(ValueError, match="http has no folders"):
+            open_source(f"{server.url}/")
+        with pytest.raises(ValueError, match="unknown kind of data"):
+            open_source(f"{server.url}/pictures")
+
+
+def test_signatures_are_not_shown(tmp_path: Path) -> None:
+    with Server({}) as server, pytest.raises(ValueError) as caught:
+        open_source(f"{server.url}/00.tar?X-Amz-Signature=secret")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_dead_server_ends_the_run_and_makes_no_row_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} retries=2")
+    files = shards(tmp_path / "data", 4)
+    with Server(files) as server:
+        source = open_source(f"{server.url}/{{00..03}}.tar")
+        assert len(list(loader(source, workers=1).batches(0, 4))) == 4
+    forget(tmp_path)
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match=r"tar: connection refused \(tried 3 times\). Check the network"):
+            list(loader(source, workers).batches(0, 4))
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} retries=1")
+    files = shards(tmp_path / "data", 1)
+    with Server(files, etag=lambda raw: f'"{_md5(raw)}"') as server:
+        src = f"{server.url}/00.tar"
+        source = open_source(src)
+        server.files = shards(tmp_path / "other", 2)
+        server.files["00.tar"] = server.files["01.tar"]
+        forget(tmp_path)
+        with pytest.raises(Unreachable, match="the file has changed since it was opened"):
+            source.record(0)
+        assert open_source(src).key(0) == "0006"
+        server.files["00.tar"] = write_tar(tmp_path / "longer.tar", pairs(9)).read_bytes()
+        assert len(open_source(src)) == 9
+
+
+def test_an_index_beside_the_tar_is_taken(tmp_path: Path) -> None:
+    files = shards(tmp_path / "data", 1)
+    local = open_source(str(tmp_path / "data"))
+    index = (tmp_path / "data/00.tar.kwindex").read_bytes()
+    with Server({**files, "00.tar.kwindex": index}) as server:
+        server.headers["Last-Modified"] = "Mon, 05 Oct 2099 07:28:00 GMT"
+        remote = open_source(f"{server.url}/00.tar")
+        assert server.asked["00.tar"] == 0
+        assert remote.fingerprint == local.fingerprint
+        assert everything(remote) == everything(local)
+        server.files["00.tar.kwindex"] = index[:-5]  # damaged: the tar is read instead
+        server.files["new.tar"], server.files["new.tar.kwindex"] = files["00.tar"], index[:-5]
+        assert everything(open_source(f"{server.url}/new.tar")) == everything(local)
+
+
+def test_an_index_of_another_tar_is_left(tmp_path: Path) -> None:
+    """Tars are padded to 10 kB, so that the size alone says little."""
+    old = write_tar(tmp_path / "old/00.tar", pairs(3))
+    open_source(str(tmp_path / "old"))
+    index = (tmp_path / "old/00.tar.kwindex").read_bytes()
+    new = write_tar(tmp_path / "new/00.tar", pairs(3, first=5)).read_bytes()
+    assert len(new) == old.stat().st_size
+    with Server({"00.tar": new, "00.tar.kwindex": index}) as server:
+        server.headers["Last-Modified"] = "Mon, 05 Oct 1998 07:28:00 GMT"  # the index is of a newer tar
+        assert open_source(f"{server.url}/00.tar").key(0) == "0005"
+
+
+def test_damage_is_counted_as_at_home(tmp_path: Path) -> None:
+    members = {**pairs(6), "0002.png": b"no picture", "0003.txt": b"\xff\xfe"}
+    tar = write_tar(tmp_path / "data/00.tar", members)
+    tar.write_bytes(tar.read_bytes()[: 512 * 17 + 100])
+    local = open_source(str(tmp_path / "data"))
+    with Server({"00.tar": tar.read_bytes()}) as server:
+        remote = open_source(f"{server.url}/00.tar")
+        found = check(remote)
+        assert found == check(local)
+        assert len(found) > 1
+        assert [note.partition(": ")[2] for note in remote.notes] == [n.partition(": ")[2] for n in local.notes]  # type: ignore[attr-defined]
+        assert remote.fingerprint == local.fingerprint
+        server.files |= {"empty.tar": b"", "zip.tar": b"PK" * 5000}
+        with pytest.raises(ValueError, match=r"empty.tar cannot be read as a plain tar \(the file is empty\)"):
+            open_source(f"{server.url}/empty.tar")
+        with pytest.raises(ValueError, match=r"zip.tar cannot be read as a plain tar"):
+            open_source(f"{server.url}/zip.tar")
+
+
+def test_class_data(tmp_path: Path) -> None:
+    tar = write_tar(tmp_path / "0.tar", {"a.png": picture(1), "a.cls": b"1", "b.png": picture(2), "b.cls": b"0"})
+    words = {"set/classnames.txt": b"cat\ndog\n", "set/test/zeroshot_classification_templates.txt": b"a {c}"}
+    with Server({"set/test/0.tar": tar.read_bytes(), **words}) as server:
+        source = open_source(f"{server.url}/set/test/0.tar")
+        assert source.classnames == ["cat", "dog"]
+        assert source.templates == ["a {c}"]
+        assert source.labels.tolist() == [1, 0]  # type: ignore[attr-defined]
+
+
+def test_tables(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    table = pa.table({"image": [picture(n) for n in range(3)], "caption": [f"picture {n}" for n in range(3)]})
+    pa.parquet.write_table(table, data / "inside.parquet")
+    (data / "0.png").write_bytes(picture(0))
+    (data / "relative.csv").write_text("image,caption\n0.png,one\n")
+    (data / "absolute.csv").write_text(f"image,caption\n{data}/0.png,one\n")
+    with Server({file.name: file.read_bytes() for file in data.iterdir() if file.suffix != ".png"}) as server:
+        for name in ("inside.parquet", "absolute.csv"):
+            server.faults[name] = ["cut", "503"]
+            remote, local = open_source(f"{server.url}/{name}"), open_source(str(data / name))
+            assert remote.fingerprint == local.fingerprint
+            assert everything(remote) == everything(local)
+        with pytest.raises(ValueError, match=r"relative.csv names its pictures by paths that are not of this machine"):
+            open_source(f"{server.url}/relative.csv")
+
+
+class Flaky(MemoryFileSystem):  # type: ignore[misc]
+    """A file system that fails every other time, sends short answers, and once hangs."""
+
+    protocol = "flaky"
+    store: dict[str, Any] = {}  # noqa: RUF012  # as in the parent
+    calls = 0
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("flaky://", "memory://")))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **more: Any) -> bytes:
+        Flaky.calls += 1
+        if Flaky.calls == 1:
+            time.sleep(1.0)
+        if Flaky.calls % 4 == 2:
+            raise OSError("Please reduce your request rate.")
+        raw: bytes = super().cat_file(path, start, end, **more)
+        return raw[:100] if Flaky.calls % 4 == 0 and len(raw) > 100 else raw
+
+
+def test_other_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "backoff=0.001 timeout=0.1 piece=3000 retries=9 ahead=0")
+    local = open_source(str(tmp_path / "data")) if shards(tmp_path / "data", 11) else None
+    assert local is not None
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    for protocol, fs in (("memory", MemoryFileSystem()), ("flaky", Flaky())):
+        for tar in (tmp_path / "data").glob("*.tar"):
+            fs.pipe_file(f"/bucket/set/{int(tar.stem)}.tar", tar.read_bytes())
+            fs.pipe_file("/bucket/set/notes.txt", b"no tar")
+        src = f"{protocol}://bucket/set/"
+        assert everything(open_source(src)) == everything(local)
+        assert everything(open_source(src + "{0..10}.tar")) == everything(local)
+        forget(tmp_path)
+        assert everything(open_source(src)) == everything(local)
+        with pytest.raises(ValueError, match=r"11.tar: no such file"):
+            open_source(src + "11.tar")
+        with pytest.raises(ValueError, match="a folder without tars"):
+            open_source(f"{protocol}://bucket/")
+    assert everything(open_source(f"file://{tmp_path}/data/")) == everything(local)
+    with pytest.raises(ValueError, match=r"pip install 'kiloword\[remote\]'"):
+        open_source("nosuch://bucket/0.tar")
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "limit=200GB, retries=8 timeout=1.5 piece=16MB")
+    assert remote_config() == RemoteConfig(limit=200e9, retries=8, timeout=1.5, piece=16e6)
+    for wrong in ("limits=3", "limit", "limit=many", "retries=-1", "limit=1MB", "timeout=0"):
+        monkeypatch.setenv("KILOWORD_REMOTE", wrong)
+        with pytest.raises(ValueError, match="KILOWORD_REMOTE"):
+            remote_config()
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, room = shards(tmp_path / "data", 3), {"bytes": 10**9}
+    real = remote_cache._allocate
+    pieces = tmp_path / "cache/remote/pieces"
+
+    def allocate(fd: int, size: int) -> bool:
+        there = sum(file.stat().st_size for file in pieces.glob("*-*"))
+        return there + size <= room["bytes"] and real(fd, size)
+
+    monkeypatch.setattr(remote_cache, "_allocate", allocate)
+    with Server(files) as server:
+        source = open_source(f"{server.url}/{{00..02}}.tar")
+        forget(tmp_path)
+        room["bytes"] = int(1.5 * len(files["00.tar"]))
+        assert everything(source) == everything(open_source(str(tmp_path / "data")))  # others are given up
+        forget(tmp_path)
+        room["bytes"] = 100
+        with pytest.raises(Unreachable, match=r"cannot keep what is fetched \(No space left on device\)"):
+            source.record(0)
+
+
+def test_rows_are_fetched_before_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "backoff=0.01 ahead=12")
+    files = shards(tmp_path / "data", 8, rows=6)
+    with Server(files) as server:
+        source = open_source(f"{server.url}/{{00..07}}.tar")
+        ours = loader(source)
+        forget(tmp_path)
+        server.asked.clear()
+        ours.batch(0)
+        needed = {row // 6 for step in range(3) for row in ours.order.batch_rows(step)[1].tolist()}
+        deadline = time.monotonic() + 60
+        while len(server.asked) < len(needed) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.asked == {f"{shard:02d}.tar": 1 for shard in needed}
+
+
+def test_training_is_that_of_the_local_copy(tmp_path: Path) -> None:
+    files = shards(tmp_path / "data", 4, rows=8)
+
+    def losses(src: str, name: str) -> list[float]:
+        base = recipes.default("siglip", "debug", (src,))
+        recipe = recipes.replace(base, data=recipes.replace(base.data, tokenizer_vocab=300), batch=8, steps=6)
+        train(recipe, tmp_path / name, options=Options(log_every=1, quiet=True))
+        return [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+
+    with Server(files) as server:
+        server.faults.update({name: ["500", "cut"] for name in files})
+        assert losses(f"{server.url}/{{00..03}}.tar", "remote") == losses(str(tmp_path / "data"), "local")

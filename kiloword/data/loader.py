@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kiloword.data.ahead import Ahead, ahead_of
 from kiloword.data.bad import BadRows, reasons
 from kiloword.data.captions import choose, drop_words
 from kiloword.data.questions import check_asks, question_of
@@ -62,7 +63,8 @@ class Loader:
     _train: TrainTransform = field(init=False, repr=False)
     _eval: EvalTransform = field(init=False, repr=False)
     _untouched: bool = field(init=False, repr=False)
-    _epoch: tuple[int, Source] = field(init=False, repr=False)
+    _epochs: dict[int, Source] = field(init=False, repr=False)
+    _ahead: Ahead | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         share(np.zeros(self.order.batch, np.int64), self.rank, self.ranks)
@@ -85,15 +87,18 @@ class Loader:
         natural = getattr(self.source, "natural", True)
         self._train = TrainTransform(self.image_size, self.data.augment, self.resize, self.data.decoder, natural)
         self._eval = EvalTransform(self.image_size, self.resize, self.data.decoder)
-        self._epoch = -1, self.source
+        self._epochs = {}
+        self._ahead = ahead_of(self.source, self._rows_of, self.order.batch)
         self._untouched = not self.train or not _changes(self.data.augment, natural)
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """This rank's batches of the steps [start, stop); without end when stop is None.
 
-        Errors: see `batch`; RuntimeError when a worker died or stalled.
+        Errors: see `batch`; LoaderStopped when a worker died or stalled.
         """
         steps = count(start) if stop is None else range(start, stop)
+        if self._ahead:
+            self._ahead.stop = stop
         return in_order(self.batch, steps, self.workers, self.timeout)
 
     def batch(self, step: int) -> Batch:
@@ -103,6 +108,8 @@ class Loader:
         Errors: ValueError when no replacement for a bad row can be read, a side table does not cover every row,
         or a row is bad whose truth is asked for.
         """
+        if self._ahead:
+            self._ahead.at(step)
         epoch, rows = self.order.batch_rows(step)
         mine = share(rows, self.rank, self.ranks)
         reader = Reader(self, self._source_in(epoch), rows)
@@ -141,9 +148,15 @@ class Loader:
         """The source, or its rows of one epoch where they change from epoch to epoch (mixtures with part weights)."""
         if not hasattr(self.source, "at"):
             return self.source
-        if self._epoch[0] != epoch:
-            self._epoch = epoch, self.source.at(epoch)
-        return self._epoch[1]
+        if epoch not in self._epochs:  # two are kept: what is fetched ahead may be of the next one
+            near = {e: source for e, source in self._epochs.items() if abs(e - epoch) == 1}
+            self._epochs = {**near, epoch: self.source.at(epoch)}
+        return self._epochs[epoch]
+
+    def _rows_of(self, step: int) -> tuple[Source, list[int]]:
+        """This rank's rows of a step, and what they are rows of."""
+        epoch, rows = self.order.batch_rows(step)
+        return self._source_in(epoch), share(rows, self.rank, self.ranks).tolist()
 
     def _pack(self, examples: list[Example], seeds: list[int], first: int, skipped: list[Skipped]) -> Batch:
         counts = [len(e.captions) for e in examples]

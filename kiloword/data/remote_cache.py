@@ -81,14 +81,17 @@ class Cache:
                 except BlockingIOError:
                     os.close(fd)
                     return None
+                mine = _is(fd, part)  # else its maker has finished, or given up
+                if not mine:
+                    _release(fd)  # it may be the finished file by now
                 whole = self._existing(name, size)
-                if whole is not None or not _is(fd, part):  # its maker has finished, or given up
-                    if _is(fd, part):
-                        part.unlink(missing_ok=True)
-                    _release(fd)
-                    if whole is not None:
-                        return whole
+                if whole is None and not mine:
                     continue
+                if whole is not None:
+                    if mine:
+                        part.unlink(missing_ok=True)
+                        _release(fd)
+                    return whole
                 return self._filled(fd, part, size, fill)
         except OSError as error:
             raise Unreachable(

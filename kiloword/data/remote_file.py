@@ -72,6 +72,10 @@ class RemoteFile:
         """A piece into the cache, unless somebody is at it."""
         self._cache.fetch(self.piece_name(n), self._span(n)[1], lambda fd: self._fill(n, fd))
 
+    def covering(self, offset: int, stop: int) -> range:
+        """The pieces that hold some bytes."""
+        return range(offset // self.piece, -(-stop // self.piece))
+
     def whole(self) -> Path:
         """The file in the cache folder, outside of the limit: nobody gives it up. Of a table, not of shards."""
         cache, name = Cache(remote_folder("tables")), f"{self._version(0)}-{_kept_name(self.url)}"
@@ -139,6 +143,9 @@ class RemoteFile:
         except OSError:
             return None
         return Checksum("sha256", raw.hex()) if len(raw) == SHA256_BYTES else None
+
+
+Piece = tuple[RemoteFile, int]
 
 
 def open_remote_file(url: str, config: RemoteConfig) -> RemoteFile:

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.cache import PositionlessFile
-from kiloword.data.index import Index, open_index
+from kiloword.data.index import PARTS, Index, open_index
 from kiloword.data.questions import question_in
-from kiloword.data.remote_file import RemoteFile
+from kiloword.data.remote_file import Piece, RemoteFile
 from kiloword.data.remote_index import open_remote_index
 from kiloword.data.sample import MAX_IMAGE, MAX_TEXT, check_size, make_record, parse_captions, parse_label
 from kiloword.types import BadSample, Record
@@ -94,6 +94,21 @@ class Shards:
             # raised again as it is: a `NoCaption` is a loss to training alone
             error.args = (f"{error}{self._because(shard, index, local)}",)
             raise
+
+    @property
+    def remote(self) -> bool:
+        """Whether tars come over the network."""
+        return any(isinstance(tar, RemoteFile) for tar in self.tars)
+
+    def pieces(self, row: int) -> list[Piece]:
+        """What one row needs from the network."""
+        shard, index, local = self._locate(row)
+        tar = self.tars[shard]
+        places = [place for part in PARTS if (place := index.place(local, part))]
+        if not isinstance(tar, RemoteFile) or not places:
+            return []
+        stop = min(max(offset + size for offset, size in places), tar.info.size)
+        return [(tar, n) for n in tar.covering(min(offset for offset, _ in places), stop)]
 
     @property
     def labels(self) -> NDArray[np.int64]:
