@@ -58,7 +58,7 @@ def explain(sentence: str) -> None:
     """Why this rank ends, for the report that torchrun prints at last."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        about = {"py_callstack": "", "timestamp": str(int(time.time()))}
+        about = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": about}}))
 

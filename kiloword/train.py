@@ -35,7 +35,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     """
     options = options or Options()
     device = choose(options.device)
-    with parallel.process_group(device, options.timeout), stop_signals() as stop:
+    with stop_signals() as stop, parallel.process_group(device, options.timeout):
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             check(recipe)
             pieces = micro_batches(recipe)
