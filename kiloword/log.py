@@ -10,8 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from torch import Tensor
+
+from kiloword import parallel
 from kiloword.checkpoint import write_atomic
+from kiloword.options import Options
+from kiloword.recipes import Recipe
 from kiloword.watch.alerts import About, Alerts
+from kiloword.watch.mirror import in_training
 from kiloword.watch.pace import Pace, duration
 
 PLAIN_EVERY_S = 10.0  # without a terminal, a line at most this often
@@ -111,6 +117,21 @@ class Log:
             start = "\n" if self.live and self._width else ""
             self._width = 0
             print(start + sentence, file=self.out, flush=True)
+
+
+def open_log(out: Path, recipe: Recipe, step: int, options: Options, log_limit: Tensor | None) -> Log:
+    """The log of a run from `step` on; of other ranks than 0 it says and writes nothing.
+
+    Args: log_limit, of the head's scale.
+    """
+    if parallel.rank():
+        return Log(None, recipe.steps, quiet=True)
+    max_scale = None if log_limit is None else float(log_limit.exp())
+    about = About(batch=recipe.batch, bad_share=recipe.data.bad_share, max_scale=max_scale)
+    log = Log(out / "metrics.jsonl", recipe.steps, step, quiet=options.quiet, about=about)
+    if options.log_to == "tensorboard":
+        log.mirror = in_training(out, log.say)
+    return log
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from kiloword.data.sources import open_data, open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.engine import Reducer
 from kiloword.learner import Learner
-from kiloword.log import Log
+from kiloword.log import Log, open_log
 from kiloword.method import Method
 from kiloword.methods import preset
 from kiloword.model import build
@@ -33,7 +33,6 @@ from kiloword.run_folder import RunFile, check_same_run, holds_run, make_folder
 from kiloword.state.folder import newest
 from kiloword.types import BadSample, Source
 from kiloword.watch import mirror
-from kiloword.watch.alerts import About
 
 TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
 
@@ -171,21 +170,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     if run.step == 0 and method.prepare is not None:
         run.log.say(method.prepare(learner, (b.to(run.device) for b in loader.batches())))
         run.average = Average(learner, recipe.optim.ema)  # of what was prepared
-    run.log = open_log(run, options)
+    run.log = open_log(out, recipe, run.step, options, learner.model.head.log_limit)
     return run
-
-
-def open_log(run: Run, options: Options) -> Log:
-    """The log of a run from the step that it is at; of other ranks than 0 it says and writes nothing."""
-    if parallel.rank():
-        return Log(None, run.recipe.steps, quiet=True)
-    recipe, limit = run.recipe, run.learner.model.head.log_limit
-    max_scale = None if limit is None else float(limit.exp())
-    about = About(batch=recipe.batch, bad_share=recipe.data.bad_share, max_scale=max_scale)
-    log = Log(run.out / "metrics.jsonl", recipe.steps, run.step, quiet=options.quiet, about=about)
-    if options.log_to == "tensorboard":
-        log.mirror = mirror.in_training(run.out, log.say)
-    return log
 
 
 def spread(learner: Learner, options: Options) -> None:
