@@ -14,7 +14,6 @@ import argparse
 import json
 import statistics
 import sys
-import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,47 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 sys.path.insert(0, str(Path(__file__).parent))
 from prolip import in_turns
 
 from kiloword.captioning import CHUNK, word_loss
+from kiloword.planning.peak import Alive
 from kiloword.recipes import sizes
 from kiloword.towers.attention import Packing
 from kiloword.towers.decoder import TextDecoder
 from kiloword.types import Texts
 
 WHOLE = 0  # all logits at once, by torch's cross-entropy
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of the tensors that operations made and that are alive, and the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_iter(out):
-            if isinstance(x, Tensor):
-                self._count(x.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        place = storage._cdata
-        if place not in self.known:
-            self.known.add(place)
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._free, place, storage.nbytes())
-
-    def _free(self, place: int, size: int) -> None:
-        self.known.discard(place)
-        self.now -= size
 
 
 def loss_of(x: Tensor, table: Tensor, targets: Tensor, chunk: int) -> Tensor:

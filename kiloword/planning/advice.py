@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from kiloword.data.views.mix import LARGE
 from kiloword.data.views.mix import share as composed_share
 from kiloword.learner import Learner
 from kiloword.method import Method
@@ -54,11 +55,9 @@ class Planner:
         """Of a caption as the tower sees it: with the method's own tokens, and longer where views join two."""
         mean = self.plan.tokens
         for view in self.method.views:
-            settings = view.settings  # type: ignore[attr-defined]
-            if getattr(settings, "parts", "both") != "images":
-                mean += composed_share(settings.rho, int(self.plan.samples)) * (
-                    mean - 1
-                )  # "and", no second start and end
+            settings = getattr(view, "settings", None)
+            if settings is not None and getattr(settings, "parts", "both") != "images":
+                mean += composed_share(settings.rho, LARGE) * (mean - 1)  # "and", no second start and end
         return text_length(mean, self.learner.model.config.text)
 
     def share(self, padded: bool = False) -> Load:
@@ -95,14 +94,14 @@ class Planner:
         return Option(layout, self.pictures // pieces, held, sent, step, seconds, compute, fits)
 
     def _seconds(self, step: Step, sent: dict[str, float]) -> tuple[float, float]:
-        """Seconds of a step's arithmetic, and of the step.
+        """Seconds of a step's arithmetic, and of the step. Losses compute in full precision, at its own speed.
 
         Gradients and weights travel while others are computed, so that the slower of both counts; features do not: the
         loss waits for them, and the towers' backward passes for their gradients.
         """
-        peak = self.card.flops if self.plan.precision == "bf16" else self.card.flops_fp32
-        peak /= 2 if self.plan.precision == "fp64" else 1
-        compute = step.total / (peak * self.plan.utilisation)
+        full = self.card.flops_fp32 / (2 if self.plan.precision == "fp64" else 1)
+        half = self.card.flops if self.plan.precision == "bf16" else full
+        compute = ((step.total - step.single) / half + step.single / full) / self.plan.utilisation
         speed = self.card.link if self.plan.gpus <= NODE else self.card.network
         exposed = sum(value for name, value in sent.items() if name in EXPOSED) / speed
         hidden = sum(value for name, value in sent.items() if name not in EXPOSED) / speed

@@ -27,6 +27,7 @@ class Work:
     selective: float = 0.0  # the same where blocks keep products and attention
     again: float = 0.0  # FLOP that "whole" repeats in the backward pass
     block: float = 0.0  # bytes inside one block, the largest: there again while "whole" repeats it
+    single: float = 0.0  # of the FLOP, those of products in full precision whatever the run's is
     first: bool = False  # part of encoding: done twice where micro-batches need all features first
 
     def __add__(self, other: Work) -> Work:
@@ -39,12 +40,13 @@ class Work:
             whole=self.whole + other.whole,
             selective=self.selective + other.selective,
             again=self.again + other.again,
+            single=self.single + other.single,
             block=max(self.block, other.block),
         )
 
     def times(self, n: float) -> Work:
         """n of the same, one after the other."""
-        names = ("forward", "backward", "kept", "whole", "selective", "again")
+        names = ("forward", "backward", "kept", "whole", "selective", "again", "single")
         return replace(self, **{name: n * getattr(self, name) for name in names})
 
     def keeps(self, checkpointing: str) -> float:

@@ -22,6 +22,7 @@ from kiloword.learner import Learner
 from kiloword.method import Method
 from kiloword.model import build
 from kiloword.optim import Optimizer
+from kiloword.options import Checkpointing
 from kiloword.planning import memory, parameters, step
 from kiloword.planning.shapes import Kernels, Lengths, Load
 from kiloword.recipes import ModelConfig, OptimConfig
@@ -39,7 +40,7 @@ class Case:
     images: int
     captions: int = 1
     pieces: int = 1
-    checkpointing: str = "none"
+    checkpointing: Checkpointing = "none"
     precision: str = "fp32"
 
     @property
@@ -108,7 +109,7 @@ class Measured:
         self.config = recipes.sizes()[case.size]
         self.optim = optim or recipes.default("", case.size).optim
         model = build(self.config, self.method)
-        recompute(model, case.checkpointing)  # type: ignore[arg-type]
+        recompute(model, case.checkpointing)
         self.learner = Learner(model, self.method).to(device)
         self.batch = batch_of(model.config, case.images, case.captions, self.method.needs).to(device)
         self.optimizer = Optimizer(self.learner, self.optim, 10)
@@ -137,10 +138,20 @@ class Measured:
         found["optimizer"] = _bytes(self.optimizer.state_dict().values())
         return found
 
+    def peak(self) -> int:
+        """Bytes that a GPU holds at most in a step that is not the first."""
+        for n in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            self.run()
+            self.optimizer.step(n)
+        return torch.cuda.max_memory_allocated()
+
     def activations(self) -> int:
         """Bytes that wait for the backward pass of one micro-batch: storages of saved tensors that are still there."""
         own = {p.untyped_storage().data_ptr() for p in self.learner.parameters()}
         own |= {b.untyped_storage().data_ptr() for b in self.learner.buffers()}
+        gc.collect()
+        own |= {x.untyped_storage().data_ptr() for x in _objects()}
         piece = self.batch.split(self.case.pieces)[0]
         counts, saved = self.learner.counts([piece]), list[weakref.ReferenceType[Tensor]]()
 
@@ -152,16 +163,15 @@ class Measured:
             out = self.learner(piece, counts)
         alive = [x for ref in saved if (x := ref()) is not None]
         if self.case.checkpointing == "selective":  # products are cached beside the graph, where no hook sees them
-            own |= {x.untyped_storage().data_ptr() for x in _tensors_of(piece)}
-            alive += [x for x in gc.get_objects() if type(x) is Tensor]
+            alive += _objects()
         storages = [x.untyped_storage() for x in alive]
         del out
         return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in own}.values())
 
 
-def _tensors_of(batch: Batch) -> list[Tensor]:
-    sides = [*batch.image_side.values(), *batch.text_side.values()]
-    return [batch.images, batch.texts.ids, batch.texts.starts, batch.image_of_text, batch.seeds, batch.position, *sides]
+def _objects() -> list[Tensor]:
+    """Tensors that Python knows of, parameters left out."""
+    return [x for x in gc.get_objects() if type(x) is Tensor]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -169,35 +179,35 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def planned(measured: Measured) -> dict[str, float]:
-    """The same figures by the plan's formulas."""
-    case, cuda = measured.case, measured.device.startswith("cuda")
+    """The same figures by the plan's formulas, and with "peak" all that a GPU holds but the allowances."""
+    case, device = measured.case, "cuda" if measured.device.startswith("cuda") else "cpu"
     learner = step.learner_of(measured.config, measured.method)
-    kernels = Kernels.of(case.precision, cuda)
-    share = load_of(measured.batch, kernels, case.captions)
-    found = step.step_of(
-        learner,
-        share,
-        case.pieces,
-        share.texts.texts,
-        case.checkpointing,
-        measured.device,
-        teacher=TEACHER if measured.method.needs else 0,
-    )
+    kernels = Kernels.of(case.precision, device == "cuda")
+    share, teacher = load_of(measured.batch, kernels, case.captions), TEACHER if measured.method.needs else 0
+    texts = share.texts.texts
+    found = step.step_of(learner, share, case.pieces, texts, case.checkpointing, device, teacher=teacher)
     held = parameters.bytes_of(learner, measured.optim, case.precision)
     first = load_of(measured.batch.split(case.pieces)[0], kernels, case.captions)
+    layout = memory.Layout(1, "ddp", case.checkpointing, case.pieces)
+    parts = memory.memory(learner, measured.optim, case.precision, share, layout, texts, device, teacher=teacher)
+    kept = memory.activations(learner, first, case.checkpointing)
     return {
         "flops": found.total,
         "weights": held.weights,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
-        "activations": memory.activations(learner, first, case.checkpointing)
-        + memory.half_copies(learner, case.precision, case.checkpointing),
+        "activations": kept + memory.half_copies(learner, case.precision, case.checkpointing),
+        "peak": sum(value for name, value in parts.items() if not name.startswith("allowance")),
     }
 
 
-def compare(case: Case) -> dict[str, tuple[float, float]]:
+def compare(case: Case, device: str = "cpu") -> dict[str, tuple[float, float]]:
     """Figure -> planned, measured."""
-    real = Measured(case)
-    plan = planned(real)
-    found = {"flops": real.flops(), "activations": float(real.activations()), **real.held()}
-    return {name: (plan[name], float(found[name])) for name in plan}
+    real = Measured(case, device)
+    plan, found = planned(real), {"activations": float(real.activations())}
+    if device == "cpu":  # the counter does not know the GPU's attention over packed texts
+        found["flops"] = real.flops()
+    found |= real.held()
+    if device != "cpu":
+        found["peak"] = float(real.peak())
+    return {name: (plan[name], found[name]) for name in plan if name in found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kiloword.captioning import CHUNK
 from kiloword.engine import BUCKET
 from kiloword.learner import Learner
 from kiloword.planning.cards import GIB
@@ -12,6 +13,7 @@ from kiloword.planning.parameters import bytes_of, in_products, shards
 from kiloword.planning.shapes import Load
 from kiloword.planning.step import micro_batch, piece_of, step_of
 from kiloword.recipes import OptimConfig
+from kiloword.towers.decoder import TextDecoder
 
 CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance, not a formula
 FRAGMENTS = 0.05  # of everything else: what the allocator holds and cannot use: an allowance too
@@ -35,8 +37,8 @@ def activations(learner: Learner, micro: Load, checkpointing: str) -> float:
 def half_copies(learner: Learner, precision: str, checkpointing: str) -> float:
     """Bytes of the weights' copies in half precision that autocast makes and backward reads: whole on each rank.
 
-    Where blocks are repeated their copies are made anew, and stay no longer than the forward pass: what is outside of
-    blocks remains. Counted by what `measure` sees, which is after it.
+    Where blocks are repeated, the copies of theirs are made anew, and the first ones last no longer than the forward
+    pass: those of what is in no block remain.
     """
     if precision != "bf16":
         return 0.0
@@ -44,10 +46,35 @@ def half_copies(learner: Learner, precision: str, checkpointing: str) -> float:
     return 2.0 * max(0, in_products(learner) - inside)
 
 
-def working(learner: Learner, micro: Load, checkpointing: str) -> float:
-    """Bytes of one block's backward pass: gradients as large as what it kept, and that itself where it is repeated."""
-    largest = max(w.block for w in micro_batch(learner, micro))
-    return largest * (1 if checkpointing == "none" else 2)
+def passing(learner: Learner, micro: Load, precision: str, checkpointing: str) -> float:
+    """Bytes that come and go while activations wait.
+
+    Without checkpointing none: a block's backward pass frees what it kept as it makes gradients. Else a block's inside
+    is there again with gradients beside it, those of the hidden layer and of the stream: (4 W + 2 W) of 16 W where M =
+    4 W. Or, if those are more, the copies in half precision of all blocks, which last as long as the forward pass, or
+    the logits of a chunk of words.
+    """
+    words = word_logits(learner, micro)
+    if checkpointing == "none":
+        return words
+    largest = max(micro_batch(learner, micro), key=lambda w: w.block)
+    again = largest.block * (1 - (largest.selective / largest.kept if checkpointing == "selective" else 0.0))
+    return max(words, again + 0.375 * largest.block, half_copies(learner, precision, "none"))
+
+
+def word_logits(learner: Learner, micro: Load) -> float:
+    """Bytes of the caption loss's largest tensors: logits of a chunk of words, their softmax and its masked copy.
+
+    n V numbers twice in single precision, in half precision twice more beside, and a copy of the table and of its
+    gradient.
+    """
+    decoder = getattr(learner.model.more, "text_decoder", None)
+    if not isinstance(decoder, TextDecoder):
+        return 0.0
+    numbers = min(CHUNK, micro.texts.tokens) * decoder.words
+    table = decoder.words * learner.model.config.text.width
+    size = micro.kernels.stream
+    return 2.0 * numbers * size + ((numbers + table) * 4.0 if micro.kernels.half else 0.0)
 
 
 def loss_buffers(learner: Learner, share: Load, all_texts: float, gpus: int, pieces: int, teacher: int) -> float:
@@ -74,12 +101,13 @@ def memory(
     chunk: int = 0,
     teacher: int = 0,
 ) -> dict[str, float]:
-    """Part -> bytes of one GPU at its fullest: the end of the last forward pass, when backward begins.
+    """Part -> bytes of one GPU at its fullest: when the backward pass of the last micro-batch begins.
 
     Args: share: of one GPU, in all its micro-batches; all_texts: of all ranks.
     Under fsdp weights, gradients and states of blocks, towers and decoders are divided by the ranks, those of head and
     terms are not. Gathered at once: what is in no block, two blocks (the next one travels early), one's gradient, and
     its copy to be scattered. Under ddp gradients live in the buckets that travel, so that these cost nothing more.
+    Of one GPU and one micro-batch gradients grow as activations go: what counts is by how much they are more.
     """
     held, cut, size = bytes_of(learner, optim, precision), shards(learner), 8 if precision == "fp64" else 4
     micro = piece_of(share, layout.pieces)
@@ -91,17 +119,20 @@ def memory(
         gathered = size * (2 * cut.root + 4.0 * cut.largest)
     buckets = 2.0 * BUCKET * size if layout.gpus > 1 else 0.0
     work = step_of(learner, share, layout.pieces, all_texts, layout.checkpointing, device, None, chunk, teacher)
-    copies = 2.0 * in_products(learner) if precision == "bf16" else 0.0
+    kept = activations(learner, micro, layout.checkpointing)
+    there = held.gradients * part
+    if layout.gpus == layout.pieces == 1:
+        there = max(0.0, there - kept)
     found = {
         "weights": held.weights * part,
-        "gradients": held.gradients * part,
+        "gradients": there,
         "optimizer states": held.optimizer * part,
         "average of weights": held.average * part,
-        "weights in half precision": copies,
+        "weights in half precision": half_copies(learner, precision, layout.checkpointing),
         "gathered by fsdp": gathered,
         "communication buckets": buckets,
-        "activations": activations(learner, micro, layout.checkpointing),
-        "one block's backward pass": working(learner, micro, layout.checkpointing),
+        "activations": kept,
+        "passing: one block, or words": passing(learner, micro, precision, layout.checkpointing),
         "features and their gradients": loss_buffers(learner, share, all_texts, layout.gpus, layout.pieces, teacher),
         "a block of pairs": work.pair_block,
         "pictures": share.images * 3.0 * learner.model.config.image.size**2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,7 @@ def pair_work(
 
     A pair of single vectors costs 2 D forward and 4 D backward. Losses that must see all pairs first (softmax, pseudo-
     positives, balanced positives) score them once more for each such pass, unless all pairs are one block.
+    Everything is at least in single precision.
     """
     if method.pair_weight == 0:
         return Work("pair loss", "pair loss"), 0.0
@@ -68,7 +69,8 @@ def pair_work(
         means = 2 * images * texts * model.config.head.dim
         second = 0 if whole else (method.pair_loss.loss == "softmax")
         total = total + Work(forward=means * (1 + second), backward=2 * means)
-    return total + _mined(method, images, texts, teacher, 1 + passes(method)), held
+    total = total + _mined(method, images, texts, teacher, 1 + passes(method))
+    return replace(total, single=total.forward + total.backward), held
 
 
 def function_of(method: Method) -> Any:

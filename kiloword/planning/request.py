@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from kiloword.recipes import ModelConfig, OptimConfig
 
 
@@ -24,7 +22,7 @@ class Plan:
     size: str = "b16"  # of the towers (`kiloword sizes`)
     gpus: int = 1
     batch: int = 1024  # pictures, over all GPUs
-    samples: float = tyro.MISSING  # pictures seen in all; 12.8e9 is understood
+    samples: float = 0.0  # pictures seen in all, 12.8e9 is understood; must be given
     gpu: str = "h200"  # h200, h100, a100-80, a100-40, 4090, cpu, or custom
     flops: float | None = None  # TFLOP/s of one GPU, in place of the data sheet's
     memory: float | None = None  # GiB of one GPU
@@ -51,6 +49,8 @@ class Plan:
 
 def check(plan: Plan) -> None:
     """Raises: ValueError for what cannot be."""
+    if not plan.samples:
+        raise ValueError("plan needs the length of the run: give --samples, pictures seen in all, such as 1.28e9.")
     for name in ("gpus", "batch", "samples", "tokens"):
         if not 1 <= getattr(plan, name) < float("inf"):
             raise ValueError(f"--{name} is {getattr(plan, name):g}: expected at least 1.")

@@ -69,6 +69,11 @@ class Step:
         return sum(w.forward + w.backward for w in self.parts)
 
     @property
+    def single(self) -> float:
+        """Of them, in full precision whatever the run's is."""
+        return sum(w.single for w in self.parts)
+
+    @property
     def total(self) -> float:
         return self.needed + self.again + self.replayed + self.optimizer
 

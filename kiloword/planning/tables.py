@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Sheet:
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[Sequence[str]]
     marked: int | None = None  # row that counts most
 
 
@@ -107,10 +108,8 @@ def _traffic(best: Option) -> Sheet:
 def _texts(planner: Planner, best: Option) -> Sheet:
     """Captions packed end to end, as trained, against captions padded to the context."""
     context, rows = planner.learner.model.config.text.context, []
-    for name, tokens, option in (
-        ("packed, as trained", planner.tokens, best),
-        ("padded", context, planner.padded(best)),
-    ):
+    padded = planner.padded(best)
+    for name, tokens, option in (("packed, as trained", planner.tokens, best), ("padded", context, padded)):
         work = option.step.needed / planner.pictures / 1e9
         held = option.memory["activations"] / GIB
         rows.append((name, f"{tokens:.4g}", f"{work:.4g}", f"{held:.2f}", f"{planner.rate(option):,.0f}"))
@@ -122,10 +121,10 @@ def _alternatives(planner: Planner, options: list[Option]) -> Sheet:
     rows = []
     for option in options:
         days = days_of(planner, option)
-        cells = (f"{option.layout.parallel}, {option.layout.checkpointing}", str(option.micro), str(option.step.pieces))
-        cells = (*cells, f"{option.bytes / GIB:.1f}", "yes" if option.fits else "no")
-        cells = (*cells, f"{option.step.total / planner.pictures / 1e9:.4g}", f"{planner.rate(option):,.0f}")
-        rows.append((*cells, f"{days:.2f}", f"{24 * days * planner.plan.gpus:,.0f}"))
+        cells = [f"{option.layout.parallel}, {option.layout.checkpointing}", str(option.micro), str(option.step.pieces)]
+        cells += [f"{option.bytes / GIB:.1f}", "yes" if option.fits else "no"]
+        cells += [f"{option.step.total / planner.pictures / 1e9:.4g}", f"{planner.rate(option):,.0f}"]
+        rows.append([*cells, f"{days:.2f}", f"{24 * days * planner.plan.gpus:,.0f}"])
     return Sheet(f"alternatives: {planner.card.memory / GIB:g} GiB a GPU", (*columns, "GPU hours"), rows, 0)
 
 
@@ -151,10 +150,10 @@ def sentences(planner: Planner, options: list[Option]) -> list[str]:
     found = [_advice(planner, options)]
     busy = "arithmetic" if best.compute >= 0.5 * best.seconds else "traffic"
     found.append(
-        f"A step takes {best.seconds:.3g} s, {best.compute:.3g} s of it arithmetic at {plan.utilisation:g} of "
-        f"{(card.flops if plan.precision == 'bf16' else card.flops_fp32) / 1e12:g} TFLOP/s; what counts is {busy}. "
-        f"Weights and gradients travel meanwhile, features do not, at "
-        f"{(card.link if plan.gpus <= NODE else card.network) / 1e9:g} GB/s a GPU."
+        f"A step takes {best.seconds:.3g} s, {best.compute:.3g} s of it arithmetic, at {plan.utilisation:g} of "
+        f"{(card.flops if plan.precision == 'bf16' else card.flops_fp32) / 1e12:g} TFLOP/s and, of losses, of "
+        f"{card.flops_fp32 / 1e12:g} (fp32); what counts is {busy}. Weights and gradients travel meanwhile, features "
+        f"do not, at {(card.link if plan.gpus <= NODE else card.network) / 1e9:g} GB/s a GPU."
     )
     strange = step.unknown(planner.learner)
     if strange:

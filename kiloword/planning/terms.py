@@ -98,13 +98,13 @@ def _masked_pictures(term: nn.Module, model: Model, load: Load, chosen: float | 
 def _scores(model: Model, load: Load) -> Work:
     """How much each caption speaks of each patch, without gradient: 2 I P W D + 2 S W' D + 2 T P L D.
 
-    Made once a batch, whatever number of terms reads them.
+    In full precision. Made once a batch, whatever number of terms reads them.
     """
     config, dim = model.config, model.config.head.dim
     places, texts = patches(config.image), load.texts
     forward = linear(load.images * places, config.image.width, dim) + linear(texts.tokens, config.text.width, dim)
     forward += 2 * texts.texts * places * texts.longest * dim
-    return replace(outside(forward, 0, backward=0), name=SCORES, group="terms")
+    return replace(outside(forward, 0, backward=0), name=SCORES, group="terms", single=forward)
 
 
 def _masked_image(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
