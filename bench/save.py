@@ -1,0 +1,80 @@
+"""How long training stands still for a save: copied and written in the background, or written before it goes on.
+
+Prepares a run of a size, makes a step so that the optimizer has its moments, and saves some times in both ways.
+
+    python bench/save.py [--sizes s16 b32] [--times 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from kiloword import recipes
+from kiloword.accumulate import backward
+from kiloword.options import Options
+from kiloword.prepare import Run, open_sources, prepare
+from kiloword.saving import Saver
+from kiloword.train import _precision
+
+
+def ready(size: str, out: Path) -> Run:
+    base = recipes.default("siglip", size, ("scenes?n=256",))
+    recipe = replace(base, batch=4, steps=1000, optim=replace(base.optim, ema=0.99))
+    run = prepare(recipe, out, open_sources(recipe), device="cpu", options=Options(quiet=True))
+    step(run)
+    return run
+
+
+def step(run: Run) -> float:
+    """Seconds of one step."""
+    batch = next(iter(run.loader.batches(run.step, run.recipe.steps)))
+    start = time.perf_counter()
+    backward(run.learner, batch.to(run.device).split(1), _precision(run), run.reducer)
+    run.optimizer.step(run.step)
+    run.step += 1
+    return time.perf_counter() - start
+
+
+def measure(size: str, times: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, Saver(run := ready(size, Path(folder) / "run"), 1) as saver:
+        blocked: dict[str, list[float]] = {"first": [], "background": [], "awaited": []}
+        alone, beside = [step(run) for _ in range(times)], []
+        for n in range(times + 1):
+            start = time.perf_counter()
+            saver.save()
+            blocked["background" if n else "first"].append(time.perf_counter() - start)
+            while saver.writing:
+                beside.append(step(run))
+            saver.finish()
+            start = time.perf_counter()
+            saver.save()
+            saver.finish()
+            blocked["awaited"].append(time.perf_counter() - start)
+        on_disk = sum(path.stat().st_size for path in (Path(folder) / "run" / "state").rglob("*") if path.is_file())
+    found = {name: f"{statistics.median(seconds):.3f} s" for name, seconds in blocked.items()}
+    steps = f"a step {statistics.median(alone):.2f} s alone, {statistics.median(beside):.2f} s beside writing"
+    print(f"{size}: state {on_disk / 1e9:.2f} GB; training stands still {found}; {steps}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["s16", "b32"])
+    parser.add_argument("--times", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for size in args.sizes:
+        measure(size, args.times)
+
+
+if __name__ == "__main__":
+    main()
