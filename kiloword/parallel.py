@@ -42,7 +42,8 @@ def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
         met.gather(timeout_s)
         met.abrupt = cuda
         patience = timedelta(seconds=timeout_s + (60 if cuda else 0))  # NCCL aborts the process: `met` comes first
-        backend = "nccl" if cuda else "gloo"
+        # what the hosts decide is said on the hosts: the devices need not be waited for
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=met.group_store, rank=met.rank, world_size=met.ranks, timeout=patience)
         try:
             yield
@@ -85,16 +86,14 @@ def any_rank(*mine: bool) -> tuple[bool, ...]:
     """Which of these is true on any rank; all ranks must ask at the same place."""
     if ranks() == 1:
         return mine
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return tuple(bool(n) for n in sum_over_ranks(torch.tensor([float(m) for m in mine], device=device)).tolist())
+    return tuple(bool(n) for n in sum_over_ranks(torch.tensor([float(m) for m in mine])).tolist())
 
 
 def add_up(mine: int) -> int:
     """The sum of a number over ranks."""
     if ranks() == 1:
         return mine
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return int(sum_over_ranks(torch.tensor(mine, device=device)))
+    return int(sum_over_ranks(torch.tensor(mine)))
 
 
 def wait() -> None:
