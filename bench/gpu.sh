@@ -7,6 +7,7 @@
 #   bench/gpu.sh prolip    what Gaussians cost, then ProLIP on scenes and on photos at s16; call again to go on
 #   bench/gpu.sh sycoca    what captions and masked pictures cost, then SyCoCa on photos and on scenes at s16, and pages
 #                          of captions and reconstructions to look at; call again to go on
+#   bench/gpu.sh engines   a GPU against the CPU (varlen attention, checkpointing, compiling), engines, profile of a step
 #   bench/gpu.sh loss      peak memory of the pair loss alone, to 64k texts, in blocks and all at once
 # Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k and coco_hier), BUDGET (seconds in
 # all), WORKERS.
@@ -240,6 +241,17 @@ sycoca() {
   fi
   experiment sycoca --seeds 0 1 2 --steps 3000
   pages sycoca "scenes:test?n=500&captions=5"
+}
+
+engines() {
+  local ranks size
+  ranks=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+  run "device against CPU, tiny" 120 "$PYTHON" bench/device_check.py --device cuda --size tiny --batch 32
+  run "device against CPU, b32" 240 "$PYTHON" bench/device_check.py --device cuda --size b32 --batch 32 --profile
+  for size in b32 l14; do
+    run "engines $size" 150 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+      bench/engines.py --device cuda --dtype bf16 --size "$size" --batch 128 --steps 10
+  done
 }
 
 "$PART"
