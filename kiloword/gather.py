@@ -43,21 +43,8 @@ def gather_features(features: Features) -> Features:
 def row_counts(n: int) -> list[int]:
     """Every rank's number."""
     out = torch.empty(ranks(), dtype=torch.int64)
-    _all_gather(out, torch.tensor([n]), group=host_group())
+    _all_gather(out, torch.tensor([n]))
     return out.tolist()
-
-
-_host: dict[str, Any] = {}  # the group of all ranks that it belongs to, and itself
-
-
-def host_group() -> dist.ProcessGroup | None:
-    """All ranks, talking from host memory; None is the default group where that does so. All ranks must ask."""
-    if dist.get_backend() != "nccl":
-        return None
-    if _host.get("of") is not dist.group.WORLD:
-        _host.update(of=dist.group.WORLD, group=dist.new_group(backend="gloo"))
-    found: dist.ProcessGroup = _host["group"]
-    return found
 
 
 class _Gather(torch.autograd.Function):

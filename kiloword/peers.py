@@ -106,6 +106,14 @@ class Peers:
                 raise ValueError(f"{named} of {self.ranks} did not come within {timeout_s:.0f} s.")
             time.sleep(0.05)
 
+    def wait(self, where: str) -> None:
+        """Until every rank has come to the place, however long it takes. Raises: DistError when one ended before."""
+        self._mine.set(f"{where}/{self.rank}", "")
+        while not self._mine.check([f"{where}/{rank}" for rank in range(self.ranks)]):
+            if self._end is not None:
+                raise dist.DistError(str(self._end))
+            time.sleep(BEAT_S / 4)
+
     def leave(self) -> None:
         """At the end of a run that went well. Rank 0 goes last where it keeps the store."""
         self._leaving.set()
@@ -228,7 +236,9 @@ class Peers:
             slow = max(elsewhere, key=lambda r: float(after[r]["for"]))
             said = f"it has been {after[slow]['at']} for {after[slow]['for']:.0f} s; the others wait no longer"
             return End(slow, f"{said}. {KEPT}", self.rank)
-        said = str(error).splitlines()[0].split("] ")[-1][:200] if str(error) else f"no answer for {self.timeout_s:.0f} s"
+        said = (
+            str(error).splitlines()[0].split("] ")[-1][:200] if str(error) else f"no answer for {self.timeout_s:.0f} s"
+        )
         return End(-1, f"all ranks live and are {self._at}, but cannot go on together ({said}). {KEPT}", self.rank)
 
     def _beats(self, store: PrefixStore) -> dict[int, dict[str, Any]]:
@@ -244,6 +254,13 @@ def at(where: str) -> None:
     """Say where this rank stands, should another wait for it in vain."""
     if _current is not None:
         _current.at(where)
+
+
+def wait(where: str) -> None:
+    """Until every rank has come here, however long it takes. Raises: DistError when one ended before."""
+    if _current is not None:
+        _current.at(where)
+        _current.wait(where)
 
 
 @contextmanager

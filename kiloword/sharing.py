@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -19,12 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kiloword import parallel
-from kiloword.gather import host_group
+from kiloword import launch, parallel, peers
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-LOOK_S = 0.2  # between looks at what the other ranks have come to
 
 
 @dataclass
@@ -91,7 +87,7 @@ def gathered(mine: Item) -> list[Item]:
     if share()[1] == 1:
         return [mine]
     out: list[Any] = [None] * share()[1]
-    dist.all_gather_object(out, mine, group=host_group())
+    dist.all_gather_object(out, mine)
     return out
 
 
@@ -100,7 +96,7 @@ def to_first(mine: Item) -> list[Item]:
     if share()[1] == 1:
         return [mine]
     out: list[Any] | None = [None] * share()[1] if is_first() else None
-    dist.gather_object(mine, out, group=host_group())
+    dist.gather_object(mine, out)
     return out or []
 
 
@@ -144,58 +140,23 @@ def part_by_part(
         yield [one for _, one in sorted((pair for some in every for pair in some), key=lambda pair: pair[0])]
 
 
-_begun = itertools.count()
-
-
 @contextmanager
 def together(device: str) -> Iterator[None]:
-    """A command that torchrun started several times: the ranks share its work, the first one alone speaks.
+    """A command that torchrun or srun started several times: the ranks share its work, the first one alone speaks.
 
-    The others wait at the end for as long as the first one takes. Where one fails, it says why, and all end.
+    The others wait at the end for as long as the first one takes.
     Raises: ValueError for a device that is one of several.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    if dist.is_initialized() or launch.adopt() == 1:
         yield
         return
     if ":" in device:
         raise ValueError(f"--device {device} is one card, but {os.environ['WORLD_SIZE']} ranks run: use --device cuda.")
-    with parallel.process_group(device):
-        peers = _Peers(next(_begun))
-        with ExitStack() as stack:
-            stack.enter_context(sharing())
-            if parallel.rank():
-                nowhere = stack.enter_context(open(os.devnull, "w"))
-                stack.enter_context(redirect_stdout(nowhere))
-                stack.enter_context(redirect_stderr(nowhere))
-            try:
-                yield
-                peers.wait()
-            except (Exception, KeyboardInterrupt) as error:
-                if not peers.first_to_fail():  # it was another's fault, or all have the same
-                    raise SystemExit(2) from error
-                raise
-
-
-class _Peers:
-    """How far the ranks are with a command, told through the store by which they found each other."""
-
-    def __init__(self, command: int) -> None:
-        self._store = dist.distributed_c10d._get_default_store()
-        self._name = f"kiloword/{command}"
-
-    def wait(self) -> None:
-        """Until every rank is here, however long it takes. Raises: SystemExit when one failed."""
-        self._store.set(f"{self._name}/{parallel.rank()}", "here")
-        names = [f"{self._name}/{rank}" for rank in range(parallel.ranks())]
-        while not self._store.check(names):
-            if self._store.check([f"{self._name}/failed"]):
-                raise SystemExit(2)
-            time.sleep(LOOK_S)
-
-    def first_to_fail(self) -> bool:
-        """Whether no other rank has failed before."""
-        try:
-            return int(self._store.add(f"{self._name}/failed", 1)) == 1
-        except RuntimeError:  # the store went with the rank that held it
-            print("kiloword: another rank is gone.", file=sys.__stderr__)
-            return False
+    with parallel.process_group(device), ExitStack() as stack:
+        stack.enter_context(sharing())
+        if parallel.rank():
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        yield
+        peers.wait("at the end of the command")
