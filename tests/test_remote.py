@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -26,12 +27,13 @@ from tars import pairs, picture, write_tar
 from kiloword import recipes
 from kiloword.data import remote_cache
 from kiloword.data.inspect import check
-from kiloword.data.loader import Loader
+from kiloword.data.loader import Loader, eval_batches
 from kiloword.data.remote_config import RemoteConfig, remote_config
 from kiloword.data.remote_errors import Unreachable
 from kiloword.data.sampler import Order
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
+from kiloword.draw import Draw
 from kiloword.log import read_metrics
 from kiloword.recipes import DataConfig, TextConfig
 from kiloword.train import Options, train
@@ -44,6 +46,7 @@ QUICK = "backoff=0.01 timeout=0.5 ahead=0"
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("KILOWORD_REMOTE", QUICK)
+    monkeypatch.setenv("no_proxy", "*")
 
 
 def shards(folder: Path, count: int, rows: int = 6) -> dict[str, bytes]:
@@ -480,6 +483,60 @@ def test_rows_are_fetched_before_they_are_needed(tmp_path: Path, monkeypatch: py
         while len(server.asked) < len(needed) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert server.asked == {f"{shard:02d}.tar": 1 for shard in needed}
+
+
+def test_evaluation_reads_ahead_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", "backoff=0.01 ahead=12")
+    files = shards(tmp_path / "data", 5)
+    with Server(files) as server:
+        source = open_source(f"{server.url}/{{00..04}}.tar")
+        forget(tmp_path)
+        server.asked.clear()
+        batches = eval_batches(source, 16, batch=4)
+        first = next(batches)
+        deadline = time.monotonic() + 60
+        while len(server.asked) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.asked == {f"{n:02d}.tar": 1 for n in range(3)}  # rows 0 to 15
+        keys = first.keys + [key for batch in batches for key in batch.keys]
+        assert keys == [f"{n:04d}" for n in range(30)]
+
+
+def _reads_forever(src: str, seed: int) -> None:
+    source, rng = open_source(src), np.random.default_rng(seed)
+    while True:
+        row = int(rng.integers(len(source)))
+        assert source.record(row).captions == [f"picture {row}"]
+
+
+@pytest.mark.slow
+def test_forty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three readers of a small cache behind a bad network die at any moment; what is left is right, and small."""
+    files, draw = shards(tmp_path / "data", 12), Draw(0, 0, 0).rng("moments")
+    limit, pieces = 3 * len(files["00.tar"]), tmp_path / "cache/remote/pieces"
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} limit={limit} piece=8000 retries=20")
+    watched, context = Watched(pieces), get_context("fork")
+    watched.start()
+    with Server(files) as server:
+        src = f"{server.url}/{{00..11}}.tar"
+        faults = ["", "cut", "short", "500", "", "drop", "shorter", "redirect", ""]
+        for _ in range(40):
+            for name in files:
+                server.faults[name] = [faults[i] for i in draw.integers(len(faults), size=20)]
+            readers = [context.Process(target=_reads_forever, args=(src, seed)) for seed in range(3)]
+            for reader in readers:
+                reader.start()
+            time.sleep(float(draw.uniform(0.05, 0.5)))
+            assert all(reader.is_alive() for reader in readers)
+            for reader in readers:
+                reader.kill()
+            for reader in readers:
+                reader.join()
+        server.faults.clear()
+        assert everything(open_source(src)) == everything(open_source(str(tmp_path / "data")))
+    watched.over.set()
+    assert watched.most <= limit
+    assert not list(pieces.glob("*.part"))
 
 
 def test_training_is_that_of_the_local_copy(tmp_path: Path) -> None:

@@ -18,12 +18,14 @@ from kiloword.types import Source
 _SHARE = 0.5  # of the cache that may be filled ahead: the rest is in use now
 
 
-def ahead_of(source: Source, rows_of: Callable[[int], tuple[Source, Iterable[int]]], batch: int) -> Ahead | None:
-    """For a source that is remote, or has a part that is. Args: rows_of: the rows of a step; batch: rows a step."""
+def ahead_of(
+    source: Source, rows_of: Callable[[int], tuple[Source, Iterable[int]]], batch: int, stop: int | None = None
+) -> Ahead | None:
+    """For a source that is remote, or has a part that is. Args: see `Ahead`; batch: rows a step."""
     parts = source.sources if isinstance(source, Mixture) else [source]
     if not any(getattr(part, "remote", False) for part in parts):
         return None
-    return Ahead(rows_of, -(-remote_config().ahead // batch))
+    return Ahead(rows_of, -(-remote_config().ahead // batch), stop)
 
 
 def _pieces(source: Source, row: int) -> Iterable[Piece]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import errno
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -10,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from kiloword.data.ahead import Ahead, ahead_of
 from kiloword.data.bad import shown
 from kiloword.data.decode import Pixels
 from kiloword.data.remote_errors import Unreachable
@@ -17,20 +20,27 @@ from kiloword.data.steps import in_order
 from kiloword.data.transforms import EvalTransform
 from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
 
+AGAIN_S = (0.1, 0.4, 1.0)  # between attempts at a row whose file system refuses it
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
+
 
 def read(source: Source, row: int) -> Record:
     """One record; whatever goes wrong while reading it is a reason to skip the row.
 
     Sources are also users' own classes over any storage, which raise anything. Their bugs do not stay hidden: a run
     stops, with the most frequent reasons, as soon as more than `DataConfig.bad_share` of the rows are bad. A network
-    that is down makes no row bad: Unreachable ends the run.
+    that is down makes no row bad: Unreachable ends the run. What a network drive refuses is asked for again.
     """
-    try:
-        return source.record(row)
-    except (BadSample, MemoryError, Unreachable):
-        raise
-    except Exception as error:
-        raise BadSample(shown(f"{type(error).__name__}: {error}"[:200])) from error
+    for wait in (*AGAIN_S, None):
+        try:
+            return source.record(row)
+        except (BadSample, MemoryError, Unreachable):
+            raise
+        except Exception as error:
+            if wait is None or getattr(error, "errno", None) not in PASSING:
+                raise BadSample(shown(f"{type(error).__name__}: {error}"[:200])) from error
+            time.sleep(wait)
+    raise AssertionError
 
 
 def read_picture(source: Source, row: int) -> Record:
@@ -44,7 +54,10 @@ def read_picture(source: Source, row: int) -> Record:
 def name_of(source: Source, row: int) -> str:
     """The key of a row that cannot be read, where the source can tell."""
     name = getattr(source, "key", None)
-    return shown(str(name(row))) if callable(name) else f"row {row}"
+    try:
+        return shown(str(name(row))) if callable(name) else f"row {row}"
+    except (BadSample, OSError):  # its file is gone
+        return f"row {row}"
 
 
 class Transform(Protocol):
@@ -92,7 +105,17 @@ def eval_batches(
     wanted = [range(len(source))] if parts is None else parts
     batches = [part[start : start + batch] for part in wanted for start in range(0, len(part), batch)]
     make = partial(_eval_batch, source, transform or EvalTransform(image_size, resize), batches, captions)
-    return in_order(make, range(len(batches)), workers)
+    ahead = ahead_of(source, partial(_rows_of, source, batches), batch, len(batches))
+    return in_order(make if ahead is None else partial(_with_ahead, ahead, make), range(len(batches)), workers)
+
+
+def _rows_of(source: Source, batches: Sequence[range], step: int) -> tuple[Source, range]:
+    return source, batches[step]
+
+
+def _with_ahead(ahead: Ahead, make: Callable[[int], EvalBatch], step: int) -> EvalBatch:
+    ahead.at(step)
+    return make(step)
 
 
 def _eval_batch(source: Source, transform: Transform, batches: Sequence[range], captions: bool, step: int) -> EvalBatch:
