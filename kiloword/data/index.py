@@ -154,7 +154,8 @@ def _is_possible(index: Index) -> bool:
     """Whether all that the table names can exist: the digest alone tells accidents, not a file made on purpose."""
     places, ends = index.table[:, :-1], index.table[:, -1]
     ordered = bool((np.diff(ends, prepend=0) >= 0).all()) and int(ends[-1]) == len(index.keys)
-    return ordered and bool((places >= -1).all() and (places <= index.header.size + 1).all())
+    paired = bool(((places[:, ::2] < 0) == (places[:, 1::2] < 0)).all())
+    return ordered and paired and bool((places >= -1).all() and (places <= index.header.size + 1).all())
 
 
 def write_index(file: BinaryIO, index: Index) -> None:
