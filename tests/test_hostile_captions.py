@@ -176,6 +176,11 @@ TABLES: dict[bytes, list[Any] | str] = {
     HEAD + b"a.png,caf\xe9\n": ["caption is not UTF-8"],
     HEAD + b"\xff\x1b[2J.png,x\n": ["picture cannot be read: ??[2J.png (No such file or directory)"],
     HEAD + b"a\n\x1b[2J,c,d\n": ["line has 1 columns, expected 2: a", "line has 3 columns, expected 2: ?[2J,c,d"],
+    HEAD + b"a.png,caf\xe9\n\xff\na.png,ok\n": ["caption is not UTF-8", "line has 1 columns, expected 2: ÿ"],
+    HEAD + b"\xe9.png,x\na,b,\xff\n": [
+        "picture cannot be read: ?.png (No such file or directory)",
+        "line has 3 columns, expected 2: a,b,ÿ",
+    ],
     b"image,caption,caption\na.png,x,y\n": [["x"]],
     "image,caption\na.png,x\n".encode("utf-16"): "TABLE: the first line is not UTF-8. Expected column names such as "
     "`image,caption`.",
@@ -244,7 +249,7 @@ def test_damaged_parquet_is_a_sentence(tmp_path: Path) -> None:
     inside = parquet({"image": [picture(n) for n in range(4)], "caption": ["x"] * 4})
     extra = parquet({"key": ["a", "b"], "captions": [["x"], ["y"]]})
     for raw in (whole, inside, extra):
-        for place in range(4, len(raw), 29):
+        for place in range(4, len(raw), 29 if raw is whole else 97):
             harmed = raw[:place] + bytes([raw[place] ^ 0xFF]) + raw[place + 1 :]
             (tmp_path / "x.parquet").write_bytes(harmed)
             if raw is not extra:

@@ -31,7 +31,7 @@ MAX_PIXELS = 80_000_000  # 240 MB decoded; just below Pillow's own limit
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # not EPS and the like, which start other programs
 _PACKAGES = {"opencv": ("cv2", "opencv-python-headless"), "simplejpeg": ("simplejpeg", "simplejpeg")}
 _ORIENTATION = 0x0112
-_SCAN, _END = b"\xda", b"\xd9"  # second bytes of JPEG's markers
+_PROGRESSIVE, _SCAN, _END = b"\xc2", b"\xda", b"\xd9"  # second bytes of JPEG's markers
 _INSIDE = frozenset(
     bytes([kind]) for kind in (0x00, *range(0xD0, 0xD8), 0xFF)
 )  # what may follow 0xff in the midst of a scan
@@ -171,20 +171,21 @@ def _is_whole(jpeg: bytes) -> bool:
 
     Pillow and simplejpeg notice where they do not; OpenCV fills what is missing with grey.
     """
-    at = 2
+    at, progressive = 2, False
     while jpeg[at : at + 1] == b"\xff" and (kind := jpeg[at + 1 : at + 2]) != _END:
         if kind != b"\xff":  # any number of them may stand before a marker
             length = int.from_bytes(jpeg[at + 2 : at + 4], "big")
             if kind not in _MARKERS or length < 2:
                 return False
+            progressive |= kind == _PROGRESSIVE
             at += 1 + length
         at += 1
         if kind == _SCAN:
             at = jpeg.find(b"\xff", at)
             while at >= 0 and jpeg[at + 1 : at + 2] in _INSIDE:
                 at = jpeg.find(b"\xff", at + 1)
-            if at < 0:
-                return False
+            if at < 0 or (jpeg[at + 1 : at + 2] != _END and not progressive):
+                return False  # several scans of one pass are rare, and wrong ones no error to OpenCV
     return jpeg[at : at + 1] == b"\xff"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,8 +175,22 @@ def _read_csv(path: Path) -> _Columns:
 def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
     """Some columns, and why some lines are no rows.
 
-    Cells stay bytes, so that one caption that is not UTF-8 costs one sample and not the table.
+    Cells stay bytes, so that one caption that is not UTF-8 costs one sample and not the table. Arrow cannot tell of a
+    line that is neither: then every byte is read as a letter, and put back.
     """
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        return _parse_csv(path, path, columns)
+    except pa.ArrowInvalid:
+        letters = path.read_bytes().decode("latin-1")
+        table, malformed = _parse_csv(path, pa.BufferReader(letters.encode()), columns)
+        back = [pa.array([cell.as_py().decode().encode("latin-1") for cell in table[c]], pa.binary()) for c in columns]
+        return pa.table(back, columns), malformed
+    finally:
+        sys.unraisablehook = hook
+
+
+def _parse_csv(path: Path, source: Path | pa.BufferReader, columns: list[str]) -> tuple[pa.Table, list[str]]:
     malformed: list[str] = []
 
     def note(row: pyarrow.csv.InvalidRow) -> str:
@@ -185,7 +200,7 @@ def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
         return "skip"
 
     table = pyarrow.csv.read_csv(
-        path,
+        source,
         pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
         pyarrow.csv.ParseOptions(delimiter=_header(path)[0], newlines_in_values=True, invalid_row_handler=note),
         pyarrow.csv.ConvertOptions(

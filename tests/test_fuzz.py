@@ -1,0 +1,111 @@
+"""The readers on changed inputs, by the properties of `fuzz/`; and inputs that were findings once."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+FUZZ = Path(__file__).parents[1] / "fuzz"
+NAMES = ("tar index", "pictures", "captions", "configs")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def readers() -> ModuleType:
+    found = importlib.util.spec_from_file_location("readers", FUZZ / "readers.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules["readers"] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def read(readers: ModuleType, name: str, data: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    readers.READERS[name].read(data, folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_seeds_are_understood(readers: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the fuzzing would stay at the door: most of them raise nothing at all."""
+    refused = []
+    said = readers.said
+
+    def watched(call: object) -> object:
+        found = said(call)
+        refused.append(found is None)
+        return found
+
+    monkeypatch.setattr(readers, "said", watched)
+    for seed in readers.READERS[name].seeds():
+        read(readers, name, seed, tmp_path)
+    assert sum(refused) < len(refused) / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_bytes_give_a_value_or_a_sentence(
+    readers: ModuleType, name: str, data: st.DataObject, tmp_path: Path
+) -> None:
+    raw = bytearray(data.draw(st.sampled_from(readers.READERS[name].seeds())))
+    for _ in range(data.draw(st.integers(0, 4))):
+        place = data.draw(st.integers(0, len(raw)))
+        raw[place : place + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
+    read(readers, name, bytes(raw), tmp_path)
+
+
+def findings(readers: ModuleType) -> list[tuple[str, bytes]]:
+    """What once raised something else, or was read otherwise by another decoder."""
+    tiff, jpeg, grey = readers.picture("TIFF"), readers.picture("JPEG"), readers.picture("JPEG", "L")
+    after = 10 + 12 * struct.unpack_from("<H", tiff, 8)[0]
+    table = readers.parquet({"image": ["a.png"], "caption": ["x"]})
+    own, words = (readers.settings_seeds()[n][1:] for n in (4, 5))
+    scan = grey[grey.index(b"\xff\xda") :]
+    index = np.array([512, -1, *[-1] * 6, 1], "<i8").tobytes()
+    return [
+        ("pictures", b"\0" + tiff[:after] + struct.pack("<I", 9) + tiff[after + 4 :]),  # a second directory, no size
+        ("pictures", b"\0" + jpeg[:-9] + b"\xff\x4f\xff\xd9"),  # a marker that leads nowhere
+        ("pictures", b"\0" + grey[:-2] + scan),  # a scan again
+        ("tar index", b"\3\1" + index + b"a"),  # an offset without a size
+        ("captions", b"\6" + table.replace(b"image", b"i\xffage")),  # a column's name
+        ("captions", b"\6" + table[:4] + b"\xff" * 30 + table[34:]),  # a page
+        ("captions", b'\4image,caption\n"\n\n\n"\n'),  # a bad line over several
+        ("captions", b"\4image,caption\na.png,x\n\xff\n"),  # a bad line that is no text
+        ("configs", b"\3" + own.replace(b'"type":"BPE"', b'"kind":"BPE"')),  # a model without a type
+        ("configs", b"\3" + words.replace(b'"unk_token": "a"', b'"unk_token": "b"')),  # no token for letters
+        ("configs", b"\0" + b"[" * 100_000),
+    ]
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_what_was_found_once(readers: ModuleType, number: int, tmp_path: Path) -> None:
+    reader, data = findings(readers)[number]
+    read(readers, reader, data, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_program_counts_what_it_reads(tmp_path: Path) -> None:
+    """Without atheris too; a reader that raises is told, and its input kept."""
+    words = ["--plain", "--inputs", "300", "--into", str(tmp_path)]
+    done = subprocess.run([sys.executable, FUZZ / "run.py", *words], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in NAMES:
+        assert f"| {name} | 300 |" in done.stdout
