@@ -2,7 +2,7 @@
 
 Prepares a run of a size, makes a step so that the optimizer has its moments, and saves some times in both ways.
 
-    python bench/save.py [--sizes s16 b32] [--times 5]
+    python bench/save.py [--sizes s16 b32] [--times 5] [--device cuda]
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kiloword.saving import Saver
 from kiloword.train import _precision
 
 
-def ready(size: str, out: Path) -> Run:
+def ready(size: str, device: str, out: Path) -> Run:
     base = recipes.default("siglip", size, ("scenes?n=256",))
     recipe = replace(base, batch=4, steps=1000, optim=replace(base.optim, ema=0.99))
-    run = prepare(recipe, out, open_sources(recipe), device="cpu", options=Options(quiet=True))
+    run = prepare(recipe, out, open_sources(recipe), device=device, options=Options(quiet=True))
     step(run)
     return run
 
@@ -42,11 +42,13 @@ def step(run: Run) -> float:
     backward(run.learner, batch.to(run.device).split(1), _precision(run), run.reducer)
     run.optimizer.step(run.step)
     run.step += 1
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def measure(size: str, times: int) -> None:
-    with tempfile.TemporaryDirectory() as folder, Saver(run := ready(size, Path(folder) / "run"), 1) as saver:
+def measure(size: str, device: str, times: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, Saver(run := ready(size, device, Path(folder) / "run"), 1) as saver:
         blocked: dict[str, list[float]] = {"first": [], "background": [], "awaited": []}
         alone, beside = [step(run) for _ in range(times)], []
         for n in range(times + 1):
@@ -69,11 +71,12 @@ def measure(size: str, times: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["s16", "b32"])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--times", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for size in args.sizes:
-        measure(size, args.times)
+        measure(size, args.device, args.times)
 
 
 if __name__ == "__main__":

@@ -364,8 +364,41 @@ def on_rank(rank: int, ranks: int, port: int, folder: Path, read: bool) -> None:
 @pytest.mark.slow
 def test_states_of_any_number_of_ranks_are_read_on_any_other(tmp_path: Path) -> None:
     """The newest one is damaged in a file that another rank than 0 checks: all take the one before."""
-    for n, ranks in enumerate((4, 2, 1, 3)):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        spawn(on_rank, (ranks, port, tmp_path, n > 0), nprocs=ranks)  # type: ignore[no-untyped-call]
+    for n, ranks in enumerate((4, 3)):
+        spawn(on_rank, (ranks, free_port(), tmp_path, n > 0), nprocs=ranks)  # type: ignore[no-untyped-call]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def with_a_full_disk(rank: int, port: int, out: Path) -> None:
+    """Rank 1 cannot write its part of the second state."""
+    torch.set_num_threads(1)
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ.update(ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    real, calls = saving.write_part, []
+
+    def write(*args: Any) -> dict[str, str]:
+        calls.append(1)
+        if rank == 1 and len(calls) == 2:
+            raise SaveError("cannot write: No space left on device. What was there before is kept.")
+        return real(*args)
+
+    saving.write_part = write
+    try:
+        train(recipe(), out, options=EVERY)
+    except ValueError as e:
+        (out / f"said-{rank}").write_text(str(e))
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_rank_ends_all_with_a_sentence(tmp_path: Path) -> None:
+    spawn(with_a_full_disk, (free_port(), tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
+    for rank in (0, 1):
+        assert "No space left on device. What was there before" in (tmp_path / f"said-{rank}").read_text()
+    assert steps_done(tmp_path / "state") == 2
+    train(recipe(), tmp_path, options=EVERY)
+    assert steps(tmp_path) == 8
