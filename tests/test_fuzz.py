@@ -78,6 +78,7 @@ def findings(readers: ModuleType) -> list[tuple[str, bytes]]:
     after = 10 + 12 * struct.unpack_from("<H", tiff, 8)[0]
     table = readers.parquet({"image": ["a.png"], "caption": ["x"]})
     own, words = (readers.settings_seeds()[n][1:] for n in (4, 5))
+    panic = own.replace('"²":'.encode(), b'"\xff\xff":').replace('["Ġ","cat"]'.encode(), b'["\xff\xff","cat"]')
     scan = grey[grey.index(b"\xff\xda") :]
     index = np.array([512, -1, *[-1] * 6, 1], "<i8").tobytes()
     return [
@@ -91,11 +92,13 @@ def findings(readers: ModuleType) -> list[tuple[str, bytes]]:
         ("captions", b"\4image,caption\na.png,x\n\xff\n"),  # a bad line that is no text
         ("configs", b"\3" + own.replace(b'"type":"BPE"', b'"kind":"BPE"')),  # a model without a type
         ("configs", b"\3" + words.replace(b'"unk_token": "a"', b'"unk_token": "b"')),  # no token for letters
+        ("configs", b"\3" + panic),  # the library panics at a merge of longer words than there are
         ("configs", b"\0" + b"[" * 100_000),
+        ("configs", b"\5" + b"[" * 100_000),
     ]
 
 
-@pytest.mark.parametrize("number", range(11))
+@pytest.mark.parametrize("number", range(13))
 def test_what_was_found_once(readers: ModuleType, number: int, tmp_path: Path) -> None:
     reader, data = findings(readers)[number]
     read(readers, reader, data, tmp_path)

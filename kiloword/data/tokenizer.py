@@ -273,6 +273,8 @@ def _read(path: Path) -> str:
     document = path.read_text(encoding="utf-8", errors="replace")
     try:
         tokenizers.Tokenizer.from_str(document)
-    except Exception as error:  # the library raises bare Exception for every damaged file
+    except BaseException as error:  # the library raises bare Exception for damaged files, and panics at some
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise ValueError(f"damaged tokenizer file {path}: {error}") from error
     return document

@@ -93,8 +93,10 @@ def _read(path: Path) -> dict[str, Any] | str:
             return {**numbers, "files": {f"{path.stem}.safetensors": numbers["checksum"]}}
         if numbers.pop("sha256") != _digest(numbers):
             return f"the checksum of {path.name} differs"
+        if not numbers["files"]:
+            return f"{path.name} names no files"
         return {**numbers, "files": {f"{path.stem}/{file}": known for file, known in numbers["files"].items()}}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         return f"{path.name}: {e}"
 
 
@@ -105,8 +107,8 @@ def _damage(path: Path, found: dict[str, Any]) -> list[str]:
         try:
             with (path.parent / file).open("rb") as data:
                 real = hashlib.file_digest(data, _old if "checksum" in found else "sha256").hexdigest()
-        except OSError as e:
-            out.append(f"{file}: {e.strerror}")
+        except (OSError, ValueError) as e:  # the second: a zero byte in the name
+            out.append(f"{file}: {e.strerror if isinstance(e, OSError) else e}")
             continue
         if real != checksum:
             out.append(f"the checksum of {file} differs")
