@@ -194,8 +194,8 @@ def _read(path: Path) -> tuple[pa.Array, pa.Array]:
         column = next((c for c in CAPTION_COLUMNS if names.count(c) == 1), None)
         if names.count("key") != 1 or column is None:
             raise ValueError(
-                f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `key`, and `captions` (lists of text) "
-                "or `caption`."
+                f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `key`, and `captions` "
+                "(lists of text) or `caption`."
             )
         table = pa.parquet.read_table(path, columns=["key", column], memory_map=True)
         keys, captions = _strings(path, table, "key", False), _strings(path, table, column, True)
