@@ -21,6 +21,7 @@ from kiloword.state.folder import drop_old, shards_folder, write_numbers
 from kiloword.state.shards import Host, Stored, write_part
 
 POLL_S = 0.01  # between looks at the other ranks while a save is awaited
+LONG_S = 60.0  # of waiting for a disk, after which the log says so
 
 Files = dict[str, str]  # names of a state's files -> SHA-256
 
@@ -88,9 +89,13 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until nothing is in flight. Raises: SaveError, on all ranks."""
+        start, said = time.monotonic(), False
         while self._job is not None:
             while parallel.any_rank(self.writing)[0]:
                 time.sleep(POLL_S)
+                if not said and time.monotonic() - start > LONG_S:
+                    said = True
+                    self.run.log.say(f"waiting for {LONG_S:.0f} s already for {self.run.out / 'state'} to be written.")
             self.advance()
 
 

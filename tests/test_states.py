@@ -356,7 +356,7 @@ def on_rank(rank: int, ranks: int, port: int, folder: Path, read: bool) -> None:
             write_numbers(folder, step, files, {})
     dist.barrier()
     if rank == 0:
-        flip(folder / "step-000000002" / f"shard-0000{ranks}-of-0000{ranks}.safetensors")
+        flip(folder / "step-000000002" / f"shard-00002-of-0000{ranks}.safetensors")
     dist.barrier()
     dist.destroy_process_group()
 
