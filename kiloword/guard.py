@@ -67,9 +67,8 @@ class Guard:
         left_out = "" if math.isfinite(norm) and not math.isfinite(loss) else ": the step was skipped"
         run.log.say(f"step {step}: {self._why(loss, norm)}{left_out} ({run.skipped_steps} so far)")
         if run.skipped_in_a_row >= self.most:
-            first = step - run.skipped_in_a_row + 1
             raise ValueError(
-                f"steps {first} to {step} were all skipped ({self._why(loss, norm)}): the run stops. "
+                f"step {step}: {self._why(loss, norm)}; bad steps in a row: {run.skipped_in_a_row}. The run stops; "
                 f"{run.out / 'state'} keeps the last state, which is good. Start again in another --out with a smaller "
                 f"--optim.lr, from {run.out / 'model'} by --init if you like; --max-skipped-steps allows more."
             )

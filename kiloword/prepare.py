@@ -21,6 +21,7 @@ from kiloword.data.sources import open_data, open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.engine import Reducer
 from kiloword.learner import Learner
+from kiloword.lock import Lock
 from kiloword.log import Log, open_log
 from kiloword.method import Method
 from kiloword.methods import preset
@@ -57,6 +58,7 @@ class Run:
     truncated: int = 0  # captions cut so far
     skipped_steps: int = 0  # steps without an update, see `guard.Guard`
     skipped_in_a_row: int = 0
+    lock: Lock | None = None  # of rank 0
 
 
 def open_sources(recipe: Recipe) -> Source:
@@ -145,6 +147,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     spread(learner, options)
     loader = make_loader(recipe, source, method, tokenizer, options)
     main = parallel.rank() == 0
+    lock = Lock(out) if main else None
     if main:  # not before all that refuses a recipe
         tokenizer.save(out / "model")
         write_json(out / "config.json", asdict(file))
@@ -161,6 +164,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         bad=BadRows(len(source), recipe.data.bad_share),
         log=Log(None, recipe.steps, quiet=options.quiet or not main),
         device=torch.device(device),
+        lock=lock,
     )
     resume(run)
     if run.step == 0 and holds_run(out):

@@ -72,6 +72,11 @@ class PositionlessFile:
             raw += more  # one call returns at most 2 GiB, and less on some network file systems
         return raw
 
+    def times(self) -> tuple[int, int]:
+        """Its size and mtime_ns now."""
+        stat = os.fstat(self._fd)
+        return stat.st_size, stat.st_mtime_ns
+
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

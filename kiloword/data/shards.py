@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.data.cache import PositionlessFile
 from kiloword.data.index import PARTS, Index, open_index
+from kiloword.data.local_tar import LocalTar, index_as_it_was
 from kiloword.data.questions import question_in
 from kiloword.data.remote_file import Piece, RemoteFile
 from kiloword.data.remote_index import open_remote_index
@@ -52,11 +52,20 @@ class Shards:
         for note in self.notes:
             log.warning("%s (its complete samples are used)", note)
         self.fingerprint = _fingerprint(self.tars, [f"{h.size} {h.digest}" for h in headers])
+        self._digests = [h.digest for h in headers]
         self._open_caches()
 
     def _open_caches(self) -> None:
-        self._index = lru_cache(_OPEN)(lambda shard: _open_index(self.tars[shard]))
-        self._file = lru_cache(_OPEN)(lambda shard: _open_file(self.tars[shard]))
+        self._index = lru_cache(_OPEN)(self._index_of)
+        self._file = lru_cache(_OPEN)(self._file_of)
+
+    def _index_of(self, shard: int) -> Index:
+        tar = self.tars[shard]
+        return _open_index(tar) if isinstance(tar, RemoteFile) else index_as_it_was(tar, self._digests[shard])
+
+    def _file_of(self, shard: int) -> LocalTar | RemoteFile:
+        tar = self.tars[shard]
+        return tar if isinstance(tar, RemoteFile) else LocalTar(tar, self._index(shard))
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_index", "_file")}
@@ -146,10 +155,6 @@ class Shards:
 
 def _open_index(tar: Path | RemoteFile) -> Index:
     return open_remote_index(tar) if isinstance(tar, RemoteFile) else open_index(tar)
-
-
-def _open_file(tar: Path | RemoteFile) -> PositionlessFile | RemoteFile:
-    return tar if isinstance(tar, RemoteFile) else PositionlessFile(tar)
 
 
 def _fingerprint(tars: Sequence[Path | RemoteFile], contents: Sequence[str]) -> str:

@@ -1,0 +1,81 @@
+"""Tars of this machine as they were when the data set was opened, whatever happens to them while a run reads them.
+
+A tar that is gone, cut or replaced makes its samples bad; one that grows keeps those that it had.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from kiloword.data import cache
+from kiloword.data.index import SUFFIX, Index, open_index, read_index, scan
+from kiloword.types import BadSample
+
+_Times = tuple[int, int]  # size and mtime_ns
+
+
+def index_as_it_was(tar: Path, digest: str) -> Index:
+    """The index of that digest, also when the tar has changed since. Raises BadSample when there is none any more."""
+    try:
+        for place in cache.places(tar, SUFFIX):
+            found = read_index(place)
+            if found and found.header.digest == digest:
+                return found
+        found = open_index(tar)
+    except FileNotFoundError:
+        raise BadSample(f"{tar.name} is missing") from None
+    except ValueError:
+        raise _changed(tar) from None
+    if found.header.digest != digest:
+        raise _changed(tar)
+    return found
+
+
+class LocalTar:
+    """An open tar that is read only as long as it is the one that `index` describes."""
+
+    def __init__(self, path: Path, index: Index) -> None:
+        self.path, self.index = path, index
+        self._file: cache.PositionlessFile | None = None
+        self._known: dict[_Times, bool] = {(index.header.size, index.header.mtime_ns): True}
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`. Raises: BadSample for a tar that is gone, shorter or another one; OSError."""
+        try:
+            if self._file is None:
+                self._file = cache.PositionlessFile(self.path)
+            if not self._is_same(self._file.times()):
+                raise _changed(self.path)
+            raw = self._file.read(offset, size)
+        except FileNotFoundError:
+            raise BadSample(f"{self.path.name} is missing") from None
+        except OSError as error:  # the next attempt opens it again: a stale handle of a network drive stays stale
+            self._file = None
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
+        if len(raw) < size:
+            raise BadSample(f"{self.path.name} has become shorter since it was indexed")
+        return raw
+
+    def _is_same(self, times: _Times) -> bool:
+        if times not in self._known:
+            self._known[times] = self._agrees()
+        return self._known[times]
+
+    def _agrees(self) -> bool:
+        """Whether the samples that both have lie where they did; the last one of a tar that was cut may be half."""
+        try:
+            now = scan(self.path)
+        except ValueError:
+            return False
+        both = min(len(now.table), len(self.index.table)) - 1
+        if both < 1 or not np.array_equal(now.table[:both], self.index.table[:both]):
+            return False
+        end = int(self.index.table[both - 1, -1])
+        return now.keys[:end] == self.index.keys[:end]
+
+
+def _changed(tar: Path) -> BadSample:
+    return BadSample(f"{tar.name} is another file than when the run began")
