@@ -175,6 +175,11 @@ class SideTable:
                 place = known.get(keyed.raw(caption))
                 if place is not None:
                     texts[n] = part.texts[place]
+        if not (np.isfinite(image).all() and np.isfinite(texts).all()):
+            raise ValueError(
+                f"the side table {self.path} has features of {example.key} that are no numbers: make it again in "
+                "another folder by `kiloword embed`, with --precision fp32."
+            )
         example.image_side[self.name] = torch.from_numpy(image)
         example.text_side[self.name] = torch.from_numpy(texts)
         example.image_side[self.name + ".texts"] = example.text_side[self.name].mean(0)

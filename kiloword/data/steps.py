@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing.process
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from kiloword.sentences import sentence_of
 
 Item = TypeVar("Item")
+SHARED_MEMORY = "/dev/shm"
 KILLED_S = 5.0  # that a killed worker may take to disappear
 
 
@@ -65,11 +68,34 @@ class _Steps(Dataset[Any]):
 
     def __getitem__(self, step: int) -> Any:
         try:
-            return self.make(step)
+            item = self.make(step)
+            if get_worker_info() is not None:
+                _check_shared_memory(_bytes(item))
+            return item
         except ValueError as error:
             return _Failed(error)
         except (MemoryError, OSError) as error:
             return _Failed(ValueError(f"batch of step {step + 1}: {sentence_of(error)}"))
+
+
+def _bytes(item: Any) -> int:
+    """Of the tensors in a batch, which travel through shared memory."""
+    if isinstance(item, torch.Tensor):
+        return item.nbytes
+    inner = item.values() if isinstance(item, dict) else getattr(item, "__dict__", {}).values()
+    return sum(_bytes(value) for value in inner)
+
+
+def _check_shared_memory(wanted: int) -> None:
+    """Said here: a worker that finds none when it sends a batch drops it, and the run would wait for it in vain."""
+    with suppress(OSError):  # other systems have no such folder
+        about = os.statvfs(SHARED_MEMORY)
+        free = about.f_bavail * about.f_frsize
+        if free < wanted:
+            raise ValueError(
+                f"{SHARED_MEMORY} has {free / 1e6:.1f} MB left, and a batch takes {wanted / 1e6:.1f} MB: give it more "
+                "(of a container, by --shm-size), or use fewer --workers, or 0."
+            )
 
 
 def _start_worker(worker: int) -> None:
