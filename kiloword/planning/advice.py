@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kiloword.data.views.mix import LARGE
@@ -61,10 +61,15 @@ class Planner:
         return text_length(mean, self.learner.model.config.text)
 
     def share(self, padded: bool = False) -> Load:
-        """What one GPU gets of a batch; padded: with every caption as long as the context."""
+        """What one GPU gets of a batch; padded: with every caption as long as the context.
+
+        Where attention pads to the longest text of a batch, that is taken to fill the context.
+        """
         kernels = Kernels.of(self.plan.precision, self.device == "cuda")
-        length = float(self.learner.model.config.text.context) if padded else self.tokens
-        texts = Lengths.equal(self.pictures * self.captions, length, self.captions)
+        context = float(self.learner.model.config.text.context)
+        texts = Lengths.equal(self.pictures * self.captions, context if padded else self.tokens, self.captions)
+        if kernels.padded:
+            texts = replace(texts, longest=context, together=context * self.captions)
         questions = Lengths.equal(self.pictures, QUESTION) if "questions" in self.method.needs else None
         return Load(self.pictures, texts, kernels, self.captions, questions)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, field, make_dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import arg
@@ -14,28 +14,32 @@ from kiloword.cli_train import mixed
 from kiloword.planning.cards import card
 from kiloword.planning.request import Plan, check
 
+if TYPE_CHECKING:
+    from kiloword.planning.advice import Planner
+
 
 def main(argv: Sequence[str]) -> None:
     """`kiloword plan METHOD ...`. Raises: ValueError for what cannot be planned."""
+    planner = planner_of(argv)
+    from kiloword.planning.tables import show
+
+    show(planner)
+
+
+def planner_of(argv: Sequence[str]) -> Planner:
+    """What is asked on the command line. Raises: ValueError for what cannot be planned."""
     method = argv[0] if argv and not argv[0].startswith("-") else ""
     if not method and not {"-h", "--help"} & set(argv):
         raise ValueError("plan needs a method first, e.g. kiloword plan siglip --samples 1e9 (`kiloword methods`).")
     rest = list(argv[1:] if method else argv)
     method = mixed(method, rest)
     both = tyro.cli(_type(method, rest), args=rest, prog="kiloword plan METHOD", description=Plan.__doc__)
-    from kiloword.planning.tables import show
-
-    planner = plan_of(method, both.run, both.settings)
-    show(planner)
-
-
-def plan_of(method: str, plan: Plan, settings: Any = None) -> Any:
-    """A planner of a request; settings: the method's own. Raises: ValueError."""
+    plan: Plan = both.run
+    check(plan)
     from kiloword.methods import preset
     from kiloword.planning.advice import Planner
 
-    check(plan)
-    own = {} if settings is None else asdict(settings)
+    own = {} if both.settings is None else asdict(both.settings)
     return Planner(plan, preset(method, own), card(plan.gpu, plan.flops, plan.memory, plan.bandwidth))
 
 
@@ -60,7 +64,7 @@ def _type(method: str, argv: Sequence[str]) -> Any:
 def _size(argv: Sequence[str]) -> str:
     """What follows the last --size, or comes with it behind "="."""
     found = Plan().size
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name == "--size":
             found = value if equals else after

@@ -8,6 +8,7 @@ from kiloword.learner import Learner
 from kiloword.losses import softmax_loss
 from kiloword.losses_many import supcon_loss
 from kiloword.losses_matching import matching_loss
+from kiloword.optim import groups
 from kiloword.planning.memory import Layout
 from kiloword.planning.pairs import features, function_of
 from kiloword.planning.parameters import bytes_of, shards
@@ -16,7 +17,7 @@ from kiloword.planning.step import micro_batch
 from kiloword.recipes import OptimConfig
 from kiloword.towers.blocks import Block, CrossBlock
 
-EXPOSED = ("features", "columns")  # no arithmetic hides it
+EXPOSED = ("features", "columns", "Muon's updates")  # no arithmetic hides them
 
 
 def traffic(
@@ -32,9 +33,9 @@ def traffic(
 
     A ring over n ranks sends (n-1)/n of a buffer to gather or to scatter sums, twice that to have the sums everywhere.
     ddp: 2 (n-1)/n of all gradients, once a step. fsdp: blocks are gathered for every pass forward and again backward
-    and their gradients scattered, for every micro-batch; what is in no block is gathered once a micro-batch. Features:
-    every rank's texts are gathered, their gradients scattered; softmax and the like also two numbers of every text
-    from every rank.
+    and their gradients scattered, for every micro-batch; what is in no block is gathered once a micro-batch, and each
+    matrix that Muon makes orthogonal once a step. Features: every rank's texts are gathered, their gradients scattered;
+    softmax and the like also two numbers of every text from every rank.
     """
     n = layout.gpus
     if n == 1:
@@ -50,6 +51,13 @@ def traffic(
         root = size * cut.root * layout.pieces
         found["weights"] = ring * (layout.pieces * 2 * both + first * layout.pieces + root)
         found["gradients"] = ring * (layout.pieces * both + root) + 2 * ring * size * cut.replicated
+        turned = sum(
+            p.numel()
+            for kind, some in groups(learner.named_parameters(), optim).items()
+            for _, p in some
+            if kind.endswith("muon")
+        )
+        found |= {"Muon's updates": ring * size * turned} if turned else {}
     if learner.method.pair_weight:
         text = features(learner.model, teacher)[1]
         row = 4 * (text.floats + text.constant)
