@@ -15,9 +15,10 @@ import pyarrow.parquet
 
 from kiloword.data import keyed
 from kiloword.data.bad import shown
+from kiloword.data.embedded import reading
 from kiloword.data.mixture import Mixture
 from kiloword.data.sample import clean
-from kiloword.data.tables import fingerprint, reading
+from kiloword.data.tables import fingerprint
 from kiloword.types import BadSample, NoCaption, Record, Source
 
 CAPTION_COLUMNS = ("captions", "caption")

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data.embedded import Embedded, is_embedded
+from kiloword.data.embedded import Embedded, is_embedded, reading
 from kiloword.data.questions import ANSWERS, QUESTION, parse_answers
 from kiloword.data.sample import clean, decode_text
 from kiloword.data.tables import (
@@ -26,7 +26,6 @@ from kiloword.data.tables import (
     one_array,
     read_csv,
     read_file,
-    reading,
 )
 from kiloword.types import BadSample, Record
 
