@@ -126,6 +126,21 @@ def units(model: Model) -> list[nn.Module]:
     return [*blocks, *layers]
 
 
+def check_same(module: nn.Module) -> None:
+    """That every rank holds the same weights. Raises: ValueError naming a parameter that differs."""
+    if parallel.ranks() == 1:
+        return
+    named = [(name, p.detach()) for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+    norms = torch.stack([p.double().norm() for _, p in named]).nan_to_num()
+    most, least = (parallel.extreme_over_ranks(norms, which) for which in ("most", "least"))
+    differing = [name for (name, _), other in zip(named, (most != least).tolist(), strict=True) if other]
+    if differing:
+        raise ValueError(
+            f"{differing[0]} is not the same on all ranks{f', nor are {len(differing) - 1} others' * (len(differing) > 1)}"
+            ": start all of them with one version of kiloword and torch, from the same files."
+        )
+
+
 def settle(module: nn.Module) -> None:
     """Free what was gathered outside a step: weights that change before the next would not be seen."""
     for part in module.modules():

@@ -174,6 +174,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     if run.step == 0 and method.prepare is not None:
         run.log.say(method.prepare(learner, (b.to(run.device) for b in loader.batches())))
         run.average = Average(learner, recipe.optim.ema)  # of what was prepared
+    engine.check_same(learner)
     run.log = open_log(out, recipe, run.step, options, learner.model.head.log_limit)
     return run
 

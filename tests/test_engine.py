@@ -52,6 +52,24 @@ def save_trained(folder: Path) -> None:
             save_file({name: x.clone() for name, x in found.items()}, folder / f"{way}.safetensors")
 
 
+def differ_in_one(folder: Path) -> None:
+    module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    for p in module.parameters():
+        nn.init.ones_(p)
+    engine.check_same(module)
+    if parallel.rank() == 1:
+        nn.init.zeros_(module["b"].bias)
+    with pytest.raises(ValueError, match="^b.bias is not the same on all ranks: start"):
+        engine.check_same(module)
+    (folder / str(parallel.rank())).touch()
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_different_weights_are_refused(tmp_path: Path) -> None:
+    over_ranks(2, differ_in_one, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.slow
 def test_three_ranks_move_the_weights_of_one(tmp_path: Path) -> None:
     over_ranks(3, save_trained, tmp_path)
