@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import os
 import pickle
@@ -25,7 +26,7 @@ from servers import Server
 from tars import pairs, picture, write_tar
 
 from kiloword import recipes
-from kiloword.data import remote_cache
+from kiloword.data import remote_cache, remote_index
 from kiloword.data.inspect import check
 from kiloword.data.loader import Loader, eval_batches
 from kiloword.data.remote_config import RemoteConfig, remote_config
@@ -142,13 +143,20 @@ class Watched(threading.Thread):
             self.most, self.looks = max(self.most, self.now()), self.looks + 1
 
     def now(self) -> int:
-        total = 0
-        for file in os.scandir(self.folder) if self.folder.is_dir() else ():
-            try:
-                total += 0 if file.name == "total" else os.stat(file.path).st_size
-            except FileNotFoundError:
-                continue
-        return total
+        """Under the lock of all that add: files that go and come during a look would both be counted."""
+        if not (self.folder / "total").exists():
+            return 0
+        with (self.folder / "total").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            there = {file.name for file in os.scandir(self.folder)} - {"total"}
+            finished = {name.removesuffix(".part") for name in there} - there  # perhaps, since
+            return sum(map(self.size, there | finished))
+
+    def size(self, name: str) -> int:
+        try:
+            return (self.folder / name).stat().st_size
+        except FileNotFoundError:
+            return 0
 
 
 def loader(source: Source, workers: int = 0) -> Loader:
@@ -191,9 +199,12 @@ def test_oldest_pieces_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with Server(files) as server:
         source = open_source(f"{server.url}/{{00..04}}.tar")
         forget(tmp_path)
+        dead = tmp_path / "cache/remote/pieces/dead-000000.part"  # of a process that was killed
+        dead.write_bytes(b"x")
         for shard in (0, 1, 2, 0, 3, 4):  # the second and third go for the last two
             source.record(6 * shard)
             time.sleep(0.02)
+        assert not dead.exists()
         server.asked.clear()
         for shard in (0, 3, 4):
             source.record(6 * shard)
@@ -301,8 +312,49 @@ def test_a_dead_server_ends_the_run_and_makes_no_row_bad(tmp_path: Path, monkeyp
         assert len(list(loader(source, workers=1).batches(0, 4))) == 4
     forget(tmp_path)
     for workers in (0, 1):
-        with pytest.raises(ValueError, match=r"tar: connection refused \(tried 3 times\). Check the network"):
+        with pytest.raises(ValueError, match=r"^http\S*tar: connection refused \(tried 3 times\). Check"):
             list(loader(source, workers).batches(0, 4))
+
+
+def test_what_stays_broken_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} retries=2 timeout=0.1")
+    files = shards(tmp_path / "data", 1)
+    said = {
+        "short": "the body ended",
+        "cut": "connection reset by peer",
+        "stall": "no byte came in time",
+        "429:0": "the server answers 429 Too Many Requests",
+        "page": "the server says that the file has 22 bytes",
+        "drop": "remote end closed connection without response",
+    }
+    with Server(files) as server:
+        source = open_source(f"{server.url}/00.tar")
+        for fault, words in said.items():
+            forget(tmp_path)
+            server.always["00.tar"] = fault
+            with pytest.raises(Unreachable, match=rf"^http\S*00.tar: {words}.* \(tried 3 times\). Check the network"):
+                source.record(0)
+            assert not list((tmp_path / "cache/remote/pieces").glob("*-*"))
+
+
+def test_one_process_indexes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, scans, real = shards(tmp_path / "data", 2), tmp_path / "scans", remote_index.scan
+
+    def scan(tar: Any) -> Any:
+        with scans.open("a") as file:
+            file.write(f"{tar}\n")
+        time.sleep(0.3)
+        return real(tar)
+
+    monkeypatch.setattr(remote_index, "scan", scan)
+    with Server(files) as server, get_context("fork").Pool(3) as pool:
+        src = f"{server.url}/{{00..01}}.tar"
+        assert pool.map(_length, [src] * 3, chunksize=1) == [12] * 3
+        assert sorted(scans.read_text().split()) == [f"{server.url}/{name}" for name in files]
+
+
+def _length(src: str) -> int:
+    return len(open_source(src))
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

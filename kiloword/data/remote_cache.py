@@ -134,12 +134,12 @@ class Cache:
                 if total + size > self.limit:
                     count.write(total)
                     return False
+            count.write(None if total is None else total + size)  # first: a kill here leaves it too high, never too low
             while not _allocate(fd, size):
                 before = self._give_up(float("inf"))
                 if self._give_up(before - size) == before:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                total = None
-            count.write(None if total is None else total + size)
+                count.write(None)
             return True
 
     @contextmanager
@@ -152,8 +152,10 @@ class Cache:
             _release(fd)
 
     def _give_up(self, target: float) -> int:
-        """Deletes files out of use, the oldest first, until at most `target` bytes are there; what dead processes left
-        always. Returns: bytes that are there."""
+        """Deletes files out of use until at most `target` bytes are there: what dead processes left, then the oldest.
+
+        Returns: bytes that are there.
+        """
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -161,8 +163,8 @@ class Cache:
                     stat = entry.stat()
                     found.append((not entry.name.endswith(_PART), stat.st_mtime_ns, stat.st_size, Path(entry.path)))
         total = sum(size for *_, size, _ in found)
-        for whole, _, size, path in sorted(found):
-            if (total > target or not whole) and path.name != "total" and _delete(path):
+        for _, _, size, path in sorted(found):
+            if total > target and path.name != "total" and _delete(path):
                 total -= size
         return total
 
