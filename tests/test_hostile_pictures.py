@@ -288,7 +288,7 @@ def test_the_centre_alone_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_animations_without_end_cost_one_frame() -> None:
-    """10,000 frames of a GIF and 1,000 of a WebP: only the first is decoded."""
+    """1,000 frames of a GIF and 100 of a WebP: only the first is decoded."""
     gif = saved(Image.new("P", (2000, 2000)), "GIF")
     body, frame = gif[:-1], gif[gif.index(b",") : -1]
     webp = saved(Image.new("RGB", (64, 64)), "WEBP", save_all=True, duration=1, append_images=[
