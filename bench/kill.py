@@ -138,7 +138,7 @@ def kill(start: Start, rng: random.Random) -> str | None:
         time.sleep(0.005)
     alone = one and not ended(pids, codes)
     _kill_all(pids, codes, ranks)
-    what = ("one rank, the rest hung" if alone else "one rank") if one else "all ranks"
+    what = (f"one rank, others waited over {ALONE_S:.0f} s" if alone else "one rank") if one else "all ranks"
     return f"{what}, {'starting' if early else moment}"
 
 
