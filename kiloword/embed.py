@@ -22,7 +22,7 @@ from kiloword.device import choose
 from kiloword.interop.teachers import Teacher, open_teacher
 from kiloword.log import PLAIN_EVERY_S
 from kiloword.recipes import DataConfig
-from kiloword.sharing import alone, gathered, is_first, part_by_part, share, together
+from kiloword.sharing import alone, gathered, is_first, part_by_part, share, together, wait
 from kiloword.types import Skipped, Source
 
 PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
@@ -139,6 +139,7 @@ def _fill(
 ) -> None:
     """Make and write the parts that are missing. Args: writer: on the first rank."""
     missing = [] if writer is None else [(number, writer.rows_of(number)) for number in writer.missing]
+    wait("at the start of its features")  # the first rank has read the parts that are there
     todo = gathered([rows for _, rows in missing])[0]
     report.start(sum(map(len, todo)), len(source))
 

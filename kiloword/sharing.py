@@ -82,6 +82,12 @@ def own(items: Sequence[Item]) -> list[Item]:
     return list(items[rank::ranks])
 
 
+def wait(where: str) -> None:
+    """Until all ranks have come to a place that no command comes to twice, however long it takes one of them."""
+    if share()[1] > 1:
+        peers.wait(where)
+
+
 def gathered(mine: Item) -> list[Item]:
     """Every rank's object, in rank order, on all of them; tensors must be on the CPU."""
     if share()[1] == 1:
@@ -159,4 +165,4 @@ def together(device: str) -> Iterator[None]:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield
-        peers.wait("at the end of the command")
+        wait("at the end of the command")

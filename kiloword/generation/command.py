@@ -14,7 +14,7 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import CaptionFile, CaptionWriter, Rows, columns, content_of
 from kiloword.interop.captioners import Describer, open_captioner
 from kiloword.recipes import DataConfig
-from kiloword.sharing import alone, gathered, is_first, part_by_part, share, together
+from kiloword.sharing import alone, gathered, is_first, part_by_part, share, together, wait
 from kiloword.types import Skipped, Source
 
 PART = 1024  # rows a part: what an interruption costs at most
@@ -123,6 +123,7 @@ def _fill(
 ) -> None:
     """Make and write the parts that are missing. Args: writer: on the first rank."""
     missing = [] if writer is None else [(number, writer.rows_of(number)) for number in writer.missing]
+    wait("at the start of its captions")  # the first rank has read the parts that are there
     todo = gathered([rows for _, rows in missing])[0]
     report.start(sum(map(len, todo)), len(source))
     transform = describer.transform
