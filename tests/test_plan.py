@@ -8,18 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
+from kiloword import engine
+from kiloword.accumulate import backward
 from kiloword.cli import main
+from kiloword.learner import Learner
 from kiloword.methods import names, preset
 from kiloword.model import build
 from kiloword.muon import orthogonal
 from kiloword.planning import papers, parameters, step
 from kiloword.planning.advice import Planner
 from kiloword.planning.command import planner_of
-from kiloword.planning.measure import CASES, Case, compare
+from kiloword.planning.measure import CASES, Case, batch_of, compare, method_of
 from kiloword.planning.memory import Layout
 from kiloword.planning.peak import compare_peak
+from kiloword.planning.shapes import Kernels, Lengths, Load
 from kiloword.planning.traffic import traffic
 from kiloword.recipes import OptimConfig, sizes
 
@@ -144,11 +151,65 @@ def test_traffic_is_that_of_rings() -> None:
     assert ddp["features"] == pytest.approx((n - 1) / n * 64 * (2 * row + 16))
     fsdp = traffic(*arguments, Layout(n, "fsdp", "none", 1), 64)
     cut = parameters.shards(found.learner)
-    gathered = (n - 1) / n * 4 * (2 * cut.sharded + cut.root)
-    assert fsdp["weights"] == pytest.approx(gathered)
+    assert fsdp["weights"] == pytest.approx((n - 1) / n * 4 * (2 * cut.sharded + 2 * cut.root))
     pieces = traffic(*arguments, Layout(n, "fsdp", "none", 4), 64)
-    assert pieces["weights"] == pytest.approx((n - 1) / n * 4 * 4 * (3 * cut.sharded + cut.root))
+    assert pieces["weights"] == pytest.approx((n - 1) / n * 4 * 4 * (3 * cut.sharded + 3 * cut.root))
     assert traffic(*arguments, Layout(1, "ddp", "none", 1), 64) == {}
+
+
+class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the whole buffers of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d.") and "barrier" not in name:
+            found = [x.nbytes for x in tree_iter(args) if isinstance(x, torch.Tensor)]
+            self.bytes += max(found) * (2 if "allreduce" in name else 1)
+        return func(*args, **(kwargs or {}))
+
+
+WAYS = [
+    ("ddp", 1, "siglip"),
+    ("fsdp", 1, "siglip"),
+    ("fsdp", 2, "siglip"),
+    ("fsdp", 1, "sycoca"),
+    ("fsdp", 1, "prolip"),
+]
+
+
+def send(rank: int, folder: str) -> None:
+    """Steps on two ranks; the first writes what was planned and what was sent, in whole buffers."""
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    found = []
+    for way, pieces, name in WAYS:
+        method, config = method_of(name), sizes()["debug"]
+        learner = Learner(build(config, method), method)
+        if way == "fsdp":
+            engine.shard(learner)
+        batch = batch_of(learner.model.config, 8, 1, method.needs)
+        batch.position = torch.arange(8) + 8 * rank
+        reducer = engine.Reducer(learner)
+        with Sent() as sent:
+            backward(learner, batch.split(pieces), reducer=reducer)
+        share = Load(8, Lengths.of(batch.texts), Kernels())
+        layout, shapes = Layout(2, way, "none", pieces), step.learner_of(config, method)
+        planned = traffic(shapes, OptimConfig(), "fp32", share, layout, 16)
+        found.append((way, pieces, name, 2 * sum(planned.values()), sent.bytes))
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_traffic_is_what_two_ranks_send(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(send, (str(tmp_path),), nprocs=2)
+    for *label, planned, sent in json.loads((tmp_path / "found.json").read_text()):
+        assert planned == pytest.approx(sent, rel=0.01), label
 
 
 def test_advice_is_the_fastest_that_fits_with_the_most_pictures(

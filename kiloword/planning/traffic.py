@@ -16,6 +16,7 @@ from kiloword.planning.shapes import Load
 from kiloword.planning.step import micro_batch
 from kiloword.recipes import OptimConfig
 from kiloword.towers.blocks import Block, CrossBlock
+from kiloword.towers.decoder import Layer
 
 EXPOSED = ("features", "columns", "Muon's updates")  # no arithmetic hides them
 
@@ -32,10 +33,11 @@ def traffic(
     """What travels -> bytes that a GPU sends in a step.
 
     A ring over n ranks sends (n-1)/n of a buffer to gather or to scatter sums, twice that to have the sums everywhere.
-    ddp: 2 (n-1)/n of all gradients, once a step. fsdp: blocks are gathered for every pass forward and again backward
-    and their gradients scattered, for every micro-batch; what is in no block is gathered once a micro-batch, and each
-    matrix that Muon makes orthogonal once a step. Features: every rank's texts are gathered, their gradients scattered;
-    softmax and the like also two numbers of every text from every rank.
+    ddp: 2 (n-1)/n of all gradients, once a step. fsdp: blocks are gathered for every pass forward and again backward;
+    what is in no block twice a micro-batch, once more where terms make passes of their own; both once more for the
+    first pass of micro-batches. Their gradients are scattered once a micro-batch; each matrix that Muon makes
+    orthogonal is gathered once a step. Features: every rank's texts are gathered, their gradients scattered; softmax
+    and the like also two numbers of every text from every rank. A test counts all of it on two ranks.
     """
     n = layout.gpus
     if n == 1:
@@ -46,11 +48,11 @@ def traffic(
     if layout.parallel == "ddp":
         found["gradients"] = 2 * ring * held.gradients
     else:
-        cut, (forward, both) = shards(learner), _block_bytes(learner, share, size)
-        first = forward if layout.pieces > 1 and learner.method.pair_weight else 0.0
-        root = size * cut.root * layout.pieces
-        found["weights"] = ring * (layout.pieces * 2 * both + first * layout.pieces + root)
-        found["gradients"] = ring * (layout.pieces * both + root) + 2 * ring * size * cut.replicated
+        cut, (first, both) = shards(learner), _block_bytes(learner, share, size)
+        again = layout.pieces > 1 and learner.method.pair_weight > 0
+        root = size * cut.root * (2 + _more_passes(learner, share) + again)
+        found["weights"] = ring * layout.pieces * (2 * both + (first if again else 0.0) + root)
+        found["gradients"] = ring * size * (layout.pieces * (cut.sharded + cut.root) + 2 * cut.replicated)
         turned = sum(
             p.numel()
             for kind, some in groups(learner.named_parameters(), optim).items()
@@ -67,15 +69,33 @@ def traffic(
     return found
 
 
+def _passes(learner: Learner, share: Load) -> tuple[int, int]:
+    """Of the image tower and the text tower in one micro-batch."""
+    names = [w.name for w in micro_batch(learner, share)]
+    image, text = (sum(name.startswith(tower) for name in names) for tower in ("image tower", "text tower"))
+    return image, text + ("fuser" in learner.model.more)
+
+
+def _more_passes(learner: Learner, share: Load) -> bool:
+    return _passes(learner, share) != (1, 1)
+
+
 def _block_bytes(learner: Learner, share: Load, size: int) -> tuple[float, float]:
-    """Bytes of the blocks of all passes of a micro-batch: of encoding alone, and of everything."""
+    """Bytes of the blocks of all passes of a micro-batch: of encoding alone, and of everything.
+
+    A decoder's layer that looks at a memory is gathered twice: its keys are made apart from its pass.
+    """
     model = learner.model
     image, text = (_blocks(tower) for tower in (model.image_tower, model.text_tower))
     more = sum(_blocks(tower) for tower in model.more.values())
-    names = [w.name for w in micro_batch(learner, share)]
-    passes = sum(name.startswith("image tower") for name in names), sum(name.startswith("text tower") for name in names)
-    asked = text if "fuser" in model.more else 0  # a fuser passes questions through the text tower's blocks
-    return size * float(image + text), size * float(passes[0] * image + passes[1] * text + more + asked)
+    more += sum(
+        sum(p.numel() for p in part.parameters())
+        for tower in model.more.values()
+        for part in tower.modules()
+        if isinstance(part, Layer) and part.cross is not None
+    )
+    passes = _passes(learner, share)
+    return size * float(image + text), size * float(passes[0] * image + passes[1] * text + more)
 
 
 def _blocks(tower: nn.Module) -> int:
