@@ -136,8 +136,8 @@ def check_same(module: nn.Module) -> None:
     differing = [name for (name, _), other in zip(named, (most != least).tolist(), strict=True) if other]
     if differing:
         raise ValueError(
-            f"{differing[0]} is not the same on all ranks{f', nor are {len(differing) - 1} others' * (len(differing) > 1)}"
-            ": start all of them with one version of kiloword and torch, from the same files."
+            f"{differing[0]} is not the same on all ranks ({len(differing)} of {len(named)} parameters differ): start all "
+            "of them with one version of kiloword and torch, from the same files."
         )
 
 

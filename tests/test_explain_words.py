@@ -19,8 +19,8 @@ from kiloword.explain_words import END, explain_words, log_chances, words_of
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.recipes import HeadConfig, ImageConfig, sizes
+from kiloword.towers.attention import Packing
 from kiloword.towers.decoder import TextDecoder
-from kiloword.towers.text import packing_of
 from kiloword.types import Texts
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle", ""]
@@ -56,7 +56,7 @@ def literal(model: Matcher, image: Tensor, caption: str, layers: str) -> tuple[T
     for layer in decoder.layers:
         part: Any = layer
         whole = Texts(texts.ids[: end - 1], torch.tensor([0, end - 1]), end - 1)
-        packing = packing_of(whole, x.dtype)
+        packing = Packing.of(whole)
         x = part.own(x, packing, True)
         cross = part.cross
         keys = cross.attention.kv(cross.norm_memory(memory))[:, : x.shape[1]]

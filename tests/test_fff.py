@@ -32,7 +32,7 @@ from kiloword.model import initialise
 from kiloword.recipes import sizes
 from kiloword.train import Options, train
 from kiloword.types import Features, Pairs
-from kiloword.verify import EXACT, gradients, learner, verify
+from kiloword.verify import EXACT, Way, gradients, learner, verify
 from kiloword.verify_batch import batch
 
 CAPTIONS = [2, 1, 3, 1, 2]  # of each picture
@@ -356,7 +356,7 @@ def supcon_in():
 @pytest.mark.parametrize("method", QUICK)
 def test_no_way_of_cutting_the_batch_shows(method: str) -> None:
     reference = gradients(method)
-    for other in (gradients(method, micro=4), gradients(method, chunk=3), gradients(method, permute=True)):
+    for other in (gradients(method, Way(micro=4)), gradients(method, Way(chunk=3)), gradients(method, permute=True)):
         largest = max(float(g.abs().max()) for name, g in reference.items() if not name.startswith("loss:"))
         assert all(float((other[name] - g).abs().max()) <= EXACT * max(largest, 1) for name, g in reference.items())
 

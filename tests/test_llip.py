@@ -24,7 +24,7 @@ from kiloword.methods import preset
 from kiloword.model import Model, build, initialise
 from kiloword.recipes import HeadConfig, ModelConfig, sizes
 from kiloword.types import Features, Texts
-from kiloword.verify import gradients, verify
+from kiloword.verify import Way, gradients, verify
 from kiloword.verify_batch import batch, config
 
 WIDTH, DIM, K, PATCHES = 32, 16, 3, 4
@@ -246,9 +246,8 @@ def test_the_gram_form_is_cut_in_any_way_too(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_llip", raising=False)
     reference = gradients("own_llip:direct")
-    ways: list[dict[str, Any]] = [{}, {"micro": 4}, {"chunk": 3}, {"permute": True}]
-    for way in ways:
-        found = gradients("own_llip:gram", **way)
+    for way, permute in ((Way(), False), (Way(micro=4), False), (Way(chunk=3), False), (Way(), True)):
+        found = gradients("own_llip:gram", way, permute)
         assert all(float((found[name] - value).abs().max()) < 1e-10 for name, value in reference.items())
 
 

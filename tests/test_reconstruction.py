@@ -95,7 +95,7 @@ def test_what_is_painted_is_what_the_term_compares(op: Any, norm_pix: bool) -> N
             m,
             masked_images.visible(m, pixels(), hidden, op),
             hidden,
-            (m.text_tower(texts), masked_images.packing_of(texts, torch.float32)),
+            (m.text_tower(texts), m.text_tower.packing(texts)),
         )
         target = masked_images.pixels(m, pixels(), hidden, norm_pix)
         true = masked_images.pixels(m, pixels(), hidden, norm_pix=False)
