@@ -1,6 +1,6 @@
 """Fuzzes the readers: `python fuzz/run.py [--inputs 50000] [--reader captions] [--plain]`; prints a table.
 
-Guided by coverage where atheris is there (pip install atheris; wheels for Python 3.11), else by mutation of seeds alone.
+Guided by coverage where atheris is there (pip install atheris; wheels for Python 3.11), else by mutation of seeds.
 Ends with 1 when there is a finding; its input is kept.
 """
 

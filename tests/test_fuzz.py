@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -25,14 +26,15 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def readers() -> ModuleType:
-    found = importlib.util.spec_from_file_location("readers", FUZZ / "readers.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules["readers"] = module
-    found.loader.exec_module(module)
-    return module
+def readers() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FUZZ))
+        yield importlib.import_module("readers")
+
+
+@pytest.fixture(scope="module")
+def seeds(readers: ModuleType) -> ModuleType:
+    return sys.modules["seeds"]
 
 
 def read(readers: ModuleType, name: str, data: bytes, tmp_path: Path) -> None:
@@ -72,12 +74,13 @@ def test_any_bytes_give_a_value_or_a_sentence(
     read(readers, name, bytes(raw), tmp_path)
 
 
-def findings(readers: ModuleType) -> list[tuple[str, bytes]]:
+def findings(seeds: ModuleType) -> list[tuple[str, bytes]]:
     """What once raised something else, or was read otherwise by another decoder."""
-    tiff, jpeg, grey = readers.picture("TIFF"), readers.picture("JPEG"), readers.picture("JPEG", "L")
+    tiff, jpeg, grey = seeds.picture("TIFF"), seeds.picture("JPEG"), seeds.picture("JPEG", "L")
     after = 10 + 12 * struct.unpack_from("<H", tiff, 8)[0]
-    table = readers.parquet({"image": ["a.png"], "caption": ["x"]})
-    own, words = (readers.settings_seeds()[n][1:] for n in (4, 5))
+    inside = seeds.parquet({"image": [b"\x89PNG", b""], "caption": [b"a", None]})
+    table = seeds.parquet({"image": ["a.png"], "caption": ["x"]})
+    own, words = (seeds.settings_seeds()[n][1:] for n in (4, 5))
     panic = own.replace('"²":'.encode(), b'"\xff\xff":').replace('["Ġ","cat"]'.encode(), b'["\xff\xff","cat"]')
     scan = grey[grey.index(b"\xff\xda") :]
     index = np.array([512, -1, *[-1] * 6, 1], "<i8").tobytes()
@@ -88,6 +91,7 @@ def findings(readers: ModuleType) -> list[tuple[str, bytes]]:
         ("tar index", b"\3\1" + index + b"a"),  # an offset without a size
         ("captions", b"\6" + table.replace(b"image", b"i\xffage")),  # a column's name
         ("captions", b"\6" + table[:4] + b"\xff" * 30 + table[34:]),  # a page
+        ("captions", b"\6" + inside.replace(b"\x1c\x15\x0c\x195", b"\x0c\x19\x15\x1c5", 1)),  # a number of rows
         ("captions", b'\4image,caption\n"\n\n\n"\n'),  # a bad line over several
         ("captions", b"\4image,caption\na.png,x\n\xff\n"),  # a bad line that is no text
         ("configs", b"\3" + own.replace(b'"type":"BPE"', b'"kind":"BPE"')),  # a model without a type
@@ -98,9 +102,9 @@ def findings(readers: ModuleType) -> list[tuple[str, bytes]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(13))
-def test_what_was_found_once(readers: ModuleType, number: int, tmp_path: Path) -> None:
-    reader, data = findings(readers)[number]
+@pytest.mark.parametrize("number", range(14))
+def test_what_was_found_once(readers: ModuleType, seeds: ModuleType, number: int, tmp_path: Path) -> None:
+    reader, data = findings(seeds)[number]
     read(readers, reader, data, tmp_path)
 
 

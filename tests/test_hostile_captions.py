@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import time
 from collections.abc import Callable
@@ -17,15 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tars import picture, write_tar
 
-from kiloword.cli import main
 from kiloword.data.extra_captions import CaptionTable
-from kiloword.data.index import parse_index
 from kiloword.data.sample import MAX_CAPTION, MAX_TEXT, make_record, parse_captions
 from kiloword.data.shards import Shards
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
-from kiloword.recipes import ModelFile, TextConfig, read_config
-from kiloword.run_folder import RunFile
+from kiloword.recipes import TextConfig
 from kiloword.types import BadSample
 
 
@@ -256,52 +252,3 @@ def test_damaged_parquet_is_a_sentence(tmp_path: Path) -> None:
                 table_outcome(tmp_path / "x.parquet")
                 continue
             told(lambda: CaptionTable(tmp_path / "x.parquet").captions("a"))
-
-
-# Settings
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [NESTED, b'{"recipe":' * 50_000, b"\xff\xfe", b"", b"null", b"[]", b"NaN", b"9" * 5000, b'{"\\ud800": 1}'],
-    ids=range(9),
-)
-def test_settings_that_cannot_be_read(tmp_path: Path, raw: bytes) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(raw)
-    for kind in (RunFile, ModelFile):
-        with pytest.raises(ValueError, match=r"config.json cannot be used: .* It was damaged") as caught:
-            read_config(path, kind)
-        assert len(str(caught.value)) < 700
-    (tmp_path / "tokenizer.json").write_bytes(raw)
-    with pytest.raises(ValueError, match="damaged tokenizer file"):
-        Tokenizer.load(tmp_path)
-    assert parse_index(raw) is None
-
-
-def test_a_tokenizer_of_strangers(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """What the library reads may still lack what we need."""
-    document = json.loads(tokenizer._backend.to_str())
-    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
-    for changed in (document | {"post_processor": None}, document | {"post_processor": {"type": "BertProcessing",
-        "sep": ["a", 0], "cls": ["b", 1]}}, document | {"model": words}):  # fmt: skip
-        (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
-        assert isinstance(told(lambda: Tokenizer.load(tmp_path).encode(["a dog"], TextConfig(vocab=512))), str)
-
-
-# The terminal
-
-
-def test_names_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A key of escape codes, or of bytes that are no text, is written in letters."""
-    evil = "\x1b[2J\udcff\u202e"
-    write_tar(
-        tmp_path / "x.tar", {f"{evil}.png": b"no picture", f"{evil}.txt": b"x", "a.png": picture(), "a.txt": b"x"}
-    )
-    with pytest.raises(SystemExit) as end:
-        main(["data", "check", str(tmp_path / "x.tar")])
-    assert end.value.code == 1
-    said = capsys.readouterr()
-    said.out.encode()
-    assert "\x1b[2J" not in said.out + said.err
-    assert "?[2J??" in said.out

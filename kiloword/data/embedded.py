@@ -32,12 +32,12 @@ class Embedded:
         rows = pa.parquet.read_metadata(table).num_rows
         found = next((p for p in cache.places(table, _SUFFIX) if _is_valid(p, rows, fingerprint)), None)
         self.path = found or cache.write(table, _SUFFIX, lambda file: _lay_out(file, table, column, fingerprint))
-        self._start, self._rows = _tables_start(self.path.stat().st_size, rows, fingerprint), rows
+        self._start, self.rows = _tables_start(self.path.stat().st_size, rows, fingerprint), rows
         self._open()
 
     def _open(self) -> None:
         self._file = cache.PositionlessFile(self.path)
-        raw = self._file.read(self._start + self._rows * _DIGEST, self._rows * 8)
+        raw = self._file.read(self._start + self.rows * _DIGEST, self.rows * 8)
         self._ends = np.concatenate([[0], np.frombuffer(raw, "<i8")])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Embedded:
 
     def digests(self) -> NDArray[np.void]:
         """[N] one digest a picture: equal for the same picture."""
-        return np.frombuffer(self._file.read(self._start, self._rows * _DIGEST), f"V{_DIGEST}")
+        return np.frombuffer(self._file.read(self._start, self.rows * _DIGEST), f"V{_DIGEST}")
 
     def read(self, row: int) -> bytes:
         start, end = int(self._ends[row]), int(self._ends[row + 1])
@@ -67,6 +67,12 @@ def reading(path: Path) -> Iterator[None]:
             raise
         what = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{path} cannot be read as a table: {shown(what[:200])}") from None
+
+
+def check_rows(table: Path, *counts: int) -> None:
+    """Errors: ValueError when the columns of a damaged table, or its head and its pages, have different rows."""
+    if len(set(counts)) > 1:
+        raise ValueError(f"{table} is damaged: {' and '.join(map(str, counts))} rows where there should be as many.")
 
 
 def is_embedded(table: Path, column: str) -> bool:
@@ -98,7 +104,7 @@ def _is_valid(path: Path, rows: int, fingerprint: str) -> bool:
         return False
     size = path.stat().st_size
     start = _tables_start(size, rows, fingerprint)
-    if start < 0 or rows == 0:
+    if start < 0 or rows < 1:
         return False
     file = cache.PositionlessFile(path)
     last_end = int.from_bytes(file.read(size - len(fingerprint) - 8, 8), "little")
@@ -116,4 +122,5 @@ def _lay_out(file: BinaryIO, table: Path, column: str, fingerprint: str) -> None
                 end += file.write(picture)
                 digests.append(hashlib.blake2b(picture, digest_size=_DIGEST).digest())
                 ends.append(end)
+    check_rows(table, len(ends), pa.parquet.read_metadata(table).num_rows)
     file.write(b"".join(digests) + np.array(ends, "<i8").tobytes() + fingerprint.encode())

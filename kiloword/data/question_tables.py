@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data.embedded import Embedded, is_embedded, reading
+from kiloword.data.embedded import Embedded, check_rows, is_embedded, reading
 from kiloword.data.questions import ANSWERS, QUESTION, parse_answers
 from kiloword.data.sample import clean, decode_text
 from kiloword.data.tables import (
@@ -76,6 +76,8 @@ class QuestionTable:
         else:
             table = pa.parquet.read_table(self.path, columns=[image, *columns])
         self._rows = len(table)
+        if self._embedded is not None:
+            check_rows(self.path, self._rows, self._embedded.rows)
         self._images = one_array(table.column(image), pa.large_binary()) if image in table.column_names else None
         self._cells = {column: table.column(column).combine_chunks() for column in columns}
 

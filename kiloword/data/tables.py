@@ -21,7 +21,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data.bad import shown
-from kiloword.data.embedded import Embedded, is_embedded, reading
+from kiloword.data.embedded import Embedded, check_rows, is_embedded, reading
 from kiloword.data.sample import MAX_IMAGE, clean, decode_text, read_whole
 from kiloword.types import BadSample, NoCaption, Record
 
@@ -237,11 +237,13 @@ def _read_parquet(path: Path, fingerprint: str) -> _Columns:
     captions = one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
     if is_embedded(path, image) and len(captions):
         embedded = Embedded(path, image, fingerprint)
+        check_rows(path, len(captions), embedded.rows)
         digests = pa.FixedSizeBinaryArray.from_buffers(
             pa.binary(16), len(captions), [None, pa.py_buffer(embedded.digests())]
         )
         return _Columns(digests, captions, caption == "captions", embedded)
     images = one_array(pa.parquet.read_table(path, columns=[image]).column(image), pa.large_binary())
+    check_rows(path, len(captions), len(images))
     return _Columns(images, captions, caption == "captions")
 
 

@@ -1,0 +1,144 @@
+"""Small inputs that the readers understand, to be changed."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import torch
+from PIL import Image
+from safetensors.torch import save
+
+from kiloword.data.index import SUFFIX, Header, open_index
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.recipes import ModelFile, default
+from kiloword.run_folder import RunFile
+
+STATE = save({"a": torch.zeros(2)})  # what a state names
+
+
+def small_tar(kind: int = tarfile.PAX_FORMAT, name: str = "a") -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=kind) as tar:
+        for member, body in (
+            (f"{name}.png", picture("PNG")),
+            (f"{name}.txt", b"a dog"),
+            ("b.jpg", b""),
+            ("b.cls", b"3"),
+        ):
+            info = tarfile.TarInfo(member)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    return out.getvalue()[:8192]
+
+
+def tar_seeds() -> list[bytes]:
+    whole = [small_tar(kind, name) for kind in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT) for name in ("a", "é" * 120)]
+    places = np.array([512, 90, 2048, 5, -1, -1, -1, -1, 1, 0, 5, 512, 9, -1, -1, 0, 0, 2], "<i8").tobytes()
+    index = _index_of(small_tar())
+    return [kind + tar for kind in (b"\0", b"\1") for tar in whole] + [b"\2" + index, b"\3\2" + places + b"ab"]
+
+
+def _index_of(tar: bytes) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.tar"
+        path.write_bytes(tar)
+        os.utime(path, ns=(1, 1))
+        open_index(path)
+        return path.with_name(f"x.tar{SUFFIX}").read_bytes()
+
+
+def picture(kind: str, mode: str = "RGB", **options: Any) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).resize((20, 12)).convert(mode).save(out, kind, **options)
+    return out.getvalue()
+
+
+def picture_seeds() -> list[bytes]:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "x"
+    more: dict[str, Any] = {"save_all": True, "append_images": [Image.new("RGB", (20, 12))]}
+    modes = {"PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "JPEG": ("L", "RGB", "CMYK"), "GIF": ("P",)}
+    modes |= {"WEBP": ("RGB", "RGBA"), "BMP": ("1", "P", "RGB"), "TIFF": ("1", "L", "RGB", "CMYK", "F", "I;16", "P")}
+    plain = [picture(kind, mode) for kind, all_ in modes.items() for mode in all_]
+    special = [picture(kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
+    special += [picture(kind, **more) for kind in ("PNG", "GIF", "WEBP", "TIFF", "MPO")]
+    special += [picture("JPEG", progressive=True), picture("WEBP", lossless=True), picture("JPEG", quality=5)]
+    special += [picture("TIFF", compression=name) for name in ("tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate")]
+    return [bytes([n % 6]) + image for n, image in enumerate(plain + special)]
+
+
+def tokenizer() -> Tokenizer:
+    global _TOKENIZER
+    if _TOKENIZER is None:
+        _TOKENIZER = Tokenizer.train(["a dog on the grass", "two cats and a dog"] * 20, 400)
+    return _TOKENIZER
+
+
+_TOKENIZER: Tokenizer | None = None
+
+
+def caption_seeds() -> list[bytes]:
+    meta = {"captions": ["a dog", "ein Hund 😀"], "url": "u", "n": [1, 2.5, None, True]}
+    asked = {"question": "what?", "answers": [{"answer": "a dog"}, {"answer": "no"}]}
+    tables: list[dict[str, Any]] = [
+        {"image": ["a.png", "a.png"], "caption": ["a dog", "x"]},
+        {"image": ["a.png"], "captions": [["a dog", None]]},
+        {"image": [b"\x89PNG", b""], "caption": [b"a", None]},
+        {"image": [{"bytes": b"\x89PNG", "path": "a"}], "caption": ["a"]},
+        {"image": ["a.png"], "question": ["what?"], "answers": [["a", "b"]]},
+    ]
+    return [
+        "\0a dog\n\n ein Hund 😀 \r\n".encode(),
+        b"\0\xef\xbb\xbfmark\0nul",
+        b"\1" + json.dumps(meta).encode(),
+        b"\2" + json.dumps(asked).encode(),
+        b'\1{"caption": "\\ud800\\u0000", "a": NaN, "b": 1e999, "c": [[[[{}]]]]}',
+        b"\00312",
+        b'\4image,caption\na.png,"a ""dog"",\nx"\na.png,b\nonly\n',
+        b"\4image,question,answers,question_type\na.png,what?,\"[\"\"a\"\"]\",x\n",
+        b'\5filepath\ttitle\na.png\ta dog\n',
+        b'\5image\tcaptions\na.png\t["a", "b"]\n',
+        *(b"\6" + parquet(table) for table in tables),
+        b"\7" + parquet({"key": ["a", "b"], "captions": [["x", None], []]}),
+        b"\7" + parquet({"key": ["a", "a"], "caption": ["x", None]}),
+    ]  # fmt: skip
+
+
+def parquet(columns: dict[str, Any]) -> bytes:
+    out = io.BytesIO()
+    pa.parquet.write_table(pa.table(columns), out)
+    return out.getvalue()
+
+
+def settings_seeds() -> list[bytes]:
+    recipe = default("siglip", "debug")
+    run = asdict(RunFile(recipe=recipe, data_fingerprint="0" * 32))
+    model = asdict(ModelFile(method="siglip", settings={}, model=recipe.model))
+    table = {"name": "t", "dim": 4, "teacher": "m", "teacher_fingerprint": "0", "precision": "fp32", "dtype": "fp16"}
+    table |= {"data": "d", "fingerprint": "0", "contents": ["a"], "rows": 3, "part": 2}
+    header = Header(size=1, mtime_ns=2, samples=3, digest="x")
+    plain = tokenizer()._backend.to_str()
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    return [
+        *(bytes([n]) + json.dumps(value).encode() for n, value in enumerate((run, model, table))),
+        b"\0" + b"[" * 2000,
+        b"\3" + plain.encode(),
+        b"\3" + json.dumps(json.loads(plain) | {"model": words}).encode(),
+        b"\4" + header.model_dump_json().encode(),
+        b'\5{"step": 1, "checksum": "' + hashlib.blake2b(STATE, digest_size=16).hexdigest().encode() + b'"}',
+        b'\6{"bad": [], "seconds": 1.5, "files": {"a": "' + b"0" * 64 + b'", "../step-000000001.safetensors": ""}}',
+        b'\6{"files": {}, "bad": [[1, "a", "b"]]}',
+        b'\6{"checksum": ""}',
+    ]  # fmt: skip

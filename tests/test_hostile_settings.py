@@ -1,0 +1,71 @@
+"""Settings and names made by someone who means harm: a sentence, and nothing that steers the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tars import picture, write_tar
+
+from kiloword.cli import main
+from kiloword.data.index import parse_index
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.recipes import ModelFile, TextConfig, read_config
+from kiloword.run_folder import RunFile
+
+NESTED = b"[" * 100_000
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["a dog on the grass", "two cats and a dog"] * 20, 400)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [NESTED, b'{"recipe":' * 50_000, b"\xff\xfe", b"", b"null", b"[]", b"NaN", b"9" * 5000, b'{"\\ud800": 1}'],
+    ids=range(9),
+)
+def test_settings_that_cannot_be_read(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(raw)
+    for kind in (RunFile, ModelFile):
+        with pytest.raises(ValueError, match=r"config.json cannot be used: .* It was damaged") as caught:
+            read_config(path, kind)
+        assert len(str(caught.value)) < 700
+    (tmp_path / "tokenizer.json").write_bytes(raw)
+    with pytest.raises(ValueError, match="damaged tokenizer file"):
+        Tokenizer.load(tmp_path)
+    assert parse_index(raw) is None
+
+
+def test_a_tokenizer_of_strangers(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """What the library reads may still lack what we need."""
+    document = json.loads(tokenizer._backend.to_str())
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    for changed in (document | {"post_processor": None}, document | {"post_processor": {"type": "BertProcessing",
+        "sep": ["a", 0], "cls": ["b", 1]}}, document | {"model": words}):  # fmt: skip
+        (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match="tokenizer"):
+            Tokenizer.load(tmp_path).encode(["a dog"], TextConfig(vocab=512))
+
+
+def test_names_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key of escape codes, or of bytes that are no text, is written in letters."""
+    evil = "\x1b[2J\udcff\u202e"
+    write_tar(
+        tmp_path / "x.tar", {f"{evil}.png": b"no picture", f"{evil}.txt": b"x", "a.png": picture(), "a.txt": b"x"}
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["data", "check", str(tmp_path / "x.tar")])
+    assert end.value.code == 1
+    said = capsys.readouterr()
+    said.out.encode()
+    assert "\x1b[2J" not in said.out + said.err
+    assert "?[2J??" in said.out
