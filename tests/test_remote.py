@@ -149,14 +149,14 @@ class Watched(threading.Thread):
         with (self.folder / "total").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             there = {file.name for file in os.scandir(self.folder)} - {"total"}
-            finished = {name.removesuffix(".part") for name in there} - there  # perhaps, since
-            return sum(map(self.size, there | finished))
+            return sum(self.size(name, there) for name in there)
 
-    def size(self, name: str) -> int:
+    def size(self, name: str, there: set[str]) -> int:
         try:
             return (self.folder / name).stat().st_size
-        except FileNotFoundError:
-            return 0
+        except FileNotFoundError:  # finished since, or gone
+            whole = name.removesuffix(".part")
+            return 0 if whole in there else self.size(whole, {whole})
 
 
 def loader(source: Source, workers: int = 0) -> Loader:

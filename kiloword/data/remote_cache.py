@@ -156,17 +156,21 @@ class Cache:
 
         Returns: bytes that are there.
         """
-        found = []
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # renamed or dropped meanwhile
-                    stat = entry.stat()
-                    found.append((not entry.name.endswith(_PART), stat.st_mtime_ns, stat.st_size, Path(entry.path)))
+        found = [file for name in os.listdir(self.folder) if (file := self._look(name))]
         total = sum(size for *_, size, _ in found)
         for _, _, size, path in sorted(found):
             if total > target and path.name != "total" and _delete(path):
                 total -= size
         return total
+
+    def _look(self, name: str) -> tuple[bool, int, int, Path] | None:
+        """Whether a file is whole, its age, size and path; None when it is gone."""
+        path = self.folder / name
+        try:
+            stat = path.stat()
+        except FileNotFoundError:  # finished since, as nobody asks before renaming, or given up
+            return self._look(name.removesuffix(_PART)) if name.endswith(_PART) else None
+        return not name.endswith(_PART), stat.st_mtime_ns, stat.st_size, path
 
 
 @dataclass(frozen=True)
