@@ -45,7 +45,7 @@ class Steps:
         self.learner = Learner(build(sizes()[args.size], method), method).to(args.device)
         activations.recompute(self.learner.model, kept)  # type: ignore[arg-type]
         if way == "fsdp":
-            engine.shard(self.learner)
+            engine.shard(self.learner, half=args.dtype == "bf16")
         self.reducer = engine.Reducer(self.learner)
         self.optimizer = Optimizer(self.learner, OptimConfig(lr=1e-4), 1000)
         self.batch = share(args, self.learner).to(args.device)

@@ -243,7 +243,7 @@ app.command(watch)
 
 @app.command(name="plan")
 def _plan_stub() -> None:
-    """Memory, time and traffic before renting machines: kiloword plan METHOD --size L --gpus N --batch B --samples S."""
+    """Memory, time and traffic before renting: kiloword plan METHOD --size L --gpus N --batch B --samples S."""
     raise AssertionError("handled by main")
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from kiloword import parallel
@@ -23,7 +23,7 @@ from kiloword.towers.blocks import Block, CrossBlock
 from kiloword.towers.decoder import Layer
 
 BUCKET = 1 << 22  # numbers that are reduced at once: 16 MiB of fp32
-ENTRIES = ("encode_image", "encode_text", "image_tokens", "memory")  # by which all work with a model begins
+ENTRIES = ("image_tokens", "encode_text")  # by which all work with a model begins; none calls another
 
 
 class Reducer:
@@ -96,11 +96,14 @@ def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
         yield group
 
 
-def shard(learner: Learner) -> None:
-    """Shard blocks and towers over all ranks; head and terms stay whole on each.
+def shard(learner: Learner, half: bool = False) -> None:
+    """Shard blocks and towers over all ranks; head, terms and all vectors (biases, norms) stay whole on each.
 
-    A block's parameters are gathered for its pass and freed after it; what of the towers is no block (tables, norms,
-    stems) is gathered once a step. Nothing to do with one rank.
+    A block's matrices are gathered for its pass and freed after it; what of the towers is no block (tables, stems) is
+    gathered once a micro-batch. Nothing to do with one rank.
+
+    Args: half: blocks are gathered in bf16, in which autocast computes with them; else its copies would stay on each
+    rank until the backward pass. Their gradients are averaged in fp32.
     """
     if parallel.ranks() == 1:
         return
@@ -108,11 +111,14 @@ def shard(learner: Learner) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     model = learner.model
     mesh = init_device_mesh(next(model.parameters()).device.type, (parallel.ranks(),))
+    # what passes between blocks stays as autocast has it
+    bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    kept = {p for p in model.parameters() if p.dim() < 2} | set(model.head.parameters())
     for part in units(model):
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh, mp_policy=bf16 if half else MixedPrecisionPolicy(), ignored_params=kept)
         if hasattr(part, "keys"):  # of a memory, made apart from a layer's pass
             register_fsdp_forward_method(part, "keys")
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=set(model.head.parameters()))
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=kept)
     for entry in ENTRIES:
         register_fsdp_forward_method(model, entry)
 
@@ -136,8 +142,8 @@ def check_same(module: nn.Module) -> None:
     differing = [name for (name, _), other in zip(named, (most != least).tolist(), strict=True) if other]
     if differing:
         raise ValueError(
-            f"{differing[0]} is not the same on all ranks ({len(differing)} of {len(named)} parameters differ): start all "
-            "of them with one version of kiloword and torch, from the same files."
+            f"{differing[0]} is not the same on all ranks ({len(differing)} of {len(named)} parameters differ): start "
+            "all of them with one version of kiloword and torch, from the same files."
         )
 
 

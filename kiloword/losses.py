@@ -28,7 +28,7 @@ BlockLoss = Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradients are known already: handed over, not copied, unless the graph is kept for another time."""
+    """A scalar whose gradients are known already: handed over, not copied, unless the graph is kept for later."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     check_same_run(out, file, options.extend)
     learner, started = make_learner(recipe, method)
     learner.to(device)
-    spread(learner, options)
+    spread(learner, recipe, options)
     loader = make_loader(recipe, source, method, tokenizer, options)
     main = parallel.rank() == 0
     lock = Lock(out) if main else None
@@ -179,14 +179,14 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     return run
 
 
-def spread(learner: Learner, options: Options) -> None:
+def spread(learner: Learner, recipe: Recipe, options: Options) -> None:
     """Over ranks and in memory, as the options say; weights and results stay what they are."""
     if options.parallel == "fsdp" and options.compile == "towers":
         raise ValueError("--compile towers and --parallel fsdp exclude each other: with fsdp, compile blocks.")
     activations.recompute(learner.model, options.checkpointing)
     activations.compile(learner.model, options.compile)
     if options.parallel == "fsdp":
-        engine.shard(learner)
+        engine.shard(learner, half=recipe.precision == "bf16")
 
 
 def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: Options) -> Loader:

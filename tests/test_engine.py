@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,32 @@ def differ_in_one(folder: Path) -> None:
 def test_ranks_that_hold_different_weights_are_refused(tmp_path: Path) -> None:
     over_ranks(2, differ_in_one, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def in_half(folder: Path) -> None:
+    """Gradients of fsdp, whose blocks are gathered in bf16, and of ddp, under autocast."""
+    for way in ("ddp", "fsdp"):
+        model = learner("prolip", dtype=torch.float32)
+        if way == "fsdp":
+            engine.shard(model, half=True)
+        first = 8 * parallel.rank()
+        autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+        backward(model, [batch(first, first + 8, method="prolip")], autocast, engine.Reducer(model))
+        found = {name: parallel.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        if parallel.rank() == 0:
+            save_file({name: g.clone() for name, g in found.items()}, folder / f"{way}.safetensors")
+
+
+@pytest.mark.slow
+def test_blocks_gathered_in_half_precision_compute_as_autocast_does(tmp_path: Path) -> None:
+    """To the rounding of sums: vectors are as they are under ddp, and matrices are cast alike."""
+    over_ranks(2, in_half, tmp_path)
+    ddp, fsdp = (load_file(tmp_path / f"{way}.safetensors") for way in ("ddp", "fsdp"))
+    assert ddp.keys() == fsdp.keys()
+    assert all(g.dtype == torch.float32 for g in fsdp.values())
+    a, b = (torch.cat([found[name].flatten() for name in ddp]) for found in (ddp, fsdp))
+    assert 1 - float(torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=0)) < 1e-4
+    assert float(a.norm()) == pytest.approx(float(b.norm()), rel=0.02)
 
 
 @pytest.mark.slow

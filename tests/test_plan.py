@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,13 @@ def test_newton_schulz_is_counted_as_torch_counts_it() -> None:
 
 def test_memory_falls_with_checkpointing_pieces_and_shards() -> None:
     found = planner("siglip --size b16 --gpus 8 --batch 4096")
-    kept = [found.option("ddp", kind, 1).memory["activations"] for kind in ("none", "selective", "whole")]
-    assert kept == sorted(kept, reverse=True)
+    waiting = [found.option("ddp", kind, 1).memory["activations"] for kind in ("none", "selective", "whole")]
+    assert waiting == sorted(waiting, reverse=True)
     by_pieces = [found.option("ddp", "none", n).bytes for n in (1, 2, 4, 8)]
     assert by_pieces == sorted(by_pieces, reverse=True)
     whole, sharded = (found.option(way, "none", 1).memory for way in ("ddp", "fsdp"))
-    head = 4 * sum(p.numel() for p in found.learner.model.head.parameters())
-    assert sharded["weights"] == pytest.approx((whole["weights"] - head) / 8 + head)
+    kept = 4 * parameters.shards(found.learner).replicated
+    assert sharded["weights"] == pytest.approx((whole["weights"] - kept) / 8 + kept)
     assert sharded["activations"] == whole["activations"]
 
 
@@ -151,9 +152,9 @@ def test_traffic_is_that_of_rings() -> None:
     assert ddp["features"] == pytest.approx((n - 1) / n * 64 * (2 * row + 16))
     fsdp = traffic(*arguments, Layout(n, "fsdp", "none", 1), 64)
     cut = parameters.shards(found.learner)
-    assert fsdp["weights"] == pytest.approx((n - 1) / n * 4 * (2 * cut.sharded + 2 * cut.root))
+    assert fsdp["weights"] == pytest.approx((n - 1) / n * (2 * 2 * cut.sharded + 4 * cut.root))
     pieces = traffic(*arguments, Layout(n, "fsdp", "none", 4), 64)
-    assert pieces["weights"] == pytest.approx((n - 1) / n * 4 * 4 * (3 * cut.sharded + 3 * cut.root))
+    assert pieces["weights"] == pytest.approx((n - 1) / n * 4 * (3 * 2 * cut.sharded + 4 * cut.root))
     assert traffic(*arguments, Layout(1, "ddp", "none", 1), 64) == {}
 
 
@@ -173,11 +174,12 @@ class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 WAYS = [
-    ("ddp", 1, "siglip"),
-    ("fsdp", 1, "siglip"),
-    ("fsdp", 2, "siglip"),
-    ("fsdp", 1, "sycoca"),
-    ("fsdp", 1, "prolip"),
+    ("ddp", 1, "siglip", "fp32"),
+    ("fsdp", 1, "siglip", "fp32"),
+    ("fsdp", 2, "siglip", "fp32"),
+    ("fsdp", 2, "siglip", "bf16"),
+    ("fsdp", 1, "sycoca", "fp32"),
+    ("fsdp", 1, "prolip", "bf16"),
 ]
 
 
@@ -185,20 +187,20 @@ def send(rank: int, folder: str) -> None:
     """Steps on two ranks; the first writes what was planned and what was sent, in whole buffers."""
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     found = []
-    for way, pieces, name in WAYS:
+    for way, pieces, name, precision in WAYS:
         method, config = method_of(name), sizes()["debug"]
         learner = Learner(build(config, method), method)
         if way == "fsdp":
-            engine.shard(learner)
+            engine.shard(learner, half=precision == "bf16")
         batch = batch_of(learner.model.config, 8, 1, method.needs)
         batch.position = torch.arange(8) + 8 * rank
         reducer = engine.Reducer(learner)
         with Sent() as sent:
-            backward(learner, batch.split(pieces), reducer=reducer)
+            backward(learner, batch.split(pieces), partial(torch.autocast, "cpu", enabled=precision == "bf16"), reducer)
         share = Load(8, Lengths.of(batch.texts), Kernels())
         layout, shapes = Layout(2, way, "none", pieces), step.learner_of(config, method)
-        planned = traffic(shapes, OptimConfig(), "fp32", share, layout, 16)
-        found.append((way, pieces, name, 2 * sum(planned.values()), sent.bytes))
+        planned = traffic(shapes, OptimConfig(), precision, share, layout, 16)
+        found.append((way, pieces, name, precision, 2 * sum(planned.values()), sent.bytes))
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     dist.barrier()

@@ -77,7 +77,7 @@ def loss(pairs, positives):
 def preset():
     return replace(built_in("siglip"), pair_loss=loss)
 """,
-        "2 ranks, 1 micro-batch",
+        "2 ranks, ddp, 1 micro-batch",
     ),
 }
 
@@ -96,8 +96,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 def test_presets_over_two_ranks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["verify", name, "--ranks", "2"])
     said = capsys.readouterr().out
-    assert said.count("ok  ") == len(said.splitlines()) == 11
-    assert "2 ranks, 4 micro-batches" in said
+    assert said.count("ok  ") == len(said.splitlines()) == 19
+    assert "2 ranks, fsdp, 4 micro-batches, whole checkpointing" in said
 
 
 @pytest.mark.parametrize("module", [RIGHT], indirect=True, ids=["right"])

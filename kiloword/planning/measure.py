@@ -196,7 +196,7 @@ def planned(measured: Measured) -> dict[str, float]:
         "weights": held.weights,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
-        "activations": kept + memory.half_copies(learner, case.precision, case.checkpointing),
+        "activations": kept + memory.half_copies(learner, case.precision, case.checkpointing, sharded=False),
         "peak": sum(value for name, value in parts.items() if not name.startswith("allowance")),
     }
 

@@ -34,19 +34,19 @@ def activations(learner: Learner, micro: Load, checkpointing: str) -> float:
     return sum(w.keeps(checkpointing) for w in micro_batch(learner, micro))
 
 
-def half_copies(learner: Learner, precision: str, checkpointing: str) -> float:
-    """Bytes of the weights' copies in half precision that autocast makes and backward reads: whole on each rank.
+def half_copies(learner: Learner, precision: str, checkpointing: str, sharded: bool) -> float:
+    """Bytes of the weights' copies in half precision that autocast makes and backward reads.
 
     Where blocks are repeated, the copies of theirs are made anew, and the first ones last no longer than the forward
-    pass: those of what is in no block remain.
+    pass: those of what is in no block remain. Sharded blocks are gathered in half precision: there is nothing to copy.
     """
     if precision != "bf16":
         return 0.0
-    inside = shards(learner).sharded if checkpointing != "none" else 0
+    inside = shards(learner).sharded if sharded or checkpointing != "none" else 0
     return 2.0 * max(0, in_products(learner) - inside)
 
 
-def passing(learner: Learner, micro: Load, precision: str, checkpointing: str) -> float:
+def passing(learner: Learner, micro: Load, precision: str, checkpointing: str, sharded: bool = False) -> float:
     """Bytes that come and go while activations wait.
 
     Without checkpointing none: a block's backward pass frees what it kept as it makes gradients. Else a block's inside
@@ -59,7 +59,7 @@ def passing(learner: Learner, micro: Load, precision: str, checkpointing: str) -
         return words
     largest = max(micro_batch(learner, micro), key=lambda w: w.block)
     again = largest.block * (1 - (largest.selective / largest.kept if checkpointing == "selective" else 0.0))
-    return max(words, again + 0.375 * largest.block, half_copies(learner, precision, "none"))
+    return max(words, again + 0.375 * largest.block, half_copies(learner, precision, "none", sharded))
 
 
 def word_logits(learner: Learner, micro: Load) -> float:
@@ -113,10 +113,12 @@ def memory(
     micro = piece_of(share, layout.pieces)
     part = 1.0
     gathered = 0.0
-    if layout.parallel == "fsdp" and layout.gpus > 1:
+    sharded = layout.parallel == "fsdp" and layout.gpus > 1
+    if sharded:
         numbers = cut.sharded + cut.root + cut.replicated
         part = ((cut.sharded + cut.root) / layout.gpus + cut.replicated) / numbers
-        gathered = size * (2 * cut.root + 4.0 * cut.largest)
+        own = 2 if precision == "bf16" else size
+        gathered = 2.0 * size * cut.root + (3.0 * own + size) * cut.largest
     buckets = 2.0 * BUCKET * size if layout.gpus > 1 else 0.0
     work = step_of(learner, share, layout.pieces, all_texts, layout.checkpointing, device, None, chunk, teacher)
     kept = activations(learner, micro, layout.checkpointing)
@@ -128,11 +130,11 @@ def memory(
         "gradients": there,
         "optimizer states": held.optimizer * part,
         "average of weights": held.average * part,
-        "weights in half precision": half_copies(learner, precision, layout.checkpointing),
+        "weights in half precision": half_copies(learner, precision, layout.checkpointing, sharded),
         "gathered by fsdp": gathered,
         "communication buckets": buckets,
         "activations": kept,
-        "passing: one block, or words": passing(learner, micro, precision, layout.checkpointing),
+        "passing: one block, or words": passing(learner, micro, precision, layout.checkpointing, sharded),
         "features and their gradients": loss_buffers(learner, share, all_texts, layout.gpus, layout.pieces, teacher),
         "a block of pairs": work.pair_block,
         "pictures": share.images * 3.0 * learner.model.config.image.size**2,

@@ -77,17 +77,20 @@ def in_products(learner: Learner) -> int:
 class Shards:
     """Parameters as FSDP holds them, in numbers."""
 
-    sharded: int  # in blocks, gathered one by one
-    root: int  # of towers and decoders, in no block: gathered once a step
-    replicated: int  # head and terms
+    sharded: int  # matrices in blocks, gathered one by one
+    root: int  # of towers and decoders, in no block: gathered once a micro-batch
+    replicated: int  # vectors, head and terms
     largest: int  # block
     blocks: int
 
 
 def shards(learner: Learner) -> Shards:
     """How `engine.shard` cuts a learner."""
-    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units(learner.model)]
-    head = sum(p.numel() for p in learner.model.head.parameters())
-    terms = sum(p.numel() for p in learner.terms.parameters())
-    sharded = sum(sizes)
-    return Shards(sharded, total(learner) - sharded - head - terms, head + terms, max(sizes), len(sizes))
+    sizes = [matrices(unit) for unit in units(learner.model)]
+    root = matrices(learner.model) - matrices(learner.model.head) - sum(sizes)
+    return Shards(sum(sizes), root, total(learner) - sum(sizes) - root, max(sizes), len(sizes))
+
+
+def matrices(module: nn.Module) -> int:
+    """Numbers of its parameters but for vectors: of what can be sharded."""
+    return sum(p.numel() for p in module.parameters() if p.dim() > 1)

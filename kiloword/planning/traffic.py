@@ -11,7 +11,7 @@ from kiloword.losses_matching import matching_loss
 from kiloword.optim import groups
 from kiloword.planning.memory import Layout
 from kiloword.planning.pairs import features, function_of
-from kiloword.planning.parameters import bytes_of, shards
+from kiloword.planning.parameters import bytes_of, matrices, shards
 from kiloword.planning.shapes import Load
 from kiloword.planning.step import micro_batch
 from kiloword.recipes import OptimConfig
@@ -33,9 +33,9 @@ def traffic(
     """What travels -> bytes that a GPU sends in a step.
 
     A ring over n ranks sends (n-1)/n of a buffer to gather or to scatter sums, twice that to have the sums everywhere.
-    ddp: 2 (n-1)/n of all gradients, once a step. fsdp: blocks are gathered for every pass forward and again backward;
-    what is in no block twice a micro-batch, once more where terms make passes of their own; both once more for the
-    first pass of micro-batches. Their gradients are scattered once a micro-batch; each matrix that Muon makes
+    ddp: 2 (n-1)/n of all gradients, once a step. fsdp: blocks are gathered (in bf16 where that is the precision) for
+    every pass forward and again backward, once more for the first pass of micro-batches; what is in no block once a
+    micro-batch. Their gradients are scattered once a micro-batch; each matrix that Muon makes
     orthogonal is gathered once a step. Features: every rank's texts are gathered, their gradients scattered; softmax
     and the like also two numbers of every text from every rank. A test counts all of it on two ranks.
     """
@@ -48,9 +48,9 @@ def traffic(
     if layout.parallel == "ddp":
         found["gradients"] = 2 * ring * held.gradients
     else:
-        cut, (first, both) = shards(learner), _block_bytes(learner, share, size)
+        cut, (first, both) = shards(learner), _block_bytes(learner, share, 2 if precision == "bf16" else size)
         again = layout.pieces > 1 and learner.method.pair_weight > 0
-        root = size * cut.root * (2 + _more_passes(learner, share) + again)
+        root = size * cut.root
         found["weights"] = ring * layout.pieces * (2 * both + (first if again else 0.0) + root)
         found["gradients"] = ring * size * (layout.pieces * (cut.sharded + cut.root) + 2 * cut.replicated)
         turned = sum(
@@ -76,10 +76,6 @@ def _passes(learner: Learner, share: Load) -> tuple[int, int]:
     return image, text + ("fuser" in learner.model.more)
 
 
-def _more_passes(learner: Learner, share: Load) -> bool:
-    return _passes(learner, share) != (1, 1)
-
-
 def _block_bytes(learner: Learner, share: Load, size: int) -> tuple[float, float]:
     """Bytes of the blocks of all passes of a micro-batch: of encoding alone, and of everything.
 
@@ -89,7 +85,7 @@ def _block_bytes(learner: Learner, share: Load, size: int) -> tuple[float, float
     image, text = (_blocks(tower) for tower in (model.image_tower, model.text_tower))
     more = sum(_blocks(tower) for tower in model.more.values())
     more += sum(
-        sum(p.numel() for p in part.parameters())
+        matrices(part)
         for tower in model.more.values()
         for part in tower.modules()
         if isinstance(part, Layer) and part.cross is not None
@@ -99,4 +95,4 @@ def _block_bytes(learner: Learner, share: Load, size: int) -> tuple[float, float
 
 
 def _blocks(tower: nn.Module) -> int:
-    return sum(p.numel() for part in tower.modules() if isinstance(part, Block | CrossBlock) for p in part.parameters())
+    return sum(matrices(part) for part in tower.modules() if isinstance(part, Block | CrossBlock))
