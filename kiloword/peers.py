@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -133,6 +134,8 @@ class Peers:
 
     def ended(self, error: BaseException) -> BaseException:
         """What this rank ends with: its own error, told to all, or the one that another rank told first."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, as soon as another rank is gone: this one ends
         if isinstance(error, RanksEnded):
             return error
         self._deadline = min(self._deadline, time.monotonic() + 2 * LEAVE_S)

@@ -267,7 +267,7 @@ def out_of_memory() -> None:
 @pytest.mark.parametrize(
     ("does", "timeout", "says"),
     [
-        (killed, 60, r"a loader worker stopped: DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)"),
+        (killed, 60, "a loader worker stopped"),
         pytest.param(
             lambda: time.sleep(600),
             1,

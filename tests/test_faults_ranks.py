@@ -1,4 +1,4 @@
-"""What happens around a run of several processes: all end, soon, with one sentence that names the rank (docs/faults.md).
+"""What happens around a run of several processes: all end, with one sentence that names the rank (docs/faults.md).
 
 Ranks are started as mpirun or SLURM would, where nobody ends the rest, and by torchrun.
 """
@@ -23,7 +23,7 @@ from kiloword.log import read_metrics
 
 pytestmark = pytest.mark.slow
 
-TRAIN = "--size debug --batch 12 --log-every 1 --save-every 1 --vocab 300 --data scenes?n=64".split()
+TRAIN = ["--size", "debug", "--batch", "12", "--log-every", "1", "--save-every", "1", "--vocab", "300"]
 
 # One rank, with a fault in its third step: RANK:KIND in the environment says whose and what.
 SCRIPT = """
@@ -63,7 +63,7 @@ main()
 
 
 def words(out: Path, *more: object) -> list[str]:
-    return ["train", "siglip", *TRAIN, "--out", str(out), *map(str, more)]
+    return ["train", "siglip", *TRAIN, "--data", "scenes?n=64", "--out", str(out), *map(str, more)]
 
 
 def free_port() -> str:
@@ -125,7 +125,6 @@ def goes_on(flags: list[str], out: Path, ranks: int = 1) -> None:
 @pytest.mark.parametrize(
     ("fault", "silent", "code", "says"),
     [
-        ("1:killed", 1, 2, r"rank 1: no sign of life; it was last [a-z0-9 ]+\. It was killed, or its machine stands"),
         ("1:stopped", 1, 2, r"rank 1: no sign of life; it was last [a-z0-9 ]+\. It was killed, or its machine stands"),
         ("0:stopped", 0, 2, r"nothing answers at 127\.0\.0\.1:\d+, where the ranks met: rank 0 or its torchrun was"),
         ("1:loading", 1, 2, r"rank 1: it has been waiting for its data of step 3 for \d+ s; the others wait no longer"),
@@ -135,21 +134,23 @@ def goes_on(flags: list[str], out: Path, ranks: int = 1) -> None:
 )
 def test_one_rank_is_at_fault(tmp_path: Path, fault: str, silent: int | None, code: int, says: str) -> None:
     """`silent`: whose own words are not looked at."""
-    flags = words(tmp_path, "--timeout", 8)
-    with started([*flags, "--steps", "6"], 2, fault) as processes:
+    with started(words(tmp_path, "--timeout", 5, "--steps", 6), 2, fault) as processes:
         found = {rank: ended(process) for rank, process in enumerate(processes) if rank != silent}
     assert all(one[0] == code for one in found.values())
     assert re.match(rf"kiloword: {says}", "\n".join(said for _, said in found.values()).strip())
-    goes_on(flags, tmp_path)
+    state = load_state(tmp_path / "state", pytest.fail)
+    assert (0 if state is None else state[1]["step"]) in (1, 2)  # the last one may have been on its way
 
 
 def test_three_ranks_agree_who_died(tmp_path: Path) -> None:
-    with started([*words(tmp_path, "--timeout", 60), "--steps", "6"], 3, "2:killed") as processes:
+    flags = words(tmp_path, "--timeout", 60)
+    with started([*flags, "--steps", "6"], 3, "2:killed") as processes:
         start = time.monotonic()
         (first, said), (second, quiet) = ended(processes[0]), ended(processes[1])
         assert time.monotonic() - start < 55, "a closed connection needs no time-out"
     assert (first, second, quiet) == (2, 2, "")
     assert said.startswith("kiloword: rank 2: no sign of life")
+    goes_on(flags, tmp_path, 2)
 
 
 def test_under_torchrun_one_sentence_ends_all(tmp_path: Path) -> None:
@@ -159,8 +160,8 @@ def test_under_torchrun_one_sentence_ends_all(tmp_path: Path) -> None:
     said = f"{tmp_path}/none.parquet"
     print(done.stderr)
     assert done.returncode == 1
-    assert done.stderr.count("\nkiloword: ") + done.stderr.startswith("kiloword: ") == 1
-    assert said in done.stderr.splitlines()[0]
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("kiloword: ")]
+    assert said in sentence
     assert re.search(rf"traceback : .*{re.escape(said)}", done.stderr)  # in torchrun's own report
 
 

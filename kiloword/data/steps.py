@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from kiloword.sentences import sentence_of
+from kiloword.sentences import WORKER, sentence_of
 
 Item = TypeVar("Item")
 SHARED_MEMORY = "/dev/shm"
@@ -50,6 +50,10 @@ def in_order(make: Callable[[int], Item], steps: Iterable[int], workers: int, ti
     except RuntimeError as error:
         if workers and "DataLoader" in str(error):
             raise LoaderStopped(sentence_of(error) or "") from error
+        raise
+    except (EOFError, OSError) as error:  # `make` raises none that is no sentence
+        if workers:
+            raise LoaderStopped(f"a loader worker stopped while it sent a batch. {WORKER}") from error
         raise
     finally:
         _end_workers(items)
