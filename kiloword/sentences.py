@@ -22,5 +22,5 @@ def sentence_of(error: BaseException) -> str | None:
             f"{said.splitlines()[0]} Take a smaller --micro, or --checkpointing selective; `kiloword plan` says more."
         )
     if isinstance(error, RuntimeError) and "DataLoader" in said:
-        return f"a loader worker stopped: {said.splitlines()[0]}. {WORKER}"
+        return f"a loader worker stopped: {said.splitlines()[0].rstrip('. ')}. {WORKER}"
     return None
