@@ -58,6 +58,8 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     shown = "; ".join(f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here" for k, (a, b) in differences.items())
     longer = set(differences) == {"recipe.steps"} and steps >= done
     hint = " Use --extend to run it for another length." if longer else ""
+    if "data_fingerprint" in differences:
+        hint += " The data is not what the run began with: a file is missing, new, cut or replaced."
     raise ValueError(f"--out {out} holds another run: {shown}. Choose another folder, or repeat its settings.{hint}")
 
 
