@@ -390,6 +390,25 @@ def test_a_shard_that_is_lost_in_the_middle_of_a_run(
     goes_on(words, out, 25)
 
 
+def test_between_two_runs_of_the_same_command(
+    shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
+) -> None:
+    """Indexes are made again; data that is another is refused, and what was trained stays."""
+    out = tmp_path / "out"
+    words = train(out, "--save-every", 1, data=tmp_path / "data")
+    with monkeypatch.context() as patch:
+        at(patch, loop, "backward", signal.SIGTERM, 2)
+        ends(words, 143)
+    shards[3].rename(tmp_path / "away")
+    assert "holds another run: data_fingerprint is" in (said := ends(words))
+    assert "The data is not what the run began with: a file is missing, new, cut or replaced." in said
+    pattern = train(out, data=tmp_path / "data" / "{0000..0019}.tar")
+    assert f"1 of 20 tars are missing, the first is {shards[3]}" in ends(pattern)
+    (tmp_path / "away").rename(shards[3])
+    shards[4].with_name(f"{shards[4].name}.kwindex").write_bytes(b"noise")
+    goes_on(words, out)
+
+
 @pytest.mark.parametrize(("times", "bad"), [(2, 0), (99, 1)])
 def test_a_read_error_that_passes(shards: list[Path], monkeypatch: pytest.MonkeyPatch, times: int, bad: int) -> None:
     source, failures = Shards("data", shards), iter(range(times))
