@@ -72,8 +72,9 @@ class Peers:
         self.group_store = PrefixStore(f"kiloword/{attempt}/group", self._root)
         clones = [self._root.clone() for _ in range(2)]  # type: ignore[attr-defined]  # one a thread
         self._store, self._mine = (PrefixStore(f"kiloword/{attempt}", clone) for clone in clones)
-        for work in (self._live, self._watch):
-            threading.Thread(target=work, name="peers", daemon=True).start()
+        self._threads = [threading.Thread(target=work, name="peers", daemon=True) for work in (self._live, self._watch)]
+        for thread in self._threads:
+            thread.start()
 
     def _meet(self) -> TCPStore:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -124,6 +125,13 @@ class Peers:
             come = sum(self._mine.check([f"beat/{r}"]) for r in range(self.ranks))
             while self._hosts and self._mine.add("left", 0) < come and not self._mine.check(["end"]):
                 time.sleep(0.02)
+
+    def over(self) -> None:
+        """The threads end: one that Python's end meets inside the store would abort the process."""
+        self._leaving.set()
+        self._left.set()
+        for thread in self._threads:
+            thread.join(SILENT_S)
 
     def interrupted(self) -> None:
         """Ctrl-C, or the command line refused its words: no one need wait for this rank."""
@@ -287,7 +295,7 @@ def met(timeout_s: float = 600) -> Iterator[Peers | None]:
     except Exception as e:
         raise peers.ended(e) from e
     finally:
-        peers._left.set()
+        peers.over()
         _current = None
 
 
