@@ -13,22 +13,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from kiloword import launch
+from kiloword.blame import SILENT_S, End, blame, is_broken, within
 from kiloword.sentences import sentence_of
 
 BEAT_S = 1.0  # between signs of life
-SILENT_S = 4.0  # without one: the process is gone or stopped
-LEAVE_S = 15.0  # that a rank has for leaving by itself when another one has ended
-BROKEN = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Timed out waiting", "wait timeout")
+LEAVE_S = 15.0  # at most, that a rank has for leaving by itself when another one has ended
 
 
 class RanksEnded(ValueError):
@@ -37,19 +35,6 @@ class RanksEnded(ValueError):
     def __init__(self, sentence: str, code: int, quiet: bool) -> None:
         super().__init__(sentence)
         self.code, self.quiet = code, quiet
-
-
-@dataclass(frozen=True)
-class End:
-    """Why all ranks end."""
-
-    rank: int  # at fault; -1: none of them
-    sentence: str
-    by: int  # the rank that tells it
-    code: int = 2
-
-    def __str__(self) -> str:
-        return self.sentence if self.rank < 0 else f"rank {self.rank}: {self.sentence}"
 
 
 class Peers:
@@ -66,6 +51,7 @@ class Peers:
         self._at, self._since = "at its start", time.monotonic()
         self._end: End | None = None
         self._leaving, self._left = threading.Event(), threading.Event()
+        self._saying, self._said = threading.Lock(), False
         self._deadline, self._answered = math.inf, time.monotonic()
         self._root = self._meet()
         attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -91,6 +77,10 @@ class Peers:
             else:
                 said = f"rank {self.rank} found nobody at {host}:{port}: rank 0 has not come, or a firewall is between."
             raise ValueError(said) from None
+
+    @property
+    def _patience(self) -> float:
+        return min(LEAVE_S, max(self.timeout_s, SILENT_S))
 
     def at(self, where: str) -> None:
         """Say where this rank stands, in words that fit behind "it has been"."""
@@ -148,21 +138,22 @@ class Peers:
             return error
         self._deadline = min(self._deadline, time.monotonic() + 2 * LEAVE_S)
         said, heard = sentence_of(error), False
-        broken = said is None and _is_broken(error)
+        broken = said is None and is_broken(error)
         with suppress(RuntimeError):
             if not broken:
                 self._tell(End(self.rank, said or f"{type(error).__name__}: {error}", self.rank, _code(error)))
             elif not self._someone_told():
-                self._tell(self._diagnosis(error))
+                self._tell(self._blame(error, self._mine))
             heard = self._heard()
         self._leaving.set()
         if not broken and said is None:
             return error  # a bug: its traceback is wanted
         end = self._end or self._lost()
-        quiet = self.rank > 0 and (heard or end.by != self.rank)
-        if self.rank == 0 and said is not None:
-            return RanksEnded(said, _code(error), quiet)
-        return RanksEnded(str(end), end.code, quiet)
+        if self.rank == 0 and end.by:
+            self._say(end)
+        quiet = self._said or (self.rank > 0 and (heard or end.by != self.rank))
+        own = said is not None and self.rank == 0 and end.by == 0
+        return RanksEnded(said if own and said else str(end), end.code, quiet)
 
     def _live(self) -> None:
         beats = 0
@@ -177,32 +168,45 @@ class Peers:
                 self._answered = time.monotonic()
                 stuck = self.abrupt and self._at.startswith("in step")
                 if stuck and time.monotonic() - self._since > self.timeout_s:
-                    self._tell(self._diagnosis(TimeoutError(), self._store), self._store)
+                    self._tell(self._blame(TimeoutError(), self._store), self._store)
                 self._leaving.wait(BEAT_S)
         except RuntimeError:  # the store is gone, or the process leaves
             if not self._leaving.is_set():
-                self._end, self._deadline = self._end or self._lost(), time.monotonic() + LEAVE_S
+                self._end, self._deadline = self._end or self._lost(), time.monotonic() + self._patience
 
     def _watch(self) -> None:
         while not self._left.wait(BEAT_S):
             now = time.monotonic()
-            mute = self._end is None and not self._leaving.is_set() and now - self._answered > self.timeout_s + LEAVE_S
+            mute = (
+                self._end is None
+                and not self._leaving.is_set()
+                and now - self._answered > self.timeout_s + self._patience
+            )
             if mute or now > self._deadline:
                 self._exit()
 
     def _hear(self) -> None:
         """Another rank has ended, or this one: the main thread leaves by itself, or is made to."""
         self._end = self._read(self._store)
-        self._deadline = min(self._deadline, time.monotonic() + LEAVE_S)
+        self._deadline = min(self._deadline, time.monotonic() + self._patience)
+        if self.rank == 0 and self._end.by:
+            self._say(self._end)
         self._store.set(f"heard/{self.rank}", "")
 
     def _exit(self) -> None:
         """Without the main thread."""
         end = self._end or self._lost()
         if self.rank in (0, end.by):
-            print(f"kiloword: {end}", file=sys.stderr, flush=True)
-        launch.explain(str(end))
+            self._say(end)
         os._exit(end.code)
+
+    def _say(self, end: End) -> None:
+        """Once, and at once: torchrun ends this rank as soon as another one is gone."""
+        with self._saying:
+            if not self._said:
+                print(f"kiloword: {end}", file=sys.stderr, flush=True)
+                launch.explain(str(end))
+            self._said = True
 
     def _lost(self) -> End:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -220,44 +224,20 @@ class Peers:
 
     def _someone_told(self) -> bool:
         """A rank that failed tells why before its connections close, or at about the same time."""
-        if _within(BEAT_S, lambda: self._mine.check(["end"])):
+        if within(BEAT_S, lambda: self._mine.check(["end"])):
             self._end = self._read(self._mine)
         return self._end is not None
+
+    def _blame(self, error: BaseException, store: PrefixStore) -> End:
+        return blame(store, self.rank, self.ranks, self._at, error)
 
     def _heard(self) -> bool:
         """Whether rank 0 knows; who keeps the store stays until all do, or a while."""
         wanted = [f"heard/{r}" for r in range(self.ranks) if r != self.rank] if self._hosts else ["heard/0"]
         self._mine.set(f"heard/{self.rank}", "")
-        return _within(SILENT_S, lambda: self._mine.check(wanted))
-
-    def _diagnosis(self, error: BaseException, store: PrefixStore | None = None) -> End:
-        """Who is at fault when a collective broke: a rank that gives no sign of life, or stands elsewhere."""
-        store = store or self._mine
-        before = self._beats(store)
-        _within(SILENT_S, lambda: store.check(["end"]))
-        after = self._beats(store)
-        others = [r for r in range(self.ranks) if r != self.rank]
-        silent = [r for r in others if r not in before or before[r]["beat"] == after[r]["beat"]]
-        if silent:
-            at = before.get(silent[0], {"at": "at its start"})["at"]
-            said = f"no sign of life; it was last {at}. It was killed, or its machine stands still"
-            return End(silent[0], f"{said}. {KEPT}", self.rank)
-        elsewhere = [r for r in others if after[r]["at"] != self._at]
-        if elsewhere:
-            slow = max(elsewhere, key=lambda r: float(after[r]["for"]))
-            said = f"it has been {after[slow]['at']} for {after[slow]['for']:.0f} s; the others wait no longer"
-            return End(slow, f"{said}. {KEPT}", self.rank)
-        said = (
-            str(error).splitlines()[0].split("] ")[-1][:200] if str(error) else f"no answer for {self.timeout_s:.0f} s"
-        )
-        return End(-1, f"all ranks live and are {self._at}, but cannot go on together ({said}). {KEPT}", self.rank)
-
-    def _beats(self, store: PrefixStore) -> dict[int, dict[str, Any]]:
-        names = {r: f"beat/{r}" for r in range(self.ranks)}
-        return {r: json.loads(store.get(name)) for r, name in names.items() if store.check([name])}
+        return within(SILENT_S, lambda: self._mine.check(wanted))
 
 
-KEPT = "The last state is kept."
 _current: Peers | None = None
 
 
@@ -301,18 +281,3 @@ def met(timeout_s: float = 600) -> Iterator[Peers | None]:
 
 def _code(error: BaseException) -> int:
     return int(getattr(error, "code", 2))
-
-
-def _is_broken(error: BaseException) -> bool:
-    """A collective that came to no end, because of another rank or of what lies between."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in BROKEN)
-    )
-
-
-def _within(seconds: float, true: Callable[[], bool]) -> bool:
-    """Whether it becomes true in that time."""
-    end = time.monotonic() + seconds
-    while not (found := true()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
