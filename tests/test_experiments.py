@@ -19,7 +19,6 @@ import tyro
 
 from kiloword import evaluation, recipes
 from kiloword.api import Matcher
-from kiloword.checkpoint import steps_done
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.experiments import arms_rows as rows
@@ -31,6 +30,7 @@ from kiloword.log import read_metrics
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.recipes import Recipe
+from kiloword.state.folder import steps_done
 from kiloword.types import Source
 
 STUB = """

@@ -15,7 +15,7 @@ from kiloword.methods import names
 from kiloword.verify import verify
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = re.sub(r" \\\n +", " ", (ROOT / "README.md").read_text())
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 
 
@@ -41,6 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     for model in ("quickstart", "runs/photos"):
         shutil.copytree(trained, tmp_path / model / "model")
     shutil.copytree(trained, tmp_path / "models" / "b32")
+    shutil.copytree(trained.parent, tmp_path / "runs" / "big")
     for name, model in others.items():
         shutil.copytree(model, tmp_path / "runs" / name / "model")
     (tmp_path / "quickstart" / "example.png").write_bytes(picture())
@@ -69,14 +70,20 @@ def train(method: str, out: Path, *more: str) -> Path:
     return out / "model"
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("kiloword ")])
+def own(line: str) -> bool:
+    return line.startswith(("kiloword ", "torchrun "))
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if own(line)])
 def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Training is planned rather than done, with a batch that the few pictures here fill."""
-    words = shlex.split(command)[1:]
+    words = shlex.split(command)
+    words = words[words.index("kiloword") + 1 :]
     if words[0] in ("import", "verify"):
         pytest.skip("has tests of its own")
     if words[0] == "train":
-        words = [w for n, w in enumerate(words) if w != "--batch" and words[n - 1] != "--batch"]
+        sized = ("--batch", "--micro")
+        words = [w for n, w in enumerate(words) if w not in sized and words[n - 1] not in sized]
         words += ["--batch", "4", "--dry-run"]
         words[words.index("--out") + 1] = "planned"  # the folder in the README holds the model that others use
     if "--side" in words:
