@@ -101,14 +101,14 @@ class Optimizer:
             parts.append(Muon(muon, config.muon_lr, config.momentum, config.muon_weight_decay, stacked, rows))
         return parts
 
-    def step(self, step: int) -> dict[str, Tensor]:
+    def step(self, step: int, loss: Tensor | None = None) -> dict[str, Tensor]:
         """Clip, move the weights by the gradients, drop the gradients.
 
-        Args: step, from 0.
+        Args: step, from 0; loss: whose gradients these are, where it is to be a number too.
         Returns: "gradient_norm" before clipping and "skipped_step", 1 where nothing moved; scalars, on the device.
         """
         norm = self.clip()
-        skip = self._judge(norm)
+        skip = self._judge(norm, loss)
         factor = schedule(step, self.steps, self.config)
         for part, base in zip(self.parts, self.base, strict=True):
             for group, lr in zip(part.param_groups, base, strict=True):
@@ -119,13 +119,14 @@ class Optimizer:
         return {"gradient_norm": norm, "skipped_step": skip}
 
     @torch.no_grad()
-    def _judge(self, norm: Tensor) -> Tensor:
+    def _judge(self, norm: Tensor, loss: Tensor | None) -> Tensor:
         """1.0 for a step to be skipped, without waiting for the device; else the norm counts as usual."""
         norm = norm.double()
         mean = self.usual[0] / self.usual[1].clamp_min(1e-12)
         known = self.usual[1] > 1 - MEMORY**SETTLED
         limit = self.config.explode or math.inf
         skip = ~torch.isfinite(norm) | (known & (norm > limit * mean))
+        skip = skip if loss is None else skip | ~torch.isfinite(loss)
         now = MEMORY * self.usual + (1 - MEMORY) * torch.stack([norm, torch.ones_like(norm)])
         self.usual.copy_(torch.where(skip, self.usual, now))
         return skip.float()

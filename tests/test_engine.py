@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from kiloword import activations, engine, parallel
 from kiloword.accumulate import backward
 from kiloword.optim import SETTLED, USUAL, Average, Optimizer
+from kiloword.planning import allocated
 from kiloword.recipes import MUON, OptimConfig
 from kiloword.verify import learner, over_ranks
 from kiloword.verify_batch import batch
@@ -140,6 +140,17 @@ def test_a_bad_step_changes_nothing(value: float) -> None:
     assert any(not torch.equal(before[n], x) for n, x in runs[1].items())
 
 
+def test_a_loss_that_is_no_number_moves_nothing_whatever_its_gradient() -> None:
+    module = learner("clip", dtype=torch.float32)
+    optimizer = Optimizer(module, CONFIG, 100)
+    before = moved(optimizer, module)
+    gradients_of(module, 0.01)
+    assert float(optimizer.step(0, torch.tensor(math.nan))["skipped_step"]) == 1
+    assert all(torch.equal(moved(optimizer, module)[n], x) for n, x in before.items())
+    gradients_of(module, 0.01)
+    assert float(optimizer.step(0, torch.tensor(1.0))["skipped_step"]) == 0
+
+
 def test_large_gradients_are_no_bad_step_before_the_usual_norm_is_known_or_when_all_is_allowed() -> None:
     for config, steps in ((CONFIG, SETTLED - 1), (replace(CONFIG, explode=0), SETTLED + 5)):
         module = learner("clip", dtype=torch.float32)
@@ -166,21 +177,12 @@ def test_the_usual_norm_is_a_running_mean_and_part_of_the_state() -> None:
     assert all(torch.equal(other.state_dict()[n], x) for n, x in optimizer.state_dict().items())
 
 
-def kept_bytes(run: Callable[[], Any]) -> int:
-    """What a forward pass allocates and leaves for the backward pass, by torch's profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-        out = run()
-    found = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    del out
-    return sum(event.nbytes() for event in found if event.name() == "[memory]")
-
-
 def test_checkpointing_keeps_less_the_more_it_repeats() -> None:
     kept, some = {}, batch()
     for kind in ("none", "selective", "whole"):
         model = learner("siglip", dtype=torch.float32)
         activations.recompute(model.model, kind)  # type: ignore[arg-type]
-        kept[kind] = kept_bytes(lambda: model.encode(some))  # noqa: B023
+        kept[kind] = allocated.kept(lambda: model.encode(some))  # noqa: B023
     assert kept["whole"] < 0.4 * kept["none"]
     assert kept["whole"] < 0.6 * kept["selective"] < 0.6 * 0.85 * kept["none"]
 
@@ -194,6 +196,8 @@ def test_buckets_hold_every_parameter_once_in_an_order_that_is_fixed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's compiler, of itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("kind", ["blocks", "towers"])
 def test_compiled_towers_give_the_same_gradients(kind: Any) -> None:
     """Of batches of several lengths, with checkpointing, without a graph for each."""
