@@ -9,6 +9,8 @@
 #                          of captions and reconstructions to look at; call again to go on
 #   bench/gpu.sh engines   a GPU against the CPU (varlen attention, checkpointing, compiling), engines, profile of a step
 #   bench/gpu.sh loss      peak memory of the pair loss alone, to 64k texts, in blocks and all at once
+#   bench/gpu.sh plan      what `kiloword plan` says of memory against the allocator, and how long training stands for a
+#                          save
 # Settings: PYTHON, OUT (folder of the results), DATA (folder that holds flickr8k and coco_hier), BUDGET (seconds in
 # all), WORKERS.
 # Results: $OUT/gpu-PART.jsonl, one line for the machine, then one a run; what is missing is skipped with a sentence.
@@ -111,8 +113,11 @@ train() {
 }
 
 case $PART in
-  steps | llip | scenes | photos | prolip | sycoca | loss) ;;
-  *) echo "unknown part $PART: expected steps, llip, scenes, photos, prolip, sycoca or loss" >&2 && exit 2 ;;
+  steps | llip | scenes | photos | prolip | sycoca | engines | loss | plan) ;;
+  *)
+    echo "unknown part $PART: expected steps, llip, scenes, photos, prolip, sycoca, engines, loss or plan" >&2
+    exit 2
+    ;;
 esac
 
 # A missing card is an answer, not a failure: the caller may try this on any machine.
@@ -152,6 +157,11 @@ loss() {
   run "loss memory" 200 "$PYTHON" bench/loss.py --device cuda --images 1024 --texts 4096 8192 16384 32768 65536
   run "loss memory, heads" 200 "$PYTHON" bench/loss.py --device cuda --images 1024 --texts 4096 16384 \
     --head gaussian contextual --loss softmax sigmoid matching
+}
+
+plan() {
+  run "plan" 400 "$PYTHON" bench/plan.py --device cuda
+  run "save" 150 "$PYTHON" bench/save.py --device cuda --sizes b32 l14
 }
 
 # Experiments resume by the same command: what the budget cuts is done by the next call.
