@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from engines import share
 from torch import Tensor
 
 from kiloword import activations
-from kiloword.accumulate import backward
+from kiloword.accumulate import backward, precision_of
 from kiloword.learner import Learner
 from kiloword.methods import preset
 from kiloword.model import build
@@ -41,9 +40,9 @@ WAYS = {
 }
 
 
-def outcome(learner: Learner, batch: Batch, device: str, bf16: bool) -> tuple[Tensor, Tensor]:
-    """Features of pictures and texts, and all gradients, flat, on the CPU in fp64."""
-    precision = (lambda: torch.autocast(device, torch.bfloat16)) if bf16 else nullcontext
+def outcome(learner: Learner, batch: Batch, device: str, kind: str) -> tuple[Tensor, Tensor]:
+    """Features of pictures and texts, and all gradients, flat, on the CPU in fp64. Args: kind: fp32 or bf16."""
+    precision = precision_of(kind, device)
     with torch.no_grad(), precision():
         encoded = learner.encode(batch)
     features = torch.cat([encoded.images["vec"].flatten(), encoded.texts["vec"].flatten()])
@@ -66,13 +65,13 @@ def main() -> None:
     method = preset("siglip")
     first = Learner(build(sizes()[args.size], method), method)
     batch = share(args, first)
-    exact = outcome(copy.deepcopy(first).double(), batch, "cpu", bf16=False)
+    exact = outcome(copy.deepcopy(first).double(), batch, "cpu", "fp32")
     found = {}
     for name, (precision, kept, compiled) in WAYS.items():
         learner = copy.deepcopy(first).to(args.device)
         activations.recompute(learner.model, kept)  # type: ignore[arg-type]
         activations.compile(learner.model, compiled)  # type: ignore[arg-type]
-        got = outcome(learner, batch.to(torch.device(args.device)), args.device, precision == "bf16")
+        got = outcome(learner, batch.to(torch.device(args.device)), args.device, precision)
         found[name] = {"features": apart(got[0], exact[0]), "gradients": apart(got[1], exact[1])}
     print(json.dumps({"size": args.size, "batch": args.batch, "device": args.device, "1 - cosine": found}))
     if args.profile:
@@ -86,10 +85,10 @@ def main() -> None:
 def profile(learner: Learner, batch: Batch, device: str) -> None:
     """Of three steps in bf16, after three."""
     for _ in range(3):
-        outcome(learner, batch, device, bf16=True)
+        outcome(learner, batch, device, "bf16")
     with torch.profiler.profile() as seen:
         for _ in range(3):
-            outcome(learner, batch, device, bf16=True)
+            outcome(learner, batch, device, "bf16")
     by = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
     print(seen.key_averages().table(sort_by=by, row_limit=20))
 

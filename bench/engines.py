@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from kiloword import activations, engine, parallel
+from kiloword import activations, engine, launch, parallel
 from kiloword.accumulate import backward
 from kiloword.learner import Learner
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.optim import Optimizer
+from kiloword.planning import allocated
 from kiloword.recipes import OptimConfig, sizes
 from kiloword.types import Batch, Texts
-from kiloword.verify import _free_port
 
 LENGTHS = (9, 14, 21, 12, 17)  # tokens of captions, in turn
 
@@ -69,11 +69,7 @@ class Steps:
     def kept(self) -> int:
         """Bytes that the forward pass of a micro-batch allocates and leaves for the backward pass, on a CPU."""
         micro = self.batch.split(self.micro)[0]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-            out = self.learner.encode(micro)
-        found = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-        del out
-        return sum(event.nbytes() for event in found if event.name() == "[memory]")
+        return allocated.kept(lambda: self.learner.encode(micro))
 
 
 def share(args: argparse.Namespace, learner: Learner) -> Batch:
@@ -101,15 +97,14 @@ def rate_of_ranks(args: argparse.Namespace, ranks: int, way: str) -> float:
     """Pairs/s of all processes together: alone (one), apart (they share nothing), or ranks of an engine."""
     context = torch.multiprocessing.get_context("spawn")
     found: Any = context.SimpleQueue()
-    spawn(_process, (ranks, _free_port(), args, way, found), nprocs=ranks)  # type: ignore[no-untyped-call]
+    spawn(_process, (ranks, launch.free_port(), args, way, found), nprocs=ranks)  # type: ignore[no-untyped-call]
     return args.batch * sum(1 / found.get() for _ in range(ranks))
 
 
 def _process(rank: int, ranks: int, port: int, args: argparse.Namespace, way: str, found: Any) -> None:
     torch.set_num_threads(1)
     if way in ("ddp", "fsdp"):
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        os.environ |= launch.announced(rank, ranks, port)
     with parallel.process_group(timeout_s=900):
         found.put(Steps(args, way).seconds())
 

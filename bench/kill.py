@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from safetensors.torch import load_file
 
-from kiloword import cli, train  # noqa: F401 (loaded once, for all forks)
+from kiloword import cli, launch, train  # noqa: F401 (train is loaded once, for all forks)
 from kiloword.log import read_metrics
 from kiloword.state.folder import newest, states
 
@@ -60,7 +59,7 @@ class Start:
             with self.log.open("ab") as log:
                 command = [sys.executable, *run, "-m", "kiloword", *words]
                 return [subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True).pid]
-        port = _free_port()
+        port = launch.free_port()
         pids: list[int] = []
         for rank in range(self.ranks):
             pid = os.fork()
@@ -77,17 +76,9 @@ class Start:
         log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        ranks = str(self.ranks)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= launch.announced(rank, self.ranks, port)
         cli.main(words)
         sys.exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def ended(pids: list[int], codes: dict[int, int]) -> bool:

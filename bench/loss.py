@@ -29,6 +29,7 @@ from kiloword.losses_matching import matching_loss
 from kiloword.method import PairLoss, annotated
 from kiloword.methods import preset
 from kiloword.model import initialise
+from kiloword.planning.allocated import peak
 from kiloword.recipes import sizes
 from kiloword.types import Features
 
@@ -108,25 +109,6 @@ def at_once(name: str, head: Head, pictures: Features, texts: Features) -> Run:
         return [value.detach(), *torch.autograd.grad(value, leaves(head, pictures, texts), allow_unused=True)]
 
     return run
-
-
-def peak(run: Callable[[], object], device: str) -> int:
-    """The most bytes that a call held at once, beyond what was there before."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    found = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
-    held = most = 0
-    for event in sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
 
 
 def check(args: argparse.Namespace) -> None:

@@ -20,11 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from kiloword import recipes
-from kiloword.accumulate import backward
+from kiloword.accumulate import backward, precision_of
 from kiloword.options import Options
 from kiloword.prepare import Run, open_sources, prepare
 from kiloword.saving import Saver
-from kiloword.train import _precision
 
 
 def ready(size: str, device: str, out: Path) -> Run:
@@ -39,7 +38,8 @@ def step(run: Run) -> float:
     """Seconds of one step."""
     batch = next(iter(run.loader.batches(run.step, run.recipe.steps)))
     start = time.perf_counter()
-    backward(run.learner, batch.to(run.device).split(1), _precision(run), run.reducer)
+    precision = precision_of(run.recipe.precision, run.device.type)
+    backward(run.learner, batch.to(run.device).split(1), precision, run.reducer)
     run.optimizer.step(run.step)
     run.step += 1
     if run.device.type == "cuda":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ from kiloword.parallel import ranks, sum_over_ranks
 from kiloword.types import Batch, Features
 
 Precision = Callable[[], AbstractContextManager[object]]
+
+
+def precision_of(name: str, device: str) -> Precision:
+    """The context that towers compute in: autocast for "bf16", nothing else for others. Args: device, its type."""
+    return partial(torch.autocast, device, torch.bfloat16) if name == "bf16" else nullcontext
 
 
 def backward(

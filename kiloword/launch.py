@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -52,6 +53,19 @@ def _from_slurm(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
     environment.setdefault("MASTER_ADDR", first or environment.get("SLURM_LAUNCH_NODE_IPADDR") or "127.0.0.1")
     environment.setdefault("MASTER_PORT", str(PORTS[(job * 7 + step) % len(PORTS)]))
+
+
+def announced(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun would put into the environment of one of several processes on this machine."""
+    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in about.items()}}
+
+
+def free_port() -> int:
+    """A port of this machine at which nobody listens now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 def explain(sentence: str) -> None:

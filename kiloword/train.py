@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import torch
-
 from kiloword import parallel, peers
-from kiloword.accumulate import backward
+from kiloword.accumulate import backward, precision_of
 from kiloword.device import choose
 from kiloword.guard import Guard
 from kiloword.meter import Meter
@@ -20,7 +16,7 @@ from kiloword.ranges import check
 from kiloword.recipes import Recipe
 from kiloword.saving import Saver
 from kiloword.stopping import Stop, stop_signals
-from kiloword.types import Source
+from kiloword.types import Batch, Source
 from kiloword.validate import validate, validated
 
 GOES_ON = "The same command goes on from there."
@@ -53,17 +49,14 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
 
 
 def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> None:
-    recipe, model, precision = run.recipe, run.learner.model, _precision(run)
-    guard = Guard(run, options.max_skipped_steps)
-    saved, meter = time.perf_counter(), Meter(run, guard)
+    recipe, model, precision = run.recipe, run.learner.model, precision_of(run.recipe.precision, run.device.type)
+    saved, meter = time.perf_counter(), Meter(run, Guard(run, options.max_skipped_steps))
     if _validates(run, options) and not validated(run):
         _validate(run, stop)
     for batch in meter.timed(stop.batches(run.loader.batches(run.step, recipe.steps), run.step)):
-        for new in run.bad.count(parallel.all_lists(batch.skipped)):
-            run.log.say(f"skipped {new.key}: {new.reason}")
-        run.truncated += parallel.add_up(batch.texts.truncated)
+        _count(run, batch)
         report = backward(run.learner, batch.to(run.device).split(pieces), precision, run.reducer)
-        report |= run.optimizer.step(run.step)
+        report |= run.optimizer.step(run.step, report["loss"])
         model.head.clamp_()
         run.average.update(run.learner, run.step)
         run.step += 1
@@ -78,7 +71,7 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
         if not writing:
             saver.advance()
         if last or stopping or due or _validates(run, options):
-            guard.look()
+            meter.guard.look()
             with meter.saving():
                 saver.save()
             saved = time.perf_counter()
@@ -97,6 +90,13 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
         raise stop.stopped(_after(run))
 
 
+def _count(run: Run, batch: Batch) -> None:
+    """Bad samples and cut captions of all ranks. Raises: ValueError for too many bad ones."""
+    for new in run.bad.count(parallel.all_lists(batch.skipped)):
+        run.log.say(f"skipped {new.key}: {new.reason}")
+    run.truncated += parallel.add_up(batch.texts.truncated)
+
+
 def _validates(run: Run, options: Options) -> bool:
     """Whether a validation belongs behind the step that was made last."""
     due = options.eval_every > 0 and run.step > 0 and run.step % options.eval_every == 0
@@ -113,9 +113,3 @@ def _validate(run: Run, stop: Stop) -> None:
 
 def _after(run: Run) -> str:
     return f"stopped after step {run.step}; the state is saved. {GOES_ON}"
-
-
-def _precision(run: Run) -> Callable[[], AbstractContextManager[object]]:
-    if run.recipe.precision != "bf16":
-        return nullcontext
-    return lambda: torch.autocast(run.device.type, torch.bfloat16)

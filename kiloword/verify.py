@@ -6,7 +6,6 @@ The gradient of a batch may not depend on how it is cut: ranks, micro-batches, b
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from kiloword import activations, engine, parallel
+from kiloword import activations, engine, launch, parallel
 from kiloword.accumulate import backward
 from kiloword.checkpoint import load_model, save_model
 from kiloword.data.tokenizer import Tokenizer
@@ -33,6 +32,7 @@ from kiloword.types import Batch, Features, Pairs, Positives
 from kiloword.verify_batch import PICTURES, batch, config
 
 EXACT = 1e-10  # of the largest gradient, in fp64
+PATIENCE_S = 300  # that processes on a machine with other work wait for each other
 
 
 @dataclass(frozen=True)
@@ -126,20 +126,14 @@ def _save_gradients(method: str, ways: Sequence[Way], folder: Path) -> None:
 
 def over_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
     """Call `work(*args)` in gloo processes on this machine, and wait for all."""
-    spawn(_rank, (ranks, _free_port(), work, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+    spawn(_rank, (ranks, launch.free_port(), work, args), nprocs=ranks)  # type: ignore[no-untyped-call]
 
 
 def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    with parallel.process_group(timeout_s=120):
+    os.environ |= launch.announced(rank, ranks, port)
+    with parallel.process_group(timeout_s=PATIENCE_S):
         work(*args)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _compare(name: str, found: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from states import load_state
 
+from kiloword import launch
 from kiloword.log import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -66,27 +67,16 @@ def words(out: Path, *more: object) -> list[str]:
     return ["train", "siglip", *TRAIN, "--data", "scenes?n=64", "--out", str(out), *map(str, more)]
 
 
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
-
-
-def mpirun(rank: int, ranks: int, port: str) -> dict[str, str]:
-    about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return {name: str(value) for name, value in about.items()}
-
-
-def srun(rank: int, ranks: int, port: str) -> dict[str, str]:
+def srun(rank: int, ranks: int, port: int) -> dict[str, str]:
     about = {"PROCID": rank, "LOCALID": rank, "STEP_NUM_TASKS": ranks, "JOB_ID": port, "STEP_ID": 0}
     return {f"SLURM_{name}": str(value) for name, value in about.items()} | {"SLURM_STEP_NODELIST": "localhost"}
 
 
 @contextmanager
 def started(
-    flags: list[str], ranks: int, fault: str = "", by: Callable[[int, int, str], Mapping[str, str]] = mpirun
+    flags: list[str], ranks: int, fault: str = "", by: Callable[[int, int, int], Mapping[str, str]] = launch.announced
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    port = free_port()
+    port = launch.free_port()
     quiet = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"FAULT": fault}
     processes = [
         subprocess.Popen(
@@ -195,8 +185,8 @@ def test_the_port_is_taken(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        with started(words(tmp_path), 1, by=lambda rank, ranks, _: mpirun(0, 2, port)) as (process,):
+        port = taken.getsockname()[1]
+        with started(words(tmp_path), 1, by=lambda rank, ranks, _: launch.announced(0, 2, port)) as (process,):
             code, said = ended(process)
     assert code == 2
     assert said.startswith(f"kiloword: the ranks cannot meet at port {port} of 127.0.0.1: another process has it")
@@ -204,7 +194,7 @@ def test_the_port_is_taken(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     flags = [*words(tmp_path), "--steps", "3", "--timeout", "5"]
-    with started(flags, 1, by=lambda rank, ranks, port: mpirun(0, 2, port)) as (process,):
+    with started(flags, 1, by=lambda rank, ranks, port: launch.announced(0, 2, port)) as (process,):
         assert ended(process) == (2, "kiloword: rank 1 of 2 did not come within 5 s.")
 
 

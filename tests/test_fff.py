@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from kiloword import parallel, recipes
 from kiloword.bias_search import search
@@ -32,7 +29,7 @@ from kiloword.model import initialise
 from kiloword.recipes import sizes
 from kiloword.train import Options, train
 from kiloword.types import Features, Pairs
-from kiloword.verify import EXACT, Way, gradients, learner, verify
+from kiloword.verify import EXACT, Way, gradients, learner, over_ranks, verify
 from kiloword.verify_batch import batch
 
 CAPTIONS = [2, 1, 3, 1, 2]  # of each picture
@@ -315,21 +312,15 @@ def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert -9.5 < float(bias) < 0
 
 
-def _search_on_a_rank(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    with parallel.process_group(timeout_s=120):
-        made = learner("fff")
-        search(made, itertools.repeat(batch(8 * rank, 8 * rank + 8, method="fff")), "grid", 1)
-        torch.save(made.model.head.bias, f"{folder}/{rank}.pt")
+def _search_on_a_rank(folder: str) -> None:
+    made, rank = learner("fff"), parallel.rank()
+    search(made, itertools.repeat(batch(8 * rank, 8 * rank + 8, method="fff")), "grid", 1)
+    torch.save(made.model.head.bias, f"{folder}/{rank}.pt")
 
 
 @pytest.mark.slow
 def test_every_rank_finds_the_same_bias(tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    spawn(_search_on_a_rank, (port, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    over_ranks(2, _search_on_a_rank, str(tmp_path))
     made = learner("fff")
     search(made, itertools.repeat(batch(method="fff")), "grid", 1)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

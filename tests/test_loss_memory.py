@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from kiloword import gather, parallel
 from kiloword.accumulate import backward
 from kiloword.gather import gather_features
 from kiloword.types import Features
-from kiloword.verify import learner
+from kiloword.verify import learner, over_ranks
 from kiloword.verify_batch import PICTURES, batch
 
 SETTINGS = argparse.Namespace(images=128, dim=64, chunk=128, device="cpu")
@@ -89,8 +86,9 @@ def _features(rank: int, n: int) -> Features:
     }
 
 
-def _gathers(rank: int, sizes: list[int]) -> None:
+def _gathers(sizes: list[int]) -> None:
     """Values and gradients are those of one process that has all rows."""
+    rank = parallel.rank()
     every = [_features(r, n) for r, n in enumerate(sizes)]
     found = gather_features(every[rank])
     for name, value in found.items():
@@ -106,8 +104,9 @@ def _gathers(rank: int, sizes: list[int]) -> None:
         torch.testing.assert_close(grad, torch.zeros_like(grad) if expected is None else expected)
 
 
-def _step(rank: int) -> None:
+def _step() -> None:
     """What the ranks say to each other in one step of a softmax loss."""
+    rank = parallel.rank()
     said: list[tuple[str, int]] = []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,17 +132,11 @@ def _step(rank: int) -> None:
     assert columns == [every, 2 * every]  # one number a text, and with it the number of positives
 
 
-def _rank(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    with parallel.process_group(timeout_s=120):
-        for sizes in ([3, 3], [2, 4], [0, 3]):
-            _gathers(rank, sizes)
-        _step(rank)
+def _gathers_and_step() -> None:
+    for sizes in ([3, 3], [2, 4], [0, 3]):
+        _gathers(sizes)
+    _step()
 
 
 def test_one_gather_and_one_reduce_scatter_a_step() -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    spawn(_rank, (port,), nprocs=2)  # type: ignore[no-untyped-call]
+    over_ranks(2, _gathers_and_step)

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from kiloword import engine
+from kiloword import engine, parallel
 from kiloword.accumulate import backward
 from kiloword.cli import main
 from kiloword.learner import Learner
@@ -30,6 +29,7 @@ from kiloword.planning.peak import compare_peak
 from kiloword.planning.shapes import Kernels, Lengths, Load
 from kiloword.planning.traffic import traffic
 from kiloword.recipes import OptimConfig, sizes
+from kiloword.verify import over_ranks
 
 FLOPS, BYTES = 0.02, 0.15  # relative differences that are asked for; weights, gradients and optimizer are exact
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
@@ -183,10 +183,9 @@ WAYS = [
 ]
 
 
-def send(rank: int, folder: str) -> None:
+def send(folder: str) -> None:
     """Steps on two ranks; the first writes what was planned and what was sent, in whole buffers."""
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    found = []
+    found, rank = [], parallel.rank()
     for way, pieces, name, precision in WAYS:
         method, config = method_of(name), sizes()["debug"]
         learner = Learner(build(config, method), method)
@@ -203,13 +202,11 @@ def send(rank: int, folder: str) -> None:
         found.append((way, pieces, name, precision, 2 * sum(planned.values()), sent.bytes))
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_traffic_is_what_two_ranks_send(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(send, (str(tmp_path),), nprocs=2)
+    over_ranks(2, send, str(tmp_path))
     for *label, planned, sent in json.loads((tmp_path / "found.json").read_text()):
         assert planned == pytest.approx(sent, rel=0.01), label
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from test_mining import LOW, random_corpus
-from torch.multiprocessing.spawn import spawn
 
 from kiloword import parallel
 from kiloword.api import Matcher
@@ -39,6 +35,7 @@ from kiloword.model import build
 from kiloword.recipes import ModelFile, default
 from kiloword.sharing import gathered, in_turns, is_first, part_by_part, share, sharing, sums
 from kiloword.types import BadSample, Record, Skipped
+from kiloword.verify import over_ranks
 
 SHORT = GenerationOptions(method="greedy", longest=6)
 TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # by name: method, task, data, options
@@ -125,37 +122,20 @@ def helpers() -> None:
     assert made == ([[], [], []] if rank else [[[0, 1, 2], [3, 4, 5], [6]], [[9]], [[20, 21, 22], [23]]])
 
 
-@contextmanager
-def group(rank: int, ranks: int, port: int) -> Iterator[None]:
-    torch.set_num_threads(1)
-    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= own
-    with parallel.process_group(timeout_s=300):
-        yield
-
-
-def _rank(rank: int, ranks: int, port: int, names: tuple[str, ...], folder: str) -> None:
-    with group(rank, ranks, port):
-        with sharing():
-            helpers()
-            found: dict[str, Any] = {name: judged(name) for name in names}
-            found["texts"] = encode_texts(matcher("clip").model, matcher("clip").tokenizer, ["a", "a red b", "c"], 2)
-        with sharing(lockstep=True):
-            found |= {f"holes {rows}": counted(rows) for rows in (13, 6)}
-        assert share() == (0, 1)
-        Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
-        _write_together(Path(folder, "files"))
-
-
-def over_ranks(target: Callable[..., None], ranks: int, *more: Any) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    spawn(target, (ranks, port, *more), nprocs=ranks)  # type: ignore[no-untyped-call]
+def _all(names: tuple[str, ...], folder: str) -> None:
+    with sharing():
+        helpers()
+        found: dict[str, Any] = {name: judged(name) for name in names}
+        found["texts"] = encode_texts(matcher("clip").model, matcher("clip").tokenizer, ["a", "a red b", "c"], 2)
+    with sharing(lockstep=True):
+        found |= {f"holes {rows}": counted(rows) for rows in (13, 6)}
+    assert share() == (0, 1)
+    Path(folder, f"{parallel.rank()}.pickle").write_bytes(pickle.dumps(found))
+    _write_together(Path(folder, "files"))
 
 
 def check(ranks: int, names: tuple[str, ...], folder: Path) -> None:
-    over_ranks(_rank, ranks, names, str(folder))
+    over_ranks(ranks, _all, names, str(folder))
     every = [pickle.loads((folder / f"{r}.pickle").read_bytes()) for r in range(ranks)]
     for rank, found in enumerate(every):
         for name in names:
@@ -198,11 +178,6 @@ def _write_together(folder: Path) -> None:
         found = search(random_corpus(0, n=23), LOW, most=4, chunk=3, truth=lambda c: some_truth(c, 23))
         if is_first():
             (folder / "mined.pickle").write_bytes(pickle.dumps(found))
-
-
-def _files(rank: int, ranks: int, port: int, folder: str) -> None:
-    with group(rank, ranks, port):
-        _write_together(Path(folder))
 
 
 def some_truth(columns: slice, n: int) -> torch.Tensor:
@@ -248,7 +223,7 @@ def test_commands_over_ranks(tmp_path: Path) -> None:
     """The first rank alone speaks; a table that one process began is finished by three; one sentence ends all."""
     write_files(tmp_path / "one")
     (tmp_path / "one" / "side" / "part-00001.arrow").unlink()
-    over_ranks(_files, 3, str(tmp_path / "one"))
+    over_ranks(3, _write_together, tmp_path / "one")
     write_files(tmp_path / "whole")
     same_files(tmp_path / "whole", tmp_path / "one")
     model, data = tmp_path / "model", "scenes:test?n=22"

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
@@ -30,12 +28,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
 
 import kiloword.saving as saving
-from kiloword import parallel, recipes
+from kiloword import launch, parallel, recipes
 from kiloword.checkpoint import CODES, SaveError, in_order, spec_of, write_tensors
 from kiloword.recipes import Recipe
 from kiloword.state.folder import drop_old, newest, shards_folder, steps_done, write_numbers
 from kiloword.state.shards import Host, Part, Stored, write_part
 from kiloword.train import Options, train
+from kiloword.verify import over_ranks
 
 EVERY = Options(log_every=1, save_every=2, quiet=True)
 SHARD = "shard-00001-of-00001.safetensors"
@@ -331,9 +330,8 @@ def sharded() -> dict[str, Tensor]:
     return {f"learner/{n}": torch.randn(n, 3) for n in (1, 2, 3, 5, 8)} | {"learner/flat": torch.randn(3)}
 
 
-def on_rank(rank: int, ranks: int, port: int, folder: Path, read: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def on_rank(folder: Path, read: bool) -> None:
+    rank, ranks = parallel.rank(), parallel.ranks()
     mesh = init_device_mesh("cpu", (ranks,))
     tensors = some() | {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in sharded().items()}
     if read:
@@ -354,31 +352,22 @@ def on_rank(rank: int, ranks: int, port: int, folder: Path, read: bool) -> None:
             files |= made
         if rank == 0:
             write_numbers(folder, step, files, {})
-    dist.barrier()
+    parallel.wait()
     if rank == 0:
         flip(folder / "step-000000002" / f"shard-00002-of-0000{ranks}.safetensors")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_states_of_any_number_of_ranks_are_read_on_any_other(tmp_path: Path) -> None:
     """The newest one is damaged in a file that another rank than 0 checks: all take the one before."""
     for n, ranks in enumerate((4, 3)):
-        spawn(on_rank, (ranks, free_port(), tmp_path, n > 0), nprocs=ranks)  # type: ignore[no-untyped-call]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+        over_ranks(ranks, on_rank, tmp_path, n > 0)
 
 
 def with_a_full_disk(rank: int, port: int, out: Path) -> None:
     """Rank 1 cannot write its part of the second state."""
     torch.set_num_threads(1)
-    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ.update(ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    os.environ |= launch.announced(rank, 2, port)
     real, calls = saving.write_part, []
 
     def write(*args: Any) -> dict[str, str]:
@@ -396,7 +385,7 @@ def with_a_full_disk(rank: int, port: int, out: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_of_one_rank_ends_all_with_a_sentence(tmp_path: Path) -> None:
-    spawn(with_a_full_disk, (free_port(), tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
+    spawn(with_a_full_disk, (launch.free_port(), tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
     for rank in (0, 1):
         assert "No space left on device. What was there before" in (tmp_path / f"said-{rank}").read_text()
     assert steps_done(tmp_path / "state") == 2

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from kiloword import recipes
-from kiloword.accumulate import backward
+from kiloword.accumulate import backward, precision_of
 from kiloword.activations import recompute
 from kiloword.learner import Learner
 from kiloword.method import Method
@@ -113,9 +111,7 @@ class Measured:
         self.learner = Learner(model, self.method).to(device)
         self.batch = batch_of(model.config, case.images, case.captions, self.method.needs).to(device)
         self.optimizer = Optimizer(self.learner, self.optim, 10)
-
-    def precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device, torch.bfloat16) if self.case.precision == "bf16" else nullcontext()
+        self.precision = precision_of(case.precision, device)
 
     def run(self) -> None:
         backward(self.learner, self.batch.split(self.case.pieces), self.precision)

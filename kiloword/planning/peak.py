@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from kiloword import recipes
+from kiloword.accumulate import precision_of
 from kiloword.activations import recompute
 from kiloword.learner import Learner
 from kiloword.model import Model
@@ -95,7 +95,7 @@ def _counted(learner: Learner, batch: Batch, case: Case) -> float:
     for x in (*learner.parameters(), *learner.buffers(), batch.images):
         alive.ignore(x)
     with alive:
-        with torch.autocast("cpu", torch.bfloat16) if case.precision == "bf16" else nullcontext():
+        with precision_of(case.precision, "cpu")():
             out = learner(batch, learner.counts([batch]))
         out["loss"].backward()
     return float(alive.peak)
