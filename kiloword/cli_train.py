@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ import tyro
 from tyro.conf import arg
 
 from kiloword import recipes
+from kiloword.cli_method import asked, values_of
 from kiloword.options import Options
 from kiloword.recipes import AugmentConfig, ModelConfig, OptimConfig, Recipe
 
@@ -88,27 +89,16 @@ def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
     return replace(base, data=data, settings=own, **{name: getattr(args, name) for name in same})
 
 
-MIXING = ("pooling", "views", "positives", "pair_loss", "uncertainty", "terms")  # flags that name a piece for a slot
-
-
 def main(argv: Sequence[str]) -> None:
     """`kiloword train METHOD ...`. Raises: ValueError for a recipe that cannot be."""
-    method = argv[0] if argv and not argv[0].startswith("-") else ""
-    if not method and not {"-h", "--help"} & set(argv):
-        raise ValueError(
-            "train needs a method first, e.g. kiloword train siglip --out runs/first (`kiloword methods`)."
-        )
-    rest = argv[1:] if method else argv
-    _check_once(rest)
-    method = mixed(method, rest)
-    both = tyro.cli(_train_type(method, rest), args=rest, prog="kiloword train METHOD", description=Train.__doc__)
-    args: Train = both.run
+    words = asked(argv, "train siglip --out runs/first")
+    args, settings = words.read(_train(words.method, words.flags))
     from kiloword import start
     from kiloword.dry_run import describe, rehearse
     from kiloword.prepare import open_sources, with_length
     from kiloword.train import train
 
-    recipe = recipe_of(method, args, both.settings)
+    recipe = recipe_of(words.method, args, settings)
     start.check(recipe)
     source = open_sources(recipe)
     recipe = with_length(recipe, len(source), args.steps, args.epochs, args.samples)
@@ -121,35 +111,10 @@ def main(argv: Sequence[str]) -> None:
         print(f"model: {folder}")
 
 
-def mixed(method: str, argv: Sequence[str]) -> str:
-    """The method with the pieces that flags name: llip, --views compose -> "llip+compose".
-
-    Raises: ValueError for a piece that fills another slot than its flag's, and for --terms of nothing.
-    """
-    if "--terms" in argv and not _values_of(argv, "--terms"):
-        raise ValueError("--terms names nothing: expected one or several of caption, mim and inclusion behind it.")
-    chosen = [(slot, word) for slot in MIXING for word in _values_of(argv, f"--{slot.replace('_', '-')}")]
-    if not (method and chosen):
-        return method
-    from kiloword.methods import pieces
-
-    known = pieces()
-    for slot, word in chosen:
-        fits = [name for name, piece in known.items() if piece.slot == slot.replace("_", " ")]
-        if word not in fits:
-            raise ValueError(f"--{slot.replace('_', '-')} is {word!r}: expected {' or '.join(fits)}.")
-    return "+".join([method, *(word for _, word in chosen)])
-
-
-def _train_type(method: str, argv: Sequence[str]) -> Any:
-    """`Train` with the defaults that method, size, data and init imply, beside the method's own settings."""
-    kind: Any = None
-    if method:
-        from kiloword.methods import find
-
-        kind = find(method)[1]
+def _train(method: str, argv: Sequence[str]) -> Train:
+    """The defaults that method, size, data and init imply."""
     base = _defaults(method, argv)
-    run = Train(
+    return Train(
         size=base.size,
         optim=base.optim,
         augment=base.data.augment,
@@ -158,43 +123,13 @@ def _train_type(method: str, argv: Sequence[str]) -> Any:
         captions=base.data.captions,
         precision=base.precision,
     )
-    settings = (kind, field(default_factory=kind)) if kind else (Annotated[None, tyro.conf.Suppress], None)
-    return make_dataclass(
-        "Both", [("run", Annotated[Train, arg(name="")], field(default=run)), ("settings", *settings)]
-    )
 
 
 def _defaults(method: str, argv: Sequence[str]) -> Recipe:
-    data = _values_of(argv, "--data") or ("scenes",)
-    size, init = ((_values_of(argv, flag) or (None,))[0] for flag in ("--size", "--init"))
+    data = values_of(argv, "--data") or ("scenes",)
+    size, init = ((values_of(argv, flag) or (None,))[0] for flag in ("--size", "--init"))
     if init is None:
         return recipes.default(method, size or "tiny", data)
     from kiloword import start
 
     return start.defaults(method, init, size, data)
-
-
-def _check_once(argv: Sequence[str]) -> None:
-    """Raises: ValueError for a flag that adds something and comes twice: the first would be forgotten.
-
-    Of any other flag the last counts, so that a command can be changed at its end.
-    """
-    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    adds = [f"--{name.replace('_', '-')}" for name in (*MIXING, "data", "side", "extra_captions", "weights")]
-    twice = next((flag for flag in adds if flags.count(flag) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice} is given twice: give it once; where it takes several values, they follow it.")
-
-
-def _values_of(argv: Sequence[str], flag: str) -> tuple[str, ...]:
-    """The values that follow a flag, or come with it behind "="; of a flag that comes again, the last ones."""
-    for n, word in reversed(list(enumerate(argv))):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") != flag:
-            continue
-        if equals:
-            return (value,)
-        rest = list(argv[n + 1 :])
-        end = next((i for i, w in enumerate(rest) if w.startswith("--")), len(rest))
-        return tuple(rest[:end])
-    return ()

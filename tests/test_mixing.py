@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kiloword.cli import main
-from kiloword.cli_train import mixed
+from kiloword.cli_method import mixed
 from kiloword.describe import slots
 from kiloword.losses import sigmoid_loss, softmax_loss
 from kiloword.methods import names, pieces, preset
