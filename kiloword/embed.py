@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kiloword.data import keyed
-from kiloword.data.loader import EvalBatch, eval_batches
 from kiloword.data.mixture import Mixture, mix
+from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.side import SideTable, Stored, TableFile, contents
 from kiloword.data.side_writer import Rows, SideWriter, content_of
 from kiloword.data.sources import open_data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 
 from kiloword import activations, engine, parallel, start
 from kiloword.checkpoint import check_fit, spec_of, write_json
-from kiloword.data.loader import BadRows, Loader
-from kiloword.data.loader import read as record
-from kiloword.data.questions import question, question_of
+from kiloword.data.bad import BadRows
+from kiloword.data.loader import Loader
+from kiloword.data.reading import captions_of
 from kiloword.data.sampler import Order
 from kiloword.data.side import SideTable
 from kiloword.data.sources import open_data, open_source
@@ -32,10 +31,8 @@ from kiloword.ranges import check
 from kiloword.recipes import Recipe
 from kiloword.run_folder import RunFile, check_same_run, holds_run, make_folder
 from kiloword.state.folder import newest
-from kiloword.types import BadSample, Source
+from kiloword.types import Source
 from kiloword.watch import mirror
-
-TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
 
 
 @dataclass
@@ -92,31 +89,6 @@ def with_length(
     return replace(recipe, steps=steps)
 
 
-def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
-    """Captions of about `most` rows spread over the source, without a picture where it can; bad rows give none.
-
-    Of a row that asks a question, its answers, then the question.
-    """
-    stride = max(1, len(source) // most)
-    for row in range(0, len(source), stride):
-        try:
-            captions, asked = _words(source, row)
-        except BadSample:
-            continue
-        yield from captions
-        if asked is not None:
-            yield asked
-
-
-def _words(source: Source, row: int) -> tuple[list[str], str | None]:
-    """Captions or answers, and the question. Raises BadSample."""
-    read = getattr(source, "captions", None)
-    if read is None:
-        found = record(source, row)
-        return found.captions, question_of(found)
-    return read(row), question(source, row) if hasattr(source, "question") else None
-
-
 def resolve(recipe: Recipe, source: Source, folder: Path) -> tuple[Recipe, Tokenizer]:
     """Settle what depends on the data: the tokenizer and its vocabulary; from `init`, the model's whole shape."""
     if recipe.init is not None:
@@ -147,10 +119,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     spread(learner, recipe, options)
     loader = make_loader(recipe, source, method, tokenizer, options)
     main = parallel.rank() == 0
-    lock = Lock(out) if main else None
-    if main:  # not before all that refuses a recipe
-        tokenizer.save(out / "model")
-        write_json(out / "config.json", asdict(file))
+    lock = _claim(file, tokenizer, out) if main else None  # not before all that refuses a recipe
     run = Run(
         recipe=recipe,
         out=out,
@@ -167,16 +136,31 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         lock=lock,
     )
     resume(run)
-    if run.step == 0 and holds_run(out):
-        run.log.say(f"{out} holds a model but no state to go on from: the run starts again.")
-    if started and run.step == 0:
-        run.log.say(started)
-    if run.step == 0 and method.prepare is not None:
-        run.log.say(method.prepare(learner, (b.to(run.device) for b in loader.batches())))
-        run.average = Average(learner, recipe.optim.ema)  # of what was prepared
+    if run.step == 0:
+        _begin(run, started)
     engine.check_same(learner)
     run.log = open_log(out, recipe, run.step, options, learner.model.head.log_limit)
     return run
+
+
+def _claim(file: RunFile, tokenizer: Tokenizer, out: Path) -> Lock:
+    """From here on the folder is this run's. Raises: ValueError when another process trains in it."""
+    lock = Lock(out)
+    tokenizer.save(out / "model")
+    write_json(out / "config.json", asdict(file))
+    return lock
+
+
+def _begin(run: Run, started: str) -> None:
+    """Before the first step: says what it starts from, and the method prepares. Args: started: of `make_learner`."""
+    if holds_run(run.out):
+        run.log.say(f"{run.out} holds a model but no state to go on from: the run starts again.")
+    if started:
+        run.log.say(started)
+    prepare = run.learner.method.prepare
+    if prepare is not None:
+        run.log.say(prepare(run.learner, (b.to(run.device) for b in run.loader.batches())))
+        run.average = Average(run.learner, run.recipe.optim.ema)  # of what was prepared
 
 
 def spread(learner: Learner, recipe: Recipe, options: Options) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.data.loader import eval_batches
+from kiloword.data.reading import eval_batches
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate

@@ -26,7 +26,8 @@ import kiloword.train as loop
 from kiloword import launch, recipes
 from kiloword.cli import main
 from kiloword.data import cache, reading, steps
-from kiloword.data.loader import Loader, read
+from kiloword.data.loader import Loader
+from kiloword.data.reading import read
 from kiloword.data.shards import Shards
 from kiloword.data.side import SideTable
 from kiloword.data.sources import open_source

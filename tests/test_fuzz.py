@@ -102,10 +102,9 @@ def findings(seeds: ModuleType) -> list[tuple[str, bytes]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(14))
-def test_what_was_found_once(readers: ModuleType, seeds: ModuleType, number: int, tmp_path: Path) -> None:
-    reader, data = findings(seeds)[number]
-    read(readers, reader, data, tmp_path)
+def test_what_was_found_once(readers: ModuleType, seeds: ModuleType, tmp_path: Path) -> None:
+    for reader, data in findings(seeds):
+        read(readers, reader, data, tmp_path)
 
 
 @pytest.mark.slow

@@ -14,8 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from kiloword.data.loader import ATTEMPTS, BadRows, Loader, eval_batches
+from kiloword.data.bad import BadRows
+from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.mixture import Mixture
+from kiloword.data.reading import eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.steps import LoaderStopped
 from kiloword.data.tokenizer import Tokenizer

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kiloword.data.reading import captions_of
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.gaussian import Gaussian
 from kiloword.learner import Learner
 from kiloword.methods import find, preset
 from kiloword.model import Model, build
 from kiloword.options import Options
-from kiloword.prepare import captions_of, make_loader, open_sources
+from kiloword.prepare import make_loader, open_sources
 from kiloword.recipes import default, parse, sizes
 from kiloword.types import Features
 from kiloword.verify_batch import batch, config

@@ -28,7 +28,8 @@ from tars import pairs, picture, write_tar
 from kiloword import recipes
 from kiloword.data import remote_cache, remote_index
 from kiloword.data.inspect import check
-from kiloword.data.loader import Loader, eval_batches
+from kiloword.data.loader import Loader
+from kiloword.data.reading import eval_batches
 from kiloword.data.remote_config import RemoteConfig, remote_config
 from kiloword.data.remote_errors import Unreachable
 from kiloword.data.sampler import Order

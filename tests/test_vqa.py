@@ -20,6 +20,7 @@ from kiloword import cli, verify, verify_batch
 from kiloword.answering import fused
 from kiloword.api import Matcher, load
 from kiloword.checkpoint import read_tensors
+from kiloword.data.reading import captions_of
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import key
@@ -31,7 +32,7 @@ from kiloword.learner import Learner
 from kiloword.log import read_metrics
 from kiloword.methods import preset
 from kiloword.model import Model, build
-from kiloword.prepare import captions_of, resolve
+from kiloword.prepare import resolve
 from kiloword.recipes import ModelConfig, Recipe, default, sizes
 from kiloword.train import Options, train
 from kiloword.types import BadSample, Batch, Record, Texts

@@ -17,14 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 from tars import picture, write_tar
 
-from kiloword.data.loader import Loader, eval_batches
+from kiloword.data.loader import Loader
 from kiloword.data.mixture import mix
 from kiloword.data.questions import majority
+from kiloword.data.reading import captions_of, eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import SceneQuestions, open_scenes
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
-from kiloword.prepare import captions_of
 from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.types import BadSample, Batch, Record, Source
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kiloword.data.ahead import Ahead, ahead_of
-from kiloword.data.bad import BadRows, reasons
+from kiloword.data.bad import reasons
 from kiloword.data.captions import choose, drop_words
 from kiloword.data.questions import check_asks, question_of
-from kiloword.data.reading import EvalBatch, eval_batches, name_of, read
+from kiloword.data.reading import name_of, read
 from kiloword.data.sampler import Order, Rows, share
 from kiloword.data.side import SideTable
 from kiloword.data.steps import in_order
@@ -24,8 +24,6 @@ from kiloword.data.transforms import EvalTransform, TrainTransform
 from kiloword.draw import Draw, key
 from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.types import BadSample, Batch, Example, Skipped, Source, Texts, View
-
-__all__ = ["BadRows", "EvalBatch", "Loader", "eval_batches", "read"]
 
 ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail once in 10^64 times
 

@@ -15,11 +15,13 @@ from torch import Tensor
 from kiloword.data.ahead import Ahead, ahead_of
 from kiloword.data.bad import shown
 from kiloword.data.decode import Pixels
+from kiloword.data.questions import question, question_of
 from kiloword.data.remote_errors import Unreachable
 from kiloword.data.steps import in_order
 from kiloword.data.transforms import EvalTransform
 from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
 
+TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
 AGAIN_S = (0.1, 0.4, 1.0)  # between attempts at a row whose file system refuses it
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
 
@@ -41,6 +43,31 @@ def read(source: Source, row: int) -> Record:
                 raise BadSample(shown(f"{type(error).__name__}: {error}"[:200])) from error
             time.sleep(wait)
     raise AssertionError
+
+
+def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
+    """Captions of about `most` rows spread over the source, without a picture where it can; bad rows give none.
+
+    Of a row that asks a question, its answers, then the question.
+    """
+    stride = max(1, len(source) // most)
+    for row in range(0, len(source), stride):
+        try:
+            captions, asked = _words(source, row)
+        except BadSample:
+            continue
+        yield from captions
+        if asked is not None:
+            yield asked
+
+
+def _words(source: Source, row: int) -> tuple[list[str], str | None]:
+    """Captions or answers, and the question. Raises BadSample."""
+    words = getattr(source, "captions", None)
+    if words is None:
+        found = read(source, row)
+        return found.captions, question_of(found)
+    return words(row), question(source, row) if hasattr(source, "question") else None
 
 
 def read_picture(source: Source, row: int) -> Record:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from kiloword.data.decode import decode
-from kiloword.data.loader import read
+from kiloword.data.reading import read
 from kiloword.draw import key
 from kiloword.evaluation.caption_scorers import Floats
 from kiloword.evaluation.caption_truth import KINDS, Judged

@@ -78,7 +78,7 @@ def drawn(
 def _seen(
     matcher: Matcher, source: Source, pictures: Pictures, which: torch.Tensor, names: Sequence[str]
 ) -> list[tuple[npt.NDArray[np.uint8], str]]:
-    from kiloword.data.loader import eval_batches
+    from kiloword.data.reading import eval_batches
 
     config, places = matcher.model.config, which.tolist()
     rows = [range(pictures.rows[i], pictures.rows[i] + 1) for i in places]

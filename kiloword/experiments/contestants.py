@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 from kiloword.api import Matcher
-from kiloword.data.loader import eval_batches
+from kiloword.data.reading import eval_batches
 from kiloword.data.scenes.source import ScenesSource
 from kiloword.data.sources import open_source
 from kiloword.evaluation.baseline import Sample, bags, histogram, ridge, words

@@ -90,6 +90,19 @@ def loss_buffers(learner: Learner, share: Load, all_texts: float, gpus: int, pie
     return 4.0 * (3 * rows + constant + replay)
 
 
+def fsdp(learner: Learner, precision: str, gpus: int) -> tuple[float, float]:
+    """Share of weights, gradients and states that a GPU holds, and bytes of what is gathered at once.
+
+    Those of blocks, towers and decoders are divided by the ranks, those of head and terms are not. Gathered at once:
+    what is in no block, two blocks (the next one travels early), one's gradient, and its copy to be scattered.
+    """
+    cut, size = shards(learner), 8 if precision == "fp64" else 4
+    numbers = cut.sharded + cut.root + cut.replicated
+    own = 2 if precision == "bf16" else size
+    part = ((cut.sharded + cut.root) / gpus + cut.replicated) / numbers
+    return part, 2.0 * size * cut.root + (3.0 * own + size) * cut.largest
+
+
 def memory(
     learner: Learner,
     optim: OptimConfig,
@@ -104,21 +117,12 @@ def memory(
     """Part -> bytes of one GPU at its fullest: when the backward pass of the last micro-batch begins.
 
     Args: share: of one GPU, in all its micro-batches; all_texts: of all ranks.
-    Under fsdp weights, gradients and states of blocks, towers and decoders are divided by the ranks, those of head and
-    terms are not. Gathered at once: what is in no block, two blocks (the next one travels early), one's gradient, and
-    its copy to be scattered. Under ddp gradients live in the buckets that travel, so that these cost nothing more.
-    Of one GPU and one micro-batch gradients grow as activations go: what counts is by how much they are more.
+    Under ddp gradients live in the buckets that travel, so that these cost nothing more. Of one GPU and one micro-batch
+    gradients grow as activations go: what counts is by how much they are more.
     """
-    held, cut, size = bytes_of(learner, optim, precision), shards(learner), 8 if precision == "fp64" else 4
-    micro = piece_of(share, layout.pieces)
-    part = 1.0
-    gathered = 0.0
-    sharded = layout.parallel == "fsdp" and layout.gpus > 1
-    if sharded:
-        numbers = cut.sharded + cut.root + cut.replicated
-        part = ((cut.sharded + cut.root) / layout.gpus + cut.replicated) / numbers
-        own = 2 if precision == "bf16" else size
-        gathered = 2.0 * size * cut.root + (3.0 * own + size) * cut.largest
+    held, size = bytes_of(learner, optim, precision), 8 if precision == "fp64" else 4
+    micro, sharded = piece_of(share, layout.pieces), layout.parallel == "fsdp" and layout.gpus > 1
+    part, gathered = fsdp(learner, precision, layout.gpus) if sharded else (1.0, 0.0)
     buckets = 2.0 * BUCKET * size if layout.gpus > 1 else 0.0
     work = step_of(learner, share, layout.pieces, all_texts, layout.checkpointing, device, None, chunk, teacher)
     kept = activations(learner, micro, layout.checkpointing)

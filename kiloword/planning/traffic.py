@@ -35,31 +35,18 @@ def traffic(
     A ring over n ranks sends (n-1)/n of a buffer to gather or to scatter sums, twice that to have the sums everywhere.
     ddp: 2 (n-1)/n of all gradients, once a step. fsdp: blocks are gathered (in bf16 where that is the precision) for
     every pass forward and again backward, once more for the first pass of micro-batches; what is in no block once a
-    micro-batch. Their gradients are scattered once a micro-batch; each matrix that Muon makes
-    orthogonal is gathered once a step. Features: every rank's texts are gathered, their gradients scattered; softmax
+    micro-batch. Their gradients are scattered once a micro-batch; each matrix that Muon makes orthogonal is gathered
+    once a step. Features: every rank's texts are gathered, their gradients scattered; softmax
     and the like also two numbers of every text from every rank. A test counts all of it on two ranks.
     """
     n = layout.gpus
     if n == 1:
         return {}
-    ring, size = (n - 1) / n, 8 if precision == "fp64" else 4
-    held = bytes_of(learner, optim, precision)
-    found: dict[str, float] = {}
+    ring = (n - 1) / n
     if layout.parallel == "ddp":
-        found["gradients"] = 2 * ring * held.gradients
+        found = {"gradients": 2 * ring * bytes_of(learner, optim, precision).gradients}
     else:
-        cut, (first, both) = shards(learner), _block_bytes(learner, share, 2 if precision == "bf16" else size)
-        again = layout.pieces > 1 and learner.method.pair_weight > 0
-        root = size * cut.root
-        found["weights"] = ring * layout.pieces * (2 * both + (first if again else 0.0) + root)
-        found["gradients"] = ring * size * (layout.pieces * (cut.sharded + cut.root) + 2 * cut.replicated)
-        turned = sum(
-            p.numel()
-            for kind, some in groups(learner.named_parameters(), optim).items()
-            for _, p in some
-            if kind.endswith("muon")
-        )
-        found |= {"Muon's updates": ring * size * turned} if turned else {}
+        found = {name: ring * value for name, value in _of_fsdp(learner, optim, precision, share, layout).items()}
     if learner.method.pair_weight:
         text = features(learner.model, teacher)[1]
         row = 4 * (text.floats + text.constant)
@@ -67,6 +54,25 @@ def traffic(
         if function_of(learner.method) in (softmax_loss, supcon_loss, matching_loss):
             found["columns"] = (n - 1) * all_texts * 2 * 4.0
     return found
+
+
+def _of_fsdp(learner: Learner, optim: OptimConfig, precision: str, share: Load, layout: Layout) -> dict[str, float]:
+    """Bytes of the whole buffers that are gathered and scattered."""
+    size = 8 if precision == "fp64" else 4
+    cut, (first, both) = shards(learner), _block_bytes(learner, share, 2 if precision == "bf16" else size)
+    again = layout.pieces > 1 and learner.method.pair_weight > 0
+    root = size * cut.root
+    found = {
+        "weights": layout.pieces * (2 * both + (first if again else 0.0) + root),
+        "gradients": float(size * (layout.pieces * (cut.sharded + cut.root) + 2 * cut.replicated)),
+    }
+    turned = sum(
+        p.numel()
+        for kind, some in groups(learner.named_parameters(), optim).items()
+        for _, p in some
+        if kind.endswith("muon")
+    )
+    return found | ({"Muon's updates": float(size * turned)} if turned else {})
 
 
 def _passes(learner: Learner, share: Load) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.decode import decode
-from kiloword.data.loader import read
+from kiloword.data.reading import read
 from kiloword.data.side import SideTable
 from kiloword.data.views.files import keys, read_columns
 from kiloword.data.views.settings import PartnerSettings
