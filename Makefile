@@ -8,7 +8,7 @@
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
-EXTRAS := dev,openclip,fast
+EXTRAS := dev,openclip,fast,log
 
 # The key changes with the pins, so that a changed pin is installed and an unchanged one costs nothing.
 KEY := $(shell cat constraints.txt pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
