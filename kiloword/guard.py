@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kiloword.prepare import Run
+from kiloword.state.folder import states
 
 USUAL_OF = 64  # good steps whose median norm is the usual one
 ENOUGH = 8  # of them make a usual norm
@@ -64,14 +65,19 @@ class Guard:
         run = self.run
         run.skipped_steps += 1
         run.skipped_in_a_row += 1
-        left_out = "" if math.isfinite(norm) and not math.isfinite(loss) else ": the step was skipped"
-        run.log.say(f"step {step}: {self._why(loss, norm)}{left_out} ({run.skipped_steps} so far)")
+        run.log.say(f"step {step}: {self._why(loss, norm)}: the step was skipped ({run.skipped_steps} so far)")
         if run.skipped_in_a_row >= self.most:
             raise ValueError(
-                f"step {step}: {self._why(loss, norm)}; bad steps in a row: {run.skipped_in_a_row}. The run stops; "
-                f"{run.out / 'state'} keeps the last state, which is good. Start again in another --out with a smaller "
-                f"--optim.lr, from {run.out / 'model'} by --init if you like; --max-skipped-steps allows more."
+                f"step {step}: {self._why(loss, norm)}; bad steps in a row: {run.skipped_in_a_row}. The run stops"
+                f"{self._what_is_left()}; --max-skipped-steps allows more."
             )
+
+    def _what_is_left(self) -> str:
+        out, again = self.run.out, "Start again in another --out with a smaller --optim.lr"
+        if not states(out / "state"):
+            return f" before its first state. {again}"
+        kept = f"{out / 'state'} keeps the last state, which is finite"
+        return f"; {kept}. {again}, from {out / 'model'} by --init if you like"
 
     def _why(self, loss: float, norm: float) -> str:
         if not math.isfinite(norm):

@@ -21,7 +21,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.text.context": (3, _ANY),
     "model.head.dim": (1, _ANY),
     **{f"optim.{name}": (0, _ANY) for name in ("lr", "muon_lr", "weight_decay", "muon_weight_decay", "eps", "warmup")},
-    **{f"optim.{name}": (0, _ANY) for name in ("clip", "scale_lr", "text_lr", "final_lr")},
+    **{f"optim.{name}": (0, _ANY) for name in ("clip", "explode", "scale_lr", "text_lr", "final_lr")},
     **{f"optim.{name}": (0, 1) for name in ("beta1", "beta2", "momentum", "ema")},
     "data.bad_share": (0, 1),
     "data.together": (1, _ANY),

@@ -290,6 +290,7 @@ def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
         (["--model.image.heads", "5"], "heads"),
         (["--augment.crop", "2"], "--augment.crop is 2.0: expected 0.001 to 1"),
         (["--optim.lr", "nan"], "--optim.lr is nan: expected at least 0"),
+        (["--optim.explode", "-1"], "--optim.explode is -1.0: expected at least 0"),
         (["--settings.scale", "0"], "scale is 0: expected a number above 0"),
     ],
 )
@@ -493,7 +494,7 @@ def test_loss_that_is_no_number(refused: Refused, tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(loop, "backward", backward)
         said = refused(*words)
-    assert "step 3: loss is nan" in said
+    assert "step 3: loss is nan; bad" in said
     found = load_state(tmp_path / "out" / "state", print)
     assert found is not None
     assert found[1]["step"] == 2

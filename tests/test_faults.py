@@ -138,6 +138,15 @@ def test_gradients_that_stay_bad_end_the_run(
     main(words)
 
 
+def test_gradients_that_are_bad_before_a_state_leave_nothing_to_go_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
+) -> None:
+    spoil(monkeypatch, lambda step: True, float("nan"))
+    said = ends(train(tmp_path / "out", "--max-skipped-steps", 2))
+    assert "bad steps in a row: 2. The run stops before its first state. Start again in another --out" in said
+    assert "--init" not in said
+
+
 def test_features_that_are_no_numbers(tmp_path: Path, ends: Callable[..., str]) -> None:
     main(train(tmp_path / "teacher", data=SCENES))
     side = tmp_path / "side"
