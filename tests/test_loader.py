@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
@@ -19,7 +20,7 @@ from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.mixture import Mixture
 from kiloword.data.reading import eval_batches
 from kiloword.data.sampler import Order
-from kiloword.data.steps import LoaderStopped
+from kiloword.data.steps import LoaderStopped, in_order
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import Draw
 from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
@@ -204,6 +205,18 @@ def test_a_killed_worker_is_an_error_not_a_wait() -> None:
 def test_a_stalled_worker_is_an_error_not_a_wait() -> None:
     with pytest.raises(LoaderStopped, match="a loader worker stopped: DataLoader timed out after 1 seconds"):
         list(make(Pictures(dict.fromkeys(range(ROWS), "sleep")), workers=1, timeout=1).batches(0, 5))
+
+
+def test_a_worker_whose_reader_is_gone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    def hand_out(step: int) -> int:
+        error = (ConnectionResetError("reader"), KeyError("bug"))[step]
+        sys.excepthook(type(error), error, None)  # as multiprocessing.resource_sharer does
+        return step
+
+    assert list(in_order(hand_out, range(2), workers=1)) == [0, 1]
+    said = capfd.readouterr().err
+    assert "bug" in said
+    assert "reader" not in said
 
 
 def test_untouched_pictures_are_exact() -> None:

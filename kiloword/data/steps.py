@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -106,10 +107,17 @@ def _start_worker(worker: int) -> None:
     """One thread a worker. Signals are for the main process, which then ends its workers; SLURM and torchrun send
     theirs to all, and a run without its workers could not save."""
     torch.set_num_threads(1)
+    sys.excepthook = _unless_the_reader_is_gone
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if "cv2" in sys.modules:  # its thread pool does not survive a fork
         sys.modules["cv2"].setNumThreads(0)
+
+
+def _unless_the_reader_is_gone(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    """Where the main process was killed, the thread that hands out tensors would print a traceback behind it all."""
+    if not isinstance(error, EOFError | ConnectionError):
+        sys.__excepthook__(kind, error, at)
 
 
 def _end_workers(items: Any) -> None:
