@@ -11,7 +11,6 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kiloword import launch, peers
 
@@ -63,14 +62,19 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return x
 
 
+def sharded(x: Tensor) -> bool:
+    """Whether it is a DTensor, whose module takes most of a second to import: who only uses a model does without."""
+    return hasattr(x, "full_tensor")
+
+
 def local(x: Tensor) -> Tensor:
     """What this rank holds of a tensor: its rows of a sharded one, or all."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if sharded(x) else x  # type: ignore[attr-defined]
 
 
 def whole(x: Tensor) -> Tensor:
     """A tensor with every rank's rows; all ranks must ask."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return x.full_tensor() if sharded(x) else x  # type: ignore[attr-defined]
 
 
 def extreme_over_ranks(x: Tensor, which: Literal["most", "least"]) -> Tensor:

@@ -24,7 +24,7 @@ def validate(run: Run) -> dict[str, float]:
     names = ("accuracy",) if asks else ("text_retrieval_recall@1", "image_retrieval_recall@1")
     options: dict[str, Any] = {"train": run.loader.source} if asks and not hasattr(source, "answers") else {}
     run.learner.eval()
-    sharded = any(hasattr(p, "full_tensor") for p in run.learner.parameters())
+    sharded = any(parallel.sharded(p) for p in run.learner.parameters())
     with run.average.in_place(run.learner), sharing(lockstep=sharded):
         matcher = Matcher(run.learner.model, run.tokenizer)
         found = evaluate(matcher, "vqa" if asks else "retrieval", source, **options)

@@ -114,6 +114,13 @@ def test_instant_and_without_torch(code: str, seconds: float) -> None:
     assert min(times) < seconds
 
 
+def test_who_uses_a_model_waits_for_no_module_of_training() -> None:
+    slow = "{'torch.distributed.tensor', 'torch.distributed.checkpoint', 'torch._dynamo', 'fsspec', 'tensorboard'}"
+    code = f"import sys, kiloword.api; print(sorted({slow} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("train", "siglip", *RUN, "--out", tmp_path / "out", "--dry-run", "--optim.lr", 0.01)
     said = capsys.readouterr().out

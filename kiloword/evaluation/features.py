@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from kiloword import parallel
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.sharing import gathered, in_turns, lockstep, own, share
 from kiloword.types import Features, Skipped, Source
@@ -49,7 +50,7 @@ def inference(model: Model) -> Iterator[None]:
     A sharded model keeps what it gathers for training too, so nothing of it may be a tensor of inference alone.
     """
     training = model.training
-    sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
+    sharded = any(parallel.sharded(p) for p in model.parameters())
     model.eval()
     try:
         with torch.no_grad() if sharded else torch.inference_mode():
