@@ -258,6 +258,7 @@ def test_composed_captions_are_longer_and_some_methods_take_six() -> None:
         ("siglip --samples 1e9 --size huge", "unknown size"),
         ("siglip --samples 1e9 --parallel fsdp", "--gpus is 1"),
         ("--samples 1e9", "needs a method"),
+        ("clip --samples 1e9 --terms caption --terms mim", "--terms is given twice"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
