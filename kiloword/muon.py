@@ -78,6 +78,8 @@ class Muon(torch.optim.Optimizer):
                 for weight, change in _overlap(p, self._first(p, rows), pieces[n * parts + part], part * height):
                     weights.append(weight)
                     changes.append(change.to(weight.dtype))
+        if not weights:  # fewer rows than ranks: this one has none
+            return
         decay, step = (
             1 - group["lr"] * group["weight_decay"],
             group["lr"] * math.sqrt(max(1.0, height / pieces.shape[2])),
