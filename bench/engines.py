@@ -142,8 +142,6 @@ def of_memory(args: argparse.Namespace) -> dict[str, Any]:
 
 def of_this_group(args: argparse.Namespace) -> dict[str, Any]:
     """Under torchrun: each engine on all ranks."""
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with parallel.process_group(args.device, 900):
         rates = {}
         for way in ("ddp", "fsdp"):

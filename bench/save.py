@@ -8,12 +8,14 @@ Prepares a run of a size, makes a step so that the optimizer has its moments, an
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -47,7 +49,7 @@ def step(run: Run) -> float:
     return time.perf_counter() - start
 
 
-def measure(size: str, device: str, times: int) -> None:
+def measure(size: str, device: str, times: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, Saver(run := ready(size, device, Path(folder) / "run"), 1) as saver:
         blocked: dict[str, list[float]] = {"first": [], "background": [], "awaited": []}
         alone, beside = [step(run) for _ in range(times)], []
@@ -63,9 +65,9 @@ def measure(size: str, device: str, times: int) -> None:
             saver.finish()
             blocked["awaited"].append(time.perf_counter() - start)
         on_disk = sum(path.stat().st_size for path in (Path(folder) / "run" / "state").rglob("*") if path.is_file())
-    found = {name: f"{statistics.median(seconds):.3f} s" for name, seconds in blocked.items()}
-    steps = f"a step {statistics.median(alone):.2f} s alone, {statistics.median(beside):.2f} s beside writing"
-    print(f"{size}: state {on_disk / 1e9:.2f} GB; training stands still {found}; {steps}", flush=True)
+    median = {name: round(statistics.median(seconds), 3) for name, seconds in blocked.items()}
+    steps = {name: round(statistics.median(s), 3) if s else None for name, s in (("alone", alone), ("beside", beside))}
+    return {"size": size, "state GB": round(on_disk / 1e9, 2), "stands still, s": median, "a step, s": steps}
 
 
 def main() -> None:
@@ -75,8 +77,11 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    rows = []
     for size in args.sizes:
-        measure(size, args.device, args.times)
+        rows.append(measure(size, args.device, args.times))
+        print(rows[-1], flush=True)
+    print(json.dumps({"device": args.device, "rows": rows}))
 
 
 if __name__ == "__main__":
