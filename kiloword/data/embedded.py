@@ -58,7 +58,7 @@ class Embedded:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def arrow_errors(path: Path) -> Iterator[None]:
     """Turns what Arrow raises on a damaged table into a ValueError. Errors of the disk stay as they are."""
     try:
         yield
@@ -113,7 +113,7 @@ def _is_valid(path: Path, rows: int, fingerprint: str) -> bool:
 
 def _lay_out(file: BinaryIO, table: Path, column: str, fingerprint: str) -> None:
     digests, ends, end = [], [], 0
-    with reading(table), pa.parquet.ParquetFile(table) as parquet:
+    with arrow_errors(table), pa.parquet.ParquetFile(table) as parquet:
         for batch in parquet.iter_batches(batch_size=256, columns=[column]):
             pictures = batch.column(0)
             if pa.types.is_struct(pictures.type):

@@ -15,7 +15,7 @@ import pyarrow.parquet
 
 from kiloword.data import keyed
 from kiloword.data.bad import shown
-from kiloword.data.embedded import reading
+from kiloword.data.embedded import arrow_errors
 from kiloword.data.mixture import Mixture
 from kiloword.data.sample import clean
 from kiloword.data.tables import fingerprint
@@ -190,7 +190,7 @@ def _check_matches(table: CaptionTable, source: Source) -> None:
 
 def _read(path: Path) -> tuple[pa.Array, pa.Array]:
     """Keys and captions [N], strings in large arrays. Errors: ValueError."""
-    with reading(path):
+    with arrow_errors(path):
         names = pa.parquet.read_schema(path).names
         column = next((c for c in CAPTION_COLUMNS if names.count(c) == 1), None)
         if names.count("key") != 1 or column is None:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data.embedded import Embedded, check_rows, is_embedded, reading
+from kiloword.data.embedded import Embedded, arrow_errors, check_rows, is_embedded
 from kiloword.data.questions import ANSWERS, QUESTION, parse_answers
 from kiloword.data.sample import clean, decode_text
 from kiloword.data.tables import (
@@ -60,7 +60,7 @@ class QuestionTable:
             raise ValueError(f"{path} has questions but no pictures: expected a column `image` (or `filepath`).")
         self._answers = next(c for c in ANSWER_COLUMNS if c in names)
         columns = [QUESTION, self._answers, *(c for c in MORE if c in names)]
-        with reading(path):
+        with arrow_errors(path):
             self._read(image, columns)
         if not len(self):
             raise ValueError(f"{path} has no rows. Expected a picture, a question and its answers a row.")

@@ -21,7 +21,7 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data.bad import shown
-from kiloword.data.embedded import Embedded, check_rows, is_embedded, reading
+from kiloword.data.embedded import Embedded, arrow_errors, check_rows, is_embedded
 from kiloword.data.sample import MAX_IMAGE, clean, decode_text, read_whole
 from kiloword.types import BadSample, NoCaption, Record
 
@@ -62,7 +62,7 @@ class Table:
         self.name, self.path = name, path
         self.fingerprint = fingerprint(path)
         parquet = path.suffix.lower() == ".parquet"
-        with reading(path):
+        with arrow_errors(path):
             self._columns = _read_parquet(path, self.fingerprint) if parquet else _read_csv(path)
         self._order, self._starts = _group(self._columns.images)
         if not len(self):
@@ -149,7 +149,7 @@ def column_names(path: Path) -> list[str]:
     """Errors: ValueError when the table cannot be read."""
     if path.suffix.lower() != ".parquet":
         return _header(path)[1]
-    with reading(path):
+    with arrow_errors(path):
         return list(pa.parquet.read_schema(path).names)
 
 
