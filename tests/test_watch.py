@@ -227,6 +227,27 @@ def test_damaged_config_and_rows_of_another_version_are_shown_all_the_same(tmp_p
     assert "loss" in frame(out)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"step": 4, "loss": 1}\n{"step": 3, "loss": 1}\n',
+        '{"step": -3, "loss": 1}\n{"step": 1e400, "loss": 1}\n{"step": true}\n',
+        '{"step": 4, "loss": -1e308}\n{"step": 6, "loss": 1e308, "bias": 1e-320}\n',
+        '{"step": 1, "pairs_per_s": Infinity, "time": -5e300, "memory": [1]}\n{"step": 2, "time": 1e18}\n',
+        '{"step": 1, "loss": 1' + "0" * 400 + '}\n{"step": 1' + "0" * 400 + "}\n",
+        "[" * 100_000 + "\n\x1b[31m\x00\n",
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_damaged_rows_and_configs_are_left_out(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text(text + '{"step": 7, "loss": 1.5}\n')
+    for config in ('{"recipe": [1]}', '{"recipe": {"steps": "x", "batch": [], "data": 5, "settings": 7}}', "null"):
+        (out / "config.json").write_text(config)
+        assert "step 7" in frame(out)
+
+
 def test_a_pipe_gets_plain_text_and_the_verb_needs_no_torch(tmp_path: Path) -> None:
     out = write(tmp_path / "run", [row(n) for n in range(1, 20)])
     code = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ class Pace:
 
     def add(self, row: Mapping[str, Any]) -> None:
         rate = row.get("pairs_per_s")
-        if isinstance(rate, int | float) and rate > 0:
+        if isinstance(rate, int | float) and 1e-9 < rate < math.inf:
             self._rates.append(float(rate))
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
+MOST = 1e100  # of a step or a metric: what is larger is damage, and sums and differences of it would overflow
 
 
 class Reader:
@@ -53,9 +54,14 @@ class Reader:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    row = {name: value for name, value in row.items() if not _absurd(value)} if isinstance(row, dict) else {}
+    return row if type(row.get("step")) is int and row["step"] >= 0 else None
+
+
+def _absurd(value: Any) -> bool:
+    return isinstance(value, int | float) and MOST < abs(value) < math.inf
 
 
 class Columns:

@@ -60,6 +60,8 @@ class Watched:
             if self.reader.times != times:  # rewritten from its start, or seen for the first time
                 times = self.reader.times
                 self._clear()
+            if row["step"] < self.step:  # written by no run of ours
+                continue
             self.columns.add(row)
             self.pace.add(row)
             self.alerts.add(row)
@@ -107,15 +109,15 @@ class Watched:
 def read_config(folder: Path) -> Config:
     """Leniently: what is not there keeps its default."""
     raw = _json(folder / "config.json")
-    recipe = raw.get("recipe", {})
-    settings = recipe.get("settings") or {}
-    found = {k: recipe[k] for k in ("method", "size", "steps", "batch") if k in recipe}
-    share = recipe.get("data", {}).get("bad_share")
-    return Config(
-        **found,
-        **({} if share is None else {"bad_share": share}),
-        max_scale=settings.get("max_scale") if isinstance(settings, dict) else None,
-    )
+    recipe = _inside(raw, "recipe")
+    there = _inside(recipe, "settings") | _inside(recipe, "data") | recipe
+    kinds = {"method": str, "size": str, "steps": int, "batch": int, "bad_share": float, "max_scale": float | int}
+    return Config(**{k: there[k] for k, kind in kinds.items() if isinstance(there.get(k), kind)})
+
+
+def _inside(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    found = raw.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def saved_step(folder: Path) -> int | None:
