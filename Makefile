@@ -40,8 +40,8 @@ check: $(FULL)
 	@$(THREADS) $(BIN)/python -m pytest -n $(JOBS)
 
 check-all: $(FULL)
-	@echo '== slow tests (pytest -m slow)'
-	@$(THREADS) $(BIN)/python -m pytest -m slow --timeout 1800
+	@echo '== slow tests (pytest -m slow, $(JOBS) processes)'
+	@$(THREADS) $(BIN)/python -m pytest -n $(JOBS) -m slow --timeout 1800
 
 env: $(FULL)
 
