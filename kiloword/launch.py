@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PORTS = range(12_000, 32_000)  # below those that Linux hands out by itself
+_PARENT = os.getppid()  # as this process begins, seconds before torch is imported
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -66,6 +67,11 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def orphaned() -> bool:
+    """Whether the torchrun that started this rank was killed: the rank would wait in vain, or join the next run."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != _PARENT
 
 
 def explain(sentence: str) -> None:

@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from kiloword import launch
 from kiloword.blame import SILENT_S, End, blame, is_broken, within
+from kiloword.meeting import claim, meet
 from kiloword.sentences import sentence_of
 
 BEAT_S = 1.0  # between signs of life
@@ -53,30 +53,16 @@ class Peers:
         self._leaving, self._left = threading.Event(), threading.Event()
         self._saying, self._said = threading.Lock(), False
         self._deadline, self._answered = math.inf, time.monotonic()
-        self._root = self._meet()
+        self._hosts = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._root = meet(self.rank, self._hosts, timeout_s)
         attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self.group_store = PrefixStore(f"kiloword/{attempt}/group", self._root)
         clones = [self._root.clone() for _ in range(2)]  # type: ignore[attr-defined]  # one a thread
         self._store, self._mine = (PrefixStore(f"kiloword/{attempt}", clone) for clone in clones)
+        claim(self._mine, self.rank)
         self._threads = [threading.Thread(target=work, name="peers", daemon=True) for work in (self._live, self._watch)]
         for thread in self._threads:
             thread.start()
-
-    def _meet(self) -> TCPStore:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._hosts = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        patience = timedelta(seconds=self.timeout_s)
-        try:
-            return TCPStore(host, port, None, self._hosts, patience, wait_for_workers=False)
-        except RuntimeError as e:
-            if self._hosts:
-                why = "another process has it" if "EADDRINUSE" in str(e) else str(e).splitlines()[0]
-                said = (
-                    f"the ranks cannot meet at port {port} of {host}: {why}. Set MASTER_PORT to another, for all ranks."
-                )
-            else:
-                said = f"rank {self.rank} found nobody at {host}:{port}: rank 0 has not come, or a firewall is between."
-            raise ValueError(said) from None
 
     @property
     def _patience(self) -> float:
