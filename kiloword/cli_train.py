@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> None:
     words = asked(argv, "train siglip --out runs/first")
     args, settings = words.read(_train(words.method, words.flags))
     from kiloword import start
-    from kiloword.dry_run import describe, rehearse
+    from kiloword.dry_run import rehearse
     from kiloword.prepare import open_sources, with_length
     from kiloword.train import train
 
@@ -104,7 +104,6 @@ def main(argv: Sequence[str]) -> None:
     recipe = with_length(recipe, len(source), args.steps, args.epochs, args.samples)
     if args.dry_run:
         rehearse(recipe, source, args.out, args.options)
-        print(describe(recipe, source, args.out))
         return
     folder = train(recipe, args.out, source, args.options)
     if os.environ.get("RANK", "0") == "0":  # of torchrun

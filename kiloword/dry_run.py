@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kiloword import parallel
 from kiloword.device import choose
 from kiloword.methods import preset
 from kiloword.options import Options
@@ -14,11 +15,18 @@ from kiloword.types import Source
 
 
 def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> None:
-    """Do what comes before the first step, but for what writes and for building large towers.
+    """Do what comes before the first step, but for what writes and for building large towers, and say what would run.
 
     Raises: ValueError for what training would refuse: settings, data, side tables, a model to start from, `out`.
     """
     choose(options.device)
+    with parallel.process_group(timeout_s=options.timeout):
+        _prepare(recipe, source, out, options)
+        if parallel.rank() == 0:
+            print(describe(recipe, source, out, options))
+
+
+def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> None:
     micro_batches(recipe)
     recipe, tokenizer = resolve(recipe, source, out / "model")
     check_same_run(out, RunFile(recipe=recipe, data_fingerprint=source.fingerprint), options.extend)
@@ -30,15 +38,19 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
     make_loader(recipe, source, method, tokenizer, options)
 
 
-def describe(recipe: Recipe, source: Source, out: Path) -> str:
+def describe(recipe: Recipe, source: Source, out: Path, options: Options) -> str:
     """What a run would do, in a few lines."""
     epochs = recipe.steps * recipe.batch / len(source)
     val = open_val(recipe)
+    ranks, pieces = parallel.ranks(), micro_batches(recipe)
+    share = f"{pieces} x {recipe.batch // ranks // pieces} pictures each"
+    how = f"checkpointing {options.checkpointing}, compile {options.compile}, {recipe.precision}"
     lines = [
         f"method     {recipe.method} {recipe.settings or ''}",
         f"data       {' '.join(recipe.data.sources)}: {len(source)} pictures",
         *([] if val is None else [f"val        {val.name}: {len(val)} pictures"]),
         f"length     {recipe.steps} steps of {recipe.batch} pictures, {epochs:.1f} epochs",
+        f"ranks      {ranks}, {share}{f', {options.parallel}' if ranks > 1 else ''}, {how}",
         f"towers     {recipe.size}: {recipe.model.image}; {recipe.model.text}",
         f"optimizer  {recipe.optim}",
         f"augment    {recipe.data.augment}",

@@ -122,8 +122,10 @@ def test_who_uses_a_model_waits_for_no_module_of_training() -> None:
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("train", "siglip", *RUN, "--out", tmp_path / "out", "--dry-run", "--optim.lr", 0.01)
+    how = ("--micro", 4, "--checkpointing", "whole", "--precision", "bf16")
+    run("train", "siglip", *RUN, "--out", tmp_path / "out", "--dry-run", "--optim.lr", 0.01, *how)
     said = capsys.readouterr().out
+    assert "1, 2 x 4 pictures each, checkpointing whole, compile none, bf16" in said
     assert "siglip {'scale': 10.0, 'bias': -10.0}" in said
     assert "3 steps of 8 pictures, 0.4 epochs" in said
     assert "lr=0.01" in said

@@ -155,6 +155,18 @@ def test_under_torchrun_one_sentence_ends_all(tmp_path: Path) -> None:
     assert re.search(rf"traceback : .*{re.escape(said)}", done.stderr)  # in torchrun's own report
 
 
+def test_a_dry_run_of_several_ranks_is_said_once(tmp_path: Path) -> None:
+    for batch, code, says in (
+        (12, 0, "ranks      2, 2 x 3 pictures each, ddp"),
+        (9, 2, "9 does not divide over 2 ranks"),
+    ):
+        with started(words(tmp_path, "--dry-run", "--micro", 3, "--batch", batch), 2) as processes:
+            done = [process.communicate(timeout=240) for process in processes]
+            assert [process.returncode for process in processes] == [code] * 2
+        assert sum((out + said).count(says) for out, said in done) == 1
+        assert not list(tmp_path.iterdir())
+
+
 def test_sigterm_to_all_ranks_saves(tmp_path: Path) -> None:
     """As Kubernetes and SLURM do. The time from the signal to the end is printed: the grace that it takes."""
     flags = words(tmp_path, "--workers", 1)

@@ -490,6 +490,9 @@ def test_other_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert everything(open_source(f"file://{tmp_path}/data/")) == everything(local)
     with pytest.raises(ValueError, match=r"pip install 'kiloword\[remote\]'"):
         open_source("nosuch://bucket/0.tar")
+    monkeypatch.setenv("KILOWORD_REMOTE", "retries=0")
+    with pytest.raises(ValueError, match=r"ftp://127.0.0.1:9/0.tar: .*refused"):
+        open_source("ftp://127.0.0.1:9/0.tar")
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,6 +502,9 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("KILOWORD_REMOTE", wrong)
         with pytest.raises(ValueError, match="KILOWORD_REMOTE"):
             remote_config()
+    monkeypatch.setenv("KILOWORD_REMOTE", "limit=1")
+    with pytest.raises(ValueError, match="limit is 1; expected at least 8388608"):
+        remote_config()
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

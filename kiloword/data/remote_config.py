@@ -30,7 +30,7 @@ class RemoteConfig(Settings):
         least = {"limit": self.piece, "retries": 0, "timeout": 1e-3, "backoff": 0, "piece": 1, "ahead": 0, "threads": 1}
         for name, low in least.items():
             if not getattr(self, name) >= low:
-                raise ValueError(f"{VARIABLE}: {name} is {getattr(self, name):g}; expected at least {low:g}.")
+                raise ValueError(f"{VARIABLE}: {name} is {getattr(self, name):.12g}; expected at least {low:.12g}.")
 
 
 def remote_config() -> RemoteConfig:

@@ -64,6 +64,8 @@ class Fsspec:
                 f"{shown(self.url)} cannot be opened ({error}). http and https need nothing more; s3, gs and hf: "
                 "pip install 'kiloword[remote]'."
             ) from None
+        except OSError as error:  # ftp and others connect at once
+            raise self._failed(error) from None
         return self._bounded(lambda: use(fs, path))
 
     def _bounded(self, call: Callable[[], T]) -> T:
