@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("kiloword: interrupted.", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(130) from None
     except Exception as e:
         said = sentence_of(e)
         if said is None:

@@ -228,7 +228,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             return found
 
         patch.setattr(loop, "backward", twice)
-        assert "interrupted" in ends(words)
+        assert "interrupted" in ends(words, 130)
     goes_on(words, tmp_path)
 
 
