@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kiloword import activations, engine, parallel
 from kiloword.accumulate import backward
+from kiloword.learner import Learner
 from kiloword.optim import SETTLED, USUAL, Average, Optimizer
 from kiloword.planning import allocated
 from kiloword.recipes import MUON, OptimConfig
@@ -30,7 +31,9 @@ def trained(way: str) -> dict[str, Tensor]:
     model = learner("sycoca")
     if way == "fsdp":
         engine.shard(model)
-    optimizer, average, reducer = Optimizer(model, CONFIG, STEPS), Average(model, 0.5), engine.Reducer(model)
+    optimizer, reducer = Optimizer(model, CONFIG, STEPS), engine.Reducer(model)
+    seen(model)  # as a method does that prepares itself
+    average = Average(model, 0.5)
     share = PICTURES // parallel.ranks()
     mine = batch(parallel.rank() * share, (parallel.rank() + 1) * share, method="sycoca")
     out: dict[str, Tensor] = {}
@@ -39,11 +42,21 @@ def trained(way: str) -> dict[str, Tensor]:
         report |= optimizer.step(step)
         average.update(model, step)
         out |= {f"{step}:{name}": report[name].double() for name in ("loss", "gradient_norm", "skipped_step")}
+    seen(model)
     with average.in_place(model):
         out |= {f"average:{n}": p for n, p in model.named_parameters()}
+        out |= {f"seen:{name}": x for name, x in seen(model).items()}
         out |= {f"swapped:{n}": p.clone() for n, p in average.shadow.items()}
+    out |= {f"seen after:{name}": x for name, x in seen(model).items()}
     out |= {f"weight:{n}": p for n, p in model.state_dict().items()} | optimizer.state_dict()
     return {name: parallel.whole(x.detach()).contiguous() for name, x in out.items()}
+
+
+@torch.no_grad()
+def seen(model: Learner) -> dict[str, Tensor]:
+    """Features of pictures and texts: of the weights as they are now, whatever was gathered of others."""
+    found = model.encode(batch(0, 3, method="sycoca"))
+    return {"image": found.images["vec"], "text": found.texts["vec"]}
 
 
 def save_trained(folder: Path) -> None:

@@ -122,6 +122,13 @@ def test_a_gradient_that_explodes_is_left_out(
     assert re.search(r"step 25: gradient norm \S+ is \d{6,7} times the usual: the step was skipped \(1 so far\)", said)
 
 
+def test_bad_steps_with_good_ones_between_do_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, lambda step: step in (2, 4), float("nan"))
+    out = tmp_path / "out"
+    goes_on(train(out, "--max-skipped-steps", 2), out)
+    assert read_metrics(out / "metrics.jsonl")[-1]["skipped_steps"] == 2
+
+
 def test_gradients_that_stay_bad_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
 ) -> None:

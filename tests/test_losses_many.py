@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.heads import Head, Single
-from kiloword.losses import Blocks, sigmoid_loss, softmax_loss
+from kiloword.losses import Blocks, logsumexp_over_ranks, sigmoid_loss, softmax_loss
 from kiloword.losses_many import Balanced, supcon_loss
 from kiloword.model import initialise
 from kiloword.recipes import sizes
@@ -164,3 +164,10 @@ def test_balanced_positives_of_a_text_sum_to_one() -> None:
         sums[columns] += bound(blocks.block(rows, columns)).sum(0)
     assert sums.tolist() == pytest.approx([1, 1, 1, 1])
     assert math.isclose(float(bound(blocks.block(slice(0, 1), slice(0, 1)))), 0.5)  # pictures 0 and 3 share it
+
+
+def test_a_text_that_no_rank_has_a_number_of_stays_without_one() -> None:
+    logs = torch.tensor([[-torch.inf, 0.5], [2.0, -torch.inf]])
+    found, beside = logsumexp_over_ranks(logs, torch.ones(1, 2))
+    assert torch.equal(found, logs)
+    assert torch.equal(beside, torch.ones(1, 2))
