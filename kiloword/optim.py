@@ -203,6 +203,7 @@ class Average:
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
+        settle(module)  # what was gathered to look at a batch is no shard
         self.shadow = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad} if decay else {}
 
     @torch.no_grad()
