@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kiloword.watch.alerts import About, Alerts, alerts
 from kiloword.watch.rule import LIMITS
+from kiloword.watch.rules_learning import LossSpike
 from kiloword.watch.windows import Thinned, Window
 
 ABOUT = About(batch=256, bad_share=0.01, max_scale=100.0)
@@ -55,6 +56,20 @@ def test_heavy_tails_are_not_spam() -> None:
     rng = random.Random(0)
     noisy = rows(5000, loss=lambda n: 2 + 0.05 * rng.gauss(0, 1) / abs(rng.gauss(0, 1) + 1e-6) ** 0.3)
     assert len(alerts(noisy, ABOUT)) <= 10
+
+
+@pytest.mark.parametrize(("move", "jump", "deviations"), [(0.2, 2.1, 10.0), (0.0, 0.1, 10.0)])
+def test_a_spike_is_measured_in_deviations_of_what_the_loss_moves(move: float, jump: float, deviations: float) -> None:
+    """Of a difference of two losses: a root of two more than one. Not below 1% of the loss."""
+    rule = LossSpike()
+    for n in range(60):
+        rule.measure({"loss": 1 + move * (n % 2)})
+    middle = 1 + move / 2 if move else 1.0
+    assert rule.measure({"loss": middle + jump}) == pytest.approx(deviations, rel=0.06)
+    calm = LossSpike()
+    for _ in range(60):
+        calm.measure({"loss": 1.0})
+    assert calm.measure({"loss": 1.025}) == 0.0
 
 
 def step_of(n: int) -> int:

@@ -247,6 +247,18 @@ def test_states_that_stay(tmp_path: Path) -> None:
     assert names == sorted([f"step-{n:09d}" for n in (6, 7, 8)] + [f"step-{n:09d}.json" for n in (6, 7, 8)])
 
 
+def test_the_model_folder_holds_averaged_weights(tmp_path: Path) -> None:
+    """Averaged from what the method prepared on: a searched bias among it."""
+    some = replace(recipe(2), method="siglip+bias-search")
+    found = load_state(train(some, tmp_path, options=replace(EVERY, save_every=1)).parent / "state", pytest.fail)
+    assert found is not None
+    model, (state, _) = load_file(tmp_path / "model" / "model.safetensors"), found
+    same(model, {name: state[f"average/model.{name}"] for name in model})
+    assert not torch.equal(model["head.log_scale"], state["learner/model.head.log_scale"])
+    assert float((model["head.bias"] - state["learner/model.head.bias"]).abs()) < 0.01
+    assert abs(float(model["head.bias"]) + 10) > 0.1  # where it was before
+
+
 def slowly(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], None]) -> None:
     """`work` gets the number of a save, in its thread, before anything is written."""
     real, lock, calls = saving.write_part, threading.Lock(), [0]
