@@ -79,13 +79,26 @@ def function_of(method: Method) -> Any:
     return loss.func if isinstance(loss, partial) else loss
 
 
+def _given(method: Method, name: str, usual: Any) -> Any:
+    """An argument of the pair loss."""
+    loss = method.pair_loss.own if isinstance(method.pair_loss, WithDeterministic) else method.pair_loss
+    return loss.keywords.get(name, usual) if isinstance(loss, partial) else usual
+
+
 def passes(method: Method) -> int:
     """How often a loss scores all pairs before it can say anything of one."""
-    loss = method.pair_loss.own if isinstance(method.pair_loss, WithDeterministic) else method.pair_loss
-    pseudo = loss.keywords.get("pseudo", 0.1) if isinstance(loss, partial) else 0.1
     function = function_of(method)
-    first = function in (softmax_loss, supcon_loss) or (function is matching_loss and pseudo > 0)
+    first = function in (softmax_loss, supcon_loss) or (function is matching_loss and _given(method, "pseudo", 0.1) > 0)
     return int(first) + isinstance(method.positives, Balanced)
+
+
+def columns(method: Method) -> int:
+    """Numbers of every text that a loss sums over ranks, or takes the largest or least of."""
+    inside = 5 if _given(method, "form", "out") == "in" else 3  # maxima, sums at them, positives
+    nearest = int(_given(method, "pseudo", 0.1) > 0)
+    found = {softmax_loss: 3, supcon_loss: inside, matching_loss: nearest}.get(function_of(method), 0)
+    beside = isinstance(method.pair_loss, WithDeterministic) and method.pair_loss.loss == "softmax"
+    return found + 3 * beside + isinstance(method.positives, Balanced)
 
 
 def known(method: Method) -> bool:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from kiloword.learner import Learner
-from kiloword.losses import softmax_loss
-from kiloword.losses_many import supcon_loss
-from kiloword.losses_matching import matching_loss
 from kiloword.optim import groups
 from kiloword.planning.memory import Layout
-from kiloword.planning.pairs import features, function_of
+from kiloword.planning.pairs import columns, features
 from kiloword.planning.parameters import bytes_of, matrices, shards
 from kiloword.planning.shapes import Load
 from kiloword.planning.step import micro_batch
@@ -36,8 +33,8 @@ def traffic(
     ddp: 2 (n-1)/n of all gradients, once a step. fsdp: blocks are gathered (in bf16 where that is the precision) for
     every pass forward and again backward, once more for the first pass of micro-batches; what is in no block once a
     micro-batch. Their gradients are scattered once a micro-batch; each matrix that Muon makes orthogonal is gathered
-    once a step. Features: every rank's texts are gathered, their gradients scattered; softmax
-    and the like also two numbers of every text from every rank. A test counts all of it on two ranks.
+    once a step. Features: every rank's texts are gathered, their gradients scattered; of
+    softmax and the like, numbers of every text are summed over ranks. Tests count all of it.
     """
     n = layout.gpus
     if n == 1:
@@ -51,8 +48,8 @@ def traffic(
         text = features(learner.model, teacher)[1]
         row = 4 * (text.floats + text.constant)
         found["features"] = ring * all_texts * (2 * row + 8 * text.whole)
-        if function_of(learner.method) in (softmax_loss, supcon_loss, matching_loss):
-            found["columns"] = (n - 1) * all_texts * 2 * 4.0
+        if numbers := columns(learner.method):
+            found["columns"] = 2 * ring * all_texts * numbers * 4.0
     return found
 
 

@@ -1,0 +1,43 @@
+"""What `kiloword plan` counts of a loss that sums over ranks, against the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kiloword import losses, losses_many, losses_matching, verify_batch
+from kiloword.learner import Learner
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.planning.pairs import columns
+
+COLUMNS = [
+    ("siglip", {}, 0),
+    ("clip", {}, 3),
+    ("clip+supcon", {}, 3),
+    ("clip+supcon", {"supcon": {"form": "in"}}, 5),
+    ("pcme++", {}, 1),
+    ("pcme++", {"pseudo": 0.0}, 0),
+    ("pcme+++deterministic", {"deterministic": {"loss": "softmax"}}, 4),
+]
+
+
+@pytest.mark.parametrize(("name", "own", "numbers"), COLUMNS)
+def test_numbers_of_every_text_that_a_loss_sums(
+    name: str, own: dict[str, Any], numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, some, counted = preset(name, own), verify_batch.batch(method=name), 0
+    learner = Learner(build(verify_batch.config(), method), method)
+
+    def count(x: torch.Tensor, *which: str) -> torch.Tensor:
+        nonlocal counted
+        counted += x.numel() if x.dim() and x.shape[-1] == len(some.texts) else 0
+        return x.detach()
+
+    for module in (losses, losses_many, losses_matching):
+        for function in ("sum_over_ranks", "extreme_over_ranks"):
+            monkeypatch.setattr(module, function, count, raising=False)
+    learner.pair_loss(*learner.pair_inputs(learner.encode(some), some))
+    assert columns(method) == numbers == counted / len(some.texts)
