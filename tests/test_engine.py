@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kiloword import activations, engine, parallel
 from kiloword.accumulate import backward
@@ -31,6 +32,10 @@ def trained(way: str) -> dict[str, Tensor]:
     model = learner("sycoca")
     if way == "fsdp":
         engine.shard(model)
+        whole = {n for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+        assert whole == {
+            n for n, p in model.named_parameters() if p.dim() < 2 or n.startswith(("model.head.", "terms."))
+        }
     optimizer, reducer = Optimizer(model, CONFIG, STEPS), engine.Reducer(model)
     seen(model)  # as a method does that prepares itself
     average = Average(model, 0.5)
