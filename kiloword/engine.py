@@ -124,7 +124,7 @@ def shard(learner: Learner, half: bool = False) -> None:
 
 
 def units(model: Model) -> list[nn.Module]:
-    """What is sharded, recomputed or compiled one by one: blocks of the towers, layers of the decoders."""
+    """What is sharded one by one: blocks of the towers, layers of the decoders."""
     towers = [model.image_tower, model.text_tower, *model.more.values()]
     layers = [m for tower in towers for m in tower.modules() if isinstance(m, Layer)]
     inside = {m for layer in layers for m in layer.modules()}

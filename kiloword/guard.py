@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -11,9 +10,6 @@ from torch import Tensor
 
 from kiloword.prepare import Run
 from kiloword.state.folder import states
-
-USUAL_OF = 64  # good steps whose median norm is the usual one
-ENOUGH = 8  # of them make a usual norm
 
 
 class _Seen(NamedTuple):
@@ -40,7 +36,6 @@ class Guard:
     def __init__(self, run: Run, most: int) -> None:
         self.run, self.most = run, most
         self._seen: list[_Seen] = []
-        self._norms: deque[float] = deque(maxlen=USUAL_OF)
 
     def add(self, step: int, report: dict[str, Tensor]) -> None:
         """Args: step, from 1. Raises: ValueError, see `look`."""
@@ -59,7 +54,6 @@ class Guard:
                 self._count(one.step, loss, norm)
             else:
                 self.run.skipped_in_a_row = 0
-                self._norms.append(norm)
 
     def _count(self, step: int, loss: float, norm: float) -> None:
         run = self.run
@@ -84,5 +78,5 @@ class Guard:
             return f"loss is {loss:.3g} and gradient norm {norm}"
         if not math.isfinite(loss):
             return f"loss is {loss}"
-        usual = sorted(self._norms)[len(self._norms) // 2] if len(self._norms) >= ENOUGH else 0.0
-        return f"gradient norm {norm:.2g}" + (f" is {norm / usual:.0f} times the usual" if usual > 0 else " explodes")
+        usual = self.run.optimizer.usual_norm
+        return f"gradient norm {norm:.2g}" + (f" is {norm / usual:.0f} times the usual" if usual else " explodes")

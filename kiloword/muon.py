@@ -78,18 +78,16 @@ class Muon(torch.optim.Optimizer):
                 for weight, change in _overlap(p, self._first(p, rows), pieces[n * parts + part], part * height):
                     weights.append(weight)
                     changes.append(change.to(weight.dtype))
-        if not weights:  # fewer rows than ranks: this one has none
-            return
-        decay, step = (
-            1 - group["lr"] * group["weight_decay"],
-            group["lr"] * math.sqrt(max(1.0, height / pieces.shape[2])),
-        )
+        if weights:  # else fewer rows than ranks: this one has none
+            self._move(weights, changes, group["lr"] * math.sqrt(max(1.0, height / pieces.shape[2])), group)
+
+    def _move(self, weights: list[Tensor], changes: list[Tensor], step: float, group: dict[str, Any]) -> None:
+        """Weights shrink by the decay and move against their changes, unless the step is skipped."""
+        kept = weights[0].new_tensor(1 - group["lr"] * group["weight_decay"])
         if self.found_inf is not None:
-            skip = self.found_inf > 0
-            changes = [torch.where(skip, torch.zeros_like(c), c) for c in changes]
-            torch._foreach_mul_(weights, torch.where(skip, 1.0, decay).to(weights[0].dtype) if decay != 1 else 1.0)
-        else:
-            torch._foreach_mul_(weights, decay)
+            kept = torch.where(self.found_inf > 0, 1.0, kept)
+            changes = [torch.where(self.found_inf > 0, 0.0, change) for change in changes]
+        torch._foreach_mul_(weights, kept)
         torch._foreach_add_(weights, changes, alpha=-step)
 
     def _first(self, p: Tensor, rows: int) -> int:

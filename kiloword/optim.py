@@ -118,6 +118,12 @@ class Optimizer:
         self.zero_grad()
         return {"gradient_norm": norm, "skipped_step": skip}
 
+    @property
+    def usual_norm(self) -> float:
+        """Running mean of the gradient norms of steps that were not skipped; 0 before the first."""
+        total, weight = self.usual.tolist()
+        return total / weight if weight else 0.0
+
     @torch.no_grad()
     def _judge(self, norm: Tensor, loss: Tensor | None) -> Tensor:
         """1.0 for a step to be skipped, without waiting for the device; else the norm counts as usual."""

@@ -27,7 +27,8 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     """Train, or continue, a run.
 
     Args: recipe: see `recipes.Recipe`; out: its folder; source: your own map-style data in place of the recipe's.
-    Returns: the model folder. Raises: ValueError (bad recipe, data or folder; NaN loss), Stopped (Ctrl-C).
+    Returns: the model folder.
+    Raises: ValueError (bad recipe, data or folder; too many bad samples or steps; a rank that ended), Stopped (signal).
     """
     options = options or Options()
     device = choose(options.device)

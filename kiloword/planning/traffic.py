@@ -33,8 +33,8 @@ def traffic(
     ddp: 2 (n-1)/n of all gradients, once a step. fsdp: blocks are gathered (in bf16 where that is the precision) for
     every pass forward and again backward, once more for the first pass of micro-batches; what is in no block once a
     micro-batch. Their gradients are scattered once a micro-batch; each matrix that Muon makes orthogonal is gathered
-    once a step. Features: every rank's texts are gathered, their gradients scattered; of
-    softmax and the like, numbers of every text are summed over ranks. Tests count all of it.
+    once a step. Features: every rank's texts are gathered, their gradients scattered; of softmax and the like, numbers
+    of every text are summed over ranks. Tests count all of it.
     """
     n = layout.gpus
     if n == 1:
