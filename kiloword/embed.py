@@ -22,7 +22,7 @@ from kiloword.device import choose
 from kiloword.interop.teachers import Teacher, open_teacher
 from kiloword.log import PLAIN_EVERY_S
 from kiloword.recipes import DataConfig
-from kiloword.sharing import alone, gathered, is_first, part_by_part, share, together, wait
+from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
 from kiloword.types import Skipped, Source
 
 PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
@@ -138,9 +138,7 @@ def _fill(
     writer: SideWriter | None, source: Source, teacher: Teacher, batch: int, workers: int, report: Report
 ) -> None:
     """Make and write the parts that are missing. Args: writer: on the first rank."""
-    missing = [] if writer is None else [(number, writer.rows_of(number)) for number in writer.missing]
-    wait("at the start of its features")  # the first rank has read the parts that are there
-    todo = gathered([rows for _, rows in missing])[0]
+    numbers, todo = missing_parts(writer, "features")
     report.start(sum(map(len, todo)), len(source))
 
     def make(batches: list[range]) -> Iterator[Batch]:
@@ -152,7 +150,7 @@ def _fill(
 
     for n, made in enumerate(part_by_part(todo, batch, make)):
         if writer is not None:
-            writer.write(missing[n][0], _rows(writer, made, report))
+            writer.write(numbers[n], _rows(writer, made, report))
 
 
 def _rows(writer: SideWriter, made: list[Batch], report: Report) -> Rows:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -127,6 +127,28 @@ def sums(*mine: Tensor) -> list[Tensor]:
     flat = parallel.sum_over_ranks(torch.cat([x.flatten() for x in mine]))
     parts = torch.split(flat, [x.numel() for x in mine])
     return [part.view_as(x) for part, x in zip(parts, mine, strict=True)]
+
+
+class PartWriter(Protocol):
+    """What writes a table part by part."""
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Numbers of the parts that are not there."""
+
+    def rows_of(self, number: int) -> range:
+        """The rows of the data that a part is made of."""
+
+
+def missing_parts(writer: PartWriter | None, what: str) -> tuple[list[int], list[range]]:
+    """Numbers and rows of the parts that the first rank's writer lacks, on all ranks.
+
+    Args: writer: None on the other ranks; what: the table, in a word, should one wait in vain.
+    """
+    mine = [] if writer is None else [(number, writer.rows_of(number)) for number in writer.missing]
+    wait(f"at the start of its {what}")  # the first rank has read the parts that are there
+    found = gathered(mine)[0]
+    return [number for number, _ in found], [rows for _, rows in found]
 
 
 def part_by_part(

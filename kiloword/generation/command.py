@@ -14,7 +14,7 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import CaptionFile, CaptionWriter, Rows, columns, content_of
 from kiloword.interop.captioners import Describer, open_captioner
 from kiloword.recipes import DataConfig
-from kiloword.sharing import alone, gathered, is_first, part_by_part, share, together, wait
+from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
 from kiloword.types import Skipped, Source
 
 PART = 1024  # rows a part: what an interruption costs at most
@@ -122,9 +122,7 @@ def _fill(
     report: Report,
 ) -> None:
     """Make and write the parts that are missing. Args: writer: on the first rank."""
-    missing = [] if writer is None else [(number, writer.rows_of(number)) for number in writer.missing]
-    wait("at the start of its captions")  # the first rank has read the parts that are there
-    todo = gathered([rows for _, rows in missing])[0]
+    numbers, todo = missing_parts(writer, "captions")
     report.start(sum(map(len, todo)), len(source))
     transform = describer.transform
 
@@ -139,7 +137,7 @@ def _fill(
 
     for n, made in enumerate(part_by_part(todo, batch, make)):
         if writer is not None:
-            writer.write(missing[n][0], _together(writer, made, report))
+            writer.write(numbers[n], _together(writer, made, report))
 
 
 def _together(writer: CaptionWriter, made: list[Rows], report: Report) -> Rows:

@@ -102,14 +102,22 @@ def block(width: int, heads: int, mlp: int, seq: Sequences, kernels: Kernels, pa
     forward = linear(n, width, 4 * width) + 4 * seq.pairs * width + linear(m, width, mlp) + proj
     kept = (n + m) * width * (r + a) + 2 * (n + m) * r + attention + 2 * m * mlp * a
     products = attention + n * width * a + m * (mlp + width) * a
-    x = n * width * r
+    return _in_block(forward, proj, kept, n * width * r, products)
+
+
+def _in_block(forward: float, last: float, kept: float, stream: float, products: float) -> Work:
+    """Work inside a block, in FLOP and bytes, which checkpointing repeats but for its last product.
+
+    Args: last: FLOP of that product; kept: bytes without checkpointing; stream: of the block's input; products: of what
+    selective checkpointing keeps beside it.
+    """
     return Work(
         forward=forward,
         backward=2 * forward,
         kept=kept,
-        whole=x,
-        selective=x + products,
-        again=forward - proj,
+        whole=stream,
+        selective=stream + products,
+        again=forward - last,
         block=kept,
     )
 
@@ -138,16 +146,7 @@ def cross_block(width: int, heads: int, mlp: int, seq: Sequences, memory: Memory
     forward = linear(n, width, 2 * width) + 4 * memory.pairs * width + linear(n, width, mlp) + proj
     keys = 2 * memory.tokens * width * a
     kept = 2 * n * width * (r + a) + 4 * n * r + attention - keys + 2 * n * mlp * a
-    x = n * width * r
     products = attention - keys + n * (2 * width + mlp) * a
-    inside = Work(
-        forward=forward,
-        backward=2 * forward,
-        kept=kept,
-        whole=x,
-        selective=x + products,
-        again=forward - proj,
-        block=kept,
-    )
+    inside = _in_block(forward, proj, kept, n * width * r, products)
     made = outside(linear(memory.tokens, memory.width, 2 * width), memory.tokens * (memory.width * a + 2 * r) + keys)
     return inside + made
