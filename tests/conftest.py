@@ -12,6 +12,12 @@ torch.set_num_threads(1)
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or fills the cache of this machine."""
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def shared() -> Path:
     """Real photos beside the checkout; a user's machine has none."""

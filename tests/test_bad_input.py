@@ -30,11 +30,6 @@ SMALL = ["--size", "debug", "--batch", "8", "--steps", "4", "--log-every", "1", 
 Refused = Callable[..., str]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     """Runs a command line that must fail; returns its one sentence."""

@@ -40,11 +40,6 @@ SCENES = "scenes?n=64"
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-
-
 def train(out: Path, *more: object, data: object = SCENES, steps: int = 4) -> list[str]:
     return ["train", "siglip", *SMALL, *map(str, ("--data", data, "--out", out, "--steps", steps, *more))]
 

@@ -20,11 +20,6 @@ FUZZ = Path(__file__).parents[1] / "fuzz"
 NAMES = ("tar index", "pictures", "captions", "configs")
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="module")
 def readers() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:

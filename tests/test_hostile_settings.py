@@ -17,11 +17,6 @@ from kiloword.run_folder import RunFile
 NESTED = b"[" * 100_000
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(["a dog on the grass", "two cats and a dog"] * 20, 400)

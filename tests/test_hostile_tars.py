@@ -23,11 +23,6 @@ from kiloword.types import BadSample
 EIB = 1 << 60
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-
-
 def header(name: bytes, size: int | bytes = 0, kind: bytes = b"0", **fields: bytes) -> bytes:
     """One block of a ustar header; a size of more than 8 GiB or below zero is written in base 256."""
     if isinstance(size, int):

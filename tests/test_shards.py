@@ -24,11 +24,6 @@ from kiloword.data.sources import expand, open_source
 from kiloword.types import BadSample, Record, Source
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-
-
 def literal(tar: Path) -> dict[str, dict[str, bytes]]:
     """Every sample as `tarfile` extracts it, key -> suffix -> bytes."""
     samples: dict[str, dict[str, bytes]] = {}
