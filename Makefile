@@ -3,15 +3,17 @@
 #   make check        format, lint, types, main tests
 #   make check-all    the slow tests, in addition to `make check`
 #   make env          the environment of the checks alone
+#   make lock         the hashed lock files in requirements/, after a change of constraints.txt (needs uv)
+#   make sbom         sbom.json: every package that kiloword needs, with version and licence (CycloneDX)
+#   make audit        known vulnerabilities of every locked package (asks PyPI's advisory service)
 # Settings: VENV (folder of the environment), PYTHON (interpreter to make it with), JOBS (test processes).
 
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
-EXTRAS := dev,openclip,fast,log
 
 # The key changes with the pins, so that a changed pin is installed and an unchanged one costs nothing.
-KEY := $(shell cat constraints.txt pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
+KEY := $(shell cat requirements/*.lock pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
 CORE := $(VENV)/core.$(KEY)
 FULL := $(VENV)/full.$(KEY)
 
@@ -20,11 +22,13 @@ USABLE := import sys, venv, ensurepip; assert sys.version_info >= (3, 11); print
 PYTHON ?= $(shell IFS=:; for name in python3.11 python3.12 python3.13 python3.14 python3; do for folder in $$PATH; do \
 	"$$folder/$$name" -c '$(USABLE)' 2>/dev/null && exit; done; done)
 
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+# Every package is compared with the hashes of its lock file. The locks are complete: pip resolves nothing.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation
+LOCKED := $(PIP) --require-hashes --requirement requirements
 # Two cores and many small products: threads of several test processes must not wait for each other by spinning.
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: quickstart check check-all env
+.PHONY: quickstart check check-all env core lock sbom audit
 
 quickstart: $(CORE)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart --out quickstart
@@ -45,22 +49,51 @@ check-all: $(FULL)
 
 env: $(FULL)
 
+lock:
+	@python3 requirements/lock.py
+
+core: $(CORE)
+
+# Of an environment with nothing else in it, by a tool in another one.
+sbom: $(VENV)/audit/ready
+	@$(MAKE) --no-print-directory VENV=$(VENV)/runtime core
+	@$(VENV)/runtime/bin/python -m pip uninstall -qq --yes pip
+	@$(VENV)/audit/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json \
+		$(VENV)/runtime/bin/python
+	@rm -rf $(VENV)/runtime
+
+audit: $(VENV)/audit/ready
+	@for lock in core torch checks audit; do echo "== requirements/$$lock.lock"; $(VENV)/audit/bin/pip-audit --strict \
+		--require-hashes --disable-pip --progress-spinner off --requirement requirements/$$lock.lock || exit 1; done
+
 $(CORE):
 	@$(call venv)
 	@echo "== installing what kiloword needs into $(VENV)"
-	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable .
+	@$(call core)
 	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $@
 
-# Oracles of the metrics, without what else they ask for: of clip_benchmark a few modules are imported, which need
+# Oracles of the metrics come without what else they ask for: of clip_benchmark a few modules are imported, which need
 # scikit-learn and tqdm; of pycocoevalcap the scorers and, where Java is there, its programs.
 $(FULL):
 	@$(call venv)
 	@echo "== installing what the checks need into $(VENV)"
-	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]' scikit-learn tqdm
-	@$(PIP) --no-deps clip_benchmark pycocoevalcap
+	@$(call core)
+	@$(LOCKED)/checks.lock
 	@rm -f $(VENV)/core.* $(VENV)/full.* && touch $(CORE) $@
+
+# In an environment of their own, so that they are not in the list that they write.
+$(VENV)/audit/ready: requirements/audit.lock
+	@$(call venv)
+	@$(BIN)/python -m venv --clear $(VENV)/audit
+	@$(VENV)/audit/bin/python -m pip install -qq --disable-pip-version-check --no-deps --require-hashes \
+		--requirement requirements/audit.lock
+	@touch $@
+
+define core
+$(LOCKED)/core.lock
+@$(LOCKED)/torch-cpu.lock 2>/dev/null || $(LOCKED)/torch.lock
+@$(PIP) --editable .
+endef
 
 # A half-made or moved environment cannot run its own pip: it is made again.
 define venv
