@@ -17,6 +17,7 @@ from kiloword.evaluation.features import chunks, encode_texts, inference, join
 from kiloword.evaluation.zeroshot import Templates, classifier
 from kiloword.explain import Explanation, Maps, explain, together
 from kiloword.gaussian import Form, csd_matrix, inclusion_matrix, variance_sum
+from kiloword.trust import Trust
 from kiloword.types import BadSample, Features
 
 if TYPE_CHECKING:
@@ -35,20 +36,21 @@ def load(
     dtype: str = "fp32",
     size: int | None = None,
     context: int | None = None,
+    method: str | None = None,
+    trust_code: bool = False,
 ) -> Matcher:
-    """Read a model folder (`OUT/model` of a run).
+    """Read a model folder (`OUT/model` of a run); no code that it names is run unasked.
 
     Args: dtype "fp32", "bf16" or "fp64"; size: another picture size in pixels, positions interpolated; context: another
-    number of tokens a text may have, the first 20 and last 2 positions kept, the rest interpolated (arXiv:2503.08048).
+    number of tokens a text may have, the first 20 and last 2 positions kept, the rest interpolated (arXiv:2503.08048);
+    method: of the model, your own "module:preset" too; trust_code: import the module that the folder names.
     Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
     context leaves no position between those that are kept.
     """
-    from kiloword.checkpoint import load_model, read_model_file
-    from kiloword.methods import preset
+    from kiloword.checkpoint import open_model
 
-    model, tokenizer = load_model(path, device, dtype)
-    file = read_model_file(path)
-    return Matcher(_resized(model, size, context), tokenizer, preset(file.method, file.settings))
+    model, tokenizer, slots = open_model(path, device, dtype, Trust(method=method, trust_code=trust_code))
+    return Matcher(_resized(model, size, context), tokenizer, slots)
 
 
 def _resized(model: Model, size: int | None, context: int | None) -> Model:

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from kiloword.device import choose
 from kiloword.recipes import ModelFile, read_config
+from kiloword.trust import NONE, Trust, method_of
 
 if TYPE_CHECKING:
     from kiloword.data.tokenizer import Tokenizer
+    from kiloword.method import Method
     from kiloword.model import Model
 
 Spec = tuple[torch.dtype, tuple[int, ...]]  # of a tensor in a file
@@ -135,24 +137,33 @@ def _bytes(value: Tensor) -> memoryview:
     return memoryview(raw)
 
 
-def load_model(folder: Path | str, device: str = "cpu", dtype: str = "fp32") -> tuple[Model, Tokenizer]:
-    """Read a model folder.
+def load_model(
+    folder: Path | str, device: str = "cpu", dtype: str = "fp32", trust: Trust = NONE
+) -> tuple[Model, Tokenizer]:
+    """A model folder's model and tokenizer; see `open_model`."""
+    return open_model(folder, device, dtype, trust)[:2]
+
+
+def open_model(
+    folder: Path | str, device: str = "cpu", dtype: str = "fp32", trust: Trust = NONE
+) -> tuple[Model, Tokenizer, Method]:
+    """Read a model folder: data alone, unless the user trusts its code.
 
     Args: dtype "fp32", "bf16" or "fp64".
-    Raises: ValueError when a file is missing or damaged, or does not fit its config.
+    Raises: ValueError when a file is missing or damaged, or does not fit its config, or asks for code (`Trust`).
     """
     from kiloword.data.tokenizer import Tokenizer
-    from kiloword.methods import preset
     from kiloword.model import build
 
     device, folder = choose(device), Path(folder)
     file = read_model_file(folder)
-    model = build(file.model, preset(file.method, file.settings), seed=0)
+    method = method_of(file, folder, trust)
+    model = build(file.model, method, seed=0)
     load_weights(model, read_tensors(folder / "model.safetensors"), str(folder))
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(kinds)}.")
-    return model.to(device=device, dtype=kinds[dtype]), Tokenizer.load(folder)
+    return model.to(device=device, dtype=kinds[dtype]), Tokenizer.load(folder), method
 
 
 def read_model_file(folder: Path | str) -> ModelFile:

@@ -19,6 +19,7 @@ from kiloword.cli_watch import watch
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import Options as MineOptions
 from kiloword.sentences import sentence_of
+from kiloword.trust import NONE, Trust
 
 app = tyro.extras.SubcommandApp()
 MINE = MineOptions()
@@ -62,6 +63,7 @@ def embed(
     device: str = "auto",
     precision: Literal["fp32", "bf16"] = "fp32",
     dtype: Literal["fp16", "fp32"] = "fp16",
+    trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
     """Features of a data set, once: kiloword embed runs/first/model --data photos/train --out features
 
@@ -78,10 +80,11 @@ def embed(
         device: auto, cpu, cuda, cuda:N.
         precision: of the computation.
         dtype: of the features in the table.
+        trust: whose code a model folder may run.
     """
     from kiloword.embed import main as run
 
-    run(model, data, out, name, extra_captions, batch, workers, device, precision, dtype)
+    run(model, data, out, name, extra_captions, batch, workers, device, precision, dtype, trust)
 
 
 @app.command
@@ -94,6 +97,8 @@ def caption(
     workers: int = 0,
     device: str = "auto",
     precision: Literal["fp32", "bf16"] = "fp32",
+    model_method: str | None = None,
+    trust_code: bool = False,
 ) -> None:
     """Describe pictures: kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
 
@@ -109,10 +114,13 @@ def caption(
         workers: loader processes.
         device: auto, cpu, cuda, cuda:N.
         precision: of the computation.
+        model_method: of the model, in place of what its config.json names; may be your own module:preset.
+        trust_code: import the module that config.json names; for models of people you trust.
     """
     from kiloword.generation.command import main as run
 
-    run(model, data, out, options, batch, workers, device, precision)
+    trust = Trust(method=model_method, trust_code=trust_code)
+    run(model, data, out, options, batch, workers, device, precision, trust)
 
 
 @app.command

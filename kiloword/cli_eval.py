@@ -12,6 +12,7 @@ from kiloword.evaluation.probe_options import ProbeOptions
 from kiloword.evaluation.prompt_options import PromptOptions
 from kiloword.evaluation.vqa_options import VqaOptions
 from kiloword.generation.options import GenerationOptions
+from kiloword.trust import NONE, Trust
 
 GENERATE = GenerationOptions()
 JUDGE = CaptionOptions()
@@ -43,6 +44,7 @@ def evaluate(
     batch: int = 256,
     workers: int = 0,
     device: str = "cpu",
+    trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
     """Evaluate a model: kiloword eval runs/first/model retrieval --data scenes:test
 
@@ -75,6 +77,7 @@ def evaluate(
         batch: pictures at a time.
         workers: loader processes.
         device: cpu or cuda.
+        trust: whose code model folders may run; --method is MODEL's, and of --with where it is the same.
     """
     from kiloword.evaluation.command import main as run
 
@@ -83,4 +86,4 @@ def evaluate(
     options |= {"train": train, "val": val, "cache": cache, "probe": None if probe == PROBE else probe}
     options |= {"generate": None if generate == GENERATE else generate, "judge": None if judge == JUDGE else judge}
     options |= {"vqa": None if vqa == VQA else vqa, "batch": batch, "workers": workers}
-    run([model, *with_], task, data, json, html, device, **options)
+    run([model, *with_], task, data, json, html, device, trust, **options)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
+
+from kiloword.trust import NONE, Trust
 
 
 def score(
@@ -18,6 +20,7 @@ def score(
     explain_what: tuple[Literal["maps", "words", "gradcam", "masks", "reconstruction"], ...] = (),
     maps: Literal["last", "rollout"] = "last",
     device: str = "cpu",
+    trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
     """Score pictures against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
 
@@ -34,10 +37,11 @@ def score(
             text hides) and reconstruction (hidden patches as the image decoder paints them).
         maps: with explain, attention of the image tower's last block, or rolled out over all blocks.
         device: cpu or cuda.
+        trust: whose code the model folder may run.
     """
     from kiloword.api import load
 
-    matcher = load(model, device=device)
+    matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code)
     _print(images, texts, matcher.score(list(images), list(texts)).tolist())
     if explain is not None:
         from kiloword.report.inside import write

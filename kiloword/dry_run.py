@@ -28,13 +28,13 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
 
 def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> None:
     micro_batches(recipe)
-    recipe, tokenizer = resolve(recipe, source, out / "model")
+    recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
     check_same_run(out, RunFile(recipe=recipe, data_fingerprint=source.fingerprint), options.extend)
     method = preset(recipe.method, recipe.settings)
     if recipe.init is None:
         method.head(method.shape(recipe.model))
     else:
-        make_learner(recipe, method)
+        make_learner(recipe, method, options.trust_code)
     make_loader(recipe, source, method, tokenizer, options)
 
 

@@ -23,6 +23,7 @@ from kiloword.interop.teachers import Teacher, open_teacher
 from kiloword.log import PLAIN_EVERY_S
 from kiloword.recipes import DataConfig
 from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
+from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped, Source
 
 PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
@@ -39,6 +40,7 @@ def main(
     device: str = "auto",
     precision: Literal["fp32", "bf16"] = "fp32",
     dtype: Literal["fp16", "fp32"] = "fp16",
+    trust: Trust = NONE,
 ) -> None:
     """What the command line calls; prints. Ranks that torchrun started share the rows.
 
@@ -46,7 +48,7 @@ def main(
     """
     device = choose(device)
     with together(device):
-        teacher = open_teacher(model, device, precision)
+        teacher = open_teacher(model, device, precision, trust)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
         file = _file(teacher, source, model, name, precision, dtype, PART)
         table = _embed(teacher, source, out, file, batch, workers, Report(sys.stderr))

@@ -27,6 +27,7 @@ class Options:
     checkpointing: Checkpointing = "none"  # recompute activations: of whole blocks, or all but products (selective)
     compile: Compile = "none"  # by torch.compile: each block, or each tower
     extend: bool = False  # let the run in --out go on to another length
+    trust_code: bool = False  # import the module that the config.json of --init names, where METHOD does not name it
     quiet: bool = False  # say nothing but what goes wrong
 
     def __post_init__(self) -> None:

@@ -89,11 +89,14 @@ def with_length(
     return replace(recipe, steps=steps)
 
 
-def resolve(recipe: Recipe, source: Source, folder: Path) -> tuple[Recipe, Tokenizer]:
-    """Settle what depends on the data: the tokenizer and its vocabulary; from `init`, the model's whole shape."""
+def resolve(recipe: Recipe, source: Source, folder: Path, trust_code: bool = False) -> tuple[Recipe, Tokenizer]:
+    """Settle what depends on the data: the tokenizer and its vocabulary; from `init`, the model's whole shape.
+
+    Args: trust_code: as of `Options`.
+    """
     if recipe.init is not None:
         tokenizer = Tokenizer.load(recipe.init)
-        return start.settle(recipe, tokenizer), tokenizer
+        return start.settle(recipe, tokenizer, trust_code), tokenizer
     if holds_run(folder.parent):
         tokenizer = Tokenizer.load(folder)
     else:
@@ -111,10 +114,10 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     if options.log_to == "tensorboard":
         mirror.check_tensorboard()
     make_folder(out)
-    recipe, tokenizer = resolve(recipe, source, out / "model")
+    recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
     file = RunFile(recipe=recipe, data_fingerprint=source.fingerprint)
     check_same_run(out, file, options.extend)
-    learner, started = make_learner(recipe, method)
+    learner, started = make_learner(recipe, method, options.trust_code)
     learner.to(device)
     spread(learner, recipe, options)
     loader = make_loader(recipe, source, method, tokenizer, options)
@@ -224,10 +227,10 @@ def _order(recipe: Recipe, source: Source) -> Order:
     return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
 
 
-def make_learner(recipe: Recipe, method: Method) -> tuple[Learner, str]:
+def make_learner(recipe: Recipe, method: Method, trust_code: bool = False) -> tuple[Learner, str]:
     """The learner with its first weights, and a sentence about those that were loaded (empty when all are new)."""
     model = build(recipe.model, method, recipe.seed)
-    started = "" if recipe.init is None else start.load(model, recipe)
+    started = "" if recipe.init is None else start.load(model, recipe, trust_code)
     learner = Learner(model, method, recipe.chunk)
     frozen = {"none": (), "image": ("image_tower",), "text": ("text_tower",)}[recipe.freeze]
     for tower in frozen:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kiloword import recipes
 from kiloword.checkpoint import load_weights, read_model_file, read_tensors
 from kiloword.recipes import ModelConfig, Recipe
+from kiloword.trust import Trust, method_of
 
 if TYPE_CHECKING:
     from kiloword.data.tokenizer import Tokenizer
@@ -54,17 +55,20 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def settle(recipe: Recipe, tokenizer: Tokenizer) -> Recipe:
+def settle(recipe: Recipe, tokenizer: Tokenizer, trust_code: bool = False) -> Recipe:
     """The recipe with the towers of the model it starts from, at its own picture size and context.
 
     Tokens that the method adds get room in the vocabulary. A causal text tower stays causal unless the settings of the
     method say otherwise: weights that never saw later words are lost on a bidirectional one.
+
+    Args: trust_code: the model's own module may be imported though the recipe's method is another one.
     """
     from kiloword.methods import preset
 
     assert recipe.init is not None
     file, settings = read_model_file(recipe.init), recipe.settings
-    if _shape(recipe.init).text.causal and _may_choose(recipe) and settings.get("bidirectional") is None:
+    trust = Trust(named=recipe.method, trust_code=trust_code)
+    if _shape(recipe.init, trust).text.causal and _may_choose(recipe) and settings.get("bidirectional") is None:
         settings = {**settings, "bidirectional": False}
     image = replace(file.model.image, size=recipe.model.image.size)
     text = replace(file.model.text, context=recipe.model.text.context, special=tokenizer.roles.ids())
@@ -82,23 +86,23 @@ def _may_choose(recipe: Recipe) -> bool:
     return kind is not None and any(f.name == "bidirectional" for f in fields(kind))
 
 
-def _shape(folder: str) -> ModelConfig:
+def _shape(folder: str, trust: Trust) -> ModelConfig:
     """The towers of a model folder as its method shaped them; the file says what they were before."""
-    from kiloword.methods import preset
-
     file = read_model_file(folder)
-    return preset(file.method, file.settings).shape(file.model)
+    return method_of(file, folder, trust).shape(file.model)
 
 
-def load(model: Model, recipe: Recipe) -> str:
+def load(model: Model, recipe: Recipe, trust_code: bool = False) -> str:
     """Fill a fresh model with the weights of the folder that the recipe starts from.
 
     What the method adds stays fresh, but for tokens (see `_add_tokens`); what it lacks is left over; the class token
     comes and goes with its position.
+
+    Args: trust_code: as of `settle`.
     Returns: a sentence that names all of this. Raises: ValueError when tensors of one name have other shapes.
     """
     assert recipe.init is not None
-    brought = _read(recipe.init, model)
+    brought = _read(recipe.init, model, Trust(named=recipe.method, trust_code=trust_code))
     weights, own = brought.weights, model.state_dict()
     other = [
         f"{k} is {list(v.shape)} here, {list(weights[k].shape)} there"
@@ -131,11 +135,11 @@ class _Brought:
     made: set[str] = field(default_factory=set)  # weights that the folder does not have
 
 
-def _read(folder: str, model: Model) -> _Brought:
+def _read(folder: str, model: Model, trust: Trust) -> _Brought:
     """Weights of a folder with positions and tokens as `model` has them."""
-    old, new = _shape(folder), model.config
+    old, new = _shape(folder, trust), model.config
     brought = _Brought(read_tensors(Path(folder) / "model.safetensors"))
-    if not _same_scale(folder, model, brought.weights):
+    if not _same_scale(folder, model, brought.weights, trust):
         brought.weights = {k: v for k, v in brought.weights.items() if k not in ("head.log_scale", "head.bias")}
     _add_tokens(brought, old, new)  # the class token's position is still there
     _resize(brought, old, new)
@@ -151,12 +155,10 @@ def _read(folder: str, model: Model) -> _Brought:
     return brought
 
 
-def _same_scale(folder: str, model: Model, weights: Mapping[str, Tensor]) -> bool:
+def _same_scale(folder: str, model: Model, weights: Mapping[str, Tensor], trust: Trust) -> bool:
     """Whether the model's scale means what the folder's does: not of distances, nor beside a bias that is not there."""
-    from kiloword.methods import preset
-
     file = read_model_file(folder)
-    method = preset(file.method, file.settings)
+    method = method_of(file, folder, trust)
     same = method.head(method.shape(file.model)).distance == model.head.distance
     return same and (model.head.bias is None or "head.bias" in weights)
 

@@ -28,6 +28,7 @@ from kiloword.model import build
 from kiloword.optim import Optimizer
 from kiloword.options import Checkpointing, Parallel
 from kiloword.recipes import MUON, DataConfig, ModelFile
+from kiloword.trust import Trust
 from kiloword.types import Batch, Features, Pairs, Positives
 from kiloword.verify_batch import PICTURES, batch, config
 
@@ -187,7 +188,7 @@ def _save_and_load(method: str) -> float:
         tokenizer = Tokenizer.train(["a small red star", "two blue circles"], 300)
         file = ModelFile(method=method, settings={}, model=model.config, size="debug")
         save_model(Path(folder), model, tokenizer, file)
-        other, _ = load_model(folder)
+        other, _ = load_model(folder, trust=Trust(named=method))
         a, b = (m.score(m.encode_image(some.images)[1], m.encode_text(some.texts)[1]) for m in (model, other.eval()))
     return float((a - b).abs().max())
 

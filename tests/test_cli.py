@@ -27,7 +27,7 @@ FLAGS = (
 )
 OPTIONS = (  # flags too: what may change when a run is resumed
     "workers device log_every log_to save_every eval_every keep_states timeout max_skipped_steps parallel "
-    "checkpointing compile extend quiet"
+    "checkpointing compile extend trust_code quiet"
 )
 VERBS = "train quickstart eval score embed caption mine data verify plan import watch methods sizes doctor"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kiloword import evaluation
+from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped
 
 Found = Mapping[str, float]
@@ -22,13 +23,14 @@ def main(
     json: Path | None = None,
     html: Path | None = None,
     device: str = "cpu",
+    trust: Trust = NONE,
     **options: Any,
 ) -> None:
     """Evaluate, print, and write what is asked for; ranks that torchrun started share the work.
 
     Args: models: their folders, or what the task takes in place of one (a table of captions); json: of one model its
     values by name, of several `{model: values}`; html: a page, where the task has one; options of the task's `run`,
-    None: its own default.
+    None: its own default; trust: of the first model, whose method the others may have too.
     """
     from kiloword.device import choose
     from kiloword.sharing import together
@@ -40,7 +42,7 @@ def main(
         raise ValueError(f"the task {task} has no page to write: leave --html away, or use --json.")
     device = choose(device)
     with together(device):
-        _main(models, task, data, json, html, device, given)
+        _main(models, task, data, json, html, device, trust, given)
 
 
 def _main(
@@ -50,6 +52,7 @@ def _main(
     json: Path | None,
     html: Path | None,
     device: str,
+    trust: Trust,
     given: dict[str, Any],
 ) -> None:
     from kiloword.checkpoint import write_json
@@ -62,9 +65,10 @@ def _main(
     for name, folder in zip(labels(models), models, strict=True):
         more = {"shown": shown.setdefault(name, {})} if page is not None and _shows(task) else {}
         try:
-            found[name] = _judged(folder, task, data, device, {**given, **more})
+            found[name] = _judged(folder, task, data, device, trust, {**given, **more})
         except ValueError as error:
             raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
+        trust = Trust(named=trust.method or trust.named, trust_code=trust.trust_code)
     if not is_first():
         return
     _print(task, found)
@@ -74,14 +78,15 @@ def _main(
         write(html, page(found, data, shown) if _shows(task) else page(found, data))
 
 
-def _judged(folder: str, task: str, data: str, device: str, options: dict[str, Any]) -> Found:
+def _judged(folder: str, task: str, data: str, device: str, trust: Trust, options: dict[str, Any]) -> Found:
     """The values of one model; rows that are left out are named on stderr."""
-    from kiloword.api import load
+    from kiloword.api import Matcher
+    from kiloword.checkpoint import open_model
     from kiloword.data.sources import open_source
 
     instead = getattr(import_module(evaluation.TASKS[task]), "instead", None)
     stands = instead(folder) if instead is not None else None
-    matcher = load(folder, device=device) if stands is None else None
+    matcher = Matcher(*open_model(folder, device, trust=trust)) if stands is None else None
     skipped: list[Skipped] = []
     source = open_source(data, size=None if matcher is None else matcher.model.config.image.size)
     found = evaluation.evaluate(matcher, task, source, skipped=skipped, **{**options, **(stands or {})})

@@ -15,6 +15,7 @@ from kiloword.generation.table import CaptionFile, CaptionWriter, Rows, columns,
 from kiloword.interop.captioners import Describer, open_captioner
 from kiloword.recipes import DataConfig
 from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
+from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped, Source
 
 PART = 1024  # rows a part: what an interruption costs at most
@@ -30,6 +31,7 @@ def main(
     workers: int = 0,
     device: str = "auto",
     precision: str = "fp32",
+    trust: Trust = NONE,
 ) -> None:
     """What the command line calls; prints. Ranks that torchrun started share the rows.
 
@@ -40,7 +42,7 @@ def main(
         raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
     device = choose(device)
     with together(device):
-        describer = open_captioner(model, device, precision)
+        describer = open_captioner(model, device, precision, trust)
         describer.check(options)
         source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)
         file = _file(describer, source, options, model, precision, PART)

@@ -20,6 +20,7 @@ from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.teachers import digest
+from kiloword.trust import NONE, Trust
 
 Scored = tuple[str, float]
 """A caption and its score: log probability / tokens^length_penalty."""
@@ -46,11 +47,11 @@ class Describer(Protocol):
         """
 
 
-def open_captioner(name: str, device: str = "auto", precision: str = "fp32") -> Describer:
+def open_captioner(name: str, device: str = "auto", precision: str = "fp32", trust: Trust = NONE) -> Describer:
     """The captioner that `name` names; nothing is downloaded.
 
     Args: name: a model folder of ours, or `hf:FOLDER` with an image-to-text model as transformers saves it; precision
-    that it computes in, "fp32" or "bf16".
+    that it computes in, "fp32" or "bf16"; trust: whose code a model of ours may run.
     Errors: ValueError when something is missing, damaged or unknown, or the model cannot write.
     """
     if precision not in _KINDS:
@@ -62,7 +63,7 @@ def open_captioner(name: str, device: str = "auto", precision: str = "fp32") -> 
     from kiloword.checkpoint import load_model
 
     folder = Path(name).expanduser()
-    captioner = Captioner(*load_model(folder, device, precision))
+    captioner = Captioner(*load_model(folder, device, precision, trust))
     return Ours(captioner, digest([folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]))
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.device import choose
+from kiloword.trust import NONE, Trust
 
 if TYPE_CHECKING:
     from kiloword.data.tokenizer import Tokenizer
@@ -38,11 +39,11 @@ class Teacher(Protocol):
         """t texts -> float32 [t, D] on the CPU, unit norm; t may be 0."""
 
 
-def open_teacher(name: str, device: str = "auto", precision: str = "fp32") -> Teacher:
+def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust: Trust = NONE) -> Teacher:
     """The teacher that `name` names; nothing is downloaded.
 
     Args: name: a model folder of ours; `open_clip:NAME:WEIGHTS` with a file of weights; `hf:FOLDER` with a CLIP as
-    transformers saves it; precision that it computes in, "fp32" or "bf16".
+    transformers saves it; precision that it computes in, "fp32" or "bf16"; trust: whose code a model of ours may run.
     Errors: ValueError when something is missing, damaged or unknown.
     """
     if precision not in _KINDS:
@@ -56,7 +57,7 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32") -> Te
     from kiloword.checkpoint import load_model
 
     folder = Path(name).expanduser()
-    model, tokenizer = load_model(folder, device, precision)
+    model, tokenizer = load_model(folder, device, precision, trust)
     files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
     return Ours(model, tokenizer, digest(files))
 

@@ -25,6 +25,7 @@ from kiloword import recipes
 from kiloword.method import Method, Piece
 from kiloword.recipes import parse
 
+LONGEST = 1000  # characters of a method's name with its pieces
 FILES = {"pcme++": "pcmepp"}  # where the name is no Python name; else "-" becomes "_"
 
 
@@ -63,14 +64,24 @@ def _checked(name: str, made: Any) -> Method:
     return made
 
 
+def base_of(name: str) -> str:
+    """The method without pieces: of "mine:preset+compose" "mine:preset"."""
+    return _parts(name)[0]
+
+
+def _parts(name: str) -> list[str]:
+    return re.split(r"\+(?=[^+])", name)  # "pcme++" is one name
+
+
 def find(name: str) -> tuple[Callable[..., Method], type | None]:
     """The preset function and its settings class (None when it takes no argument)."""
-    base, *added = re.split(r"\+(?=[^+])", name)  # "pcme++" is one name
+    if len(name) > LONGEST:
+        raise ValueError(f"the name of a method has {len(name):,} characters: expected at most {LONGEST}.")
+    base, *added = _parts(name)
     if added:
         return _mixed(name, base, added)
-    module_name, _, function = name.partition(":")
-    if function:
-        return _own(module_name, function)
+    if ":" in name:
+        return _own(name)
     if name not in names():
         near = difflib.get_close_matches(name, names(), 1)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -126,7 +137,10 @@ def _python(name: str) -> str:
     return name.replace("-", "_")
 
 
-def _own(module_name: str, function: str) -> tuple[Callable[..., Method], type | None]:
+def _own(name: str) -> tuple[Callable[..., Method], type | None]:
+    module_name, _, function = name.partition(":")
+    if not all(word.isidentifier() for word in (*module_name.split("."), function)):
+        raise ValueError(f"the method {name!r} is no module:preset: expected names of Python, such as mine:preset.")
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # as `python -m` does; the installed command looks beside itself only
@@ -137,6 +151,10 @@ def _own(module_name: str, function: str) -> tuple[Callable[..., Method], type |
             f"cannot load method {module_name}:{function} ({e}): expected an importable module (in this folder, or "
             f"on PYTHONPATH) with a function {function} that returns a kiloword.method.Method."
         ) from e
+    if not callable(make):
+        raise ValueError(
+            f"{name} is a {type(make).__name__}: expected a function that returns a kiloword.method.Method."
+        )
     parameters = list(inspect.signature(make).parameters)
     kind = typing.get_type_hints(make).get(parameters[0]) if parameters else None
     if parameters and kind is None:

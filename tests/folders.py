@@ -1,0 +1,24 @@
+"""Model folders that no training made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kiloword.checkpoint import save_model
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.recipes import ModelFile, sizes
+
+CAPTIONS = ["a dog on the grass", "two cats and a dog", "the red circle is left of a blue star"] * 5
+
+
+def model_folder(out: Path, method: str = "siglip", settings: dict[str, Any] | None = None) -> Path:
+    """A fresh model of size "debug" with its tokenizer. Returns: `out`."""
+    tokenizer, config = Tokenizer.train(CAPTIONS, 400), sizes()["debug"]
+    text = replace(config.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
+    file = ModelFile(method=method, settings=settings or {}, model=replace(config, text=text), size="debug")
+    save_model(out, build(file.model, preset(method, settings), seed=1), tokenizer, file)
+    return out

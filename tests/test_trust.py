@@ -1,0 +1,172 @@
+"""A model folder is data: code that it names runs when the user names it too, and then exactly that."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from folders import model_folder
+from tars import picture
+
+import kiloword
+from kiloword.api import load
+from kiloword.checkpoint import load_model
+from kiloword.cli import main
+from kiloword.interop.captioners import open_captioner
+from kiloword.interop.teachers import open_teacher
+from kiloword.trust import Trust
+
+OWN = """
+open("imported", "a").close()
+from dataclasses import replace
+from kiloword.methods import preset as built_in
+
+def preset():
+    return replace(built_in("siglip"), name="own")
+
+def other():
+    return preset()
+
+def stop():
+    raise SystemExit(9)
+"""
+PACKAGE = Path(kiloword.__file__).parent
+SCORE = ("--images", "a.png", "--texts", "a dog")
+SCENES = ("--data", "scenes?n=24")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(autouse=True)
+def place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder: a module, a picture, a model that asks for the module, and one that asks for nothing."""
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "a.png").write_bytes(picture())
+    shutil.copytree(base, tmp_path / "plain")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    asks_for("own:preset")
+
+
+def asks_for(method: str) -> None:
+    """The folder `asks`, whose config names a method."""
+    shutil.copytree("plain", "asks", dirs_exist_ok=True)
+    config = json.loads(Path("plain/config.json").read_text()) | {"method": method}
+    Path("asks/config.json").write_text(json.dumps(config))
+
+
+def ran() -> bool:
+    return Path("imported").exists() or "own" in sys.modules
+
+
+def ends(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command that is refused prints."""
+    with pytest.raises(SystemExit) as end:
+        main(list(words))
+    said = capsys.readouterr()
+    assert end.value.code == 2, said
+    assert "Traceback" not in said.err
+    return said.err
+
+
+VERBS = [
+    ("score", "asks", *SCORE),
+    ("eval", "asks", "retrieval", *SCENES),
+    ("eval", "plain", "spectrum", "--with", "asks", *SCENES),
+    ("embed", "asks", *SCENES, "--out", "features"),
+    ("caption", "asks", *SCENES, "--out", "c.parquet"),
+    ("train", "siglip", "--init", "asks", *SCENES, "--steps", "1", "--batch", "8", "--out", "run"),
+    ("train", "clip", "--init", "asks", *SCENES, "--steps", "1", "--batch", "8", "--out", "run", "--dry-run"),
+]
+
+
+@pytest.mark.parametrize("words", VERBS, ids=lambda words: f"{words[0]}-{words[2]}")
+def test_no_verb_imports_what_a_model_names(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    said = ends(capsys, *words)
+    assert "asks was trained by the method 'own:preset', which is code" in said
+    assert "--method MODULE:PRESET" in said
+    assert "--trust-code" in said
+    assert not ran()
+
+
+@pytest.mark.parametrize("name", ["own:preset+compose", "own:stop", "../../own:preset", ":x", "a:", "own:preset:x"])
+def test_no_name_of_code_is_imported(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asks_for(name)
+    assert f"the method {name!r}, which is code" in ends(capsys, "score", "asks", *SCORE)
+    for opens in (load, load_model, open_teacher, open_captioner):
+        with pytest.raises(ValueError, match="is code"):
+            opens("asks", "cpu")
+    assert not ran()
+
+
+@pytest.mark.parametrize("name", ["siglip+own:preset", "siglip+own", "own", "own.preset", "", "+", "x" * 5000])
+def test_other_names_are_unknown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asks_for(name)
+    assert len(ends(capsys, "score", "asks", *SCORE)) < 1000
+    assert not ran()
+
+
+@pytest.mark.parametrize("word", [("--method", "own:preset"), ("--trust-code",)])
+def test_code_runs_when_the_user_says_so(word: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["score", "asks", *SCORE, *word])
+    assert ran()
+    main(["eval", "asks", "retrieval", *SCENES, *word])
+    main(["embed", "asks", *SCENES, "--out", "features", *word])
+    assert "is used" not in capsys.readouterr().err
+    words = ("caption", "asks", *SCENES, "--out", "c.parquet", word[0].replace("--method", "--model-method"), *word[1:])
+    assert "no text decoder" in ends(capsys, *words)  # it was loaded
+
+
+def test_code_runs_from_python() -> None:
+    assert load("asks", method="own:preset").method.name == "own"  # type: ignore[union-attr]
+    assert load("asks", trust_code=True).method.name == "own"  # type: ignore[union-attr]
+
+
+def test_naming_one_method_does_not_trust_another(capsys: pytest.CaptureFixture[str]) -> None:
+    """The user's method is used in place of the model's, and a line says so; what the model names stays unimported."""
+    main(["score", "asks", *SCORE, "--method", "siglip"])
+    assert "asks asks for the method 'own:preset': 'siglip' is used, as --method says" in capsys.readouterr().err
+    assert not ran()
+    with pytest.raises(ValueError, match="is code"):
+        load_model("asks", trust=Trust(named="own:other"))
+    assert not ran()
+    words = ("eval", "plain", "spectrum", "--with", "asks", *SCENES, "--method", "siglip")
+    assert "asks: asks was trained by the method 'own:preset', which is code" in ends(capsys, *words)
+    assert not ran()
+
+
+def test_models_beside_the_first_may_have_its_method(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("asks", "again")
+    main(["eval", "asks", "spectrum", "--with", "again", "plain", *SCENES, "--method", "own:preset"])
+    assert "is used" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [("own:preset",), ("own:preset", "--views", "compose"), ("siglip", "--trust-code")], ids=str
+)
+def test_training_starts_from_a_model_of_its_own_method(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And goes on by the same command."""
+    more = (*SCENES, "--batch", "8", "--init", "asks", "--out", "run", "--quiet")
+    main(["train", *words, *more, "--steps", "1"])
+    main(["train", *words, *more, "--steps", "2", "--extend"])
+    assert json.loads(Path("run/model/config.json").read_text())["steps"] == 2
+    if words[0] != "siglip":
+        assert "is code" in ends(capsys, "score", "run/model", *SCORE)
+        main(["score", "run/model", *SCORE, "--method", "own:preset"])
+
+
+@pytest.mark.parametrize("verb", ["train", "verify", "plan"])
+@pytest.mark.parametrize("name", ["../../x:y", ":y", "x:", "a..b:c", "a-b:c", "math:pi", "a:b:c", "y" * 5000])
+def test_names_that_are_no_module(verb: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = ends(capsys, verb, name, *(("--out", "run") if verb == "train" else ()))
+    assert "expected" in said
+    assert len(said) < 1000
