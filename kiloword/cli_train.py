@@ -17,6 +17,7 @@ from tyro.conf import arg
 from kiloword import recipes
 from kiloword.cli_method import asked, values_of
 from kiloword.options import Options
+from kiloword.ranges import check
 from kiloword.recipes import AugmentConfig, ModelConfig, OptimConfig, Recipe
 
 
@@ -68,7 +69,10 @@ class Train:
 
 
 def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
-    """The recipe that the flags of `train` describe, but for its length; settings: the method's own, or None."""
+    """The recipe that the flags of `train` describe, but for its length; settings: the method's own, or None.
+
+    Raises: ValueError for numbers that are NaN, infinite or out of their range.
+    """
     base = recipes.default(method, args.size, args.data)
     data = replace(
         base.data,
@@ -86,7 +90,9 @@ def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
     )
     own = {} if settings is None else asdict(settings)
     same = ("batch", "micro", "chunk", "precision", "freeze", "init", "seed", "optim", "model")
-    return replace(base, data=data, settings=own, **{name: getattr(args, name) for name in same})
+    recipe = replace(base, data=data, settings=own, **{name: getattr(args, name) for name in same})
+    check(recipe)
+    return recipe
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,46 +1,78 @@
-"""What the numbers of a recipe may be: a sentence at once, rather than an error from the depths or a strange run."""
+"""What the numbers of settings may be, whether a command line or a file holds them: a message at once, rather than an
+error from the depths or weights that are NaN."""
 
 from __future__ import annotations
 
 import math
-from functools import reduce
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
 
-from kiloword.recipes import Recipe
-
+Limits = tuple[float, float]
 _ANY = math.inf
-_TOWER = dict.fromkeys(("width", "depth", "heads", "mlp"), (1, _ANY))
-RANGES: dict[str, tuple[float, float]] = {
-    "steps": (1, _ANY),
-    "batch": (1, _ANY),
-    "micro": (0, _ANY),
-    "chunk": (0, _ANY),
-    **{f"model.{tower}.{name}": limits for tower in ("image", "text") for name, limits in _TOWER.items()},
-    "model.image.size": (1, _ANY),
-    "model.image.patch": (1, _ANY),
-    "model.image.extra_tokens": (0, _ANY),
-    "model.text.context": (3, _ANY),
-    "model.head.dim": (1, _ANY),
-    **{f"optim.{name}": (0, _ANY) for name in ("lr", "muon_lr", "weight_decay", "muon_weight_decay", "eps", "warmup")},
-    **{f"optim.{name}": (0, _ANY) for name in ("clip", "explode", "scale_lr", "text_lr", "final_lr")},
-    **{f"optim.{name}": (0, 1) for name in ("beta1", "beta2", "momentum", "ema")},
-    "data.bad_share": (0, 1),
-    "data.together": (1, _ANY),
-    "data.augment.crop": (0.001, 1),
-    "data.augment.ratio": (1, 100),
-    **{f"data.augment.{name}": (0, 1) for name in ("flip", "jitter", "grayscale", "blur", "drop_words")},
+_BELOW_1 = math.nextafter(1.0, 0.0)
+_TOWER: dict[str, Limits] = {
+    **dict.fromkeys(("width", "depth", "heads", "mlp"), (1, _ANY)),
+    "norm_eps": (1e-20, 1),
+    "init_std": (0, 100),
+}
+OTHER = (-1e6, 1e6)  # floats without a range of their own, such as a method's settings
+RANGES: dict[str, dict[str, Limits]] = {  # class of the settings -> field -> limits, of each number of a tuple
+    "Recipe": {"steps": (1, _ANY), "batch": (1, _ANY), "micro": (0, _ANY), "chunk": (0, _ANY)},
+    "ImageConfig": {**_TOWER, "size": (1, _ANY), "patch": (1, _ANY), "extra_tokens": (0, _ANY)},
+    "TextConfig": {**_TOWER, "context": (3, _ANY)},
+    "HeadConfig": {"dim": (1, _ANY)},
+    "Preprocess": {"mean": (-1000, 1000), "std": (1e-6, 1000)},
+    "OptimConfig": {
+        **dict.fromkeys(("lr", "muon_lr", "weight_decay", "muon_weight_decay", "final_lr"), (0, 100)),
+        **dict.fromkeys(("beta1", "beta2", "momentum"), (0, _BELOW_1)),
+        "eps": (1e-20, 1),  # 0 divides zero by zero where a gradient is zero
+        **dict.fromkeys(("scale_lr", "text_lr"), (0, 1e4)),
+        **dict.fromkeys(("clip", "explode", "warmup"), (0, 1e12)),
+        "ema": (0, 1),
+    },
+    "DataConfig": {"bad_share": (0, 1), "together": (1, _ANY)},
+    "AugmentConfig": {
+        **dict.fromkeys(("flip", "jitter", "grayscale", "blur", "drop_words"), (0, 1)),
+        "crop": (0.001, 1),
+        "ratio": (1, 100),
+        "jitter_strength": (0, 100),
+        "blur_sigma": (0, 1000),
+    },
 }
 
 
-def check(recipe: Recipe) -> None:
-    """Raises: ValueError naming the settings that are out of their range, as the command line writes them."""
-    problems = []
-    for name, (least, most) in RANGES.items():
-        value = reduce(getattr, name.split("."), recipe)
-        if not (isinstance(value, int | float) and least <= value <= most):  # False for NaN
-            limits = f"at least {least:g}" if most == _ANY else f"{least:g} to {most:g}"
-            problems.append(f"--{_flag(name)} is {value}: expected {limits}")
-    if problems:
-        raise ValueError("; ".join(problems[:3]) + ".")
+def check(settings: Any, prefix: str = "--") -> None:
+    """Args: settings: a dataclass, such as a recipe or what a file holds; prefix: "--" names settings as the command
+    line writes them, "" as a file does.
+
+    Raises: ValueError naming the numbers that are NaN, infinite or out of their range.
+    """
+    wrong = []
+    for name, value, (least, most) in _numbers(settings, "", None):
+        if isinstance(value, int | float) and least <= value <= most and abs(value) < _ANY:  # False for NaN
+            continue
+        upper = "below 1" if most == _BELOW_1 else f"{most:g}"
+        limits = f"at least {least:g}" if most == _ANY else f"{least:g} to {upper}"
+        wrong.append(f"{_flag(name) if prefix else name} is {value}: expected {limits}")
+    if wrong:
+        raise ValueError("; ".join(prefix + problem for problem in wrong[:3]) + ".")
+
+
+def _numbers(value: Any, name: str, limits: Limits | None) -> Iterator[tuple[str, Any, Limits]]:
+    """What has limits or is a float inside a value, with its dotted name and its limits."""
+    if is_dataclass(value):
+        own = RANGES.get(type(value).__name__, {})
+        for f in fields(value):
+            yield from _numbers(getattr(value, f.name), f"{name}.{f.name}" if name else f.name, own.get(f.name))
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}" if name else str(key), limits)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, name, limits)
+    elif limits or isinstance(value, float):
+        yield name, value, limits or OTHER
 
 
 def _flag(name: str) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+from kiloword.ranges import check
+
 if TYPE_CHECKING:
     from kiloword.method import Method
 
@@ -113,9 +115,7 @@ class OptimConfig(Settings):
     clip: float = 1.0  # gradient norm; 0: no clipping
     explode: float = 100.0  # a step whose gradient norm is so many times the usual one is skipped; 0: only if no number
     scale_lr: float = 1.0  # factor for the head's scale and bias
-    text_lr: float = (
-        1.0  # factor for the text tower, which else forgets words before the image tower sees what they name
-    )
+    text_lr: float = 1.0  # factor for the text tower, which else forgets words before the image tower sees them
     ema: float = 0.0  # decay of an average of the weights that is evaluated and saved; 0: none
 
 
@@ -145,9 +145,7 @@ class DataConfig(Settings):
     raw_captions: bool = True  # whether the pictures' own captions stay beside the extra ones
     side: tuple[str, ...] = ()  # side tables of features (`kiloword embed`), joined by key
     captions: int | Literal["one", "all"] = "one"  # a picture's captions in a batch: one redrawn each epoch, N, all
-    together: int = (
-        1  # consecutive rows that stand in a batch together: groups of hard negatives, where the data has them
-    )
+    together: int = 1  # consecutive rows that stand in a batch together: groups of hard negatives
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
     bad_share: float = 0.01  # stop when more than this share of the rows is bad
     tokenizer_vocab: int = 4096  # at most; of the tokenizer trained on the data's captions
@@ -282,13 +280,15 @@ def only(settings: Any, kind: type[Config]) -> Config:
 def read_config(path: Path, kind: type[Config]) -> Config:
     """Read and validate a json file as a settings dataclass. Raises: ValueError naming the file and the bad keys."""
     try:
-        return parse(json.loads(path.read_text()), kind)
+        settings = parse(json.loads(path.read_text()), kind)
+        check(settings, prefix="")
+        return settings
     except (ValueError, RecursionError) as e:  # the second: thousands of nested brackets
         raise ValueError(f"{path} cannot be used: {e} It was damaged, or written by another version.") from e
 
 
 def parse(value: Any, kind: type[Config]) -> Config:
-    """Validate plain data as a settings dataclass; unknown keys and wrong types are errors. Raises: ValueError."""
+    """Validate plain data as a settings dataclass. Raises: ValueError for unknown keys and wrong types."""
     from pydantic import TypeAdapter, ValidationError
 
     try:

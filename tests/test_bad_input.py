@@ -284,8 +284,17 @@ def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
         (["--model.image.patch", "7"], "patch 7 does not divide"),
         (["--model.image.heads", "5"], "heads"),
         (["--augment.crop", "2"], "--augment.crop is 2.0: expected 0.001 to 1"),
-        (["--optim.lr", "nan"], "--optim.lr is nan: expected at least 0"),
-        (["--optim.explode", "-1"], "--optim.explode is -1.0: expected at least 0"),
+        (["--optim.lr", "nan"], "--optim.lr is nan: expected 0 to 100"),
+        (["--optim.lr", "inf"], "--optim.lr is inf: expected 0 to 100"),
+        (["--optim.lr", "1e38"], "--optim.lr is 1e+38: expected 0 to 100"),
+        (["--optim.eps", "0"], "--optim.eps is 0.0: expected 1e-20 to 1"),
+        (["--optim.beta2", "1"], "--optim.beta2 is 1.0: expected 0 to below 1"),
+        (["--optim.weight-decay", "inf"], "--optim.weight-decay is inf: expected 0 to 100"),
+        (["--optim.explode", "-1"], "--optim.explode is -1.0: expected 0 to 1e+12"),
+        (["--model.image.init-std", "nan"], "--model.image.init-std is nan: expected 0 to 100"),
+        (["--model.preprocess.std", "1", "0", "1"], "--model.preprocess.std is 0.0: expected 1e-06 to 1000"),
+        (["--augment.blur-sigma", "0", "inf"], "--augment.blur-sigma is inf: expected 0 to 1000"),
+        (["--settings.bias", "nan"], "--settings.bias is nan: expected -1e+06 to 1e+06"),
         (["--settings.scale", "0"], "scale is 0: expected a number above 0"),
     ],
 )
@@ -497,8 +506,8 @@ def test_loss_that_is_no_number(refused: Refused, tmp_path: Path, monkeypatch: p
     main(words)
 
 
-def test_learning_rate_of_a_million(refused: Refused, tmp_path: Path) -> None:
-    flags = ("--steps", 60, "--save-every", 1, "--optim.name", "adamw", "--optim.lr", 1e6, "--optim.clip", 0)
+def test_learning_rate_that_is_far_too_large(refused: Refused, tmp_path: Path) -> None:
+    flags = ("--steps", 60, "--save-every", 1, "--optim.name", "adamw", "--optim.lr", 100, "--optim.clip", 0)
     assert "loss is" in refused(*train(SCENES, tmp_path / "out", *flags))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from tars import picture, write_tar
 from kiloword.cli import main
 from kiloword.data.index import parse_index
 from kiloword.data.tokenizer import Tokenizer
-from kiloword.recipes import ModelFile, TextConfig, read_config
+from kiloword.methods import preset
+from kiloword.recipes import ModelConfig, ModelFile, TextConfig, read_config
 from kiloword.run_folder import RunFile
 
 NESTED = b"[" * 100_000
@@ -38,6 +41,31 @@ def test_settings_that_cannot_be_read(tmp_path: Path, raw: bytes) -> None:
     with pytest.raises(ValueError, match="damaged tokenizer file"):
         Tokenizer.load(tmp_path)
     assert parse_index(raw) is None
+
+
+@pytest.mark.parametrize(
+    ("inside", "name", "value", "says"),
+    [
+        ("preprocess", "std", [1, 0, 1], "model.preprocess.std is 0.0: expected 1e-06 to 1000"),
+        ("image", "init_std", float("nan"), "model.image.init_std is nan: expected 0 to 100"),
+        ("text", "norm_eps", float("inf"), "model.text.norm_eps is inf: expected 1e-20 to 1"),
+        ("image", "heads", 0, "model.image.heads is 0: expected at least 1"),
+    ],
+)
+def test_numbers_of_a_file_have_the_limits_of_the_command_line(
+    tmp_path: Path, inside: str, name: str, value: object, says: str
+) -> None:
+    model = asdict(ModelConfig())
+    model[inside][name] = value
+    (tmp_path / "config.json").write_text(json.dumps({"method": "siglip", "settings": {}, "model": model}))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        read_config(tmp_path / "config.json", ModelFile)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e7])
+def test_settings_of_a_method_in_a_file_have_limits(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"settings of siglip: scale is \S+: expected -1e\+06 to 1e\+06"):
+        preset("siglip", {"scale": scale})
 
 
 def test_a_tokenizer_of_strangers(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from kiloword import recipes
 from kiloword.method import Method, Piece
+from kiloword.ranges import check
 from kiloword.recipes import parse
 
 LONGEST = 1000  # characters of a method's name with its pieces
@@ -53,7 +54,10 @@ def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
             raise ValueError(f"{name} takes no settings, but got {', '.join(settings)}.")
         return _checked(name, make())
     try:
-        return _checked(name, make(parse(settings or {}, kind)))
+        own: Any = parse(settings or {}, kind)
+        made = _checked(name, make(own))
+        check(own, prefix="")  # the method's own messages come first
+        return made
     except ValueError as e:
         raise ValueError(f"settings of {name}: {e}") from e
 
