@@ -187,10 +187,30 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str) -> None:
-    """Strict: every tensor of the model, no others, of the same shapes. Raises: ValueError naming what differs."""
+    """Strict: every tensor of the model, no others, of the same shapes, all finite. Raises: ValueError naming what is
+    wrong."""
     own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     check_fit(own, {k: tuple(v.shape) for k, v in weights.items()}, f"weights in {name}", "its config")
+    check_finite(weights, name)
     model.load_state_dict(weights)
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that hold NaN or infinite values.
+
+    A sum is finite only if all its terms are, and ten times as fast as asking each; it may overflow, so it is not all.
+    """
+    floating = {name: value for name, value in tensors.items() if value.is_floating_point()}
+    return [name for name, value in floating.items() if not (value.sum().isfinite() or value.isfinite().all())]
+
+
+def check_finite(weights: Mapping[str, Tensor], name: str) -> None:
+    """Raises: ValueError naming the first tensor of a model with NaN or infinite values."""
+    if bad := not_finite(weights):
+        raise ValueError(
+            f"weights in {name} cannot be used: {bad[0]} is NaN or infinite ({len(bad)} of {len(weights)} tensors). "
+            "The training diverged, or the file is damaged: use an earlier model, or copy it again."
+        )
 
 
 def check_fit(own: Mapping[str, Any], there: Mapping[str, Any], what: str, frame: str) -> None:

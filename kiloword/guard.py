@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -63,15 +64,8 @@ class Guard:
         if run.skipped_in_a_row >= self.most:
             raise ValueError(
                 f"step {step}: {self._why(loss, norm)}; bad steps in a row: {run.skipped_in_a_row}. The run stops"
-                f"{self._what_is_left()}; --max-skipped-steps allows more."
+                f"{what_is_left(run.out)}; --max-skipped-steps allows more."
             )
-
-    def _what_is_left(self) -> str:
-        out, again = self.run.out, "Start again in another --out with a smaller --optim.lr"
-        if not states(out / "state"):
-            return f" before its first state. {again}"
-        kept = f"{out / 'state'} keeps the last state, which is finite"
-        return f"; {kept}. {again}, from {out / 'model'} by --init if you like"
 
     def _why(self, loss: float, norm: float) -> str:
         if not math.isfinite(norm):
@@ -80,3 +74,12 @@ class Guard:
             return f"loss is {loss}"
         usual = self.run.optimizer.usual_norm
         return f"gradient norm {norm:.2g}" + (f" is {norm / usual:.0f} times the usual" if usual else " explodes")
+
+
+def what_is_left(out: Path) -> str:
+    """How the message about a run that diverged ends, after "The run stops"."""
+    again = "Start again in another --out with a smaller --optim.lr"
+    if not states(out / "state"):
+        return f" before its first state. {again}"
+    kept = f"{out / 'state'} keeps the last state, which is finite"
+    return f"; {kept}. {again}, from {out / 'model'} by --init if you like"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from kiloword import activations, engine, parallel, start
-from kiloword.checkpoint import check_fit, spec_of, write_json
+from kiloword.checkpoint import check_fit, not_finite, spec_of, write_json
 from kiloword.data.bad import BadRows
 from kiloword.data.loader import Loader
 from kiloword.data.reading import captions_of
@@ -250,10 +251,21 @@ def resume(run: Run) -> None:
     names = [k.removeprefix("optimizer/") for k in stored.specs if k.startswith("optimizer/")]
     moments = run.optimizer.empty_state(names)
     stored.load(tensors | {f"optimizer/{k}": v for k, v in moments.items()})
+    _check_finite(run.out / "state", stored.numbers["step"], tensors | moments)
     run.optimizer.load_state_dict(moments)
     run.bad.load_state_dict(stored.numbers["bad"])
     run.step, run.truncated = stored.numbers["step"], stored.numbers["truncated"]
     run.skipped_steps, run.skipped_in_a_row = stored.numbers.get("skipped_steps", (0, 0))  # of older states: none
+
+
+def _check_finite(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises: ValueError, on all ranks, for a state with NaN or infinite values on any."""
+    if bad := parallel.all_lists(not_finite({name: parallel.local(x) for name, x in tensors.items()})):
+        raise ValueError(
+            f"the state of step {step} in {folder} cannot be used: {bad[0]} is NaN or infinite. Start again in another "
+            f"--out with a smaller --optim.lr, or remove {folder / f'step-{step:09d}.json'} to go on from the state "
+            "before, if there is one."
+        )
 
 
 def state_of(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -14,11 +14,12 @@ from types import TracebackType
 from typing import Any
 
 from kiloword import parallel
-from kiloword.checkpoint import SaveError, in_order, sync, write_json, write_tensors
+from kiloword.checkpoint import SaveError, in_order, not_finite, sync, write_json, write_tensors
+from kiloword.guard import what_is_left
 from kiloword.prepare import Run, state_of
 from kiloword.recipes import ModelFile
 from kiloword.state.folder import drop_old, shards_folder, write_numbers
-from kiloword.state.shards import Host, Stored, write_part
+from kiloword.state.shards import Host, Part, Stored, write_part
 
 POLL_S = 0.01  # between looks at the other ranks while a save is awaited
 LONG_S = 60.0  # of waiting for a disk, after which the log says so
@@ -68,7 +69,7 @@ class Saver:
         tensors, numbers = state_of(run)
         part, folder = self._host.copy(tensors), shards_folder(run.out / "state", run.step)
         self._then = partial(_commit, run, folder, model_file(run), deepcopy(numbers), self.keep)
-        self._job = self._pool.submit(write_part, folder, part, parallel.rank(), parallel.ranks())
+        self._job = self._pool.submit(_write, run.out, folder, part, parallel.rank(), parallel.ranks())
 
     def advance(self) -> None:
         """What comes next for the save in flight, if there is one; not before no rank is writing.
@@ -97,6 +98,17 @@ class Saver:
                     said = True
                     self.run.log.say(f"waiting for {LONG_S:.0f} s already for {self.run.out / 'state'} to be written.")
             self.advance()
+
+
+def _write(out: Path, folder: Path, part: Part, rank: int, ranks: int) -> Files:
+    """Write a rank's part of a state whose weights, moments and averages are all finite. Raises: SaveError."""
+    if bad := not_finite(part.values):
+        first = min(bad, key=lambda name: not name.startswith("learner/"))
+        raise SaveError(
+            f"{first} is NaN or infinite ({len(bad)} tensors of {folder.name}), which is not saved. The run stops"
+            f"{what_is_left(out)}."
+        )
+    return write_part(folder, part, rank, ranks)
 
 
 def _outcome(job: Future[Files]) -> Files | str:

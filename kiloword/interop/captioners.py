@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from kiloword.checkpoint import check_finite, load_model
 from kiloword.data.decode import Pixels, decode
 from kiloword.data.reading import Transform
 from kiloword.data.transforms import EvalTransform
@@ -60,8 +61,6 @@ def open_captioner(name: str, device: str = "auto", precision: str = "fp32", tru
     kind, _, rest = name.partition(":")
     if kind == "hf":
         return Transformers(Path(rest).expanduser(), device, precision)
-    from kiloword.checkpoint import load_model
-
     folder = Path(name).expanduser()
     captioner = Captioner(*load_model(folder, device, precision, trust))
     return Ours(captioner, digest([folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]))
@@ -112,6 +111,7 @@ class Transformers:
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from None
+        check_finite(self._model.state_dict(), str(folder))
         self._kind, self._device = _KINDS[precision], device
         self._model = self._model.to(device=device, dtype=self._kind).eval()
         self._tokenizer = getattr(processor, "tokenizer", processor)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from kiloword.checkpoint import save_model
+from kiloword.checkpoint import check_finite, save_model
 from kiloword.data.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
 from kiloword.methods import preset
 from kiloword.model import Model, build
@@ -40,10 +40,11 @@ def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:
     """Imported weights as a model in memory, with the tokenizer they were trained with.
 
     Args: weights: the file they came from; a SigLIP's tokenizer.json is looked for beside it.
-    Raises: ValueError when the tokenizer is missing.
+    Raises: ValueError when the tokenizer is missing, or weights are NaN or infinite.
     """
     words = tokenizer(imported.config, weights)
     model = build(imported.config, preset(imported.method, imported.settings), seed=0)
+    check_finite(imported.state, str(weights))
     model.load_state_dict({**model.state_dict(), **imported.state})
     return model, words
 

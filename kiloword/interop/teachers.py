@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kiloword.checkpoint import check_finite, load_model
 from kiloword.device import choose
 from kiloword.trust import NONE, Trust
 
@@ -54,8 +55,6 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
         return _open_clip(name, rest, device, precision)
     if kind == "hf":
         return Transformers(Path(rest).expanduser(), device, precision)
-    from kiloword.checkpoint import load_model
-
     folder = Path(name).expanduser()
     model, tokenizer = load_model(folder, device, precision, trust)
     files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
@@ -127,6 +126,7 @@ class OpenClip(Foreign):
         except RuntimeError as error:
             reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
             raise ValueError(f"{weights} does not hold the weights of open_clip's {name}: {reason[:200]}") from None
+        check_finite(state, str(weights))
         given = open_clip.get_model_preprocess_cfg(model)
         super().__init__(given["mean"], given["std"], device, precision)
         self.size, self.resize = _preprocess(name, given)
@@ -152,6 +152,7 @@ class Transformers(Foreign):
         self.size, self.resize = found.size, found.resize
         self.fingerprint = digest(found.files)
         model = CLIPModel.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
+        check_finite(model.state_dict(), str(folder))
         model = model.to(device=device, dtype=self._kind).eval()
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 

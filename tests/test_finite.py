@@ -1,0 +1,260 @@
+"""Weights, moments and averages that are NaN or infinite are never saved over good ones, and never used."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from states import load_state
+from tars import picture
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
+
+import kiloword
+from kiloword import launch, parallel, recipes
+from kiloword.checkpoint import not_finite
+from kiloword.cli import main
+from kiloword.optim import Optimizer
+from kiloword.recipes import Recipe
+from kiloword.state.folder import newest, shards_folder, steps_done, write_numbers
+from kiloword.state.shards import Part, write_part
+from kiloword.train import Options, train
+
+SCENES = "scenes?n=64"
+EVERY = Options(log_every=1, save_every=2, quiet=True)
+WEIGHT = "text_tower.blocks.1.mlp.proj.weight"
+BAD = f"weights in .* cannot be used: {WEIGHT} is NaN or infinite \\(1 of"
+
+
+def recipe(steps: int = 6, name: str = "muon", **optim: Any) -> Recipe:
+    base = recipes.default("siglip", "debug", (SCENES,))
+    data = replace(base.data, tokenizer_vocab=300)
+    changed = {"name": name, "ema": 0.9, **optim}
+    return replace(base, data=data, optim=replace(base.optim, **changed), batch=16, steps=steps)
+
+
+def finite(out: Path) -> bool:
+    """Whether the newest state and the model folder hold finite values alone."""
+    found = load_state(out / "state", pytest.fail)
+    return found is not None and not not_finite(found[0]) and not not_finite(load_file(out / "model/model.safetensors"))
+
+
+def test_a_finite_sum_is_not_needed() -> None:
+    tensors = {
+        "large": torch.full((9,), 3e38),
+        "small": torch.full((9,), 6e4).half(),
+        "none": torch.zeros(0, 3),
+        "whole": torch.tensor([3]),
+        "nan": torch.tensor([1.0, math.nan]),
+        "both": torch.tensor([math.inf, -math.inf]),
+        "double": torch.tensor([0.0, math.inf]).double(),
+    }
+    assert not_finite(tensors) == ["nan", "both", "double"]
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, what: str, at: int) -> None:
+    """After step `at` (from 1), one value of the weights, the moments or the averages is NaN."""
+    real = Optimizer.step
+
+    def step(self: Optimizer, number: int, *args: Any) -> dict[str, torch.Tensor]:
+        report = real(self, number, *args)
+        if number + 1 == at:
+            kinds = {"learner": list(self.names), "optimizer": list(self.state_dict().values())}
+            with torch.no_grad():
+                next(x for x in kinds[what] if x.dim() == 2)[-1, -1] = math.nan
+        return report
+
+    monkeypatch.setattr(Optimizer, "step", step)
+
+
+@pytest.mark.parametrize("what", ["learner", "optimizer"])
+@pytest.mark.parametrize("at", [3, 6])
+def test_no_such_state_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, at: int) -> None:
+    """The state before stays, also at the end of the run, and the same command goes on from it."""
+    with monkeypatch.context() as patch:
+        spoil(patch, what, at)
+        first = what if at == 6 else "learner"  # bad moments make the weights of the next step bad
+        with pytest.raises(
+            ValueError, match=rf"^{first}/\S+ is NaN or infinite .* keeps the last state, which is finite"
+        ):
+            train(recipe(), tmp_path, options=EVERY)
+    assert steps_done(tmp_path / "state") == (2 if at == 3 else 4)
+    assert finite(tmp_path)
+    train(recipe(), tmp_path, options=EVERY)
+    assert steps_done(tmp_path / "state") == 6
+    assert finite(tmp_path)
+
+
+def test_before_the_first_state_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, "learner", 2)
+    with pytest.raises(ValueError, match=r"is NaN or infinite .* The run stops before its first state\. Start again"):
+        train(recipe(), tmp_path, options=EVERY)
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_state_with_nan_is_not_resumed(tmp_path: Path) -> None:
+    train(recipe(2), tmp_path, options=EVERY)
+    train(recipe(4), tmp_path, options=replace(EVERY, extend=True))
+    stored = newest(tmp_path / "state", pytest.fail)
+    assert stored is not None
+    tensors = dict(zip(stored.specs, stored.whole(list(stored.specs)), strict=True))
+    tensors[f"optimizer/momentum_buffer:model.{WEIGHT}"][0, 0] = math.inf
+    part = Part(tensors, {name: (0,) * x.dim() for name, x in tensors.items()})
+    numbers = {k: v for k, v in stored.numbers.items() if k not in ("step", "files")}
+    write_numbers(tmp_path / "state", 4, write_part(shards_folder(tmp_path / "state", 4), part, 0, 1), numbers)
+    longer = replace(EVERY, extend=True)
+    with pytest.raises(
+        ValueError, match=rf"state of step 4 .* momentum_buffer:model.{WEIGHT} is NaN .*/step-000000004"
+    ):
+        train(recipe(6), tmp_path, options=longer)
+    (tmp_path / "state" / "step-000000004.json").unlink()
+    train(recipe(6), tmp_path, options=longer)
+    assert finite(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with one infinite weight."""
+    base = recipes.default("coca", "debug", (SCENES,))
+    out = tmp_path_factory.mktemp("spoiled")
+    model = train(replace(base, data=replace(base.data, tokenizer_vocab=300), batch=16, steps=1), out, options=EVERY)
+    weights = load_file(model / "model.safetensors")
+    weights[WEIGHT][1, 2] = math.inf
+    save_file(weights, model / "model.safetensors")
+    return model
+
+
+VERBS: dict[str, Callable[[Path, Path], list[object]]] = {
+    "score": lambda model, tmp: ["score", model, "--images", tmp / "a.png", "--texts", "x"],
+    "eval": lambda model, tmp: ["eval", model, "retrieval", "--data", "scenes:test?n=8"],
+    "embed": lambda model, tmp: ["embed", model, "--data", SCENES, "--out", tmp / "side"],
+    "caption": lambda model, tmp: ["caption", model, "--data", SCENES, "--out", tmp / "captions.parquet"],
+    "train": lambda model, tmp: ["train", "clip", "--data", SCENES, "--out", tmp / "out", "--init", model],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_uses_such_weights(
+    spoiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in VERBS[verb](spoiled, tmp_path)])
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert "Traceback" not in said
+    assert f"{WEIGHT} is NaN or infinite (1 of" in said
+    assert not list(tmp_path.glob("out/model/*.safetensors"))
+
+
+def test_load_refuses_such_weights(spoiled: Path) -> None:
+    with pytest.raises(ValueError, match=BAD):
+        kiloword.load(spoiled)
+
+
+# Settings at their limits
+
+
+EXTREME: dict[str, list[float]] = {
+    "lr": [0, 1e-30, 1e-3, 1, 100],
+    "muon_lr": [0, 1e-3, 1, 100],
+    "weight_decay": [0, 0.1, 100],
+    "muon_weight_decay": [0, 0.1, 100],
+    "beta1": [0, 0.9, 1 - 1e-7, math.nextafter(1, 0)],
+    "beta2": [0, 0.95, 1 - 1e-7, math.nextafter(1, 0)],
+    "eps": [1e-20, 1e-8, 1],
+    "momentum": [0, 0.95, math.nextafter(1, 0)],
+    "warmup": [0, 0.5, 1, 1e12],
+    "final_lr": [0, 1, 100],
+    "clip": [0, 1e-30, 1, 1e12],
+    "explode": [0, 1e-30, 1, 1e12],
+    "scale_lr": [0, 1, 1e4],
+    "text_lr": [0, 1, 1e4],
+    "ema": [0, 0.5, 1],
+}
+BROKEN = [math.nan, math.inf, -math.inf, -1.0, 1e300]
+
+
+def ends_well(tmp_path: Path, name: str, optim: dict[str, float], init_std: float) -> None:
+    """Exit 0 and a finite model, or a message and the last finite state."""
+    made = recipe(8, name, **optim)
+    image = replace(made.model.image, init_std=init_std)
+    made = replace(made, model=replace(made.model, image=image), batch=8)
+    try:
+        train(made, tmp_path, options=replace(EVERY, max_skipped_steps=3))
+    except ValueError as e:
+        said = str(e)
+        assert "The run stops" in said or "expected" in said, said
+        assert said.endswith(".")
+    else:
+        assert steps_done(tmp_path / "state") == 8
+    if steps_done(tmp_path / "state"):
+        assert finite(tmp_path)
+
+
+def any_settings() -> st.SearchStrategy[dict[str, float]]:
+    ranges = {name: st.sampled_from([*values, *values, *values, *BROKEN]) for name, values in EXTREME.items()}
+    return st.fixed_dictionaries({}, optional=ranges)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(["adamw", "muon"]), optim=any_settings(), init_std=st.sampled_from([0.0, 1.0, 100.0, math.nan])
+)
+def test_any_settings_end_with_a_finite_model_or_a_message(
+    tmp_path_factory: pytest.TempPathFactory, name: str, optim: dict[str, float], init_std: float
+) -> None:
+    ends_well(tmp_path_factory.mktemp("run"), name, optim, init_std)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_largest_settings_end_with_a_finite_model_or_a_message(tmp_path: Path, name: str) -> None:
+    largest = {
+        key: max(values) for key, values in EXTREME.items() if key not in ("warmup", "beta1", "beta2", "momentum")
+    }
+    ends_well(tmp_path, name, {**largest, "clip": 0, "explode": 0}, 100.0)
+
+
+# Ranks
+
+
+def with_nan_on_one_rank(rank: int, port: int, out: Path) -> None:
+    """After step 3, rank 1's rows alone of a sharded matrix hold NaN."""
+    torch.set_num_threads(1)
+    os.environ |= launch.announced(rank, 2, port)
+    real = Optimizer.step
+
+    def step(self: Optimizer, number: int, *args: Any) -> dict[str, torch.Tensor]:
+        report = real(self, number, *args)
+        if number == 2 and rank == 1:
+            sharded = self.sharded[f"model.{WEIGHT}"]
+            assert isinstance(sharded, DTensor)
+            with torch.no_grad():
+                parallel.local(sharded).fill_(math.nan)
+        return report
+
+    Optimizer.step = step  # type: ignore[method-assign]
+    try:
+        train(recipe(), out, options=replace(EVERY, parallel="fsdp"))
+    except ValueError as e:
+        (out / f"said-{rank}").write_text(str(e))
+
+
+@pytest.mark.slow
+def test_nan_on_one_rank_ends_all(tmp_path: Path) -> None:
+    spawn(with_nan_on_one_rank, (launch.free_port(), tmp_path), nprocs=2)  # type: ignore[no-untyped-call]
+    for rank in (0, 1):
+        assert f"learner/model.{WEIGHT} is NaN or infinite" in (tmp_path / f"said-{rank}").read_text()
+    assert steps_done(tmp_path / "state") == 2
+    assert finite(tmp_path)
