@@ -13,6 +13,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from kiloword import __version__, launch
+from kiloword.addresses import public, scrubbed
 from kiloword.cli_eval import GENERATE, evaluate
 from kiloword.cli_score import score
 from kiloword.cli_watch import watch
@@ -242,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(__version__)
         return
     try:
+        argv = [public(word) for word in argv]
         with _met():
             _run(argv)
     except BrokenPipeError:  # `kiloword ... | head`: nobody reads on
@@ -255,8 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if said is None:
             raise
         if not getattr(e, "quiet", False):  # rank 0 speaks for all
-            print(f"kiloword: {said}", file=sys.stderr)
-        launch.explain(said)
+            print(f"kiloword: {scrubbed(said)}", file=sys.stderr)
+        launch.explain(scrubbed(said))
         raise SystemExit(getattr(e, "code", 2)) from None
 
 

@@ -10,7 +10,7 @@ def choose(asked: str) -> str:
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = asked.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
+    if kind not in ("cpu", "cuda") or (number and not (number.isascii() and number.isdecimal())):
         raise ValueError(f"device is {asked!r}: expected auto, cpu, cuda or cuda:N.")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise ValueError(

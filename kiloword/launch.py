@@ -91,6 +91,6 @@ def first_node(nodes: str) -> str:
 
 def _number(environment: MutableMapping[str, str], name: str, missing: int) -> int:
     value = environment.get(name, str(missing))
-    if not value.isdecimal():
+    if not (value.isascii() and value.isdecimal()):
         raise ValueError(f"{name} is {value!r}: expected a whole number.")
     return int(value)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+from kiloword.addresses import public, without_credentials
 from kiloword.ranges import check
 
 if TYPE_CHECKING:
@@ -151,6 +152,13 @@ class DataConfig(Settings):
     tokenizer_vocab: int = 4096  # at most; of the tokenizer trained on the data's captions
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
+    def __post_init__(self) -> None:
+        """URLs are kept without credentials, which are remembered: see `kiloword.addresses`."""
+        for name in ("sources", "extra_captions", "side"):
+            object.__setattr__(self, name, tuple(map(public, getattr(self, name))))
+        if self.val is not None:
+            object.__setattr__(self, "val", public(self.val))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Settings):
@@ -292,7 +300,7 @@ def parse(value: Any, kind: type[Config]) -> Config:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(kind).validate_python(without_credentials(value))
     except ValidationError as e:
         problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
         raise ValueError("; ".join(problems[:3]) + ".") from e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
 import socket
 import struct
@@ -11,6 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
+
+PLANTED = "planted"  # in every secret, and nowhere else
+LOGIN, BASIC = "planteduser:planted%2Fpass", base64.b64encode(b"planteduser:planted/pass").decode()
+QUERY = "?X-Amz-Signature=plantedsignature&X-Amz-Expires=60"
 
 
 class Server:
@@ -125,3 +130,29 @@ class Server:
         for name, value in headers.items():
             request.send_header(name, value)
         request.end_headers()
+
+
+class Guarded(Server):
+    """Gives nothing to a request without the login; of files that are in `signed` nothing without a signature."""
+
+    def __init__(self, files: dict[str, bytes], signed: tuple[str, ...] = (), login: bool = True) -> None:
+        super().__init__(files)
+        self.signed, self.login, self.signature = signed, login, "plantedsignature"
+        self.seen: list[tuple[str, str | None]] = []  # path with query, and the header Authorization
+        self.targets: dict[str, str] = {}  # redirects
+
+    def answer(self, request: Any) -> None:
+        authorization = request.headers.get("Authorization")
+        path, _, query = request.path.lstrip("/").partition("?")
+        self.seen.append((request.path, authorization))
+        if path in self.targets:
+            self._head(request, 302, {"Location": self.targets[path], "Content-Length": "0"})
+        elif self.login and authorization != f"Basic {BASIC}":
+            self._head(request, 401, {"Content-Length": "0"})
+        elif path in self.signed and f"X-Amz-Signature={self.signature}" not in query:
+            self._head(request, 403, {"Content-Length": "0"})
+        else:
+            super().answer(request)
+
+    def secret(self, path: str, query: str = QUERY) -> str:
+        return f"{self.url.replace('//', f'//{LOGIN}@')}/{path}{query}"

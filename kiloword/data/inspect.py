@@ -71,7 +71,7 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     start = time.perf_counter()
     source = open_source(src)
     notes = getattr(source, "notes", [])
-    console.print(f"{escape(src)}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
+    console.print(f"{escape(source.name)}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
     console.print(f"fingerprint {source.fingerprint}")
     for note in notes:
         console.print(escape(note))

@@ -55,6 +55,12 @@ class Cache:
     def drop(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
 
+    def drop_all(self, beginning: str) -> None:
+        """Drops every file whose name begins so."""
+        for path in self.folder.glob(f"{beginning}*"):
+            if not path.name.endswith(_PART):
+                path.unlink(missing_ok=True)
+
     def _existing(self, name: str, size: int) -> int | None:
         try:
             fd = os.open(self.folder / name, os.O_RDONLY)

@@ -6,11 +6,14 @@ import os
 import time
 from dataclasses import dataclass, field
 
+from kiloword.addresses import Address, scrubbed
+from kiloword.data.bad import shown
 from kiloword.data.remote_config import RemoteConfig
 from kiloword.draw import key
 
 _LONGEST = 60.0  # seconds between attempts, unless the server asks for more
 _ASKED = 120.0  # seconds that a server can ask for; the loader gives a step 300
+_LONG = 300  # characters
 PROGRESS = 1 << 16  # bytes after which an attempt was none in vain
 
 
@@ -18,11 +21,15 @@ class Unreachable(ValueError):
     """Remote data that cannot be had: no bad sample, but the end of the run."""
 
 
+class TooLarge(Unreachable):
+    """A small file that is none."""
+
+
 class Fault(Exception):
     """Something that may be over soon. Args: what happened; wait: seconds that the server asks for."""
 
     def __init__(self, what: str, wait: float = 0.0) -> None:
-        super().__init__(what)
+        super().__init__(foreign(what))
         self.wait = wait
 
 
@@ -30,7 +37,7 @@ class Fault(Exception):
 class Patience:
     """Waits between attempts at one thing, and gives up."""
 
-    url: str
+    address: Address
     config: RemoteConfig
     tried: int = field(default=0, init=False)
 
@@ -43,10 +50,10 @@ class Patience:
         if self.tried > self.config.retries:
             times = "once" if self.tried == 1 else f"{self.tried} times"
             raise Unreachable(
-                f"{shown(self.url)}: {fault} (tried {times}). Check the network and the server; the same command goes "
+                f"{self.address}: {fault} (tried {times}). Check the network and the server; the same command goes "
                 "on from there. More patience: KILOWORD_REMOTE='retries=8 timeout=60'."
             )
-        share = 0.5 + key(self.url, self.tried, os.getpid()) / 2**64
+        share = 0.5 + key(self.address.url, self.tried, os.getpid()) / 2**64
         wait = min(self.config.backoff * 2 ** (self.tried - 1), _LONGEST) * share
         time.sleep(max(wait, min(fault.wait, _ASKED)))
 
@@ -56,6 +63,6 @@ class Patience:
             self.tried = 0
 
 
-def shown(url: str) -> str:
-    """A URL for messages: without its query, which may be a signature."""
-    return url.split("?")[0]
+def foreign(text: str) -> str:
+    """A text of a server or a library for messages: without credentials and control characters, and not long."""
+    return shown(scrubbed(text))[:_LONG]

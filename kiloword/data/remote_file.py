@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from kiloword.addresses import Address, address_of
 from kiloword.data.remote_cache import Cache
 from kiloword.data.remote_config import RemoteConfig, remote_folder
-from kiloword.data.remote_errors import Fault, Patience, shown
+from kiloword.data.remote_errors import Fault, Patience, Unreachable
 from kiloword.data.remote_fsspec import Fsspec
 from kiloword.data.remote_http import Http
 from kiloword.data.remote_stat import Checksum, Stat
 
 SHA256_BYTES = 32
+MOST_SMALL = 1 << 26  # bytes of an index, of checksums, of class names
 T = TypeVar("T")
 
 
@@ -37,9 +39,14 @@ class RemoteFile:
     cache cannot hold what comes.
     """
 
-    url: str
+    address: Address
     info: Stat
     config: RemoteConfig
+
+    @property
+    def url(self) -> str:
+        """Without credentials."""
+        return self.address.url
 
     @property
     def name(self) -> str:
@@ -51,10 +58,10 @@ class RemoteFile:
         return min(int(self.config.piece), self.info.size) if self.info.ranged else self.info.size
 
     def __str__(self) -> str:
-        return shown(self.url)
+        return self.url
 
     def stat(self) -> Times:
-        return Times(self.info.size, int(_digest(self.info.tag)[:15], 16))
+        return Times(self.info.size, int(_digest(self._tag)[:15], 16))
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""
@@ -77,7 +84,15 @@ class RemoteFile:
         return range(offset // self.piece, -(-stop // self.piece))
 
     def whole(self) -> Path:
-        """The file in the cache folder, outside of the limit: nobody gives it up. Of a table, not of shards."""
+        """The file in the cache folder, not counted there: nobody gives it up. Of a table, not of shards.
+
+        Raises: Unreachable for one that is larger than the limit of the shards.
+        """
+        if self.info.size > self.config.limit:
+            raise Unreachable(
+                f"{self.url} has {self.info.size:,} bytes, but the limit of what is fetched is "
+                f"{self.config.limit:,.0f}: set KILOWORD_REMOTE to another, such as limit=200GB."
+            )
         cache, name = Cache(remote_folder("tables")), f"{self._version(0)}-{_kept_name(self.url)}"
         with cache.opened(
             name, self.info.size, lambda fd: self._fill_checked(fd, 0, self.info.size, self.info.checksum)
@@ -92,8 +107,7 @@ class RemoteFile:
 
     def drop(self) -> None:
         """Give up all pieces: they hold wrong bytes."""
-        for n in range(self.pieces()):
-            self._cache.drop(self.piece_name(n))
+        self._cache.drop_all(self._version(self.piece) + "-")
 
     @property
     def sums(self) -> Path:
@@ -108,8 +122,13 @@ class RemoteFile:
     def _cache(self) -> Cache:
         return Cache(remote_folder("pieces"), self.config.limit)
 
+    @property
+    def _tag(self) -> str:
+        """What changes with the file. Where the server says nothing: what of the query may select it."""
+        return self.info.tag or self.address.selector
+
     def _version(self, piece: int) -> str:
-        return _digest(self.url, self.info.tag, str(self.info.size), str(piece))
+        return _digest(self.url, self._tag, str(self.info.size), str(piece))
 
     def _span(self, n: int) -> tuple[int, int]:
         """Offset and size of a piece."""
@@ -121,7 +140,7 @@ class RemoteFile:
         self._fill_checked(fd, start, start + size, self._checksum(n))
 
     def _fill_checked(self, fd: int, start: int, stop: int, expected: Checksum | None) -> None:
-        patience = Patience(self.url, self.config)
+        patience = Patience(self.address, self.config)
         while True:
             digest, at = hashlib.new(expected.algorithm if expected else "sha256"), 0
             for chunk in arriving(self, start, stop):
@@ -148,19 +167,20 @@ class RemoteFile:
 Piece = tuple[RemoteFile, int]
 
 
-def open_remote_file(url: str, config: RemoteConfig) -> RemoteFile:
+def open_remote_file(address: Address | str, config: RemoteConfig) -> RemoteFile:
     """Asks the server how long a file is. Raises: Unreachable."""
-    return RemoteFile(url, patiently(url, config, lambda: _transport(url, config).stat()), config)
+    where = address_of(address) if isinstance(address, str) else address
+    return RemoteFile(where, patiently(where, config, lambda: _transport(where, config).stat()), config)
 
 
-def small_file(url: str, config: RemoteConfig, most: int = 1 << 26) -> bytes | None:
-    """A file of which a data set can do without; None where there is none. Raises: Unreachable."""
-    return patiently(url, config, lambda: _transport(url, config).small(most))
+def small_file(address: Address, config: RemoteConfig) -> bytes | None:
+    """A file that a data set can do without; None where there is none. Raises: Unreachable, TooLarge."""
+    return patiently(address, config, lambda: _transport(address, config).small(MOST_SMALL))
 
 
 def arriving(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
     """The bytes [start, stop), cut downloads taken up where they were cut. Raises: Unreachable."""
-    transport, patience = _transport(file.url, file.config), Patience(file.url, file.config)
+    transport, patience = _transport(file.address, file.config), Patience(file.address, file.config)
     while start < stop:
         begun = start
         try:
@@ -174,9 +194,9 @@ def arriving(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
             patience.again(fault)
 
 
-def patiently(url: str, config: RemoteConfig, ask: Callable[[], T]) -> T:
+def patiently(address: Address, config: RemoteConfig, ask: Callable[[], T]) -> T:
     """An answer, asked for until it comes. Raises: Unreachable."""
-    patience = Patience(url, config)
+    patience = Patience(address, config)
     while True:
         try:
             return ask()
@@ -194,8 +214,8 @@ def _kept_name(url: str) -> str:
     return re.sub(r"[^\w.-]", "_", name_of(url))[-80:]
 
 
-def _transport(url: str, config: RemoteConfig) -> Http | Fsspec:
-    return (Http if url.startswith(("http://", "https://")) else Fsspec)(url, config)
+def _transport(address: Address, config: RemoteConfig) -> Http | Fsspec:
+    return (Http if address.url.startswith(("http://", "https://")) else Fsspec)(address, config)
 
 
 def _digest(*parts: str) -> str:

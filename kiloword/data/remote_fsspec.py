@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import base64
 import binascii
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from kiloword.addresses import Address, split
+from kiloword.data.remote_call import bounded, check_host
 from kiloword.data.remote_config import RemoteConfig
-from kiloword.data.remote_errors import Fault, Unreachable, shown
-from kiloword.data.remote_stat import Checksum, Stat
+from kiloword.data.remote_errors import Fault, TooLarge, Unreachable, foreign
+from kiloword.data.remote_stat import Checksum, Stat, size_problem
 
 _TAGS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
-_SECONDS = 4  # time-outs that a whole call may take: the libraries do not say when a byte comes
 _AT_ONCE = 8 << 20  # bytes
 T = TypeVar("T")
 
 
 class Fsspec:
-    """One URL. Raises Fault for what may be over soon, else Unreachable."""
+    """One file or folder. Raises Fault for what may be over soon, else Unreachable."""
 
-    def __init__(self, url: str, config: RemoteConfig) -> None:
-        self.url, self.config = url, config
+    def __init__(self, address: Address, config: RemoteConfig) -> None:
+        self.address, self.config = address, config
 
     def stat(self) -> Stat:
         info = self._call(lambda fs, path: fs.info(path))
         if info.get("type") == "directory":
-            raise Unreachable(f"{shown(self.url)} is a folder. Write a / at its end to read the tars in it.")
-        if info.get("size") is None:
-            raise Unreachable(f"{shown(self.url)}: the server does not say how long it is.")
+            raise Unreachable(f"{self.address} is a folder. Write a / at its end to read the tars in it.")
+        claim = "" if info.get("size") is None else str(info["size"])
+        problem = size_problem(claim)
+        if problem is not None:
+            raise Unreachable(f"{self.address}: {foreign(problem)}")
         tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
-        return Stat(int(info["size"]), tag, True, _checksum(info))
+        return Stat(int(claim), tag, True, _checksum(info))
 
     def read(self, stat: Stat, start: int, stop: int) -> Iterator[bytes]:
         """In parts, as each is one value in memory; a short one is the last."""
@@ -43,56 +45,49 @@ class Fsspec:
                 return
 
     def small(self, most: int) -> bytes | None:
+        """A small file; None where there is none. Raises: TooLarge."""
         try:
-            return bytes(self._call(lambda fs, path: fs.cat_file(path, start=0, end=most)))
+            raw = bytes(self._call(lambda fs, path: fs.cat_file(path, start=0, end=most + 1)))
         except Unreachable:
             return None
+        if len(raw) > most:
+            raise TooLarge(f"{self.address} has more than {most:,} bytes, the most that such a file may have.")
+        return raw
 
-    def folder(self) -> list[str]:
-        """URLs of the files in a folder."""
+    def folder(self) -> list[Address]:
+        """The files in a folder, with its credentials."""
         found = self._call(lambda fs, path: [fs.unstrip_protocol(e["name"]) for e in _files(fs.ls(path, detail=True))])
-        return [str(url) for url in found]
+        return [Address(split(str(url)).url, self.address.login, self.address.query) for url in found]
 
     def _call(self, use: Callable[[Any, str], T]) -> T:
         """The file system is asked for each time: one made before a fork does not work behind it."""
         import fsspec
 
+        check_host(self.address, self.config)
         try:
-            fs, path = fsspec.url_to_fs(self.url)
+            fs, path = fsspec.url_to_fs(self.address.full)
         except (ImportError, ValueError) as error:
             raise Unreachable(
-                f"{shown(self.url)} cannot be opened ({error}). http and https need nothing more; s3, gs and hf: "
-                "pip install 'kiloword[remote]'."
+                f"{self.address} cannot be opened ({foreign(str(error))}). http and https need nothing more; s3, gs "
+                "and hf: pip install 'kiloword[remote]'."
             ) from None
         except OSError as error:  # ftp and others connect at once
             raise self._failed(error) from None
-        return self._bounded(lambda: use(fs, path))
-
-    def _bounded(self, call: Callable[[], T]) -> T:
-        """A library that hangs is left behind in its thread."""
-        results: list[T] = []
-        errors: list[Exception] = []
-
-        def work() -> None:
-            try:
-                results.append(call())
-            except Exception as error:  # of any of a dozen libraries
-                errors.append(error)
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(_SECONDS * self.config.timeout)
-        if results:
-            return results[0]
-        raise self._failed(errors[0]) if errors else Fault(f"no answer in {_SECONDS * self.config.timeout:g} s")
+        try:
+            return bounded(lambda: use(fs, path), self.config.timeout)
+        except Fault:
+            raise
+        except Exception as error:  # of any of a dozen libraries
+            raise self._failed(error) from None
 
     def _failed(self, error: Exception) -> Exception:
-        url = shown(self.url)
         if isinstance(error, FileNotFoundError):
-            return Unreachable(f"{url}: no such file. Check the address.")
+            return Unreachable(f"{self.address}: no such file. Check the address.")
         if isinstance(error, PermissionError) or "credentials" in type(error).__name__.lower():
-            return Unreachable(f"{url}: access denied ({str(error)[:200]}). Check your rights and credentials.")
-        return Fault(f"{type(error).__name__}: {error}"[:300])
+            return Unreachable(
+                f"{self.address}: access denied ({foreign(str(error))[:200]}). Check your rights and credentials."
+            )
+        return Fault(f"{type(error).__name__}: {error}")
 
 
 def _files(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import email.utils
 import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from kiloword.data import cache
+from kiloword.data.bad import shown
 from kiloword.data.index import SUFFIX, Index, parse_index, read_index, scan, write_index
-from kiloword.data.remote_errors import Fault, Patience, Unreachable
+from kiloword.data.remote_errors import Fault, Patience, TooLarge, Unreachable
 from kiloword.data.remote_file import RemoteFile, small_file
+from kiloword.data.remote_http import date
 from kiloword.data.stored import Times
 
 _BLOCK = 8 << 20  # bytes in memory
+_NOTE = 200  # characters of what an index from elsewhere says about its tar
 
 
 def open_remote_index(tar: RemoteFile) -> Index:
@@ -61,30 +63,26 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _beside(tar: RemoteFile) -> Index | None:
     """The index that lies beside the tar, where it is of a tar of this size and not older than the tar."""
-    if "?" in tar.url:  # a signature is of one file
+    if tar.address.query:  # a signature is of one file
         return None
-    raw = small_file(tar.url + SUFFIX, tar.config)
+    try:
+        raw = small_file(tar.address.beside(tar.url + SUFFIX), tar.config)
+    except TooLarge:  # for memory: the tar is read instead
+        return None
     found = None if raw is None else parse_index(raw)
     if found is None or found.header.size != tar.info.size:
         return None
-    made, changed = found.header.mtime_ns / 1e9, _time(tar.info.tag)
+    made, changed = found.header.mtime_ns / 1e9, date(tar.info.tag)
     if changed is not None and made > changed + 1:  # of a newer tar than the one that is there
         return None
-    header = found.header.model_copy(update={"mtime_ns": tar.stat().st_mtime_ns})
+    note = shown(found.header.note)[:_NOTE]
+    header = found.header.model_copy(update={"mtime_ns": tar.stat().st_mtime_ns, "note": note})
     return Index(header, found.table, found.keys)
-
-
-def _time(tag: str) -> float | None:
-    """Seconds, of a tag that is a date."""
-    try:
-        return email.utils.parsedate_to_datetime(tag).timestamp()
-    except ValueError:
-        return None
 
 
 def _made(tar: RemoteFile) -> Index:
     """By one pass over the whole tar, which also checks it and notes what each piece should be."""
-    patience, expected = Patience(tar.url, tar.config), tar.info.checksum
+    patience, expected = Patience(tar.address, tar.config), tar.info.checksum
     while True:
         whole = Whole(tar)
         try:
@@ -110,14 +108,14 @@ def _made(tar: RemoteFile) -> Index:
 class Whole:
     """A remote tar as `scan` reads it: forward, without leaving out a byte.
 
-    `checksum` is of all bytes, `sums` of each piece, once `finish` was called.
+    `checksum` is of all bytes, `sums` of each piece that came: all of them once `finish` was called.
     """
 
     def __init__(self, tar: RemoteFile) -> None:
         self.tar = tar
         self._block, self._raw, self._next = -1, b"", 0
         self.checksum = hashlib.new(tar.info.checksum.algorithm if tar.info.checksum else "sha256")
-        self.sums = [hashlib.sha256() for _ in range(tar.pieces())]
+        self.sums: list[Any] = []
 
     def __str__(self) -> str:
         return str(self.tar)
@@ -153,7 +151,9 @@ class Whole:
         while self._next <= block:
             self._raw, self._block = self.tar.read(self._next * self._size, self._size), self._next
             self.checksum.update(self._raw)
-            self.sums[self._next * self._size // self.tar.piece].update(self._raw)
+            if self._next * self._size // self.tar.piece == len(self.sums):
+                self.sums.append(hashlib.sha256())
+            self.sums[-1].update(self._raw)
             self._next += 1
         if self._block != block:  # back into what was read
             self._raw, self._block = self.tar.read(block * self._size, self._size), block

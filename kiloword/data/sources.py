@@ -6,11 +6,12 @@ import os
 import re
 from pathlib import Path
 
+from kiloword.addresses import is_url
 from kiloword.data.extra_captions import with_captions
 from kiloword.data.folder import Folder, is_picture
 from kiloword.data.mixture import mix
 from kiloword.data.question_tables import open_table
-from kiloword.data.remote import is_remote, open_remote
+from kiloword.data.remote import open_remote
 from kiloword.data.shard_sets import RANGE, expand, natural, text_lines
 from kiloword.data.shards import Shards
 from kiloword.recipes import DataConfig
@@ -34,7 +35,7 @@ def open_source(src: str, size: int | None = None) -> Source:
 
         scenes = open_scenes(src)
         return scenes if size is None else scenes.resolution(size)
-    if is_remote(src):
+    if is_url(src):
         return open_remote(src)
     if RANGE.search(src):
         return _shards(src, _existing(src, [Path(p) for p in expand(src)]))

@@ -38,7 +38,7 @@ def run_here(experiment: Experiment, options: Options) -> None:
             experiment.first(options)
         return
     name, _, seed = options.only.rpartition(":")
-    if not seed.isdecimal():
+    if not (seed.isascii() and seed.isdecimal()):
         raise ValueError(f"--only {options.only}: expected ARM:SEED, or first.")
     (arm,) = experiment.chosen(replace(options, arms=(name,)))
     if options.check:
