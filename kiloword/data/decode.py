@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from kiloword.data.bad import shown
+from kiloword.data.work import check_bytes, check_opened, finder
 from kiloword.types import BadSample
 
 Decoder = Literal["pillow", "opencv", "simplejpeg"]
@@ -32,9 +33,6 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # not EPS and the like
 _PACKAGES = {"opencv": ("cv2", "opencv-python-headless"), "simplejpeg": ("simplejpeg", "simplejpeg")}
 _ORIENTATION = 0x0112
 _PROGRESSIVE, _SCAN, _END = b"\xc2", b"\xda", b"\xd9"  # second bytes of JPEG's markers
-_INSIDE = frozenset(
-    bytes([kind]) for kind in (0x00, *range(0xD0, 0xD8), 0xFF)
-)  # what may follow 0xff in the midst of a scan
 _MARKERS = frozenset(bytes([kind]) for kind in (0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE))
 _EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` that may hold it
 _LATE = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
@@ -92,12 +90,11 @@ def _reading() -> Iterator[None]:
     """Turns whatever a decoder raises on bad bytes into BadSample, and keeps its warnings from the user."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             yield
         except (BadSample, MemoryError):
             raise
-        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        except Image.DecompressionBombError as error:  # where Pillow only warns, `_open` refuses
             found = re.search(r"\((\d+) pixels\)", str(error))
             raise _too_large(int(found[1]) if found else None) from None
         except UnidentifiedImageError:
@@ -107,14 +104,16 @@ def _reading() -> Iterator[None]:
             raise BadSample(shown(f"cannot be decoded: {what}"[:200])) from None
 
 
-def _open(image: bytes) -> Image.Image:
-    """Reads the header and checks the number of pixels."""
+def _open(image: bytes) -> ImageFile.ImageFile:
+    """Reads the header and checks the number of pixels and what else decoding takes (see `kiloword.data.work`)."""
     if not image:
         raise BadSample("the picture has zero bytes")
+    check_bytes(image)
     picture = Image.open(io.BytesIO(image), formats=_FORMATS)
     pixels = max(picture.width * picture.height, _tile(picture))
     if pixels > MAX_PIXELS:
         raise _too_large(pixels)
+    check_opened(image, picture, pixels)
     if picture.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & picture.info.keys():
         picture.load()  # what a PNG says of itself may stand behind its pixels
     return picture
@@ -171,7 +170,7 @@ def _is_whole(jpeg: bytes) -> bool:
 
     Pillow and simplejpeg notice where they do not; OpenCV fills what is missing with grey.
     """
-    at, progressive = 2, False
+    at, progressive, next_marker = 2, False, finder(jpeg)
     while jpeg[at : at + 1] == b"\xff" and (kind := jpeg[at + 1 : at + 2]) != _END:
         if kind != b"\xff":  # any number of them may stand before a marker
             length = int.from_bytes(jpeg[at + 2 : at + 4], "big")
@@ -181,9 +180,7 @@ def _is_whole(jpeg: bytes) -> bool:
             at += 1 + length
         at += 1
         if kind == _SCAN:
-            at = jpeg.find(b"\xff", at)
-            while at >= 0 and jpeg[at + 1 : at + 2] in _INSIDE:
-                at = jpeg.find(b"\xff", at + 1)
+            at = next_marker(at)
             if at < 0 or (jpeg[at + 1 : at + 2] != _END and not progressive):
                 return False  # several scans of one pass are rare, and wrong ones no error to OpenCV
     return jpeg[at : at + 1] == b"\xff"

@@ -1,0 +1,225 @@
+"""What an encoded image asks of a decoder beyond its pixels: scans, segments, chunks, blocks, tags, strips.
+
+Each is limited by a number, checked on the bytes before a decoder walks through them: the limits are pure functions of
+the data, so that every machine and every run counts the same images bad. Files of at most `SMALL` bytes hold too little
+for most of them to matter.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from PIL import ImageFile
+
+from kiloword.types import BadSample
+
+SMALL = 1 << 16  # bytes; what they hold is walked in some 10 ms
+MAX_SCANS = 100  # of a JPEG; progressive ones have about 10
+MAX_SCANNED = 1_600_000_000  # pixels times scans of a JPEG: 20 scans of the largest image
+MAX_SEGMENTS = 10_000  # of a JPEG; a colour profile has at most 255
+MAX_CHUNKS = 1 << 16  # of a PNG or WebP, blocks of a GIF before its first frame
+MAX_PACKED = 100  # compressed texts and profiles of a PNG, of which each becomes a megabyte; segments of EXIF in a JPEG
+MAX_TAGS = 4096  # of a TIFF: libtiff's own limit
+MAX_STRIPS = 500_000  # of a TIFF: the largest image in tiles of 16 x 16 has 313,000
+MAX_COVERED = 8  # times that the strips of a TIFF may cover its pixels; one a channel where these lie apart
+MAX_RUNS = 8_000_000  # pixels of a run-length-encoded BMP, which Pillow decodes in Python
+_SCAN, _END = 0xDA, 0xD9
+_STUFFING = (0x00, *range(0xD0, 0xD8), 0xFF)  # second bytes that are no marker, or a restart
+_IN_SCANS = frozenset(bytes([kind]) for kind in _STUFFING)
+_IS_MARKER = np.array([kind not in _STUFFING for kind in range(256)])
+_WITHOUT_LENGTH = frozenset({*_STUFFING, 0x01, 0xC8, 0xD8, _END, *range(0xF0, 0xFE)})
+_ONE_SCAN = {layers: b"\xff\xda\0" + bytes([6 + 2 * layers, layers]) for layers in range(1, 5)}
+
+
+def check_bytes(image: bytes) -> None:
+    """Raises BadSample for more segments, chunks, blocks or tags than an image needs; called before it is opened."""
+    if len(image) <= SMALL:
+        return
+    for magic, check in _CHECKS.items():
+        if image.startswith(magic):
+            check(image)
+
+
+def check_opened(image: bytes, picture: ImageFile.ImageFile, pixels: int) -> None:
+    """The same for what is cheap to tell once Pillow has read the header: scans, strips, run lengths."""
+    if picture.format in ("JPEG", "MPO"):
+        if not _has_one_scan(image, picture):
+            _check_scans(image, pixels)
+    elif picture.format == "TIFF":
+        _check_strips(picture, pixels)
+    elif picture.format == "BMP" and pixels > MAX_RUNS and picture.tile and picture.tile[0][0] == "bmp_rle":
+        raise _too_many("run-length-encoded pixels", pixels, MAX_RUNS)
+
+
+def finder(jpeg: bytes) -> Callable[[int], int]:
+    """Where the next marker from an offset on stands that is no restart; -1 behind the last one."""
+    if len(jpeg) <= SMALL:
+        return lambda at: _find(jpeg, at)
+    raw = np.frombuffer(jpeg, np.uint8)
+    places = np.flatnonzero(raw[:-1] == 0xFF)
+    places = np.append(places[_IS_MARKER[raw[places + 1]]], -1)
+    return lambda at: int(places[places[:-1].searchsorted(at)])
+
+
+def _find(jpeg: bytes, at: int) -> int:
+    at = jpeg.find(b"\xff", at)
+    while at >= 0 and jpeg[at + 1 : at + 2] in _IN_SCANS:
+        at = jpeg.find(b"\xff", at + 1)
+    return at
+
+
+def _too_many(what: str, count: int, most: int) -> BadSample:
+    return BadSample(f"image has {count:,} {what}, more than {most:,}")
+
+
+# JPEG (ITU-T T.81, B.1; what libjpeg reads and skips)
+
+
+def _check_jpeg_header(jpeg: bytes) -> None:
+    """Segments and other bytes before the first scan, which Pillow walks through in Python."""
+    at, segments, exifs, junk = 2, 0, 0, 0
+    while at < len(jpeg):
+        start = jpeg.find(b"\xff", at)
+        end = _behind_fill(jpeg, len(jpeg) if start < 0 else start)
+        kind = jpeg[end] if end < len(jpeg) else _SCAN
+        segments, junk = segments + 1, junk + max(0, end - at - 1)
+        if segments > MAX_SEGMENTS:
+            raise _too_many("segments before its first scan", segments, MAX_SEGMENTS)
+        if junk > SMALL:
+            raise _too_many("bytes outside of segments", junk, SMALL)
+        exifs += kind == 0xE1 and jpeg.startswith(b"Exif\0\0", end + 3)
+        if exifs > MAX_PACKED:  # Pillow joins them one by one
+            raise _too_many("segments of EXIF", exifs, MAX_PACKED)
+        if kind == _SCAN:
+            return
+        at = end + 1 + _length(jpeg, end + 1, kind)
+
+
+def _length(jpeg: bytes, at: int, kind: int) -> int:
+    """Bytes of a segment behind its two of the marker."""
+    return 0 if kind in _WITHOUT_LENGTH else max(2, int.from_bytes(jpeg[at : at + 2], "big"))
+
+
+def _behind_fill(jpeg: bytes, at: int) -> int:
+    """Where the first byte behind a run of 0xff stands."""
+    while jpeg[at : at + 4096] == b"\xff" * 4096:
+        at += 4096
+    while jpeg[at : at + 1] == b"\xff":
+        at += 1
+    return at
+
+
+def _has_one_scan(jpeg: bytes, picture: Any) -> bool:
+    """Whether the first scan of a sequential JPEG holds all components: then a decoder reads no other.
+
+    Pillow has read up to the end of that scan's header.
+    """
+    if "progressive" in picture.info or picture.layers not in _ONE_SCAN or picture.format != "JPEG":
+        return False
+    header = _ONE_SCAN[picture.layers]
+    return jpeg.startswith(header, picture.fp.tell() - len(header) - 2 * picture.layers - 3)
+
+
+def _check_scans(jpeg: bytes, pixels: int) -> None:
+    """Counts scans, up to the end of the image, as libjpeg finds them."""
+    next_marker = finder(jpeg)
+    scans = segments = at = 0
+    while (at := next_marker(at)) >= 0 and at + 1 < len(jpeg) and (kind := jpeg[at + 1]) != _END:
+        segments, scans = segments + 1, scans + (kind == _SCAN)
+        if segments > MAX_SEGMENTS:
+            raise _too_many("segments", segments, MAX_SEGMENTS)
+        if scans > MAX_SCANS:
+            raise BadSample(f"image has more than {MAX_SCANS} scans")
+        at += 2 + _length(jpeg, at + 2, kind)
+    if scans * pixels > MAX_SCANNED:
+        raise BadSample(f"image has {scans} scans of {pixels:,} pixels, together more than {MAX_SCANNED:,}")
+
+
+# PNG, WebP and GIF
+
+
+def _check_png(png: bytes) -> None:
+    chunks = _limited(_png_chunks(png))
+    if sum(kind in (b"iCCP", b"zTXt", b"iTXt") for kind in chunks) > MAX_PACKED:
+        raise BadSample(f"image has more than {MAX_PACKED} compressed texts and profiles")
+
+
+def _limited(chunks: Iterator[bytes]) -> list[bytes]:
+    first = list(islice(chunks, MAX_CHUNKS + 1))
+    if len(first) > MAX_CHUNKS:
+        raise BadSample(f"image has more than {MAX_CHUNKS:,} chunks")
+    return first
+
+
+def _png_chunks(png: bytes) -> Iterator[bytes]:
+    at = 8
+    while at + 8 <= len(png):
+        yield png[at + 4 : at + 8]
+        at += 12 + int.from_bytes(png[at : at + 4], "big")
+
+
+def _webp_chunks(webp: bytes) -> Iterator[bytes]:
+    """Frames among them."""
+    at = 12
+    while at + 8 <= len(webp):
+        yield webp[at : at + 4]
+        size = int.from_bytes(webp[at + 4 : at + 8], "little")
+        at += 8 + size + size % 2
+
+
+def _gif_blocks(gif: bytes) -> Iterator[bytes]:
+    """Blocks of extensions before the first frame, which Pillow walks through in Python, and bytes between these."""
+    at = 13 + (3 << (gif[10] & 7) + 1 if gif[10] & 128 else 0)
+    while at < len(gif) and (kind := gif[at : at + 1]) not in (b",", b";"):
+        yield kind
+        at += 1
+        if kind == b"!":
+            at += 1
+            while at < len(gif) and gif[at]:
+                yield b""
+                at += 1 + gif[at]
+            at += 1
+
+
+# TIFF
+
+
+def _check_tags(tiff: bytes) -> None:
+    """Tags of the first directory, and how many strips or tiles they name."""
+    order = "<" if tiff[:2] == b"II" else ">"
+    big = 43 in tiff[2:4]
+    start, count, entry = ("Q", "Q", "HHQ8x") if big else ("I", "H", "HHI4x")
+    try:
+        (at,) = struct.unpack_from(order + start, tiff, 8 if big else 4)
+        (tags,) = struct.unpack_from(order + count, tiff, at)
+        if tags > MAX_TAGS:
+            raise _too_many("tags", tags, MAX_TAGS)
+        rest = tiff[at + struct.calcsize(order + count) :][: tags * struct.calcsize(order + entry)]
+        for tag, _, values in struct.iter_unpack(order + entry, rest):
+            if tag in (273, 279, 324, 325) and values > MAX_STRIPS:
+                raise _too_many("strips", values, MAX_STRIPS)
+    except (struct.error, OverflowError):
+        return  # cut: Pillow says so
+
+
+def _check_strips(picture: ImageFile.ImageFile, pixels: int) -> None:
+    """Strips may lie over each other, in the image as in the file."""
+    boxes = [tile[1] or (0, 0, *picture.size) for tile in picture.tile]
+    covered = sum((right - left) * (below - top) for left, top, right, below in boxes)
+    if covered > MAX_COVERED * pixels:
+        raise BadSample(f"image has {len(boxes):,} strips that cover it {math.ceil(covered / pixels):,} times")
+
+
+_CHECKS: Mapping[bytes, Callable[[bytes], object]] = {
+    b"\xff\xd8": _check_jpeg_header,
+    b"\x89PNG": _check_png,
+    b"RIFF": lambda image: _limited(_webp_chunks(image)),
+    b"GIF8": lambda image: _limited(_gif_blocks(image)),
+    b"II": _check_tags,
+    b"MM": _check_tags,
+}
