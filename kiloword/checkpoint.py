@@ -84,7 +84,8 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_atomic(path, text.encode(errors="backslashreplace"))  # lone surrogates of file names, as JSON writes them
 
 
 def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile) -> None:

@@ -20,6 +20,7 @@ from kiloword.cli_watch import watch
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import Options as MineOptions
 from kiloword.sentences import sentence_of
+from kiloword.terminal import guarded, say, show_traceback, warn
 from kiloword.trust import NONE, Trust
 
 app = tyro.extras.SubcommandApp()
@@ -238,26 +239,28 @@ def doctor() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Errors a user can mend are one sentence on stderr and exit code 2."""
+    if argv is None:
+        sys.excepthook = show_traceback
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv == ["--version"]:
-        print(__version__)
+        say(__version__)
         return
     try:
         argv = [public(word) for word in argv]
-        with _met():
+        with guarded(), _met():
             _run(argv)
     except BrokenPipeError:  # `kiloword ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        print("kiloword: interrupted.", file=sys.stderr)
+        warn("kiloword: interrupted.")
         raise SystemExit(130) from None
     except Exception as e:
         said = sentence_of(e)
         if said is None:
             raise
         if not getattr(e, "quiet", False):  # rank 0 speaks for all
-            print(f"kiloword: {scrubbed(said)}", file=sys.stderr)
+            warn(f"kiloword: {scrubbed(said)}")
         launch.explain(scrubbed(said))
         raise SystemExit(getattr(e, "code", 2)) from None
 

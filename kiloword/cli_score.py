@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from kiloword.terminal import say
 from kiloword.trust import NONE, Trust
 
 
@@ -46,20 +46,20 @@ def score(
     if explain is not None:
         from kiloword.report.inside import write
 
-        for line in write(explain, matcher, images, texts, maps, explain_what or None):
-            print(line)
+        say(*write(explain, matcher, images, texts, maps, explain_what or None))
     elif explain_what:
         raise ValueError("--explain-what says what --explain DIR draws: give a folder by --explain.")
 
 
 def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
     """Scores [pictures, texts] as a table; each picture's best are bold."""
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table("picture", *map(escape, texts))
+    from kiloword.screen import Screen
+
+    table = Table("picture", *texts)
     for path, row in zip(images, scores, strict=True):
         best = max(row)
-        table.add_row(escape(path.name), *(f"[bold]{s:.3f}[/bold]" if s == best else f"{s:.3f}" for s in row))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        table.add_row(path.name, *(Text(f"{s:.3f}", "bold" if s == best else "") for s in row))
+    Screen(120).print(table)

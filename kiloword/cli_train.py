@@ -19,6 +19,7 @@ from kiloword.cli_method import asked, values_of
 from kiloword.options import Options
 from kiloword.ranges import check
 from kiloword.recipes import AugmentConfig, ModelConfig, OptimConfig, Recipe
+from kiloword.terminal import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def main(argv: Sequence[str]) -> None:
         return
     folder = train(recipe, args.out, source, args.options)
     if os.environ.get("RANK", "0") == "0":  # of torchrun
-        print(f"model: {folder}")
+        say(f"model: {folder}")
 
 
 def _train(method: str, argv: Sequence[str]) -> Train:

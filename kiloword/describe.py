@@ -11,9 +11,6 @@ from functools import partial
 from importlib import metadata
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from kiloword import __version__
 from kiloword.heads import Head
@@ -21,6 +18,8 @@ from kiloword.method import Method
 from kiloword.methods import names, pieces, preset
 from kiloword.model import Model
 from kiloword.recipes import ImageConfig, ModelConfig, TextConfig, sizes
+from kiloword.screen import Screen, plain_table
+from kiloword.terminal import say
 from kiloword.towers.image import extra, stem_plan
 
 _WIDE = 240  # columns where the output is no terminal
@@ -29,17 +28,15 @@ _WIDE = 240  # columns where the output is no terminal
 def methods_table() -> None:
     """Print the presets: where each comes from, and what fills its slots."""
     columns = ("method", "source", "views", "captions", "pooling", "uncertainty", "positives", "pair loss", "terms")
-    table = _table(*columns, "summary")
+    table = plain_table(*columns, "summary")
     for name in names():
-        table.add_row(*(escape(cell) for cell in slots(preset(name)).values()))
-    _print(table)
-    table = _table("piece", "slot", "summary")
+        table.add_row(*slots(preset(name)).values())
+    Screen(_WIDE).print(table)
+    table = plain_table("piece", "slot", "summary")
     for name, piece in pieces().items():
-        table.add_row(escape(name), piece.slot, escape(piece.summary))
-    print(
-        "Pieces fill a slot of another method: kiloword train siglip+NAME, or by the flag of the slot (--views NAME)."
-    )
-    _print(table)
+        table.add_row(name, piece.slot, piece.summary)
+    say("Pieces fill a slot of another method: kiloword train siglip+NAME, or by the flag of the slot (--views NAME).")
+    Screen(_WIDE).print(table)
 
 
 def slots(method: Method) -> dict[str, str]:
@@ -62,7 +59,7 @@ def slots(method: Method) -> dict[str, str]:
 
 def sizes_table() -> None:
     """Print the named sizes of towers with their parameters and arithmetic."""
-    table = _table("size", "picture", "patch", "image tower", "text tower", "context", "embedding")
+    table = plain_table("size", "picture", "patch", "image tower", "text tower", "context", "embedding")
     for name in ("M parameters", "GFLOP image", "text", "pair"):
         table.add_column(name, justify="right")
     for name, config in sizes().items():
@@ -72,9 +69,11 @@ def sizes_table() -> None:
             *(name, str(image.size), str(image.patch), _shape(image), _shape(text), str(text.context)),
             *(str(config.head.dim), f"{parameters(config) / 1e6:.2f}", *(f"{w / 1e9:.3g}" for w in work)),
         )
-    _print(table)
-    print("Towers are width x depth / heads. GFLOP: one forward pass, two a multiply-add, of one picture and of one")
-    print("caption that fills the context; a training step takes three times as much. Captions are never padded.")
+    Screen(_WIDE).print(table)
+    say(
+        "Towers are width x depth / heads. GFLOP: one forward pass, two a multiply-add, of one picture and of one",
+        "caption that fills the context; a training step takes three times as much. Captions are never padded.",
+    )
 
 
 def parameters(config: ModelConfig, method: str = "clip") -> int:
@@ -110,17 +109,16 @@ def _blocks(tower: ImageConfig | TextConfig, tokens: int) -> int:
 
 def doctor_table() -> None:
     """Print what this machine has, and what could be better."""
-    table = _table("", "")
+    table = plain_table("", "")
     for name, value in machine().items():
-        table.add_row(name, escape(value))
+        table.add_row(name, value)
     for name, packages in extras().items():
         missing = [package for package, version in packages.items() if not version]
         have = ", ".join(f"{package} {version}" for package, version in packages.items() if version)
         install = f"missing: {', '.join(missing)} (pip install 'kiloword[{name}]')" if missing else ""
-        table.add_row(f"extra {name}", escape("; ".join(part for part in (have, install) if part)))
-    _print(table)
-    for hint in hints():
-        print(f"hint: {hint}")
+        table.add_row(f"extra {name}", "; ".join(part for part in (have, install) if part))
+    Screen(_WIDE).print(table)
+    say(*(f"hint: {hint}" for hint in hints()))
 
 
 def machine() -> dict[str, str]:
@@ -186,11 +184,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, header_style="bold", show_header=any(columns), pad_edge=False)
-
-
-def _print(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False).print(table)

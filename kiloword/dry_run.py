@@ -11,6 +11,7 @@ from kiloword.options import Options
 from kiloword.prepare import make_learner, make_loader, micro_batches, open_val, resolve
 from kiloword.recipes import Recipe
 from kiloword.run_folder import RunFile, check_same_run
+from kiloword.terminal import say
 from kiloword.types import Source
 
 
@@ -23,7 +24,7 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
     with parallel.process_group(timeout_s=options.timeout):
         _prepare(recipe, source, out, options)
         if parallel.rank() == 0:
-            print(describe(recipe, source, out, options))
+            say(*describe(recipe, source, out, options))
 
 
 def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> None:
@@ -38,14 +39,14 @@ def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
     make_loader(recipe, source, method, tokenizer, options)
 
 
-def describe(recipe: Recipe, source: Source, out: Path, options: Options) -> str:
+def describe(recipe: Recipe, source: Source, out: Path, options: Options) -> list[str]:
     """What a run would do, in a few lines."""
     epochs = recipe.steps * recipe.batch / len(source)
     val = open_val(recipe)
     ranks, pieces = parallel.ranks(), micro_batches(recipe)
     share = f"{pieces} x {recipe.batch // ranks // pieces} pictures each"
     how = f"checkpointing {options.checkpointing}, compile {options.compile}, {recipe.precision}"
-    lines = [
+    return [
         f"method     {recipe.method} {recipe.settings or ''}",
         f"data       {' '.join(recipe.data.sources)}: {len(source)} pictures",
         *([] if val is None else [f"val        {val.name}: {len(val)} pictures"]),
@@ -56,4 +57,3 @@ def describe(recipe: Recipe, source: Source, out: Path, options: Options) -> str
         f"augment    {recipe.data.augment}",
         f"out        {out}{' (resumes)' if (out / 'state').is_dir() else ''}",
     ]
-    return "\n".join(lines)

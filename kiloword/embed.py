@@ -23,6 +23,7 @@ from kiloword.interop.teachers import Teacher, open_teacher
 from kiloword.log import PLAIN_EVERY_S
 from kiloword.recipes import DataConfig
 from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
+from kiloword.terminal import say
 from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped, Source
 
@@ -59,7 +60,7 @@ def main(
 def _say(out: Path, table: SideTable) -> None:
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     captions = int(table.starts[-1])
-    print(f"{out}: {len(table):,} pictures, {captions:,} captions, {table.dim} numbers each, {size:,.1f} MB")
+    say(f"{out}: {len(table):,} pictures, {captions:,} captions, {table.dim} numbers each, {size:,.1f} MB")
 
 
 def embed(
@@ -235,7 +236,7 @@ class Report:
     def say(self, sentence: str) -> None:
         """A sentence of its own line."""
         if self.out is not None:
-            print(("\n" if self._width else "") + sentence, file=self.out, flush=True)
+            say(sentence, to=self.out, start="\n" if self._width else "")
         self._width = 0
 
     def start(self, rows: int, of: int) -> None:
@@ -258,6 +259,6 @@ class Report:
             f"row {self.done:,}/{self.rows:,}  {self.done / seconds:,.0f} pictures/s  "
             f"{self.captions / seconds:,.0f} captions/s  ETA {eta // 60}:{eta % 60:02d}"
         )
-        self.out.write("\r" + line.ljust(self._width) if self._live else line + "\n")
+        start, end = ("\r", "") if self._live else ("", "\n")
+        say(line.ljust(self._width), to=self.out, start=start, end=end)
         self._width = len(line) if self._live else 0
-        self.out.flush()

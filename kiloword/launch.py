@@ -11,6 +11,8 @@ from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
+from kiloword.terminal import shown
+
 PORTS = range(12_000, 32_000)  # below those that Linux hands out by itself
 _PARENT = os.getppid()  # as this process begins, seconds before torch is imported
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -76,6 +78,7 @@ def orphaned() -> bool:
 
 def explain(sentence: str) -> None:
     """Why this rank ends, for the report that torchrun prints at last."""
+    sentence = shown(sentence)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         about = {"py_callstack": sentence, "timestamp": str(int(time.time()))}

@@ -16,6 +16,7 @@ from kiloword import parallel
 from kiloword.checkpoint import write_atomic
 from kiloword.options import Options
 from kiloword.recipes import Recipe
+from kiloword.terminal import say
 from kiloword.watch.alerts import About, Alerts
 from kiloword.watch.mirror import in_training
 from kiloword.watch.pace import Pace, duration
@@ -90,11 +91,10 @@ class Log:
         line = self._line(values)
         if self.live:
             line = line[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
-            self.out.write("\r" + line.ljust(self._width))
+            say(line.ljust(self._width), to=self.out, start="\r", end="")
             self._width = len(line)
-            self.out.flush()
         else:
-            print(line, file=self.out, flush=True)
+            say(line, to=self.out)
 
     def _line(self, values: dict[str, Any]) -> str:
         left = self._pace.seconds(self.steps - values["step"])
@@ -116,7 +116,7 @@ class Log:
         if not self.quiet:
             start = "\n" if self.live and self._width else ""
             self._width = 0
-            print(start + sentence, file=self.out, flush=True)
+            say(sentence, to=self.out, start=start)
 
 
 def open_log(out: Path, recipe: Recipe, step: int, options: Options, log_limit: Tensor | None) -> Log:

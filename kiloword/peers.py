@@ -10,7 +10,6 @@ import json
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from kiloword import launch
 from kiloword.blame import SILENT_S, End, blame, is_broken, within
 from kiloword.meeting import claim, meet
 from kiloword.sentences import sentence_of
+from kiloword.terminal import warn
 
 BEAT_S = 1.0  # between signs of life
 LEAVE_S = 15.0  # at most, that a rank has for leaving by itself when another one has ended
@@ -190,7 +190,7 @@ class Peers:
         """Once, and at once: torchrun ends this rank as soon as another one is gone."""
         with self._saying:
             if not self._said:
-                print(f"kiloword: {end}", file=sys.stderr, flush=True)
+                warn(f"kiloword: {end}")
                 launch.explain(str(end))
             self._said = True
 

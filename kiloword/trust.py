@@ -6,12 +6,13 @@ whoever made the folder, and is imported only on the user's word.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Suppress
+
+from kiloword.terminal import warn
 
 if TYPE_CHECKING:
     from kiloword.method import Method
@@ -40,7 +41,7 @@ def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Metho
     asks, word = file.method, trust.method or trust.named
     named = word is not None and word in (asks, base_of(asks))  # of "mine:preset+compose" too by "mine:preset"
     if trust.method is not None and not named:
-        print(f"{folder} asks for the method {asks[:200]!r}: {word!r} is used, as --method says.", file=sys.stderr)
+        warn(f"{folder} asks for the method {asks[:200]!r}: {word!r} is used, as --method says.")
         return preset(trust.method, file.settings)
     named = named or (word is not None and base_of(word) == base_of(asks))
     if ":" in asks and not (named or trust.trust_code):

@@ -47,11 +47,6 @@ class BadRows:
         self._seen = {row: Skipped(row, key, reason) for row, key, reason in state["bad"]}
 
 
-def shown(text: str) -> str:
-    """A stranger's text on one line: what would steer a terminal, or cannot be written as UTF-8, becomes "?"."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def reasons(skipped: Iterable[Skipped], most: int = 3) -> str:
     """The most frequent reasons, each with a number and one example: "truncated picture (31, such as 00012)"."""
     skipped = list(skipped)

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from kiloword.data.bad import shown
 from kiloword.data.work import check_bytes, check_opened, finder
+from kiloword.terminal import shown
 from kiloword.types import BadSample
 
 Decoder = Literal["pillow", "opencv", "simplejpeg"]

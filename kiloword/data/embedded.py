@@ -18,8 +18,8 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data import cache
-from kiloword.data.bad import shown
 from kiloword.data.sample import MAX_IMAGE, check_size
+from kiloword.terminal import shown
 
 _SUFFIX = ".kwpictures"
 _DIGEST = 16

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data import keyed
-from kiloword.data.bad import shown
 from kiloword.data.embedded import arrow_errors
 from kiloword.data.mixture import Mixture
 from kiloword.data.sample import clean
 from kiloword.data.tables import fingerprint
+from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Source
 
 CAPTION_COLUMNS = ("captions", "caption")

@@ -24,7 +24,8 @@ from kiloword.data.tar import Tar
 PARTS = ("image", "txt", "json", "cls")
 SUFFIX = ".kwindex"
 _COLUMNS = 2 * len(PARTS) + 1
-_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # key: up to the first dot of the base name, folders included
+# Key: up to the first dot of the base name, folders included.
+_NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 
 
 class Header(BaseModel):

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from kiloword.data.bad import shown
 from kiloword.data.contact import contact_sheet
 from kiloword.data.decode import decode, picture_size
 from kiloword.data.sources import open_source
+from kiloword.screen import Screen
+from kiloword.terminal import say, shown
 from kiloword.types import BadSample, Record, Skipped, Source
 
 _CHUNK = 1000  # rows that a process looks at before it reports
@@ -67,25 +66,22 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     Returns: the number of bad samples (check), of damaged tars (index), or 0 (stats).
     Errors: ValueError when `src` is no data set or `png` cannot be written.
     """
-    console = Console(highlight=False, soft_wrap=True)
     start = time.perf_counter()
     source = open_source(src)
     notes = getattr(source, "notes", [])
-    console.print(f"{escape(source.name)}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
-    console.print(f"fingerprint {source.fingerprint}")
-    for note in notes:
-        console.print(escape(note))
+    say(f"{source.name}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
+    say(f"fingerprint {source.fingerprint}", *notes)
     if what == "index":
         return len(notes)
     if what == "check":
         bad = check(source)
-        print_bad(console, bad, len(source))
+        print_bad(bad, len(source))
         return len(bad)
     found = stats(source)
-    print_stats(console, found, getattr(source, "classnames", None))
+    print_stats(found, getattr(source, "classnames", None))
     if png:
         contact_sheet(source, png)
-        console.print(f"samples: {escape(str(png))}")
+        say(f"samples: {png}")
     return 0
 
 
@@ -108,21 +104,18 @@ def stats(source: Source, workers: int | None = None) -> Stats:
     return total
 
 
-def print_bad(console: Console, bad: list[Skipped], rows: int) -> None:
+def print_bad(bad: list[Skipped], rows: int) -> None:
     """The bad samples by reason, and their share."""
     reasons = Counter(skipped.reason for skipped in bad)
     for reason, count in reasons.most_common():
-        console.print(f"{count:,} x {escape(reason)}")
         named = [f"{s.key} (row {s.row})" for s in bad if s.reason == reason]
-        console.print("    " + escape(", ".join(named[:_SHOWN])) + (" ..." if count > _SHOWN else ""))
-    console.print(
-        f"{len(bad):,} of {rows:,} samples are bad ({len(bad) / rows:.2%})" if bad else "all samples are good"
-    )
+        say(f"{count:,} x {reason}", "    " + ", ".join(named[:_SHOWN]) + (" ..." if count > _SHOWN else ""))
+    say(f"{len(bad):,} of {rows:,} samples are bad ({len(bad) / rows:.2%})" if bad else "all samples are good")
 
 
-def print_stats(console: Console, found: Stats, classnames: list[str] | None) -> None:
+def print_stats(found: Stats, classnames: list[str] | None) -> None:
     """Counts, quantiles, classes and the most frequent captions."""
-    console.print(f"pictures {len(found.captions):,}   captions {sum(found.captions):,}   bad {len(found.bad):,}")
+    say(f"pictures {len(found.captions):,}   captions {sum(found.captions):,}   bad {len(found.bad):,}")
     table = Table(*["", "least", "5%", "median", "95%", "most", "mean"], box=None, header_style="bold")
     measures = {
         "captions a picture": found.captions,
@@ -135,17 +128,17 @@ def print_stats(console: Console, found: Stats, classnames: list[str] | None) ->
         if values:
             cells = [f"{q:,.0f}" for q in np.quantile(values, _QUANTILES)]
             table.add_row(name, *cells, f"{np.mean(values):,.1f}")
-    console.print(table)
+    Screen(soft_wrap=True).print(table)
     for label, count in sorted(found.labels.items()):
         name = classnames[label] if classnames and label < len(classnames) else ""
-        console.print(f"class {label} {escape(name)}: {count:,}")
+        say(f"class {label} {name}: {count:,}")
     if found.texts:
         extra = sum(found.captions) - len(found.texts)
-        console.print(f"captions that repeat an earlier one: {extra:,} ({extra / sum(found.captions):.2%})")
+        say(f"captions that repeat an earlier one: {extra:,} ({extra / sum(found.captions):.2%})")
     for text, count in found.duplicates():
-        console.print(f"    {count:,} x {escape(shown(text[:100]))}")
+        say(f"    {count:,} x {text[:100]}")
     if found.bad:
-        print_bad(console, found.bad, found.rows)
+        print_bad(found.bad, found.rows)
 
 
 def _chunks(work: Callable[[Source, range], T], source: Source, workers: int | None) -> Iterator[T]:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kiloword.data.ahead import Ahead, ahead_of
-from kiloword.data.bad import shown
 from kiloword.data.decode import Pixels
 from kiloword.data.questions import question, question_of
 from kiloword.data.remote_errors import Unreachable
 from kiloword.data.steps import in_order
 from kiloword.data.transforms import EvalTransform
+from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
 
 TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little

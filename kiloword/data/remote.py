@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from kiloword.data.remote_index import open_remote_index
 from kiloword.data.remote_stat import Checksum
 from kiloword.data.shard_sets import expand, natural, text_lines
 from kiloword.data.shards import Shards
+from kiloword.terminal import warn
 from kiloword.types import Source
 
 _TABLES = (".csv", ".tsv", ".parquet")
@@ -84,7 +84,7 @@ def _index(src: str, tars: Sequence[RemoteFile], pool: ThreadPoolExecutor) -> No
     for done, _ in enumerate(pool.map(open_remote_index, tars), 1):
         if time.monotonic() - said > _SAY:
             said = time.monotonic()
-            print(f"{src}: {done:,} of {len(tars):,} tars are indexed", file=sys.stderr, flush=True)
+            warn(f"{src}: {done:,} of {len(tars):,} tars are indexed")
 
 
 def _with_sums(tars: list[RemoteFile], config: RemoteConfig) -> list[RemoteFile]:

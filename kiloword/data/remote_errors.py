@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 
 from kiloword.addresses import Address, scrubbed
-from kiloword.data.bad import shown
 from kiloword.data.remote_config import RemoteConfig
 from kiloword.draw import key
+from kiloword.terminal import shown
 
 _LONGEST = 60.0  # seconds between attempts, unless the server asks for more
 _ASKED = 120.0  # seconds that a server can ask for; the loader gives a step 300

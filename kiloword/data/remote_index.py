@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kiloword.data import cache
-from kiloword.data.bad import shown
 from kiloword.data.index import SUFFIX, Index, parse_index, read_index, scan, write_index
 from kiloword.data.remote_errors import Fault, Patience, TooLarge, Unreachable
 from kiloword.data.remote_file import RemoteFile, small_file
 from kiloword.data.remote_http import date
 from kiloword.data.stored import Times
+from kiloword.terminal import shown
 
 _BLOCK = 8 << 20  # bytes in memory
 _NOTE = 200  # characters of what an index from elsewhere says about its tar

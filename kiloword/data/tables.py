@@ -20,9 +20,9 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from kiloword.data.bad import shown
 from kiloword.data.embedded import Embedded, arrow_errors, check_rows, is_embedded
 from kiloword.data.sample import MAX_IMAGE, clean, decode_text, read_whole
+from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record
 
 IMAGE_COLUMNS = ("image", "filepath")

@@ -5,7 +5,6 @@ In place of a model there may be a parquet table of captions (key, captions), of
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from kiloword.evaluation.caption_truth import elsewhere, judge_caption, summary
 from kiloword.evaluation.features import batches_in_turns
 from kiloword.generation.options import GenerationOptions
 from kiloword.sharing import is_first
+from kiloword.terminal import warn
 from kiloword.types import BadSample, Skipped, Source
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _meteor(scored: Scored, limit: float) -> Values:
     try:
         yield "meteor", caption_java.meteor(scored.captions.candidates, scored.captions.references, limit)[0]
     except ValueError as error:
-        print(f"meteor is left out: {error}", file=sys.stderr)
+        warn(f"meteor is left out: {error}")
 
 
 def brief(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from inspect import signature
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kiloword import evaluation
+from kiloword.terminal import say, warn
 from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped
 
@@ -91,7 +91,7 @@ def _judged(folder: str, task: str, data: str, device: str, trust: Trust, option
     source = open_source(data, size=None if matcher is None else matcher.model.config.image.size)
     found = evaluation.evaluate(matcher, task, source, skipped=skipped, **{**options, **(stands or {})})
     for one in skipped:
-        print(f"skipped {one.key}: {one.reason}", file=sys.stderr)
+        warn(f"skipped {one.key}: {one.reason}")
     return found
 
 
@@ -114,11 +114,11 @@ def _print(task: str, found: Mapping[str, Found]) -> None:
     names = dict.fromkeys(name for values in found.values() for name in values)
     first = max(36, *map(len, names))
     if len(found) > 1:
-        print(" " * first, *(f"{name:>{width}s}" for name in found))
+        say(" ".join([" " * first, *(f"{name:>{width}s}" for name in found)]))
     for name in names:
         if brief is None or brief(name):
             shown = (number(values[name]) if name in values else "-" for values in found.values())
-            print(f"{name:{first}s}", *(f"{value:>{width}s}" if len(found) > 1 else value for value in shown))
+            say(" ".join([f"{name:{first}s}", *(f"{value:>{width}s}" if len(found) > 1 else value for value in shown)]))
 
 
 def number(value: float) -> str:

@@ -17,6 +17,7 @@ import tyro
 from tyro.conf import arg
 
 from kiloword.recipes import Recipe
+from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -107,7 +108,7 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> None:
         else:
             if not options.table:
                 arms_queue.run_all(experiment, options)
-            print(table(experiment, options))
+            say(*table(experiment, options).splitlines())
     except ValueError as e:
-        print(f"{name}: {e}", file=sys.stderr)
+        warn(f"{name}: {e}")
         raise SystemExit(2) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import IO
 
 from kiloword.experiments import arms_rows as rows
 from kiloword.experiments.arms import Arm, Experiment, Options, command
+from kiloword.terminal import warn
 
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # equal losses need equal numbers of threads
 POLL_S = 0.2
@@ -116,4 +116,4 @@ def _last_line(log: Path) -> str:
 
 
 def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+    warn(sentence)

@@ -27,6 +27,7 @@ from kiloword.log import read_metrics
 from kiloword.recipes import Recipe
 from kiloword.state.folder import steps_done
 from kiloword.stopping import Stopped
+from kiloword.terminal import say
 
 POLL_S = 0.05  # between looks at how far a run is
 
@@ -113,7 +114,7 @@ def check_one(options: Options, arm: Arm, seed: int) -> bool:
     """Whether the first losses of a finished run are what they were, bit for bit; says so."""
     row = rows.finished(rows.read(options.out), arm, seed)
     if row is None:
-        print(f"{arm.name}, seed {seed}: not finished, nothing to compare")
+        say(f"{arm.name}, seed {seed}: not finished, nothing to compare")
         return True
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -121,7 +122,7 @@ def check_one(options: Options, arm: Arm, seed: int) -> bool:
             _start(arm, replace(arm.recipe, seed=seed), folder, options)
         same = rows.losses_hash(rows.losses(folder)[: row["losses_of"]]) == str(row["losses"])
     at = row["commit"][:7] + ("+" if row["dirty"] else "")
-    print(f"{arm.name}, seed {seed}: the first {row['losses_of']} losses are {'' if same else 'NOT '}those of {at}")
+    say(f"{arm.name}, seed {seed}: the first {row['losses_of']} losses are {'' if same else 'NOT '}those of {at}")
     return same
 
 

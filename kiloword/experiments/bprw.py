@@ -7,7 +7,6 @@ class tasks of scenes, where right prompts stand beside wrong ones: of another c
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from kiloword.evaluation.command import labels
 from kiloword.evaluation.prompt_options import PromptOptions, Way
 from kiloword.evaluation.prompts import Chosen, Pictures, Prompts, check_gaussians
 from kiloword.evaluation.zeroshot import chosen_by, encoded, encoded_pictures, judged
+from kiloword.terminal import say, warn
 
 KINDS = ("right", "another class", "another attribute", "negated")
 OTHERS = 3  # prompts that name another class: one fewer than the right ones, or nobody could tell
@@ -163,9 +163,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = run(options)
         if options.json is not None:
             write_json(options.json, found)
-        print(table(found))
+        say(*table(found).splitlines())
     except ValueError as e:
-        print(f"{name}: {e}", file=sys.stderr)
+        warn(f"{name}: {e}")
         raise SystemExit(2) from None
 
 

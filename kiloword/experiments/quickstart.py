@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -25,6 +24,7 @@ from kiloword.experiments.quickstart_words import summary
 from kiloword.log import read_metrics
 from kiloword.prepare import with_length
 from kiloword.recipes import Recipe, read_config
+from kiloword.terminal import say, warn
 from kiloword.train import Options, train
 
 
@@ -45,8 +45,8 @@ def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
     Raises: ValueError when `out` holds another run or cannot be written, or steps is less than 1.
     """
     results = quickstart(with_length(recipe(seed), 0, steps), out)
-    print(summary(results))
-    print(f"\nmodel    {out / 'model'}\nfigures  {out / 'results.json'}\nreport   {out / 'report.html'}")
+    files = f"model    {out / 'model'}", f"figures  {out / 'results.json'}", f"report   {out / 'report.html'}"
+    say(*summary(results).splitlines(), "", *files)
 
 
 def quickstart(chosen: Recipe, out: Path, sizes: Sizes | None = None) -> Results:
@@ -73,7 +73,7 @@ def _results(chosen: Recipe, out: Path, folder: Path, sizes: Sizes, training_s: 
     known = _read(out / "results.json")
     if known is not None and (known.version, known.sizes) == (version, sizes):
         return known
-    print(f"judging the model on {sizes.pictures} scenes that it never saw", file=sys.stderr, flush=True)
+    warn(f"judging the model on {sizes.pictures} scenes that it never saw")
     start = time.perf_counter()
     matcher = load(folder)
     judged = judge(matcher, chosen.data.sources, sizes)
@@ -89,7 +89,7 @@ def _read(path: Path) -> Results | None:
     try:
         return read_config(path, Results)
     except ValueError as e:
-        print(f"{e} The model is judged again.", file=sys.stderr)
+        warn(f"{e} The model is judged again.")
         return None
 
 

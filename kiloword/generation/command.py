@@ -15,6 +15,7 @@ from kiloword.generation.table import CaptionFile, CaptionWriter, Rows, columns,
 from kiloword.interop.captioners import Describer, open_captioner
 from kiloword.recipes import DataConfig
 from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
+from kiloword.terminal import say
 from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped, Source
 
@@ -49,7 +50,7 @@ def main(
         made = _write(describer, source, out, file, batch, workers, Report(sys.stderr))
         if made is not None:
             pictures, captions = made
-            print(f"{out}: {captions:,} captions of {pictures:,} pictures, {out.stat().st_size / 1e6:,.1f} MB")
+            say(f"{out}: {captions:,} captions of {pictures:,} pictures, {out.stat().st_size / 1e6:,.1f} MB")
 
 
 def write_captions(

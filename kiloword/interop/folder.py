@@ -7,14 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from kiloword.checkpoint import check_finite, save_model
 from kiloword.data.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
 from kiloword.methods import preset
 from kiloword.model import Model, build
 from kiloword.recipes import ModelConfig, ModelFile
+from kiloword.screen import Screen, plain_table
+from kiloword.terminal import say
 
 if TYPE_CHECKING:
     from kiloword.interop.open_clip import Imported, Report
@@ -69,17 +68,15 @@ def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
 
 def show(report: Report, out: Path) -> None:
     """Print what was loaded, what is new and what was left over, part by part."""
-    table = Table("part", "loaded", "new", box=None, header_style="bold", pad_edge=False)
+    table = plain_table("part", "loaded", "new")
     loaded, new = (Counter(_part(n) for n in names) for names in (report.loaded, report.new))
     for part in dict.fromkeys([*loaded, *new]):
         table.add_row(part, str(loaded[part]), str(new[part]))
     table.add_row("left over", str(len(report.left_over)), "")
-    console = Console(highlight=False)
-    console.print(table)
+    Screen().print(table)
     for title, names in (("new", report.new), ("left over", report.left_over)):
-        for name in names:
-            console.print(f"{title}: {name}", markup=False)
-    console.print(f"written: {out}", markup=False)
+        say(*(f"{title}: {name}" for name in names))
+    say(f"written: {out}")
 
 
 def _part(name: str) -> str:

@@ -20,6 +20,7 @@ from kiloword.mining.page import page
 from kiloword.mining.pairs import TERMS, Found, by_term
 from kiloword.mining.pictures import Pair, Shown
 from kiloword.mining.results import WHOLE, Results, as_json, flags, terms, thresholds
+from kiloword.terminal import say
 
 WIDE, BEST = 6, 5  # captions that fit many pictures, and pictures shown of each
 
@@ -34,9 +35,7 @@ def write(out: Path, results: Results, origin: Origin) -> None:
     write_json(out / "thresholds.json", thresholds(results.settings))
     write_json(out / "mine.json", as_json(results))
     report.write(out / "report.html", page(results, chosen(results, truths), origin.thumbnail))
-    for line in summary(results):
-        print(line)
-    print(f"report: {out / 'report.html'}")
+    say(*summary(results), f"report: {out / 'report.html'}")
 
 
 def pairs_table(results: Results, truths: Truths | None) -> pa.Table:

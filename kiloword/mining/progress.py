@@ -7,6 +7,7 @@ import time
 from typing import TextIO
 
 from kiloword.log import PLAIN_EVERY_S
+from kiloword.terminal import say
 
 
 class Bar:
@@ -27,10 +28,9 @@ class Bar:
         left = (of - done) / max(rate, 1e-9)
         line = f"{self.what} {done / of:4.0%}  {_short(rate)} {self.unit}/s  ETA {int(left // 60)}:{int(left % 60):02d}"
         if self.live:
-            self.out.write("\r" + line.ljust(60) + ("\n" if last else ""))
-            self.out.flush()
+            say(line.ljust(60), to=self.out, start="\r", end="\n" if last else "")
         else:
-            print(line, file=self.out, flush=True)
+            say(line, to=self.out)
 
 
 def _short(number: float) -> str:

@@ -10,6 +10,7 @@ from kiloword.planning.advice import Option, Planner
 from kiloword.planning.cards import CARDS, GIB
 from kiloword.planning.command import planner_of
 from kiloword.planning.tables import days_of
+from kiloword.terminal import say
 
 TEXT_768 = "--model.text.width 768 --model.text.heads 12 --model.text.mlp 3072"
 BIG = (
@@ -222,4 +223,4 @@ def _speeds(planned: Planned) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    say(*page().splitlines())

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from kiloword.planning import pairs, parameters, step
 from kiloword.planning.advice import Option, Planner
 from kiloword.planning.cards import GIB, NODE
 from kiloword.planning.layers import Work
+from kiloword.screen import Screen
+from kiloword.terminal import say
 
 WIDE = 160  # columns where the output is no terminal
 
@@ -33,13 +32,12 @@ class Sheet:
 def show(planner: Planner) -> None:
     """Print a plan, and write it where `--json` says."""
     options = planner.options()
-    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
+    screen = Screen(WIDE)
     for sheet in sheets(planner, options):
-        console.print(f"[bold]{escape(sheet.title)}[/bold]", soft_wrap=True)
-        console.print(_rich(sheet))
-        console.print()
-    for line in sentences(planner, options):
-        console.print(escape(line), soft_wrap=True)
+        screen.print(sheet.title, style="bold", soft_wrap=True)
+        screen.print(_rich(sheet))
+        screen.print()
+    say(*sentences(planner, options))
     if planner.plan.json is not None:
         planner.plan.json.write_text(json.dumps(figures(planner, options), indent=1) + "\n")
 

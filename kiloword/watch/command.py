@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from kiloword.screen import Screen
 from kiloword.watch.mirror import Mirrors
 from kiloword.watch.page import View, page
 from kiloword.watch.plot import Dots
@@ -68,10 +69,10 @@ def main(
 
 def screen() -> Console:
     """The terminal; where there is none, as wide as COLUMNS says, and without control characters."""
-    console = Console(highlight=False)
-    if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
-        return console
-    return Console(highlight=False, width=PIPE_WIDTH)
+    screen = Screen()
+    if screen.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
+        return screen
+    return Screen(PIPE_WIDTH)
 
 
 def _follow(

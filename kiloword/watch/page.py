@@ -11,6 +11,7 @@ from textwrap import wrap
 import numpy as np
 from rich.text import Text
 
+from kiloword.terminal import shown
 from kiloword.watch.pace import duration
 from kiloword.watch.plot import MARKS, STYLES, Dots, Series, plot, short
 from kiloword.watch.rows import smoothed
@@ -46,7 +47,7 @@ def page(runs: Sequence[Watched], view: View) -> Text:
     if names:
         lines += [Text(), *_grid(runs, names, view, len(lines) + 1)]
     elif view.curves:
-        lines.append(Text(f"no metric begins with {' or '.join(view.curves)}", "yellow"))
+        lines.append(Text(f"no metric begins with {shown(' or '.join(view.curves))}", "yellow"))
     for line in lines:
         line.truncate(view.width)
     return Text("\n", no_wrap=True).join(lines[: view.height])
@@ -115,7 +116,7 @@ def _wrap(parts: Sequence[Part], width: int, indent: str) -> list[Text]:
     """Parts with two spaces between them, none cut where it fits a line."""
     lines = [Text(indent)]
     for words, style in parts:
-        line = lines[-1]
+        line, words = lines[-1], shown(words)
         gap = "" if len(line) == len(indent) else "  "
         if gap and len(line) + len(gap) + len(words) > width:
             lines.append(Text(indent))
@@ -179,7 +180,7 @@ def _plot(
             weight = 0.0 if name.startswith("val/") else view.smooth
             series.append(Series(at, smoothed(values, weight), place))
     newest = short(float(series[0].values[-1])) if len(runs) == 1 else ""
-    return list(plot(f"{name}  {newest}", series, steps, width, height, view.dots).split("\n"))
+    return list(plot(f"{shown(name)}  {newest}", series, steps, width, height, view.dots).split("\n"))
 
 
 def _beside(plots: Sequence[list[Text]], width: int) -> list[Text]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from kiloword.data.hierarimgs.writer import Options, build
+from kiloword.terminal import say, warn
 
 DEFAULTS = Options()
 
@@ -30,8 +30,7 @@ def run(
         out: new folder of webdataset tars.
         options: which pictures are taken, and how their parts are drawn.
     """
-    for line in build(annotations, pictures, out, options).lines():
-        print(line)
+    say(*build(annotations, pictures, out, options).lines())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,10 +38,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         tyro.cli(run, prog="python -m kiloword.data.hierarimgs", args=argv)
     except ValueError as error:
-        print(f"hierarimgs: {error}", file=sys.stderr)
+        warn(f"hierarimgs: {error}")
         raise SystemExit(2) from None
     except OSError as error:
-        print(f"hierarimgs: {error.strerror or error}: {error.filename}.", file=sys.stderr)
+        warn(f"hierarimgs: {error.strerror or error}: {error.filename}.")
         raise SystemExit(2) from None
 
 

@@ -196,7 +196,10 @@ def _members(group: str, level: int, shown: Sequence[Segment], last: int, suffix
         "parent": f"{group}-{level - 1}" if level else None,
         "segments": [{"id": s.id, "category": s.name, "area": s.area} for s in shown],
     }
-    return [(f"{key}.{suffix}", picture), (f"{key}.json", json.dumps(info, ensure_ascii=False).encode())]
+    return [
+        (f"{key}.{suffix}", picture),
+        (f"{key}.json", json.dumps(info, ensure_ascii=False).encode(errors="backslashreplace")),
+    ]
 
 
 def _png(pixels: Pixels) -> bytes:

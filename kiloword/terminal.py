@@ -1,0 +1,96 @@
+"""Everything that this package prints: one place where no text can steer a terminal or fail in its encoding."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TextIO, cast
+
+# Letters and marks that take no room: isprintable() says nothing about them.
+_INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\U000e0100-\U000e01ef]")
+_STYLED = re.compile("(\x1b\\[[0-9;]*m|[\n\r])")  # what other libraries write on a terminal: colours, a line again
+
+
+def shown(text: str, encoding: str | None = None) -> str:
+    r"""Text on one line that a terminal shows as it is: what is invisible or steers becomes an escape such as \x1b.
+
+    These are control and format characters (line ends, ESC, C1, bidirectional, zero-width), lone surrogates, and what
+    `encoding` (of a stream; None: UTF-8) cannot hold. A text that was shown before stays as it is.
+    """
+    if not text.isprintable() or _INVISIBLE.search(text):
+        text = "".join(map(_letter, text))
+    return text.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
+
+
+def say(*lines: str, to: TextIO | None = None, start: str = "", end: str = "\n") -> None:
+    """Print lines: what comes from data can neither steer the terminal nor begin a line of its own.
+
+    Args: to: stdout if not given; start: what comes before the first line, "\\r" to write a line again; end: of each.
+    Errors: as the stream, such as BrokenPipeError; none for its encoding.
+    """
+    out = sys.stdout if to is None else to
+    raw = getattr(out, "raw_stream", out)
+    encoding = getattr(raw, "encoding", None)
+    raw.write(start + "".join(shown(line, encoding) + end for line in lines))
+    raw.flush()
+
+
+def warn(*lines: str) -> None:
+    """Print lines on stderr, as `say`."""
+    say(*lines, to=sys.stderr)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Inside, what other libraries print is made as harmless as what `say` prints; lines stay lines.
+
+    On a terminal colours pass, and a line that is written again; never when the command line itself has such
+    characters, which would come back in a message about it.
+    """
+    before = sys.stdout, sys.stderr
+    styled = all(word.isprintable() for word in sys.argv)
+    sys.stdout, sys.stderr = (cast(TextIO, _Guard(stream, styled)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For sys.excepthook: a traceback, whose message may come from data."""
+    for part in traceback.format_exception(kind, error, trace):
+        warn(*part.rstrip("\n").split("\n"))
+
+
+class _Guard:
+    """A stream that escapes what it is given. Whoever escapes by itself (`say`, Screen) writes to `raw_stream`."""
+
+    def __init__(self, stream: TextIO, styled: bool) -> None:
+        self.raw_stream = self.rich_proxied_file = getattr(stream, "raw_stream", stream)  # the latter is rich's name
+        self._keeps = _STYLED if styled and self.raw_stream.isatty() else re.compile("(\n)")
+
+    def write(self, text: str) -> int:
+        """The number of characters that came."""
+        encoding = getattr(self.raw_stream, "encoding", None)
+        parts = self._keeps.split(text)
+        parts[::2] = [shown(part, encoding) for part in parts[::2]]
+        self.raw_stream.write("".join(parts))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw_stream, name)
+
+
+def _letter(letter: str) -> str:
+    fine = letter.isprintable() or unicodedata.category(letter) == "Zs"  # spaces: of no width, or wide, or unbroken
+    if fine and not _INVISIBLE.match(letter):
+        return letter
+    return letter.encode("unicode_escape").decode()

@@ -1,0 +1,197 @@
+"""What the package prints: through one function, on lines of its own, in any encoding."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.text import Text
+
+import kiloword
+from kiloword.cli import main
+from kiloword.report import page
+from kiloword.screen import Screen, plain_table
+from kiloword.terminal import guarded, say, show_traceback, shown, warn
+
+PACKAGE = Path(kiloword.__file__).parent
+WRITERS = {"terminal.py", "screen.py"}
+ANY = st.text(st.characters())  # surrogates too
+
+
+class Stream(io.TextIOWrapper):
+    """A terminal, or a pipe, of some encoding."""
+
+    def __init__(self, encoding: str = "utf-8", terminal: bool = False) -> None:
+        super().__init__(io.BytesIO(), encoding, newline="", write_through=True)
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    @property
+    def text(self) -> str:
+        return self.buffer.getvalue().decode(self.encoding)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a photo of a café, 犬\u3000и кот\u00a0🐶", "a photo of a café, 犬\u3000и кот\u00a0🐶"),
+        ("\x1b[2J\x07\r\n\t\x00", r"\x1b[2J\x07\r\n\t\x00"),
+        ("\x9b2J\x85\u2028", r"\x9b2J\x85\u2028"),
+        ("a\u202eb\u2066c\u200fd\u061c", r"a\u202eb\u2066c\u200fd\u061c"),
+        ("a\u200bb\ufeffc\u00add\u3164e\U000e0041", r"a\u200bb\ufeffc\xadd\u3164e\U000e0041"),
+        ("\udc80\ud800", r"\udc80\ud800"),
+    ],
+)
+def test_shown(text: str, expected: str) -> None:
+    assert shown(text) == expected
+    assert shown(shown(text)) == expected
+
+
+@given(ANY, st.sampled_from(["utf-8", "ascii", "latin-1", "cp1252"]))
+def test_shown_can_be_written_and_steers_nothing(text: str, encoding: str) -> None:
+    safe = shown(text, encoding)
+    assert not [c for c in safe if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029"]
+    safe.encode(encoding)
+    assert shown(safe, encoding) == safe
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_say(encoding: str) -> None:
+    out = Stream(encoding)
+    say("é\nforged", "b\x1b", to=out)
+    say("again", to=out, start="\r", end="")
+    assert out.text == ("\\xe9" if encoding == "ascii" else "é") + "\\nforged\nb\\x1b\n\ragain"
+
+
+def test_what_others_print(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipe, also a bug's traceback: lines, and nothing else that steers."""
+    out, error = Stream("ascii"), Stream("ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", error)
+    with guarded():
+        print("a\x1b[31mb\né")
+        sys.stderr.writelines(["\x1b]0;t\x07\n", "\u202e\n"])
+        say("\x1b")
+        warn("\x07")
+    try:
+        raise RuntimeError("\x1b[2J\nend")
+    except RuntimeError as bug:
+        show_traceback(type(bug), bug, bug.__traceback__)
+    assert sys.stdout is out
+    assert out.text == "a\\x1b[31mb\n\\xe9\n\\x1b\n"
+    assert "\\x1b]0;t\\x07" in error.text
+    assert "\\u202e" in error.text
+    assert error.text.endswith("RuntimeError: \\x1b[2J\nend\n")
+    assert "\x1b" not in error.text
+
+
+@pytest.mark.parametrize("argument", ["plain", "\x1b[8m"])
+def test_colours_of_others_on_a_terminal(monkeypatch: pytest.MonkeyPatch, argument: str) -> None:
+    """They pass, unless they may be what was asked for on the command line."""
+    out = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "argv", ["kiloword", argument])
+    with guarded():
+        print("\x1b[1mbold\x1b[0m \x1b[2J\rx")
+        say("\rown", start="\r")
+    clean = "\x1b[1mbold\x1b[0m \\x1b[2J\rx\n\r\\rown\n"
+    assert out.text == (clean if argument == "plain" else "\\x1b[1mbold\\x1b[0m \\x1b[2J\\rx\n\r\\rown\n")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_tables(monkeypatch: pytest.MonkeyPatch, terminal: bool, encoding: str) -> None:
+    """rich styles what we style, reads no markup or link in a text, and writes what the stream can hold."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = Stream(encoding, terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    table = plain_table("name", "\x1b]8;;x\x07")
+    table.add_row("[red]é\n[/red] :smile:", Text(shown("[link=x]\x1b[2J"), "bold"))
+    with guarded():
+        Screen(100).print(table)
+        Screen(100).print("[bold]x\x9b", Text("y\x1b[2J"), style="bold")
+    for text in ("[red]", "[/red] :smile:", "\\n", "\\x1b]8;;x\\x07", "[link=x]\\x1b[2J", "[bold]x\\x9b y\\x1b[2J"):
+        assert text in out.text
+    assert ("\x1b[1m" in out.text) == terminal
+    assert "\x1b]8" not in out.text
+    assert "\x1b[2J" not in out.text
+    assert "\x1b[31m" not in out.text
+
+
+def test_every_print_goes_one_way() -> None:
+    """No print, no console and no stream of its own anywhere in the package."""
+    strays = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in WRITERS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if _writes(node)
+    ]
+    assert strays == []
+
+
+def _writes(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rich"):
+        return any(name.name in ("print", "Console", "get_console") for name in node.names) and not _typing(node)
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Attribute) and node.func.attr in ("write", "writelines"):
+        stream = ast.unparse(node.func.value)
+        return stream.startswith("sys.") or stream in ("out", "self.out")
+    return ast.unparse(node.func) in ("print", "builtins.print", "Console", "rich.print", "pprint", "warnings.warn")
+
+
+def _typing(node: ast.ImportFrom) -> bool:
+    """watch's frames are drawn on a console that somebody else made."""
+    return [name.name for name in node.names] == ["Console"]
+
+
+@pytest.mark.parametrize("line", ["print(1)", "sys.stderr.write('')", "self.out.write('')", "Console()"])
+def test_the_test_of_prints_can_fail(line: str) -> None:
+    assert any(map(_writes, ast.walk(ast.parse(line))))
+
+
+def test_pages_are_not_turned_around() -> None:
+    """Where text begins or ends, and its direction, are the page's."""
+    html = page("t\u202e\x9b", "i\u2067\udcff", [("h\x1b", "<p>\u202d\u0645\u200c\u200f</p>")])
+    assert "t\\u202e\\x9b" in html
+    assert "i\\u2067\\udcff" in html
+    assert "h\\x1b" in html
+    assert "<p>\\u202d\u0645\u200c\u200f</p>" in html  # joiners and marks are spelling
+    html.encode()
+
+
+ASCII = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+
+
+def test_terminals_of_ascii(tmp_path: Path) -> None:
+    """Where nothing but ASCII can be written or named: no traceback, and escapes for the rest."""
+    (tmp_path / "é").mkdir()
+    verbs = [["methods"], ["doctor"], ["x\udcff\x1b"], ["data", "stats", "scenes?n=4"]]
+    code = f"import sys; from kiloword.cli import main\nfor verb in [*{verbs!a}, ['data', 'stats', sys.argv[1]]]:\n"
+    code += "  try: main(verb)\n  except SystemExit as end: print(end.code)"
+    command = [sys.executable, "-c", code, str(tmp_path / "é")]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, **ASCII}, check=True)
+    assert done.stdout.isascii()
+    assert done.stderr.isascii()
+    assert b"Traceback" not in done.stderr
+    assert b"\\udcff\\x1b" in done.stderr
+    assert b"\\udcc3\\udca9" in done.stderr
+    assert done.stdout.split()[-1] == b"2"
+
+
+def test_version_and_interruption(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out == kiloword.__version__ + "\n"
