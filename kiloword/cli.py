@@ -149,7 +149,10 @@ def mine(
 
 @app.command
 def data(
-    what: Positional[Literal["index", "check", "stats"]], source: Positional[str], png: Path | None = None
+    what: Positional[Literal["index", "check", "stats"]],
+    source: Positional[str],
+    png: Path | None = None,
+    digest: bool = False,
 ) -> None:
     """Look at a data set before training on it: kiloword data stats photos/train --png samples.png
 
@@ -157,10 +160,11 @@ def data(
         what: index (make the byte-offset indexes), check (decode every sample, name the bad), stats.
         source: what `train --data` takes.
         png: with stats, write a picture of samples here.
+        digest: with index, digest all images and texts of tars (reads them once); resumed runs compare it.
     """
     from kiloword.data import inspect
 
-    if inspect.main(what, source, png):
+    if inspect.main(what, source, png, digest):
         raise SystemExit(1)
 
 

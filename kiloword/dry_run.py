@@ -10,7 +10,7 @@ from kiloword.methods import preset
 from kiloword.options import Options
 from kiloword.prepare import make_learner, make_loader, micro_batches, open_val, resolve
 from kiloword.recipes import Recipe
-from kiloword.run_folder import RunFile, check_same_run
+from kiloword.run_folder import check_same_run, run_file
 from kiloword.terminal import say
 from kiloword.types import Source
 
@@ -30,7 +30,7 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
 def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> None:
     micro_batches(recipe)
     recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
-    check_same_run(out, RunFile(recipe=recipe, data_fingerprint=source.fingerprint), options.extend)
+    check_same_run(out, run_file(recipe, source), options.extend)
     method = preset(recipe.method, recipe.settings)
     if recipe.init is None:
         method.head(method.shape(recipe.model))

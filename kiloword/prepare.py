@@ -30,7 +30,7 @@ from kiloword.optim import Average, Optimizer
 from kiloword.options import Options
 from kiloword.ranges import check
 from kiloword.recipes import Recipe
-from kiloword.run_folder import RunFile, check_same_run, holds_run, make_folder
+from kiloword.run_folder import RunFile, check_same_run, holds_run, make_folder, run_file
 from kiloword.state.folder import newest
 from kiloword.types import Source
 from kiloword.watch import mirror
@@ -116,7 +116,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         mirror.check_tensorboard()
     make_folder(out)
     recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
-    file = RunFile(recipe=recipe, data_fingerprint=source.fingerprint)
+    file = run_file(recipe, source)
     check_same_run(out, file, options.extend)
     learner, started = make_learner(recipe, method, options.trust_code)
     learner.to(device)

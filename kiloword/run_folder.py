@@ -8,10 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kiloword import parallel
+from kiloword.data.digest import sampled, whole
 from kiloword.recipes import Recipe, Settings, read_config
 from kiloword.state.folder import steps_done
+from kiloword.types import Source
 
 FREE = ("micro", "chunk", "data.val", "data.bad_share")  # what changes no weight: a resumed run may have others
+
+CONTENTS = ("data_sampled", "data_digest")  # compared where both runs have them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +25,15 @@ class RunFile(Settings):
 
     recipe: Recipe
     data_fingerprint: str
+    data_sampled: str = ""  # digests of images and texts (`kiloword.data.digest`), of some samples and of all;
+    data_digest: str = ""  # "" where there was none
     format: str = "kiloword-run-1"
+
+
+def run_file(recipe: Recipe, source: Source) -> RunFile:
+    """What `config.json` of a run of a recipe on its data says; rank 0 alone reads samples for it."""
+    digests = parallel.all_lists([sampled(source), whole(source)] if parallel.rank() == 0 else [])
+    return RunFile(recipe=recipe, data_fingerprint=source.fingerprint, data_sampled=digests[0], data_digest=digests[1])
 
 
 def make_folder(out: Path) -> None:
@@ -50,6 +63,9 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     differences = _differences(asdict(there), asdict(file))
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     differences = {k: v for k, v in differences.items() if k not in free}
+    if "data_fingerprint" in differences:
+        differences = {k: v for k, v in differences.items() if k not in CONTENTS}
+    differences = {k: v for k, v in differences.items() if k not in CONTENTS or all(v)}
     done, steps = steps_done(out / "state"), file.recipe.steps
     if not differences and steps < done:
         raise ValueError(f"--out {out} has done {done} steps already: it cannot end after {steps}.")
@@ -60,6 +76,8 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     hint = " Use --extend to run it for another length." if longer else ""
     if "data_fingerprint" in differences:
         hint += " The data is not what the run began with: a file is missing, new, cut or replaced."
+    elif differences.keys() & set(CONTENTS):
+        hint += " The data is not what the run began with: images or texts were replaced by others of the same size."
     raise ValueError(f"--out {out} holds another run: {shown}. Choose another folder, or repeat its settings.{hint}")
 
 

@@ -54,6 +54,10 @@ class Folder:
         image = self._read(self._pictures[row]) or b""
         return make_record(self.key(row), image, *(self._beside(row, suffix) for suffix in _BESIDE))
 
+    def stored(self, row: int) -> list[bytes | None]:
+        """The bytes of a row's files; None: not there. Raises BadSample."""
+        return [self._read(self._pictures[row]), *(self._beside(row, suffix) for suffix in _BESIDE)]
+
     def _beside(self, row: int, suffix: str) -> bytes | None:
         return self._read(f"{self.key(row)}.{suffix}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -23,6 +23,7 @@ from kiloword.data.tar import Tar
 
 PARTS = ("image", "txt", "json", "cls")
 SUFFIX = ".kwindex"
+_BLOCK = 1 << 23  # bytes that are read at once
 _COLUMNS = 2 * len(PARTS) + 1
 # Key: up to the first dot of the base name, folders included.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
@@ -38,6 +39,7 @@ class Header(BaseModel):
     samples: int
     digest: str  # of all that follows this line: the same on every machine
     note: str = ""  # what is wrong with the tar as a whole
+    contents: str = ""  # digest of all members' bytes, where `kiloword data index --digest` made it
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,36 @@ class Index:
         return None if offset < 0 else (offset, size)
 
 
-def open_index(tar: Path) -> Index:
+def open_index(tar: Path, digest: bool = False) -> Index:
     """The index of a tar, scanned now unless a valid one lies beside it or in the cache folder.
 
+    Args: digest: with a digest of all members, which an index that had one gets again when the tar has changed.
     Errors: ValueError when the file is no plain tar, holds no pictures, or when no index can be written anywhere.
     """
-    stat = tar.stat()
-    for place in cache.places(tar, SUFFIX):
-        found = read_index(place)
-        if found and (found.header.size, found.header.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
-            return found
-    index = scan(tar)
+    stat, valid = tar.stat(), None
+    for found in filter(None, map(read_index, cache.places(tar, SUFFIX))):
+        digest = digest or bool(found.header.contents)
+        if (found.header.size, found.header.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+            valid = found
+            break
+    if valid and (valid.header.contents or not digest):
+        return valid
+    index = valid or scan(tar)
+    if digest:
+        index = replace(index, header=index.header.model_copy(update={"contents": _contents(tar, index)}))
     cache.write(tar, SUFFIX, lambda file: write_index(file, index))
     return index
+
+
+def _contents(tar: Path, index: Index) -> str:
+    """Digest of the bytes of all samples' members; reads the whole tar."""
+    file, digest = cache.PositionlessFile(tar), hashlib.blake2b(digest_size=16)
+    for place in index.table[:, :-1].reshape(-1, 2).tolist():
+        offset, size = place
+        digest.update(f"{size} ".encode())
+        for start in range(offset, offset + size if offset >= 0 else offset, _BLOCK):
+            digest.update(file.read(start, min(_BLOCK, offset + size - start)))
+    return digest.hexdigest()
 
 
 def scan(tar: Path | Stored) -> Index:

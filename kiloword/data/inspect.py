@@ -19,6 +19,8 @@ from rich.table import Table
 
 from kiloword.data.contact import contact_sheet
 from kiloword.data.decode import decode, picture_size
+from kiloword.data.digest import whole
+from kiloword.data.index import open_index
 from kiloword.data.sources import open_source
 from kiloword.screen import Screen
 from kiloword.terminal import say, shown
@@ -60,8 +62,10 @@ class Stats:
         return [(text, n) for text, n in self.texts.most_common(most) if n > 1]
 
 
-def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = None) -> int:
+def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = None, digest: bool = False) -> int:
     """What the command line calls; prints.
+
+    Args: digest: with index, of all images and texts, which runs compare when they resume.
 
     Returns: the number of bad samples (check), of damaged tars (index), or 0 (stats).
     Errors: ValueError when `src` is no data set or `png` cannot be written.
@@ -72,6 +76,8 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     say(f"{source.name}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
     say(f"fingerprint {source.fingerprint}", *notes)
     if what == "index":
+        if digest:
+            say(f"digest {digest_all(src, source)}")
         return len(notes)
     if what == "check":
         bad = check(source)
@@ -83,6 +89,22 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
         contact_sheet(source, png)
         say(f"samples: {png}")
     return 0
+
+
+def digest_all(src: str, source: Source) -> str:
+    """Digest every tar of `src` into its index, where that has none yet. Returns: the digest of all.
+
+    Raises: ValueError for what is not tars of this machine.
+    """
+    tars = [tar for tar in getattr(source, "tars", []) if isinstance(tar, Path)]
+    if not tars:
+        raise ValueError(
+            f"{source.name}: --digest is for tars of this machine. Of other data, runs compare the table's own bytes, "
+            "and the files of some samples."
+        )
+    for tar in tars:
+        open_index(tar, digest=True)
+    return whole(open_source(src))
 
 
 def check(source: Source, workers: int | None = None) -> list[Skipped]:

@@ -43,7 +43,7 @@ def open_table(name: str, path: Path) -> Table | QuestionTable:
 class QuestionTable:
     """Samples of one table, a row each; lines that are no rows come last, as bad.
 
-    The fingerprint is of the table's own bytes; pictures that it names by path are not looked at.
+    The fingerprint is of the table's own bytes; of images that it names by path, `stored` has the bytes.
     Errors: ValueError for a missing column, no rows, an unreadable table.
     """
 
@@ -106,6 +106,11 @@ class QuestionTable:
         if not image:
             raise BadSample("the picture has zero bytes")
         return Record(self.key(row), image, clean(info[ANSWERS]), info=info)
+
+    def stored(self, row: int) -> list[bytes | None]:
+        """The bytes of a row's image where the table names it by path. Raises BadSample."""
+        named = self._images is not None and row < self._rows
+        return [read_file(self.path, self._image(row))] if named else []
 
     def paths(self) -> pa.Array | None:
         """Of the pictures; None where the table holds them itself."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change 
 AGAIN_S = (0.1, 0.4, 1.0)  # between attempts at a row whose file system refuses it
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
 
+T = TypeVar("T")
+
 
 def read(source: Source, row: int) -> Record:
     """One record; whatever goes wrong while reading it is a reason to skip the row.
@@ -33,9 +35,14 @@ def read(source: Source, row: int) -> Record:
     stops, with the most frequent reasons, as soon as more than `DataConfig.bad_share` of the rows are bad. A network
     that is down makes no row bad: Unreachable ends the run. What a network drive refuses is asked for again.
     """
+    return patiently(lambda: source.record(row))
+
+
+def patiently(get: Callable[[], T]) -> T:
+    """What `get` returns, asked again where a network drive refuses it. Raises: BadSample for whatever goes wrong."""
     for wait in (*AGAIN_S, None):
         try:
-            return source.record(row)
+            return get()
         except (BadSample, MemoryError, Unreachable):
             raise
         except Exception as error:

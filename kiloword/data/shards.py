@@ -53,6 +53,8 @@ class Shards:
             log.warning("%s (its complete samples are used)", note)
         self.fingerprint = _fingerprint(self.tars, [f"{h.size} {h.digest}" for h in headers])
         self._digests = [h.digest for h in headers]
+        contents = [h.contents for h in headers]
+        self.digest = _fingerprint(self.tars, contents) if all(contents) else ""  # of all members; "": not made
         self._open_caches()
 
     def _open_caches(self) -> None:
@@ -103,6 +105,13 @@ class Shards:
             # raised again as it is: a `NoCaption` is a loss to training alone
             error.args = (f"{error}{self._because(shard, index, local)}",)
             raise
+
+    def stored(self, row: int) -> list[bytes | None]:
+        """The bytes of a row's members; none of remote tars, whose servers tell one version of a file from another.
+
+        Raises: BadSample, OSError.
+        """
+        return [] if self.remote else [self._part(row, part) for part in PARTS]
 
     @property
     def remote(self) -> bool:

@@ -50,7 +50,7 @@ def fingerprint(path: Path) -> str:
 class Table:
     """Samples of one csv, tsv or parquet file, in order of first appearance; lines that are no rows come last, as bad.
 
-    The fingerprint is of the table's own bytes; pictures that it names by path are not looked at.
+    The fingerprint is of the table's own bytes; of images that it names by path, `stored` has the bytes.
     Errors: ValueError for missing columns, no rows, an unreadable table.
     """
 
@@ -99,6 +99,11 @@ class Table:
         if not captions:
             raise NoCaption(Record(self.key(row), image, []))
         return Record(self.key(row), image, captions)
+
+    def stored(self, row: int) -> list[bytes | None]:
+        """The bytes of a row's image where the table names it by path. Raises BadSample."""
+        named = self._columns.embedded is None and row < len(self._starts) - 1
+        return [read_file(self.path, self._image(row))] if named else []
 
     def paths(self) -> pa.Array | None:
         """Of the pictures; None where the table holds them itself."""
