@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.data.decode import to_rgb
+from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.data.transforms import EvalTransform
 from kiloword.evaluation.features import chunks, encode_texts, inference, join
 from kiloword.evaluation.zeroshot import Templates, classifier
@@ -263,7 +264,7 @@ class Matcher:
         if not isinstance(image, str | Path):
             raise ValueError(f"encode_image got {_kind(image)} as picture {place}: expected a Pillow image or a path")
         try:
-            return self._transform(Path(image).read_bytes())
+            return self._transform(read_whole(Path(image), "it", MAX_IMAGE))
         except OSError as error:
             raise ValueError(f"cannot read picture {image}: {error.strerror}") from error
         except BadSample as error:

@@ -310,6 +310,20 @@ def test_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends:
     goes_on(train(tmp_path, "--workers", 1), tmp_path)
 
 
+@pytest.mark.parametrize(("free", "wanted"), [(19, 20), (30, 1012)])
+def test_few_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str], free: int, wanted: int
+) -> None:
+    """Too few to start a worker, and too few for a batch of tensors, which a worker finds out."""
+    with monkeypatch.context() as patch:
+        most = len(os.listdir("/proc/self/fd")) + free
+        patch.setattr(steps.resource, "getrlimit", lambda what: (most, most))
+        patch.setattr(steps, "_tensors", lambda item: 1000)
+        said = ends(train(tmp_path, "--workers", 1))
+    assert re.search(rf"may open {most} files here, \d+ are open, and loader workers need {wanted} more: raise", said)
+    goes_on(train(tmp_path, "--workers", 1), tmp_path)
+
+
 # Shards
 
 

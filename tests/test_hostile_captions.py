@@ -16,11 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tars import picture, write_tar
 
+from kiloword.data.eda import read_synonyms
 from kiloword.data.extra_captions import CaptionTable
+from kiloword.data.hierarimgs.writer import read_annotations
+from kiloword.data.own import _stored
 from kiloword.data.sample import MAX_CAPTION, MAX_TEXT, make_record, parse_captions
 from kiloword.data.shards import Shards
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.transforms import read as read_image
+from kiloword.data.views.files import read_columns
+from kiloword.evaluation.vqa import _lines as answers_of
 from kiloword.recipes import TextConfig
 from kiloword.types import BadSample
 
@@ -172,7 +178,7 @@ TABLES: dict[bytes, list[Any] | str] = {
         "picture cannot be read: \\udce9.png (No such file or directory)",
         "line has 3 columns, expected 2: a,b,ÿ",
     ],
-    b"image,caption,caption\na.png,x,y\n": [["x"]],
+    b"image,caption,caption\na.png,x,y\n": "TABLE has 2 columns named caption. Expected one.",
     "image,caption\na.png,x\n".encode("utf-16"): "TABLE: the first line is not UTF-8. Expected column names such as "
     "`image,caption`.",
     b"image,caption," + b",".join(b"c%d" % n for n in range(1_000_000)) + b"\na.png,x" + b",1" * 1_000_000: [["x"]],
@@ -210,7 +216,7 @@ PARQUETS: dict[str, tuple[Any, list[Any] | str]] = {
     "no UTF-8": ({"image": ["a.png", "b"], "caption": [b"\xff", b"x"]},
         ["caption is not UTF-8", "picture cannot be read"]),
     "no picture is named": ({"image": [None], "caption": ["x"]}, ["no picture is named"]),
-    "two captions": (twice("image", "caption", "caption"), "TABLE cannot be read as a table: Multiple matches"),
+    "two captions": (twice("image", "caption", "caption"), "TABLE has 2 columns named caption. Expected one."),
     "two images": (twice("image", "image", "caption"), "TABLE has 2 columns named image. Expected one."),
     "a struct of text": ({"image": [{"bytes": "x"}], "caption": ["x"]}, "TABLE: the column image is"),
     "a struct without bytes": ({"image": [{"path": "a"}], "caption": ["x"]}, "TABLE: the column image is struct<path"),
@@ -247,3 +253,38 @@ def test_damaged_parquet_is_a_sentence(tmp_path: Path) -> None:
                 table_outcome(tmp_path / "x.parquet")
                 continue
             told(lambda: CaptionTable(tmp_path / "x.parquet").captions("a"))
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".csv", ".parquet"])
+def test_a_pipe_is_no_data(tmp_path: Path, suffix: str) -> None:
+    """Opening one would wait for a writer for ever."""
+    pipe = tmp_path / f"x{suffix}"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="is no regular file: expected a file, no folder, pipe, socket or device"):
+        open_source(str(pipe))
+
+
+def test_pipes_are_no_images_and_no_lists(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    for call in (read_image, read_synonyms, lambda path: read_columns(str(path), ["key"]), answers_of):
+        with pytest.raises(ValueError, match="is no regular file"):
+            call(pipe)
+    with pytest.raises(ValueError, match="is no regular file"):
+        read_annotations(pipe, False)
+    with pytest.raises(BadSample, match="is no regular file"):
+        _stored(pipe)
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"), [("image,caption,caption", "caption"), ("image,image,caption", "image"),
+    ("image,question,question,answer", "question"), ("image,question,answer,answer", "answer")],
+)  # fmt: skip
+def test_a_column_twice_is_refused(tmp_path: Path, columns: str, name: str) -> None:
+    """Nobody can tell which one counts."""
+    names = columns.split(",")
+    (tmp_path / "x.csv").write_text(columns + "\n" + ",".join("abcd"[: len(names)]) + "\n")
+    pa.parquet.write_table(pa.table([pa.array(["a"])] * len(names), names), tmp_path / "x.parquet")
+    for suffix in ("csv", "parquet"):
+        with pytest.raises(ValueError, match=rf"x\.{suffix} has 2 columns named {name}\. Expected one\."):
+            open_source(str(tmp_path / f"x.{suffix}"))

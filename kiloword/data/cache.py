@@ -63,7 +63,7 @@ class PositionlessFile:
 
     def __init__(self, path: Path) -> None:
         self._fd = -1
-        self._fd = os.open(path, os.O_RDONLY)
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe in its place must not block
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from numpy.random import Generator
 
+from kiloword.data.sample import check_regular
 from kiloword.data.synonyms import GROUPS
 
 Synonyms = Mapping[str, Sequence[str]]
@@ -83,6 +84,7 @@ def read_synonyms(path: str | None = None) -> Synonyms:
     """
     if path is None:
         return _grouped(GROUPS)
+    check_regular(Path(path))
     try:
         found = _grouped(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:

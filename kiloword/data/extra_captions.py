@@ -17,7 +17,7 @@ from kiloword.data import keyed
 from kiloword.data.embedded import arrow_errors
 from kiloword.data.mixture import Mixture
 from kiloword.data.sample import clean
-from kiloword.data.tables import fingerprint
+from kiloword.data.tables import check_once, fingerprint
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Source
 
@@ -192,12 +192,13 @@ def _read(path: Path) -> tuple[pa.Array, pa.Array]:
     """Keys and captions [N], strings in large arrays. Errors: ValueError."""
     with arrow_errors(path):
         names = pa.parquet.read_schema(path).names
-        column = next((c for c in CAPTION_COLUMNS if names.count(c) == 1), None)
-        if names.count("key") != 1 or column is None:
+        column = next((c for c in CAPTION_COLUMNS if c in names), None)
+        if "key" not in names or column is None:
             raise ValueError(
                 f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `key`, and `captions` "
                 "(lists of text) or `caption`."
             )
+        check_once(path, names, "key", column)
         table = pa.parquet.read_table(path, columns=["key", column], memory_map=True)
         keys, captions = _strings(path, table, "key", False), _strings(path, table, column, True)
     if not len(keys):

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from kiloword.data.decode import Pixels, to_rgb
-from kiloword.data.sample import clean
+from kiloword.data.sample import MAX_IMAGE, clean, read_whole
 from kiloword.types import BadSample, NoCaption, Record
 
 Picture = Image.Image | Pixels | str | Path | bytes
@@ -105,7 +105,7 @@ def _stored(picture: Picture) -> bytes | Pixels:
         return picture
     if isinstance(picture, str | Path):
         try:
-            return Path(picture).read_bytes()
+            return read_whole(Path(picture), "picture", MAX_IMAGE)
         except OSError as error:
             raise BadSample(f"picture cannot be read: {picture} ({error.strerror})") from None
     if isinstance(picture, Image.Image):

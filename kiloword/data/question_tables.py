@@ -21,6 +21,7 @@ from kiloword.data.sample import clean, decode_text
 from kiloword.data.tables import (
     IMAGE_COLUMNS,
     Table,
+    check_once,
     column_names,
     fingerprint,
     one_array,
@@ -60,6 +61,7 @@ class QuestionTable:
             raise ValueError(f"{path} has questions but no pictures: expected a column `image` (or `filepath`).")
         self._answers = next(c for c in ANSWER_COLUMNS if c in names)
         columns = [QUESTION, self._answers, *(c for c in MORE if c in names)]
+        check_once(path, names, image, *columns)
         with arrow_errors(path):
             self._read(image, columns)
         if not len(self):

@@ -22,6 +22,12 @@ def check_size(what: str, size: int, most: int) -> None:
         raise BadSample(f"{what} has {size:,} bytes, more than {most:,}")
 
 
+def check_regular(path: Path) -> None:
+    """Raises ValueError for a pipe, which blocks who opens it, a device, which has no end, and what else is no file."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file: expected a file, no folder, pipe, socket or device.")
+
+
 def read_whole(path: Path, what: str, most: int) -> bytes:
     """A file of at most `most` bytes. Raises BadSample, also for devices and pipes, which have no end; OSError."""
     found = path.stat()

@@ -12,6 +12,7 @@ from kiloword.data.folder import Folder, is_picture
 from kiloword.data.mixture import mix
 from kiloword.data.question_tables import open_table
 from kiloword.data.remote import open_remote
+from kiloword.data.sample import check_regular
 from kiloword.data.shard_sets import RANGE, expand, natural, text_lines
 from kiloword.data.shards import Shards
 from kiloword.recipes import DataConfig
@@ -44,6 +45,7 @@ def open_source(src: str, size: int | None = None) -> Source:
         raise ValueError(f"{src}: no such file or folder. Expected {_KINDS}.")
     if path.is_dir():
         return _open_folder(src, path)
+    check_regular(path)
     suffix = path.suffix.lower()
     if suffix in _TABLES:
         return open_table(src, path)

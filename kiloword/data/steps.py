@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.process
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from kiloword.sentences import WORKER, sentence_of
 
 Item = TypeVar("Item")
 SHARED_MEMORY = "/dev/shm"
+_FILES, _FILES_WORKER = 12, 8  # that loading takes beside a batch's tensors: pipes, sockets, tars
 KILLED_S = 5.0  # that a killed worker may take to disappear
 
 
@@ -33,6 +35,8 @@ def in_order(make: Callable[[int], Item], steps: Iterable[int], workers: int, ti
     LoaderStopped when a worker died or took longer than `timeout` seconds for one step. (One that dies while nothing is
     waited for raises DataLoader's RuntimeError wherever this process is: `sentence_of` knows it.)
     """
+    if workers:
+        _check_open_files(_FILES + _FILES_WORKER * workers)
     loader: DataLoader[Item | _Failed] = DataLoader(
         _Steps(make),
         batch_size=None,
@@ -76,6 +80,7 @@ class _Steps(Dataset[Any]):
             item = self.make(step)
             if get_worker_info() is not None:
                 _check_shared_memory(_bytes(item))
+                _check_open_files(_FILES + _tensors(item))
             return item
         except ValueError as error:
             return _Failed(error)
@@ -85,10 +90,32 @@ class _Steps(Dataset[Any]):
 
 def _bytes(item: Any) -> int:
     """Of the tensors in a batch, which travel through shared memory."""
+    return sum(tensor.nbytes for tensor in _tensors_in(item))
+
+
+def _tensors(item: Any) -> int:
+    """Each travels as an open file."""
+    return sum(1 for _ in _tensors_in(item))
+
+
+def _tensors_in(item: Any) -> Iterator[torch.Tensor]:
     if isinstance(item, torch.Tensor):
-        return item.nbytes
+        yield item
+        return
     inner = item.values() if isinstance(item, dict) else getattr(item, "__dict__", {}).values()
-    return sum(_bytes(value) for value in inner)
+    for value in inner:
+        yield from _tensors_in(value)
+
+
+def _check_open_files(wanted: int) -> None:
+    """Said here: what runs out of files while it sends a batch prints tracebacks, and the run would wait in vain."""
+    with suppress(OSError):  # other systems have no such folder
+        opened, most = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most - opened < wanted:
+            raise ValueError(
+                f"a process may open {most} files here, {opened} are open, and loader workers need {wanted} more: "
+                "raise the limit (ulimit -n 1024), or use --workers 0."
+            )
 
 
 def _check_shared_memory(wanted: int) -> None:

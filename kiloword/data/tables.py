@@ -147,7 +147,15 @@ def _choose(path: Path, names: list[str]) -> tuple[str, str]:
             f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `image` (or `filepath`) and "
             "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`)."
         )
+    check_once(path, names, image, caption)
     return image, caption
+
+
+def check_once(path: Path, names: list[str], *columns: str) -> None:
+    """Errors: ValueError when a table has two columns of one name, of which nobody can tell which one counts."""
+    for column in columns:
+        if names.count(column) > 1:
+            raise ValueError(f"{path} has {names.count(column)} columns named {column}. Expected one.")
 
 
 def column_names(path: Path) -> list[str]:

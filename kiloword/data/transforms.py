@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kiloword.data.decode import MAX_PIXELS, Decoder, Pixels, check_decoder, decode, picture_size, to_rgb
+from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.draw import Draw
 from kiloword.recipes import AugmentConfig
 from kiloword.types import BadSample
@@ -68,7 +69,7 @@ def fit(picture: Image.Image, size: int, resize: Resize = "shortest") -> Tensor:
 def read(path: str | Path) -> Image.Image:
     """A picture file as an upright RGB Pillow picture. Errors: ValueError when it cannot be read or decoded."""
     try:
-        return Image.fromarray(decode(Path(path).read_bytes()))
+        return Image.fromarray(decode(read_whole(Path(path), "it", MAX_IMAGE)))
     except OSError as error:
         raise ValueError(f"picture {path} cannot be read: {error.strerror}") from None
     except BadSample as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kiloword.data.questions import ANSWERS, check_asks, question_in
 from kiloword.data.reading import EvalBatch, read
+from kiloword.data.sample import check_regular
 from kiloword.data.sources import open_source
 from kiloword.evaluation.features import batches_in_turns
 from kiloword.evaluation.vqa_metric import Judged, accuracy, means
@@ -132,6 +133,7 @@ def _counted(train: Source, most: int) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
+    check_regular(path)
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:

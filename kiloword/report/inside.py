@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from kiloword.checkpoint import write_atomic, write_json
+from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.data.transforms import EvalTransform
 from kiloword.explain import Explanation, Maps
 from kiloword.report.inside_words import Asked, Found, What, looked, possible
@@ -181,7 +182,9 @@ def _line(pair: dict[str, Any]) -> str:
 def _large(matcher: Matcher, path: Path) -> Pixels:
     """The part of the picture that the model sees, in more pixels than it gets: uint8 [H, W, 3]."""
     pixels: Pixels = (
-        EvalTransform(2 * SIDE, matcher.model.config.preprocess.resize)(path.read_bytes()).permute(1, 2, 0).numpy()
+        EvalTransform(2 * SIDE, matcher.model.config.preprocess.resize)(read_whole(path, "it", MAX_IMAGE))
+        .permute(1, 2, 0)
+        .numpy()
     )
     return pixels
 

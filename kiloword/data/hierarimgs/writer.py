@@ -19,7 +19,7 @@ from PIL import Image
 
 from kiloword.data.decode import Pixels, decode
 from kiloword.data.hierarimgs.masks import Mask, decode_mask
-from kiloword.data.sample import IMAGE_SUFFIXES
+from kiloword.data.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole
 from kiloword.recipes import Settings
 from kiloword.types import BadSample
 
@@ -102,6 +102,7 @@ def build(annotations: Path, pictures: Path, out: Path, options: Options | None 
 
 def read_annotations(path: Path, crowd: bool) -> tuple[list[dict[str, Any]], dict[Any, list[Segment]]]:
     """The pictures of a COCO json in order of id, and the segments of each, by id."""
+    check_regular(path)
     try:
         with path.open("rb") as file:
             found = json.load(file)
@@ -161,7 +162,7 @@ def _levels(image: dict[str, Any], chosen: Sequence[Segment], folder: Path, opti
     """Members of the samples of one picture, general to specific."""
     path = folder / image["file_name"]
     try:
-        photo = path.read_bytes()
+        photo = read_whole(path, "the picture", MAX_IMAGE)
     except OSError as error:
         raise BadSample(f"cannot read the picture: {error.strerror}") from None
     pixels = decode(photo)

@@ -6,22 +6,27 @@ import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data.extra_captions import key_of
 from kiloword.data.mixture import Mixture
+from kiloword.data.sample import check_regular
+from kiloword.data.tables import check_once
 from kiloword.types import BadSample, Source
 
 
 def read_columns(path: str, names: Sequence[str]) -> list[list[str]]:
     """Text columns of a parquet file. Raises: ValueError when it cannot be read, or lacks a column or a value."""
+    check_regular(Path(path))
     try:
         found = pa.parquet.read_schema(path).names
         missing = [name for name in names if name not in found]
         if missing:
             raise ValueError(f"{path} has the columns {', '.join(found)}: expected {', '.join(names)}.")
+        check_once(Path(path), found, *names)
         table = pa.parquet.read_table(path, columns=list(names))
         columns = [table.column(name).cast(pa.large_string()).to_pylist() for name in names]
     except OSError as error:
