@@ -10,7 +10,7 @@ from kiloword.methods import preset
 from kiloword.options import Options
 from kiloword.prepare import make_learner, make_loader, micro_batches, open_val, resolve
 from kiloword.recipes import Recipe
-from kiloword.run_folder import check_same_run, run_file
+from kiloword.run_folder import check_same_run, check_utf8, run_file
 from kiloword.terminal import say
 from kiloword.types import Source
 
@@ -29,6 +29,7 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
 
 def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> None:
     micro_batches(recipe)
+    check_utf8(out)
     recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
     check_same_run(out, run_file(recipe, source), options.extend)
     method = preset(recipe.method, recipe.settings)

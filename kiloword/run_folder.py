@@ -38,6 +38,7 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
 
 def make_folder(out: Path) -> None:
     """Raises: ValueError when a run cannot be written there."""
+    check_utf8(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: expected a folder to be made, or one that holds this run.")
     try:
@@ -46,6 +47,14 @@ def make_folder(out: Path) -> None:
         raise ValueError(f"--out {out} cannot be made ({e.strerror}): choose another folder.") from e
     if not os.access(out, os.W_OK | os.X_OK):
         raise ValueError(f"--out {out} cannot be written: choose another folder, or change its permissions.")
+
+
+def check_utf8(out: Path) -> None:
+    """Raises: ValueError for a path that states cannot be read from again: safetensors and pyarrow take UTF-8 alone."""
+    try:
+        os.fsencode(out.absolute()).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"--out {out} is not UTF-8: choose a folder whose path is.") from None
 
 
 def holds_run(out: Path) -> bool:

@@ -11,6 +11,9 @@ WORKER = (
 def sentence_of(error: BaseException) -> str | None:
     """What a user can mend, in a sentence; None for what wants a traceback."""
     said = str(error).strip()
+    if isinstance(error, UnicodeEncodeError):
+        text = error.object[max(0, error.start - 200) : error.end + 20]
+        return f"{text!r} cannot be written as {error.encoding}: rename the file or folder, or set PYTHONUTF8=1."
     if isinstance(error, ValueError):
         return said
     if isinstance(error, OSError):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TextIO, cast
 
+LONGEST = 10_000  # characters of a line that are printed; a path has at most 4096
 # Letters and marks that take no room: isprintable() says nothing about them.
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\U000e0100-\U000e01ef]")
 _STYLED = re.compile("(\x1b\\[[0-9;]*m|[\n\r])")  # what other libraries write on a terminal: colours, a line again
@@ -28,7 +29,7 @@ def shown(text: str, encoding: str | None = None) -> str:
 
 
 def say(*lines: str, to: TextIO | None = None, start: str = "", end: str = "\n") -> None:
-    """Print lines: what comes from data can neither steer the terminal nor begin a line of its own.
+    """Print lines, of each at most LONGEST characters: no data can steer the terminal or begin a line of its own.
 
     Args: to: stdout if not given; start: what comes before the first line, "\\r" to write a line again; end: of each.
     Errors: as the stream, such as BrokenPipeError; none for its encoding.
@@ -36,7 +37,8 @@ def say(*lines: str, to: TextIO | None = None, start: str = "", end: str = "\n")
     out = sys.stdout if to is None else to
     raw = getattr(out, "raw_stream", out)
     encoding = getattr(raw, "encoding", None)
-    raw.write(start + "".join(shown(line, encoding) + end for line in lines))
+    cut = (line if len(line) <= LONGEST else line[:LONGEST] + "..." for line in lines)
+    raw.write(start + "".join(shown(line, encoding) + end for line in cut))
     raw.flush()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from runs import row
 from runs import write as write_run
 from safetensors.numpy import save_file
 from servers import Server
-from tars import picture, write_tar
+from tars import pairs, picture, write_tar
 
 from kiloword.checkpoint import save_model
 from kiloword.cli import main
@@ -114,11 +116,12 @@ def _side(world: World) -> str:
 
 
 def _with(world: World) -> list[str]:
-    return ["--data", world / "data", "--size", "debug", "--batch", "4", "--steps", "2"]
+    return ["--data", world / "data", *SMALL[:-1], "2"]
 
 
 Attack = Callable[[World], Sequence[str]]
 MODEL, OWN = "model", ["--batch", "4"]
+SMALL = ["--size", "debug", "--batch", "4", "--steps", "1"]
 ATTACKS: dict[str, tuple[int, Attack]] = {
     "data stats": (0, lambda w: ["data", "stats", w / "data"]),
     "data check": (1, lambda w: ["data", "check", w / "data"]),
@@ -195,3 +198,79 @@ def test_a_server_that_steers(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert end.value.code == 2
     assert "418" in said.err
     assert not steering(said.out + said.err)
+
+
+def _odd(world: World, name: str) -> Path:
+    """A folder of everything that verbs read, under an odd name."""
+    folder = world.folder.parent / "odd" / name
+    if not folder.is_dir():
+        write_tar(folder / "tars" / "0.tar", pairs(6))
+        shutil.copytree(folder / "tars", folder / os.fsdecode(b"images\xff"))
+        shutil.copytree(world.model, folder / "model")
+        (folder / "\udcff.png").write_bytes(picture())
+        (folder / "\udcff.txt").write_text("a dog")
+        (folder / "t.csv").write_text("filepath,caption\n\udcff.png,a dog\n" * 2, errors="surrogateescape")
+        with (folder / "t.parquet").open("wb") as file:
+            pa.parquet.write_table(pa.table({"key": ["0000"], "captions": [["a"]]}), file)
+    return folder
+
+
+NAMES = ["\udcff\udce9", "-x 'a\"b`$(c);%s{0}[*]?~#", "\\back\\", "n" * 255, "/".join(["d" * 200] * 17)]
+NOT_UTF8 = {
+    "train": "is not UTF-8: choose a folder",
+    "csv": "cannot be written as utf-8: rename",
+    "captions": "cannot be",
+}
+ODD = [pytest.param(name, marks=pytest.mark.slow if n else (), id=f"{n}") for n, name in enumerate(NAMES)]
+USES: dict[str, Callable[[Path], Sequence[str]]] = {
+    "tars": lambda d: ["data", "check", f"{d}/tars"],
+    "images": lambda d: ["data", "stats", str(d), "--png", f"{d}/sheet.png"],
+    "csv": lambda d: ["data", "stats", f"{d}/t.csv"],
+    "train": lambda d: ["train", "clip", "--data", f"{d}/tars", "--out", f"{d}/run", *SMALL],
+    "captions": lambda d: ["train", "clip", "--data", f"{d}/tars", "--extra-captions", f"{d}/t.parquet"],
+    "embed": lambda d: ["embed", f"{d}/model", "--data", f"{d}/tars", "--out", f"{d}/side", *OWN],
+    "caption": lambda d: ["caption", f"{d}/model", "--data", f"{d}/tars", "--out", f"{d}/c.parquet", *OWN],
+    "eval": lambda d: ["eval", f"{d}/model", "retrieval", "--data", f"{d}/tars", "--json", f"{d}/x/r.json"],
+    "page": lambda d: ["eval", f"{d}/model", "spectrum", "--data", f"{d}/tars", "--html", f"{d}/x/s.html"],
+    "score": lambda d: ["score", f"{d}/model", "--images", f"{d}/\udcff.png", "--texts", "a", "--explain", f"{d}/e"],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", ODD)
+def test_odd_paths(world: World, name: str, use: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are as good as any, or refused with a message that names them."""
+    argv = list(USES[use](_odd(world, name)))
+    if use == "captions":
+        argv += ["--out", str(world.folder / "r3"), *SMALL, "--dry-run"]
+    code = 0
+    try:
+        main(argv)
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    refused = NOT_UTF8.get(use) if name == NAMES[0] else None
+    assert code == (2 if refused else 0), said.err
+    assert (refused or "") in said.err
+    assert not steering(said.out + said.err)
+
+
+def test_names_of_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parts of paths, NUL and a megabyte: names of samples, and nothing else."""
+    names = ["../../up", "/root/x", "a\\..\\b", "-rf", "n\x00ul", "l" * 4096, "m" * 900_000, "\udcff", " ", "%s{0}"]
+    members = {f"{name}.{kind}": b"no picture" for name in names for kind in ("png", "txt")}
+    with pytest.raises(SystemExit):
+        main(["data", "check", str(write_tar(tmp_path / "x.tar", members | pairs(2)))])
+    said = capsys.readouterr().out
+    assert "8 of 10 samples are bad" in said  # a header ends a name at NUL; dots begin a suffix
+    assert all(name in said for name in ("../../up", "/root/x", "-rf", "l" * 4096))
+    assert max(map(len, said.split("\n"))) == 10_003
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.tar", "x.tar.kwindex"]
+
+
+def test_mined_from_a_path_of_bytes(world: World) -> None:
+    folder = _odd(world, NAMES[0])
+    main(["embed", f"{folder}/model", "--data", f"{folder}/tars", "--out", f"{folder}/s", *OWN])
+    main(["mine", f"{folder}/tars", "--side", f"{folder}/s", "--out", f"{folder}/mined"])
+    assert json.loads((folder / "mined" / "mine.json").read_text())
+    assert "\\udcff\\udce9" in (folder / "mined" / "report.html").read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ ascending, and the place of each (part << 32 | row of the part). Without the ind
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -72,7 +73,7 @@ class Part:
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         try:
-            with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+            with pa.memory_map(os.fsencode(path)) as file, pa.ipc.open_file(file) as reader:
                 columns = reader.schema.equals(schema)
                 meta = json.loads((reader.schema.metadata or {})[b"kiloword"])
                 self.table, self.skipped, self._crc = meta["table"], meta["skipped"], meta["crc"]

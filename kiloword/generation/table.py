@@ -121,7 +121,8 @@ class CaptionWriter:
         return True
 
     def _read(self, number: int) -> pa.Table:
-        return pq.read_table(self._path(number), use_threads=False)
+        with self._path(number).open("rb") as file:  # pyarrow takes no path that is not UTF-8
+            return pq.read_table(file, use_threads=False)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"part-{number:05d}.parquet"
@@ -168,7 +169,7 @@ class CaptionWriter:
                 for part in self._tables():
                     table.write_table(part.cast(schema))
         shutil.rmtree(self.folder, ignore_errors=True)
-        with pq.ParquetFile(self.out) as whole:
+        with self.out.open("rb") as file, pq.ParquetFile(file) as whole:
             batches = whole.iter_batches(columns=["captions"])
             return whole.metadata.num_rows, sum(len(batch.column(0).flatten()) for batch in batches)
 
@@ -194,7 +195,8 @@ def content_of(image: Tensor) -> bytes:
 def _file_of(path: Path) -> CaptionFile:
     """What a finished table says it was made of. Raises: ValueError for anything else."""
     try:
-        meta = pq.read_schema(path).metadata or {}
+        with path.open("rb") as file:
+            meta = pq.read_schema(file).metadata or {}
         return parse(json.loads(meta[b"kiloword"]), CaptionFile)
     except (OSError, pa.ArrowException, KeyError, ValueError):
         raise ValueError(f"{path} exists and is no table of captions: choose another --out, or remove it.") from None
