@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import string
 import threading
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
@@ -21,24 +24,33 @@ _SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie")
 T = TypeVar("T")
 
 
-def bounded(call: Callable[[], T], seconds: float) -> T:
-    """What a call returns, or raises. One that hangs is left behind in its thread. Raises: Fault when time is over."""
+def bounded(call: Callable[[], T], seconds: float, discard: Callable[[T], object] = lambda _late: None) -> T:
+    """What a call returns, or raises. Args: discard: takes a result that comes when time is over.
+
+    A call that hangs is left behind in its thread. Raises: Fault when 4 times `seconds` are over.
+    """
     results: list[T] = []
     errors: list[Exception] = []
+    lock, over = threading.Lock(), threading.Event()
 
     def work() -> None:
         try:
-            results.append(call())
+            result = call()
         except Exception as error:  # of any of a dozen libraries
             errors.append(error)
+            return
+        with lock:
+            (discard if over.is_set() else results.append)(result)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(_SECONDS * seconds)
-    if results:
-        return results[0]
+    with lock:
+        over.set()
     if errors:
         raise errors.pop()  # out of the list, which its own traceback holds: no cycle keeps the connection open
+    if results:
+        return results[0]
     raise Fault(f"no answer in {_SECONDS * seconds:g} s")
 
 
@@ -49,7 +61,13 @@ def request(address: Address, headers: dict[str, str], config: RemoteConfig) -> 
     if address.authorization:
         asked.add_unredirected_header("Authorization", address.authorization)
     opener = _opener(config)
-    return bounded(lambda: opener.open(asked, timeout=config.timeout), config.timeout)
+    return bounded(lambda: opener.open(asked, timeout=config.timeout), config.timeout, lambda late: late.close())
+
+
+def end(response: Any) -> None:
+    """Ends the connection, so that a thread that reads from it stops."""
+    with suppress(OSError, ValueError), socket.socket(fileno=os.dup(response.fileno())) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def check_host(address: Address, config: RemoteConfig, asked: str = "") -> None:

@@ -88,16 +88,20 @@ class RemoteFile:
 
         Raises: Unreachable for one that is larger than the limit of the shards.
         """
-        if self.info.size > self.config.limit:
-            raise Unreachable(
-                f"{self.url} has {self.info.size:,} bytes, but the limit of what is fetched is "
-                f"{self.config.limit:,.0f}: set KILOWORD_REMOTE to another, such as limit=200GB."
-            )
+        self.check_fits()
         cache, name = Cache(remote_folder("tables")), f"{self._version(0)}-{_kept_name(self.url)}"
         with cache.opened(
             name, self.info.size, lambda fd: self._fill_checked(fd, 0, self.info.size, self.info.checksum)
         ):
             return cache.folder / name
+
+    def check_fits(self) -> None:
+        """Raises: Unreachable for a file that is larger than all that may be kept; of one that comes as a whole."""
+        if self.info.size > self.config.limit:
+            raise Unreachable(
+                f"{self.url} has {self.info.size:,} bytes, but the limit of what is fetched is "
+                f"{self.config.limit:,.0f}: set KILOWORD_REMOTE to another, such as limit=200GB."
+            )
 
     def pieces(self) -> int:
         return -(-self.info.size // self.piece) if self.info.size else 0
@@ -170,7 +174,10 @@ Piece = tuple[RemoteFile, int]
 def open_remote_file(address: Address | str, config: RemoteConfig) -> RemoteFile:
     """Asks the server how long a file is. Raises: Unreachable."""
     where = address_of(address) if isinstance(address, str) else address
-    return RemoteFile(where, patiently(where, config, lambda: _transport(where, config).stat()), config)
+    file = RemoteFile(where, patiently(where, config, lambda: _transport(where, config).stat()), config)
+    if not file.info.ranged:
+        file.check_fits()
+    return file
 
 
 def small_file(address: Address, config: RemoteConfig) -> bytes | None:

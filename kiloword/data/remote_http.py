@@ -16,7 +16,7 @@ from typing import Any
 
 from kiloword import __version__
 from kiloword.addresses import Address
-from kiloword.data.remote_call import bounded, request
+from kiloword.data.remote_call import bounded, end, request
 from kiloword.data.remote_config import RemoteConfig
 from kiloword.data.remote_errors import Fault, TooLarge, Unreachable, foreign
 from kiloword.data.remote_stat import Checksum, Stat, decimal, size_problem
@@ -155,9 +155,13 @@ class Http:
 
     def _next(self, response: Any, size: int) -> bytes:
         """Some bytes. A chunked body has lines between them that could come one byte at a time."""
-        if response.chunked:
+        if not response.chunked:
+            return bytes(response.read1(size))
+        try:
             return bytes(bounded(lambda: response.read1(size), self.config.timeout))
-        return bytes(response.read1(size))
+        except Fault:
+            end(response)
+            raise
 
 
 def _length(response: Any) -> str:
