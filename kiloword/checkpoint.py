@@ -1,4 +1,4 @@
-"""Model folders, and files that are whole: a reader sees the old one or the new one, whatever dies meanwhile.
+"""Model folders, and safetensors files.
 
 A model folder holds `model.safetensors`, `config.json` and `tokenizer.json`.
 """
@@ -9,12 +9,10 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +20,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from kiloword.device import choose
+from kiloword.files import SaveError, atomic, json_bytes, write_atomic
 from kiloword.recipes import ModelFile, read_config
 from kiloword.trust import NONE, Trust, method_of
 
@@ -46,55 +45,18 @@ CODES = {  # of safetensors; the widest first, which is the order of tensors in 
 }
 
 
-class SaveError(ValueError):
-    """A file could not be written; what was there before still is."""
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one. Raises SaveError (disk full, no permission)."""
-    with atomic(path) as file:
-        file.write(data)
-
-
-@contextmanager
-def atomic(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes its name when it is whole. Raises SaveError as `write_atomic`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(path)
-        sync(path.parent)
-    except OSError as e:
-        raise SaveError(f"cannot write {path}: {e.strerror or e}. What was there before is kept.") from e
-    finally:
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
-
-
-def sync(path: Path) -> None:
-    """What was written to a file, or the names in a folder, survive a power cut. Raises: OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_json(path: Path, value: Any) -> None:
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    write_atomic(path, text.encode(errors="backslashreplace"))  # lone surrogates of file names, as JSON writes them
-
-
 def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile) -> None:
     """Write a model folder; weights come last, so that they never stand beside another model's config."""
-    tokenizer.save(folder)
-    write_json(folder / "config.json", asdict(file))
+    for name, data in words_of(tokenizer, file).items():
+        write_atomic(folder / name, data)
     weights = model.state_dict()
     specs = {name: spec_of(value) for name, value in weights.items()}
     write_tensors(folder / "model.safetensors", specs, (weights[name] for name in in_order(specs)))
+
+
+def words_of(tokenizer: Tokenizer, file: ModelFile) -> dict[str, bytes]:
+    """The files of a model folder beside its weights, by name."""
+    return {"tokenizer.json": tokenizer.to_bytes(), "config.json": json_bytes(asdict(file))}
 
 
 def spec_of(value: Tensor) -> Spec:
@@ -124,18 +86,22 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     checksum = hashlib.sha256()
-    parts: Iterator[bytes | memoryview] = itertools.chain([len(text).to_bytes(8, "little"), text], map(_bytes, values))
     with atomic(path) as file:
-        for data in parts:
+        head: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+        for data in itertools.chain(head, _bytes(path, specs, values)):
             file.write(data)
             checksum.update(data)
-        assert file.tell() == 8 + len(text) + end, "values are not those of the specs"
     return checksum.hexdigest()
 
 
-def _bytes(value: Tensor) -> memoryview:
-    raw: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(raw)
+def _bytes(path: Path, specs: Mapping[str, Spec], values: Iterable[Tensor]) -> Iterator[memoryview]:
+    """Raises: SaveError for values other than those of the specs: a reader would take them for each other."""
+    for name, value in itertools.zip_longest(in_order(specs), values):
+        if name is None or value is None or spec_of(value) != specs[name]:
+            came, expected = (str(spec_of(value)) if value is not None else "nothing"), specs.get(name, "nothing more")
+            raise SaveError(f"cannot write {path}: {came} came for {name}, expected {expected}. This is a bug.")
+        raw: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield memoryview(raw)
 
 
 def load_model(

@@ -1,4 +1,4 @@
-"""One process trains in a folder at a time."""
+"""One process is at work in a folder at a time."""
 
 from __future__ import annotations
 
@@ -10,38 +10,74 @@ from contextlib import suppress
 from pathlib import Path
 
 NAME = ".lock"
+TRAINING = "training in"
 
 
 class Lock:
-    """The lock of a run's folder, held until this object goes or the process ends, however it ends.
+    """The lock of a folder, held until `release`, or until this object goes or the process ends, however it ends.
 
     A record lock: loader workers do not inherit it, so that one who outlives a killed run keeps nobody out. Where the
     file system knows no locks, there is none.
+
+    Args: out: the folder of --out; doing: what its holder does there; folder: made to hold the lock, if not `out`.
     Raises: ValueError when another process holds it.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, doing: str = TRAINING, folder: Path | None = None) -> None:
         self._fd = -1
+        self.path = (folder or out) / NAME
         try:
-            self._fd = os.open(out / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+            while not self._open(out, doing):
+                pass
         except OSError as e:
             raise ValueError(f"--out {out} cannot be written ({e.strerror}): choose another folder.") from e
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            if e.errno in (errno.EACCES, errno.EAGAIN):
-                raise self._held(out) from None
         with suppress(OSError):  # a full disk is told when there is something to save
             os.truncate(self._fd, 0)
             os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
-    def _held(self, out: Path) -> ValueError:
-        who = os.pread(self._fd, 1000, 0).decode(errors="replace") or "another process"
-        return ValueError(
-            f"{who} is training in {out}: wait for its end, or choose another --out. SIGTERM ends it with its state "
-            "saved."
-        )
+    def _open(self, out: Path, doing: str) -> bool:
+        """Whether the lock is held now; not when its last holder has removed the file meanwhile."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in (errno.EACCES, errno.EAGAIN):
+                raise self._held(out, doing) from None
+        if is_at(self._fd, self.path):
+            return True
+        os.close(self._fd)
+        self._fd = -1
+        return False
 
-    def __del__(self) -> None:
+    def _held(self, out: Path, doing: str) -> ValueError:
+        who = os.pread(self._fd, 1000, 0).decode(errors="replace") or "another process"
+        hint = " SIGTERM ends it with its state saved." if doing == TRAINING else ""
+        return ValueError(f"{who} is {doing} {out}: wait for its end, or choose another --out.{hint}")
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give the lock up, and remove its file."""
+        with suppress(OSError):
+            self.path.unlink()
+        self._close()
+
+    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+        self._fd = -1
+
+    def __del__(self) -> None:
+        self._close()
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether a path is still that of an open file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), path.stat())
+    return False

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from torch import Tensor
 
 from kiloword import parallel
-from kiloword.checkpoint import write_atomic
+from kiloword.files import write_atomic
 from kiloword.options import Options
 from kiloword.recipes import Recipe
 from kiloword.terminal import say

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kiloword import activations, engine, parallel, start
-from kiloword.checkpoint import check_fit, not_finite, spec_of, write_json
+from kiloword.checkpoint import check_fit, not_finite, spec_of
 from kiloword.data.bad import BadRows
 from kiloword.data.loader import Loader
 from kiloword.data.reading import captions_of
@@ -20,6 +20,7 @@ from kiloword.data.side import SideTable
 from kiloword.data.sources import open_data, open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.engine import Reducer
+from kiloword.files import write_json
 from kiloword.learner import Learner
 from kiloword.lock import Lock
 from kiloword.log import Log, open_log

@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from kiloword import parallel
-from kiloword.checkpoint import SaveError, in_order, not_finite, sync, write_json, write_tensors
+from kiloword.checkpoint import in_order, not_finite, write_tensors
+from kiloword.files import SaveError, sync, write_json
 from kiloword.guard import what_is_left
 from kiloword.prepare import Run, state_of
 from kiloword.recipes import ModelFile

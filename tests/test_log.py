@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword import checkpoint, meter, parallel
+from kiloword import meter, parallel
 from kiloword.log import Log, read_metrics
 from kiloword.meter import Meter
 from kiloword.optim import schedule
@@ -53,7 +54,7 @@ def test_a_resumed_log_rewrites_its_file_whole_or_not_at_all(tmp_path: Path, mon
     Log(path, 10, 4, quiet=True)
     assert path.stat().st_ino == inode  # nothing to drop
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(ValueError, match="What was there before is kept"):
             Log(path, 10, 2, quiet=True)
     assert path.read_text() == old

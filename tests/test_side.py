@@ -440,7 +440,7 @@ def test_failed_writes_leave_no_half_part(tmp_path: Path, monkeypatch: pytest.Mo
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kiloword.checkpoint.os.fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ValueError, match=r"cannot write .*table\.json: No space left"):
         embed(Fake(), Pictures(), tmp_path / "t")
     assert list((tmp_path / "t").iterdir()) == []

@@ -29,7 +29,8 @@ from torch.multiprocessing.spawn import spawn
 
 import kiloword.saving as saving
 from kiloword import launch, parallel, recipes
-from kiloword.checkpoint import CODES, SaveError, in_order, spec_of, write_tensors
+from kiloword.checkpoint import CODES, in_order, spec_of, write_tensors
+from kiloword.files import SaveError
 from kiloword.recipes import Recipe
 from kiloword.state.folder import drop_old, newest, shards_folder, steps_done, write_numbers
 from kiloword.state.shards import Host, Part, Stored, write_part

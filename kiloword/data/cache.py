@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
+
+from kiloword.files import replacing
 
 
 def folder() -> Path:
@@ -34,28 +35,13 @@ def write(data: Path, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
     errors = []
     for place in places(data, suffix):
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(place, fill)
+            with replacing(place) as file:
+                fill(file)
             return place
         except OSError as error:
             errors.append(f"{place}: {error.strerror or error}")
     reasons = "; ".join(errors)
     raise ValueError(f"cannot write the index of {data} ({reasons}). Set KILOWORD_CACHE to a folder with space.")
-
-
-def write_atomically(path: Path, fill: Callable[[BinaryIO], None]) -> None:
-    """Lets `fill` write a file of which readers see all or nothing. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with open(handle, "wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide a shared data set's index from colleagues
-        os.replace(temporary, path)
-    except BaseException:  # Ctrl-C too: no half file stays behind
-        os.unlink(temporary)
-        raise
 
 
 class PositionlessFile:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from kiloword.checkpoint import write_atomic
 from kiloword.data.decode import decode
 from kiloword.draw import key
+from kiloword.files import write_atomic
 from kiloword.types import BadSample, Record, Source
 
 _COLUMNS, _ROWS = 6, 4

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kiloword.data.remote_errors import Unreachable
+from kiloword.lock import is_at
 
 _PART = ".part"
 _KEEP = 0.95  # of the limit: what is left after files were given up, so that not every new one has to look at all
@@ -87,7 +88,7 @@ class Cache:
                 except BlockingIOError:
                     os.close(fd)
                     return None
-                mine = _is(fd, part)  # else its maker has finished, or given up
+                mine = is_at(fd, part)  # else its maker has finished, or given up
                 if not mine:
                     _release(fd)  # it may be the finished file by now
                 whole = self._existing(name, size)
@@ -217,7 +218,7 @@ def _delete(path: Path) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is(fd, path):
+        if not is_at(fd, path):
             return False
         path.unlink()
     except BlockingIOError:
@@ -225,13 +226,6 @@ def _delete(path: Path) -> bool:
     finally:
         _release(fd)
     return True
-
-
-def _is(fd: int, path: Path) -> bool:
-    """Whether the path is still that of the open file."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(fd), path.stat())
-    return False
 
 
 def _release(fd: int) -> None:

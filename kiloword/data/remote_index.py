@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kiloword.data import cache
 from kiloword.data.index import SUFFIX, Index, parse_index, read_index, scan, write_index
 from kiloword.data.remote_errors import Fault, Patience, TooLarge, Unreachable
 from kiloword.data.remote_file import RemoteFile, small_file
 from kiloword.data.remote_http import date
 from kiloword.data.stored import Times
+from kiloword.files import replacing
 from kiloword.terminal import shown
 
 _BLOCK = 8 << 20  # bytes in memory
@@ -34,8 +34,8 @@ def open_remote_index(tar: RemoteFile) -> Index:
         found = _kept(tar)
         if found is None:
             found = _beside(tar) or _made(tar)
-            kept = found
-            cache.write_atomically(tar.index, lambda file: write_index(file, kept))
+            with replacing(tar.index) as file:
+                write_index(file, found)
         return found
 
 
@@ -101,7 +101,8 @@ def _made(tar: RemoteFile) -> Index:
         assert refusal is not None
         tar.drop()
         raise refusal
-    cache.write_atomically(tar.sums, whole.write_sums)
+    with replacing(tar.sums) as file:
+        whole.write_sums(file)
     return index
 
 

@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from kiloword.checkpoint import write_atomic, write_json
 from kiloword.data import keyed
 from kiloword.data.side import INDEX, TABLE, Part, SideTable, Stored, TableFile, check_name, checksum, part_path
+from kiloword.files import is_taken, write_atomic, write_json
+from kiloword.lock import Lock
 from kiloword.recipes import read_config
 from kiloword.types import Skipped
 
@@ -51,7 +52,11 @@ class SideWriter:
     def __init__(self, folder: Path, file: TableFile) -> None:
         check_name(file.name)
         self.folder = folder
-        self.file = _open(folder, file)
+        _there(folder, file)  # nothing is written into the folder of something else
+        self._lock = Lock(folder, "embedding into")
+        self.file = _there(folder, file) or file
+        if self.file is file:
+            write_json(folder / TABLE, asdict(file))
         self._id = _identity(self.file)
         self._contents: dict[bytes, bytes] = {}  # of every key so far
         self.skipped: list[Skipped] = []
@@ -130,20 +135,20 @@ class SideWriter:
         data = io.BytesIO()
         np.save(data, keyed.lookup(keys, np.concatenate(places)))
         write_atomic(self.folder / INDEX, data.getvalue())
+        self._lock.release()
         return SideTable(self.folder)
 
 
-def _open(folder: Path, file: TableFile) -> TableFile:
-    """What the folder's table.json says, written now in a new folder."""
+def _there(folder: Path, file: TableFile) -> TableFile | None:
+    """What the folder's table.json says; None in a new folder. Raises: ValueError when it is of something else."""
     path = folder / TABLE
     if path.is_file():
         there = read_config(path, TableFile)
         _check_same(folder, there, file)
         return there
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if is_taken(folder):
         raise ValueError(f"{folder} exists and is no side table: choose another --out, or remove it.")
-    write_json(path, asdict(file))
-    return file
+    return None
 
 
 def _check_same(folder: Path, there: TableFile, new: TableFile) -> None:

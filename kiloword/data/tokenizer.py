@@ -15,9 +15,9 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from kiloword.checkpoint import write_atomic
 from kiloword.data import cleaning
 from kiloword.data.roles import Roles
+from kiloword.files import write_atomic
 from kiloword.recipes import TextConfig
 from kiloword.types import Texts
 
@@ -147,7 +147,11 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write `folder/tokenizer.json`; a reader sees the old file or the new one."""
-        write_atomic(Path(folder) / "tokenizer.json", self._backend.to_str(pretty=True).encode())
+        write_atomic(Path(folder) / "tokenizer.json", self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes."""
+        return self._backend.to_str(pretty=True).encode()
 
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:

@@ -55,7 +55,7 @@ def _main(
     trust: Trust,
     given: dict[str, Any],
 ) -> None:
-    from kiloword.checkpoint import write_json
+    from kiloword.files import write_json
     from kiloword.report import write
     from kiloword.sharing import is_first
 

@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from kiloword.checkpoint import write_atomic
 from kiloword.draw import key
 from kiloword.evaluation.features import labelled, seen
+from kiloword.files import write_atomic
 from kiloword.sharing import gathered, is_first
 from kiloword.types import Features, Skipped, Source
 

@@ -20,9 +20,9 @@ import torch
 
 from kiloword import train
 from kiloword.api import load
-from kiloword.checkpoint import write_json
 from kiloword.experiments import arms_rows as rows
 from kiloword.experiments.arms import Arm, Experiment, Options
+from kiloword.files import write_json
 from kiloword.log import read_metrics
 from kiloword.recipes import Recipe
 from kiloword.state.folder import steps_done

@@ -14,7 +14,6 @@ from pathlib import Path
 import tyro
 
 from kiloword.api import Matcher, load
-from kiloword.checkpoint import write_json
 from kiloword.data.scenes.tasks import TASKS
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS
 from kiloword.data.sources import open_source
@@ -22,6 +21,7 @@ from kiloword.evaluation.command import labels
 from kiloword.evaluation.prompt_options import PromptOptions, Way
 from kiloword.evaluation.prompts import Chosen, Pictures, Prompts, check_gaussians
 from kiloword.evaluation.zeroshot import chosen_by, encoded, encoded_pictures, judged
+from kiloword.files import write_json
 from kiloword.terminal import say, warn
 
 KINDS = ("right", "another class", "another attribute", "negated")

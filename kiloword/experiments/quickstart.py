@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kiloword import __version__, recipes, report
 from kiloword.api import Matcher, load
-from kiloword.checkpoint import write_atomic, write_json
 from kiloword.experiments.contestants import draw_all
 from kiloword.experiments.quickstart_judge import judge
 from kiloword.experiments.quickstart_page import page
 from kiloword.experiments.quickstart_results import Facts, Results, Sizes
 from kiloword.experiments.quickstart_words import summary
+from kiloword.files import write_atomic, write_json
 from kiloword.log import read_metrics
 from kiloword.prepare import with_length
 from kiloword.recipes import Recipe, read_config

@@ -22,9 +22,9 @@ def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
     """
     if known(out):
         return
-    from kiloword.checkpoint import write_json
     from kiloword.data.side import SideTable
     from kiloword.embed import main as embed
+    from kiloword.files import write_json
     from kiloword.prepare import open_sources
     from kiloword.train import Options, train
 

@@ -20,9 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from kiloword.checkpoint import atomic, write_atomic, write_json
 from kiloword.data import keyed
+from kiloword.files import atomic, is_taken, write_atomic, write_json
 from kiloword.generation.options import GenerationOptions
+from kiloword.lock import Lock
 from kiloword.recipes import Settings, parse, read_config
 from kiloword.types import Skipped
 
@@ -77,7 +78,11 @@ class CaptionWriter:
 
     def __init__(self, out: Path, file: CaptionFile) -> None:
         self.out, self.folder = out, out.with_name(out.name + ".parts")
-        self.file = self._open(file)
+        self._there(file)  # nothing is written beside something else
+        self._lock = None if out.exists() else Lock(out, "writing", self.folder)
+        self.file = self._there(file) or file
+        if self.file is file:
+            write_json(self.folder / FILE, asdict(file))
         self._id = hashlib.blake2b(json.dumps(asdict(self.file), sort_keys=True).encode(), digest_size=16).hexdigest()
         self._contents: dict[bytes, bytes] = {}  # of every key so far
         self.skipped: list[Skipped] = []
@@ -86,7 +91,8 @@ class CaptionWriter:
         numbers = range(0 if self.finished else self.file.parts)
         self.missing = [number for number in numbers if not self._is_whole(number)]
 
-    def _open(self, file: CaptionFile) -> CaptionFile:
+    def _there(self, file: CaptionFile) -> CaptionFile | None:
+        """What the captions that are there were made of; None where there are none. Raises: ValueError, as above."""
         if self.out.exists():
             there = _file_of(self.out)
             _check_same(self.out, there, file)
@@ -96,10 +102,9 @@ class CaptionWriter:
             there = read_config(path, CaptionFile)
             _check_same(self.folder, there, file)
             return there
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        if is_taken(self.folder):
             raise ValueError(f"{self.folder} exists and holds no captions: choose another --out, or remove it.")
-        write_json(path, asdict(file))
-        return file
+        return None
 
     def rows_of(self, number: int) -> range:
         """The rows of the data that a part holds."""

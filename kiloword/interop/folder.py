@@ -7,8 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kiloword.checkpoint import check_finite, save_model
+from kiloword.checkpoint import check_finite, save_model, words_of
 from kiloword.data.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
+from kiloword.files import is_taken
+from kiloword.lock import Lock
 from kiloword.methods import preset
 from kiloword.model import Model, build
 from kiloword.recipes import ModelConfig, ModelFile
@@ -22,17 +24,24 @@ CLIP_VOCAB = 49408
 
 
 def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:
-    """Save imported weights with the tokenizer they were trained with.
+    """Save imported weights with the tokenizer they were trained with; goes on with what a killed import began.
 
     Args: weights: the file they came from; a SigLIP's tokenizer.json is looked for beside it; origin: what they are,
     "open_clip ViT-B-32".
     Raises: ValueError when `out` is in use or the tokenizer is missing.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
-    model, words = assemble(imported, weights)
     file = ModelFile(method=imported.method, settings=imported.settings, model=imported.config, data=origin)
-    save_model(out, model, words, file)
+    own = words_of(tokenizer(imported.config, weights), file)
+    _check_free(out, own)  # before the work, and before a lock is put there
+    model, words = assemble(imported, weights)
+    with Lock(out, "importing into"):
+        _check_free(out, own)
+        save_model(out, model, words, file)
+
+
+def _check_free(out: Path, own: dict[str, bytes]) -> None:
+    if is_taken(out, own):
+        raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
 
 
 def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +20,14 @@ def main(sources: Sequence[str], side: Path, out: Path, options: Options) -> Non
     from kiloword.data.side import SideTable
     from kiloword.data.sources import open_data
     from kiloword.device import choose
+    from kiloword.lock import Lock
     from kiloword.methods.fff import Mined, check
     from kiloword.mining import output
     from kiloword.mining.corpus import Corpus
     from kiloword.mining.origin import Origin, split_extra
     from kiloword.mining.results import judge
     from kiloword.recipes import DataConfig
-    from kiloword.sharing import together
+    from kiloword.sharing import is_first, together
 
     options.check()
     options = replace(options, device=choose(options.device))
@@ -35,8 +37,9 @@ def main(sources: Sequence[str], side: Path, out: Path, options: Options) -> Non
         settings = options.over(Mined(teacher=table.name))
         source = open_data(DataConfig(sources=tuple(sources), extra_captions=tuple(map(str, options.extra_captions))))
         table.check(source)
-        origin, corpus = Origin.of(source, Corpus.of(table, options.device), table)
-        parts, names = split_extra(corpus, options.extra_captions), (source.name, table.file.teacher)
-        results = judge(corpus, parts, settings, options, names, origin.truth(corpus.captions))
-        if results is not None:
-            output.write(out, results, origin)
+        with Lock(out, "mining into") if is_first() else nullcontext():
+            origin, corpus = Origin.of(source, Corpus.of(table, options.device), table)
+            parts, names = split_extra(corpus, options.extra_captions), (source.name, table.file.teacher)
+            results = judge(corpus, parts, settings, options, names, origin.truth(corpus.captions))
+            if results is not None:
+                output.write(out, results, origin)

@@ -12,8 +12,8 @@ import pyarrow.parquet
 import torch
 
 from kiloword import report
-from kiloword.checkpoint import write_atomic, write_json
 from kiloword.draw import key
+from kiloword.files import write_atomic, write_json
 from kiloword.mining.corpus import Corpus
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.page import page

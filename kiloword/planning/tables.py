@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from kiloword.files import write_atomic
 from kiloword.planning import pairs, parameters, step
 from kiloword.planning.advice import Option, Planner
 from kiloword.planning.cards import GIB, NODE
@@ -39,7 +40,7 @@ def show(planner: Planner) -> None:
         screen.print()
     say(*sentences(planner, options))
     if planner.plan.json is not None:
-        planner.plan.json.write_text(json.dumps(figures(planner, options), indent=1) + "\n")
+        write_atomic(planner.plan.json, (json.dumps(figures(planner, options), indent=1) + "\n").encode())
 
 
 def _rich(sheet: Sheet) -> Table:

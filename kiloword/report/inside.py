@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from kiloword.checkpoint import write_atomic, write_json
 from kiloword.data.sample import MAX_IMAGE, read_whole
 from kiloword.data.transforms import EvalTransform
 from kiloword.explain import Explanation, Maps
+from kiloword.files import write_atomic, write_json
 from kiloword.report.inside_words import Asked, Found, What, looked, possible
 from kiloword.report.overlay import SIDE, Pixels, Row, TokenMap, figure
 from kiloword.report.sheet import Block, sheet

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from kiloword.files import replacing
 from kiloword.report.style import style_sheet
 
 # The reader's browser itself refuses every request: what is missing shows at once instead of working by luck.
@@ -46,22 +46,10 @@ def write(path: str | Path, html: str) -> None:
     """
     target = Path(path)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _replace(target, html)
+        with replacing(target) as file:
+            file.write(html.encode())
     except OSError as error:
         raise ValueError(f"cannot write {target}: {error.strerror}; choose another folder or make room") from error
-
-
-def _replace(target: Path, text: str) -> None:
-    new = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(target)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _contents(headings: Sequence[str]) -> str:

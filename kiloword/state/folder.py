@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kiloword import parallel
-from kiloword.checkpoint import SaveError, write_json
+from kiloword.files import SaveError, write_json
 from kiloword.state.shards import Stored
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kiloword.files import replacing
 from kiloword.watch.rows import Reader
 from kiloword.watch.rule import number
 from kiloword.watch.runs import Watched
@@ -111,9 +112,8 @@ class Mirror:
 
     def _settle(self, place: Place) -> None:
         self.place = place
-        temporary = self.folder / f".{PLACE}.tmp"
-        temporary.write_text(json.dumps(asdict(place)))
-        temporary.replace(self.folder / PLACE)
+        with replacing(self.folder / PLACE) as file:
+            file.write(json.dumps(asdict(place)).encode())
 
 
 class Mirrors:

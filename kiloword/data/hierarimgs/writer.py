@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import shutil
 import tarfile
 from collections import Counter
@@ -20,6 +19,7 @@ from PIL import Image
 from kiloword.data.decode import Pixels, decode
 from kiloword.data.hierarimgs.masks import Mask, decode_mask
 from kiloword.data.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole
+from kiloword.lock import NAME, Lock
 from kiloword.recipes import Settings
 from kiloword.types import BadSample
 
@@ -86,18 +86,27 @@ def build(annotations: Path, pictures: Path, out: Path, options: Options | None 
         raise ValueError(f"{out} exists: choose another OUT, or remove it.")
     images, segments = read_annotations(annotations, options.crowd)
     report = Report(pictures=len(images))
-    new = out.with_name(f".{out.name}.{os.getpid()}")
+    new = out.with_name(f".{out.name}.tmp")
+    lock = Lock(out, "writing", new)
     try:
-        new.mkdir(parents=True)
+        _empty(new)
         _write(new, _samples(images, segments, pictures, options, report))
         if not report.written:
             raise ValueError(f"{annotations}: no picture qualifies: {'; '.join(report.lines())}.")
         if out.is_dir():
             out.rmdir()
+        lock.release()
         new.replace(out)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return report
+
+
+def _empty(folder: Path) -> None:
+    """Remove what a killed process left."""
+    for path in folder.iterdir():
+        if path.name != NAME:
+            path.unlink()
 
 
 def read_annotations(path: Path, crowd: bool) -> tuple[list[dict[str, Any]], dict[Any, list[Segment]]]:
