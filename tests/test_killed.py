@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -37,3 +38,22 @@ def test_killed_runs_go_on_with_other_ranks(tmp_path: Path) -> None:
 def test_no_rank_aborts_at_its_end(tmp_path: Path) -> None:
     said = script(tmp_path, "--exits 3 --ranks 4 --steps 2 --torchrun 3")
     assert "3 runs of 4 ranks ended: exit codes {0: " in said
+
+
+def crash(out: Path, words: str) -> dict[str, int]:
+    """Number of points at which commands were killed, by verb."""
+    command = [sys.executable, str(SCRIPT.with_name("crash.py")), *words.split(), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1])["points"])
+
+
+def test_commands_killed_at_some_file_operations_go_on(tmp_path: Path) -> None:
+    assert crash(tmp_path, "embed caption index --every 17 --offset 5") == {"embed": 2, "caption": 3, "index": 1}
+
+
+@pytest.mark.slow
+def test_commands_killed_at_every_file_operation_go_on(tmp_path: Path) -> None:
+    least = {"embed": 30, "caption": 30, "index": 15, "index-in-cache": 15, "mine": 20, "import": 20, "train": 60}
+    points = crash(tmp_path, "")
+    assert all(points[verb] >= count for verb, count in least.items()), points

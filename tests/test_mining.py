@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -389,6 +391,15 @@ def test_from_side_table_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     page = (tmp_path / "both" / "report.html").read_text()
     assert "bead 1" in page
     assert "precision" not in page
+
+    hold = "import sys; from pathlib import Path; from kiloword.lock import Lock; lock = Lock(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", f"{hold}; print('held', flush=True); sys.stdin.read()", str(tmp_path / "own")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match=rf"process {other.pid} on \S+ is writing .*own: wait for its end"):
+            main([src], tmp_path / "side", tmp_path / "own", options)
+        other.kill()
 
     with pytest.raises(ValueError, match="was made from scenes"):
         main(["scenes?n=31&captions=2"], tmp_path / "side", tmp_path / "no", options)

@@ -94,6 +94,23 @@ def test_a_file_is_the_one_that_the_library_writes(tmp_path: Path, kinds: dict[s
     assert checksum == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("change", ["fewer", "more", "another shape", "another dtype"])
+def test_tensors_that_are_not_those_of_the_header_are_refused(tmp_path: Path, change: str) -> None:
+    """Not by an assert, which python -O leaves out."""
+    values = [torch.zeros(3), torch.ones(2, 2)]
+    specs = {name: spec_of(value) for name, value in zip("ab", values, strict=True)}
+    (tmp_path / "file").write_bytes(b"old")
+    other = {
+        "fewer": values[:1],
+        "more": [*values, torch.zeros(1)],
+        "another shape": [torch.zeros(4), torch.ones(3)],  # as many bytes
+        "another dtype": [torch.zeros(3, dtype=torch.int32), values[1]],
+    }
+    with pytest.raises(SaveError, match=r"cannot write .*file: .* came for (a|b|None), expected"):
+        write_tensors(tmp_path / "file", specs, other[change])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
+
+
 def test_reading_needs_no_pickle_and_torchs_own_reader_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

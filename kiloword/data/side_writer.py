@@ -53,7 +53,7 @@ class SideWriter:
         check_name(file.name)
         self.folder = folder
         _there(folder, file)  # nothing is written into the folder of something else
-        self._lock = Lock(folder, "embedding into")
+        self._lock = Lock(folder, "writing")
         self.file = _there(folder, file) or file
         if self.file is file:
             write_json(folder / TABLE, asdict(file))

@@ -34,7 +34,7 @@ def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:
     own = words_of(tokenizer(imported.config, weights), file)
     _check_free(out, own)  # before the work, and before a lock is put there
     model, words = assemble(imported, weights)
-    with Lock(out, "importing into"):
+    with Lock(out, "writing"):
         _check_free(out, own)
         save_model(out, model, words, file)
 

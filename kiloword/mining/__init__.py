@@ -37,7 +37,7 @@ def main(sources: Sequence[str], side: Path, out: Path, options: Options) -> Non
         settings = options.over(Mined(teacher=table.name))
         source = open_data(DataConfig(sources=tuple(sources), extra_captions=tuple(map(str, options.extra_captions))))
         table.check(source)
-        with Lock(out, "mining into") if is_first() else nullcontext():
+        with Lock(out, "writing") if is_first() else nullcontext():
             origin, corpus = Origin.of(source, Corpus.of(table, options.device), table)
             parts, names = split_extra(corpus, options.extra_captions), (source.name, table.file.teacher)
             results = judge(corpus, parts, settings, options, names, origin.truth(corpus.captions))
