@@ -22,7 +22,7 @@ import sys
 import tarfile
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def cases(base: Path) -> dict[str, Case]:
     }
 
 
-def prepare(base: Path) -> None:
+def prepare(base: Path, verbs: Collection[str]) -> None:
     """What commands read: a model, tars, features of scenes."""
     recipe = recipes.default("coca", "debug", ("scenes",))
     words = Tokenizer.train([f"a {colour} square of {n} things" for colour in ("red", "blue") for n in range(9)], 300)
@@ -185,7 +185,10 @@ def prepare(base: Path) -> None:
     save_model(base / "coca", model, words, ModelFile(method="coca", settings={}, model=config))
     for shard in range(3):
         tar_of(base / "photos" / f"{shard}.tar", range(4 * shard, 4 * shard + 4))
-    verb("embed", base / "coca", "--data", "scenes?n=24&captions=2", "--out", base / "features")
+    if "mine" in verbs:
+        verb("embed", base / "coca", "--data", "scenes?n=24&captions=2", "--out", base / "features")
+    if "import" not in verbs:
+        return
     clip = replace(config, text=replace(text, vocab=imports.CLIP_VOCAB))
     state = build(clip, preset("clip"), seed=1).state_dict()
     torch.save(Imported(clip, "clip", state, Report([], [], [])), base / "imported.pt")
@@ -284,9 +287,9 @@ def main() -> None:
     base = (args.out or Path(tempfile.mkdtemp(prefix="crash-"))) / "crash"
     base.mkdir(parents=True)
     os.environ["KILOWORD_CACHE"] = str(base / "cache")
-    if forked(lambda: prepare(base), base / "prepare.log"):
-        raise SystemExit((base / "prepare.log").read_text())
     verb_of = cases(base)
+    if forked(lambda: prepare(base, args.verbs or verb_of), base / "prepare.log"):
+        raise SystemExit((base / "prepare.log").read_text())
     done, failed = {}, []
     for name in args.verbs or verb_of:
         try:
