@@ -16,10 +16,11 @@ from kiloword.data import keyed
 from kiloword.data.mixture import Mixture, mix
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.side import SideTable, Stored, TableFile, contents
-from kiloword.data.side_writer import Rows, SideWriter, content_of
+from kiloword.data.side_writer import Rows, SideWriter, content_of, what_is_there
 from kiloword.data.sources import open_data
 from kiloword.device import choose
 from kiloword.interop.teachers import Teacher, open_teacher
+from kiloword.lock import Lock
 from kiloword.log import PLAIN_EVERY_S
 from kiloword.recipes import DataConfig
 from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
@@ -122,9 +123,14 @@ def _embed(
     """As `embed`. Of ranks that share the rows the first one alone writes, and gets the table."""
     if batch < 1:
         raise ValueError(f"a batch of {batch} pictures; expected at least 1")
-    writer = SideWriter(out, file) if is_first() else None
-    _fill(writer, every_row(source), teacher, batch, workers, report)
-    return None if writer is None else _finish(writer, report)
+    if not is_first():
+        _fill(None, every_row(source), teacher, batch, workers, report)
+        return None
+    what_is_there(out, file)  # the folder of something else gets no lock
+    with Lock(out, "writing"):
+        writer = SideWriter(out, file)
+        _fill(writer, every_row(source), teacher, batch, workers, report)
+        return _finish(writer, report)
 
 
 def _finish(writer: SideWriter, report: Report) -> SideTable:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from holding import held_by_another
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tars import pairs, picture, write_tar
@@ -201,6 +202,16 @@ def test_a_finished_table_is_left_alone(photos: Path, tmp_path: Path) -> None:
     assert made(again, photos, out) == (10, 20)
     assert again.calls == 0
     assert out.stat().st_mtime_ns == before
+
+
+def test_a_table_that_another_process_writes_is_refused(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "c.parquet"
+    with held_by_another(out, tmp_path / "c.parquet.parts") as other:
+        with pytest.raises(ValueError, match=rf"process {other.pid} on \S+ is writing {out}: wait for its end"):
+            made(Slow(), photos, out)
+        assert [path.name for path in (tmp_path / "c.parquet.parts").iterdir()] == [".lock"]
+    assert made(Slow(), photos, out) == (10, 20)
+    assert not (tmp_path / "c.parquet.parts").exists()
 
 
 def test_another_command_over_the_same_table_is_refused(photos: Path, tmp_path: Path) -> None:

@@ -5,22 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from holding import held_by_another, process
 from tars import pairs, write_tar
 
 from kiloword.cli import main
-from kiloword.data.side import TableFile
-from kiloword.data.side_writer import SideWriter
 from kiloword.files import SaveError, atomic, is_taken, write_atomic
-from kiloword.generation.options import GenerationOptions
-from kiloword.generation.table import CaptionFile, CaptionWriter
 from kiloword.lock import Lock
 
 WRITE = """
@@ -33,25 +26,6 @@ with atomic(Path(sys.argv[1])) as file:
     print("writing", flush=True)
     sys.stdin.readline()
 """
-HOLD = """
-import sys
-from pathlib import Path
-from kiloword.lock import Lock
-lock = Lock(Path(sys.argv[1]), "writing", Path(sys.argv[2]))
-print("held", flush=True)
-sys.stdin.readline()
-"""
-
-
-@contextmanager
-def process(code: str, *words: object) -> Iterator[subprocess.Popen[str]]:
-    """Another process, once it has spoken."""
-    command = [sys.executable, "-c", code, *map(str, words)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline()
-        yield other
-        other.kill()
 
 
 def test_what_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
@@ -126,61 +100,23 @@ def test_files_of_others_are_not_taken_for_ours(tmp_path: Path, name: str) -> No
 
 # One process at a time
 
-TABLE = TableFile(
-    name="t",
-    dim=2,
-    teacher="a",
-    teacher_fingerprint="a",
-    precision="fp32",
-    dtype="fp32",
-    data="d",
-    fingerprint="d",
-    contents=("d",),
-    rows=2,
-    part=2,
-)
-CAPTIONS = CaptionFile(
-    model="a",
-    model_fingerprint="a",
-    precision="fp32",
-    options=GenerationOptions(),
-    data="d",
-    fingerprint="d",
-    rows=2,
-    part=2,
-)
 
-
-@pytest.mark.parametrize("what", ["embed", "caption"])
-def test_two_commands_that_write_one_thing(tmp_path: Path, what: str) -> None:
-    out = tmp_path / "out"
-    folder = tmp_path / "out.parts" if what == "caption" else out
-
-    def begin() -> object:
-        if what == "embed":
-            return SideWriter(out, TABLE)
-        return CaptionWriter(out, CAPTIONS)
-
-    with process(HOLD, out, folder) as other:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_lock_is_of_one_process(tmp_path: Path, inside: bool) -> None:
+    out, folder = tmp_path / "out", tmp_path / ("out" if inside else "out.parts")
+    with held_by_another(out, folder) as other:
         with pytest.raises(ValueError, match=rf"process {other.pid} on \S+ is writing {out}: wait for its end"):
-            begin()
-        assert [path.name for path in folder.iterdir()] == [".lock"]
+            Lock(out, "writing", folder)
         other.kill()
         other.wait()
-    assert begin() is not None  # what it left keeps nobody out
+    Lock(out, "writing", folder).release()  # what it left keeps nobody out
+    assert not list(folder.iterdir())
 
 
 def test_a_lock_that_was_given_up_leaves_no_file(tmp_path: Path) -> None:
     with Lock(tmp_path):
         assert (tmp_path / ".lock").is_file()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_of_something_else_gets_no_lock(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("x")
-    with pytest.raises(ValueError, match="is no side table"):
-        SideWriter(tmp_path, TABLE)
-    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o555])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from holding import held_by_another
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -392,14 +391,9 @@ def test_from_side_table_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "bead 1" in page
     assert "precision" not in page
 
-    hold = "import sys; from pathlib import Path; from kiloword.lock import Lock; lock = Lock(Path(sys.argv[1]))"
-    command = [sys.executable, "-c", f"{hold}; print('held', flush=True); sys.stdin.read()", str(tmp_path / "own")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match=rf"process {other.pid} on \S+ is writing .*own: wait for its end"):
-            main([src], tmp_path / "side", tmp_path / "own", options)
-        other.kill()
+    refused = pytest.raises(ValueError, match=r"process \d+ on \S+ is writing .*own: wait for its end")
+    with held_by_another(tmp_path / "own"), refused:
+        main([src], tmp_path / "side", tmp_path / "own", options)
 
     with pytest.raises(ValueError, match="was made from scenes"):
         main(["scenes?n=31&captions=2"], tmp_path / "side", tmp_path / "no", options)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from holding import held_by_another
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -434,6 +435,15 @@ def test_refuses_what_is_no_side_table(tmp_path: Path) -> None:
     table.write_text('{"format"')
     with pytest.raises(ValueError, match=r"table\.json cannot be used: .* It was damaged"):
         embed(Fake(), Pictures(), folder)
+
+
+def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None:
+    with held_by_another(tmp_path / "t") as other:
+        with pytest.raises(ValueError, match=rf"process {other.pid} on \S+ is writing \S+: wait for its end"):
+            embed(Fake(), Pictures(), tmp_path / "t")
+        assert [path.name for path in (tmp_path / "t").iterdir()] == [".lock"]
+    embed(Fake(), Pictures(), tmp_path / "t")
+    assert not (tmp_path / "t" / ".lock").exists()
 
 
 def test_failed_writes_leave_no_half_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from kiloword.data import keyed
 from kiloword.data.side import INDEX, TABLE, Part, SideTable, Stored, TableFile, check_name, checksum, part_path
 from kiloword.files import is_taken, write_atomic, write_json
-from kiloword.lock import Lock
 from kiloword.recipes import read_config
 from kiloword.types import Skipped
 
@@ -52,9 +51,7 @@ class SideWriter:
     def __init__(self, folder: Path, file: TableFile) -> None:
         check_name(file.name)
         self.folder = folder
-        _there(folder, file)  # nothing is written into the folder of something else
-        self._lock = Lock(folder, "writing")
-        self.file = _there(folder, file) or file
+        self.file = what_is_there(folder, file) or file
         if self.file is file:
             write_json(folder / TABLE, asdict(file))
         self._id = _identity(self.file)
@@ -135,11 +132,10 @@ class SideWriter:
         data = io.BytesIO()
         np.save(data, keyed.lookup(keys, np.concatenate(places)))
         write_atomic(self.folder / INDEX, data.getvalue())
-        self._lock.release()
         return SideTable(self.folder)
 
 
-def _there(folder: Path, file: TableFile) -> TableFile | None:
+def what_is_there(folder: Path, file: TableFile) -> TableFile | None:
     """What the folder's table.json says; None in a new folder. Raises: ValueError when it is of something else."""
     path = folder / TABLE
     if path.is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from kiloword.data.reading import EvalBatch, eval_batches
@@ -11,8 +12,9 @@ from kiloword.data.sources import open_data
 from kiloword.device import choose
 from kiloword.embed import Report, every_row
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.table import CaptionFile, CaptionWriter, Rows, columns, content_of
+from kiloword.generation.table import CaptionFile, CaptionWriter, Rows, columns, content_of, parts_of, what_is_there
 from kiloword.interop.captioners import Describer, open_captioner
+from kiloword.lock import Lock
 from kiloword.recipes import DataConfig
 from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
 from kiloword.terminal import say
@@ -103,11 +105,14 @@ def _write(
     """As `write_captions`. Of ranks that share the rows the first one alone writes, and knows the numbers."""
     if batch < 1:
         raise ValueError(f"a batch of {batch} pictures; expected at least 1")
-    writer = CaptionWriter(out, file) if is_first() else None
-    _fill(writer, every_row(source), describer, file.options, batch, workers, report)
-    if writer is None:
+    if not is_first():
+        _fill(None, every_row(source), describer, file.options, batch, workers, report)
         return None
-    made = writer.finish()
+    finished = what_is_there(out, file) is not None and out.exists()
+    with nullcontext() if finished else Lock(out, "writing", parts_of(out)):
+        writer = CaptionWriter(out, file)
+        _fill(writer, every_row(source), describer, file.options, batch, workers, report)
+        made = writer.finish()
     if writer.skipped:
         report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the table.")
     if writer.repeated:

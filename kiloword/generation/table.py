@@ -23,7 +23,6 @@ from torch import Tensor
 from kiloword.data import keyed
 from kiloword.files import atomic, is_taken, write_atomic, write_json
 from kiloword.generation.options import GenerationOptions
-from kiloword.lock import Lock
 from kiloword.recipes import Settings, parse, read_config
 from kiloword.types import Skipped
 
@@ -77,10 +76,8 @@ class CaptionWriter:
     """
 
     def __init__(self, out: Path, file: CaptionFile) -> None:
-        self.out, self.folder = out, out.with_name(out.name + ".parts")
-        self._there(file)  # nothing is written beside something else
-        self._lock = None if out.exists() else Lock(out, "writing", self.folder)
-        self.file = self._there(file) or file
+        self.out, self.folder = out, parts_of(out)
+        self.file = what_is_there(out, file) or file
         if self.file is file:
             write_json(self.folder / FILE, asdict(file))
         self._id = hashlib.blake2b(json.dumps(asdict(self.file), sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -90,21 +87,6 @@ class CaptionWriter:
         self.finished = out.exists()
         numbers = range(0 if self.finished else self.file.parts)
         self.missing = [number for number in numbers if not self._is_whole(number)]
-
-    def _there(self, file: CaptionFile) -> CaptionFile | None:
-        """What the captions that are there were made of; None where there are none. Raises: ValueError, as above."""
-        if self.out.exists():
-            there = _file_of(self.out)
-            _check_same(self.out, there, file)
-            return there
-        path = self.folder / FILE
-        if path.is_file():
-            there = read_config(path, CaptionFile)
-            _check_same(self.folder, there, file)
-            return there
-        if is_taken(self.folder):
-            raise ValueError(f"{self.folder} exists and holds no captions: choose another --out, or remove it.")
-        return None
 
     def rows_of(self, number: int) -> range:
         """The rows of the data that a part holds."""
@@ -195,6 +177,30 @@ def _digest(table: pa.Table, meta: dict[str, Any]) -> str:
 def content_of(image: Tensor) -> bytes:
     """A digest of a prepared picture."""
     return hashlib.blake2b(image.contiguous().numpy().data, digest_size=16).digest()
+
+
+def parts_of(out: Path) -> Path:
+    """The folder of a table's parts."""
+    return out.with_name(out.name + ".parts")
+
+
+def what_is_there(out: Path, file: CaptionFile) -> CaptionFile | None:
+    """What the captions at a path were made of; None where there are none.
+
+    Raises: ValueError when there is something else, or captions of another model, of other data or by other options.
+    """
+    if out.exists():
+        there = _file_of(out)
+        _check_same(out, there, file)
+        return there
+    folder = parts_of(out)
+    if (folder / FILE).is_file():
+        there = read_config(folder / FILE, CaptionFile)
+        _check_same(folder, there, file)
+        return there
+    if is_taken(folder):
+        raise ValueError(f"{folder} exists and holds no captions: choose another --out, or remove it.")
+    return None
 
 
 def _file_of(path: Path) -> CaptionFile:
