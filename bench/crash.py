@@ -219,7 +219,8 @@ def forked(work: Callable[[], object], log: Path) -> int:
             code = 0
         except SystemExit as e:
             code = int(e.code or 0)
-        except BaseException:
+        except BaseException as e:
+            code = 2 if isinstance(e, ValueError) else code
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -267,7 +268,7 @@ def crash(name: str, case: Case, base: Path, every: int, offset: int) -> int:
         points += 1
         log.unlink()
         if (code := again()) not in case.twice:
-            wrong.append(f"killed at {at}: exit code {code}: {log.read_text().strip()[-300:]}")
+            wrong.append(f"killed at {at}: exit code {code}: {log.read_text().strip()[-200:]}")
         elif found := differences(files(folder, case.free), whole):
             wrong.append(f"killed at {at}: {', '.join(found)}")
         at += every
