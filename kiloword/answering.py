@@ -15,6 +15,7 @@ from kiloword.captioning import CaptionSettings, caption_loss, check_causal, mem
 from kiloword.generation.decoding import Memory
 from kiloword.method import Method
 from kiloword.model import Model
+from kiloword.ranges import DEPTH
 from kiloword.recipes import ModelConfig
 from kiloword.towers.decoder import TextDecoder
 from kiloword.towers.fuser import Fuser
@@ -38,8 +39,8 @@ def answering(method: Method, settings: AnswerSettings) -> Method:
     """
     if not 0 <= settings.smoothing < 1:
         raise ValueError(f"smoothing is {settings.smoothing}: expected a share of at least 0 and below 1.")
-    if settings.decoder_depth < 0:
-        raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers, or 0.")
+    if not 0 <= settings.decoder_depth <= DEPTH:
+        raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers up to {DEPTH}, or 0.")
     decoding = CaptionSettings(decoder_depth=settings.decoder_depth, tied=settings.tied)
 
     def shape(config: ModelConfig) -> ModelConfig:

@@ -17,6 +17,7 @@ from kiloword import masking
 from kiloword.masking import MaskSettings
 from kiloword.method import Method
 from kiloword.model import Model
+from kiloword.ranges import DEPTH
 from kiloword.recipes import ModelConfig, TextConfig
 from kiloword.towers.attention import Packing
 from kiloword.towers.blocks import Keys
@@ -52,8 +53,8 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
         )
     if not 0 <= settings.smoothing < 1:
         raise ValueError(f"smoothing is {settings.smoothing}: expected a share of at least 0 and below 1.")
-    if settings.decoder_depth < 0:
-        raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers, or 0.")
+    if not 0 <= settings.decoder_depth <= DEPTH:
+        raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers up to {DEPTH}, or 0.")
     if settings.caption_mask == "none" and (settings.caption_share, settings.caption_op) != (0.5, "drop"):
         raise ValueError("caption_share and caption_op say how captions hide patches: choose a caption_mask too.")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
@@ -43,6 +43,9 @@ CODES = {  # of safetensors; the widest first, which is the order of tensors in 
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+EXTRA_TOKENS = 16  # of a text tower
+FLOATS = ("F64", "F32", "BF16", "F16")  # of weights
+LONGEST_HEADER = 1 << 24  # bytes: some 100,000 tensors
 
 
 def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile) -> None:
@@ -125,6 +128,7 @@ def open_model(
     device, folder = choose(device), Path(folder)
     file = read_model_file(folder)
     method = method_of(file, folder, trust)
+    check_weights(folder, file, method)
     model = build(file.model, method, seed=0)
     load_weights(model, read_tensors(folder / "model.safetensors"), str(folder))
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -142,15 +146,58 @@ def read_model_file(folder: Path | str) -> ModelFile:
         if not (folder / name).is_file():
             hint = f" Did you mean {folder / 'model'}?" if (folder / "model" / name).is_file() else ""
             raise ValueError(f"{folder} has no {name}: expected a model folder such as OUT/model of a run.{hint}")
-    return read_config(folder / "config.json", ModelFile)
+    file = read_config(folder / "config.json", ModelFile)
+    if len(file.model.text.extra_tokens) > EXTRA_TOKENS:
+        raise ValueError(
+            f"{folder} has {len(file.model.text.extra_tokens):,} extra tokens: expected {EXTRA_TOKENS} at most."
+        )
+    return file
+
+
+def check_weights(folder: Path | str, file: ModelFile, method: Method) -> None:
+    """Compare a folder's weights with its config before room is made for either.
+
+    Raises: ValueError when the file is damaged or does not fit.
+    """
+    from kiloword.model import shapes
+
+    there = read_shapes(Path(folder) / "model.safetensors")
+    if ":" not in file.method:  # a user's own method may need numbers, which a model without content has not
+        check_fit(shapes(file.model, method), there, f"weights in {folder}", "its config")
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a safetensors file, of which only the header is read.
+
+    Raises: ValueError when it is damaged, or holds other than floating-point tensors.
+    """
+    with path.open("rb") as raw:
+        size = int.from_bytes(raw.read(8), "little")
+    if not 2 <= size <= min(LONGEST_HEADER, path.stat().st_size - 8):
+        raise ValueError(
+            f"{path} is damaged (its header says that it has {size:,} bytes; expected at most {LONGEST_HEADER:,}, and "
+            "no more than the file): copy it again, or use an earlier one."
+        )
+    shapes = {}
+    try:
+        with safe_open(path, framework="np") as file:
+            names = file.keys()
+            for name in names:
+                part = file.get_slice(name)
+                shapes[name] = tuple(part.get_shape())
+                if part.get_dtype() not in FLOATS:
+                    raise ValueError(
+                        f"{name[:200]} in {path} is {part.get_dtype()}: expected one of {', '.join(FLOATS)}."
+                    )
+    except SafetensorError as e:
+        raise ValueError(f"{path} is damaged ({e}): copy it again, or use an earlier one.") from e
+    return shapes
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file. Raises: ValueError when it is damaged."""
-    try:
-        return load_tensors(path.read_bytes())
-    except SafetensorError as e:
-        raise ValueError(f"{path} is damaged ({e}): copy it again, or use an earlier one.") from e
+    """All tensors of a safetensors file. Raises: ValueError as `read_shapes`."""
+    read_shapes(path)
+    return load_tensors(path.read_bytes())
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str) -> None:
@@ -182,7 +229,8 @@ def check_finite(weights: Mapping[str, Tensor], name: str) -> None:
 
 def check_fit(own: Mapping[str, Any], there: Mapping[str, Any], what: str, frame: str) -> None:
     """Raises: ValueError unless both have the same names with the same shapes or specs."""
-    problems = [f"missing {k}" for k in own if k not in there] + [f"unknown {k}" for k in there if k not in own]
+    problems = [f"missing {k}" for k in own if k not in there]
+    problems += [f"unknown {k[:200]}" for k in there if k not in own]
     problems += [f"{k} is {_say(there[k])} instead of {_say(v)}" for k, v in own.items() if there.get(k, v) != v]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""

@@ -17,6 +17,7 @@ from kiloword.masking import Mask, MaskSettings
 from kiloword.method import Method
 from kiloword.model import Model
 from kiloword.pools import at_least_float
+from kiloword.ranges import DEPTH
 from kiloword.recipes import ModelConfig
 from kiloword.towers.attention import Packing
 from kiloword.towers.blocks import take
@@ -49,8 +50,10 @@ def masked(method: Method, settings: MimSettings) -> Method:
         raise ValueError(f"{method.name} predicts patches already: leave +mim away, its settings are there.")
     if not 0 < settings.mim_weight < math.inf:
         raise ValueError(f"mim_weight is {settings.mim_weight}: expected a weight above 0; for none leave mim away.")
-    if settings.image_decoder_depth < 0:
-        raise ValueError(f"image_decoder_depth is {settings.image_decoder_depth}: expected a number of layers, or 0.")
+    if not 0 <= settings.image_decoder_depth <= DEPTH:
+        raise ValueError(
+            f"image_decoder_depth is {settings.image_decoder_depth}: expected a number of layers up to {DEPTH}, or 0."
+        )
 
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)

@@ -87,10 +87,20 @@ class Model(nn.Module):
 
 def build(config: ModelConfig, method: Method, seed: int = 0) -> Model:
     """A fresh model of a method."""
-    config = method.shape(config)
-    model = Model(config, method.head(config), {name: make(config) for name, make in method.towers.items()})
+    model = _empty(config, method)
     initialise(model, seed)
     return model
+
+
+def shapes(config: ModelConfig, method: Method) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a method's model, of which none is made."""
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in _empty(config, method).state_dict().items()}
+
+
+def _empty(config: ModelConfig, method: Method) -> Model:
+    config = method.shape(config)
+    return Model(config, method.head(config), {name: make(config) for name, make in method.towers.items()})
 
 
 @torch.no_grad()

@@ -11,17 +11,25 @@ from typing import Any
 Limits = tuple[float, float]
 _ANY = math.inf
 _BELOW_1 = math.nextafter(1.0, 0.0)
+DEPTH = 1024  # layers of a tower or a decoder, at most
 _TOWER: dict[str, Limits] = {
-    **dict.fromkeys(("width", "depth", "heads", "mlp"), (1, _ANY)),
+    "width": (1, 1 << 16),
+    "depth": (1, DEPTH),
+    "heads": (1, 1 << 10),
+    "mlp": (1, 1 << 20),
     "norm_eps": (1e-20, 1),
     "init_std": (0, 100),
 }
 OTHER = (-1e6, 1e6)  # floats without a range of their own, such as a method's settings
 RANGES: dict[str, dict[str, Limits]] = {  # class of the settings -> field -> limits, of each number of a tuple
     "Recipe": {"steps": (1, _ANY), "batch": (1, _ANY), "micro": (0, _ANY), "chunk": (0, _ANY)},
-    "ImageConfig": {**_TOWER, "size": (1, _ANY), "patch": (1, _ANY), "extra_tokens": (0, _ANY)},
-    "TextConfig": {**_TOWER, "context": (3, _ANY)},
-    "HeadConfig": {"dim": (1, _ANY)},
+    "ImageConfig": {**_TOWER, "size": (1, 1 << 13), "patch": (1, 1 << 10), "extra_tokens": (0, 1 << 12)},
+    "TextConfig": {**_TOWER, "context": (3, 1 << 16), "vocab": (1, 1 << 22)},
+    "HeadConfig": {
+        **dict.fromkeys(("dim", "pool_queries"), (1, 1 << 16)),
+        "pool_width": (0, 1 << 16),
+        "pool_heads": (1, 1 << 10),
+    },
     "Preprocess": {"mean": (-1000, 1000), "std": (1e-6, 1000)},
     "OptimConfig": {
         **dict.fromkeys(("lr", "muon_lr", "weight_decay", "muon_weight_decay", "final_lr"), (0, 100)),
@@ -31,7 +39,7 @@ RANGES: dict[str, dict[str, Limits]] = {  # class of the settings -> field -> li
         **dict.fromkeys(("clip", "explode", "warmup"), (0, 1e12)),
         "ema": (0, 1),
     },
-    "DataConfig": {"bad_share": (0, 1), "together": (1, _ANY)},
+    "DataConfig": {"bad_share": (0, 1), "together": (1, _ANY), "tokenizer_vocab": (262, 1 << 22)},
     "AugmentConfig": {
         **dict.fromkeys(("flip", "jitter", "grayscale", "blur", "drop_words"), (0, 1)),
         "crop": (0.001, 1),
@@ -52,7 +60,7 @@ def check(settings: Any, prefix: str = "--") -> None:
     for name, value, (least, most) in _numbers(settings, "", None):
         if isinstance(value, int | float) and least <= value <= most and abs(value) < _ANY:  # False for NaN
             continue
-        upper = "below 1" if most == _BELOW_1 else f"{most:g}"
+        upper = "below 1" if most == _BELOW_1 else str(most) if isinstance(most, int) else f"{most:g}"
         limits = f"at least {least:g}" if most == _ANY else f"{least:g} to {upper}"
         wrong.append(f"{_flag(name) if prefix else name} is {value}: expected {limits}")
     if wrong:
@@ -76,4 +84,4 @@ def _numbers(value: Any, name: str, limits: Limits | None) -> Iterator[tuple[str
 
 
 def _flag(name: str) -> str:
-    return name.removeprefix("data.").replace("_", "-")
+    return name.removeprefix("data.").removeprefix("tokenizer_").replace("_", "-")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kiloword.method import Method
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
+LARGEST = 1 << 26  # bytes of a file of settings
 OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers that we train
 
 
@@ -288,7 +289,9 @@ def only(settings: Any, kind: type[Config]) -> Config:
 def read_config(path: Path, kind: type[Config]) -> Config:
     """Read and validate a json file as a settings dataclass. Raises: ValueError naming the file and the bad keys."""
     try:
-        settings = parse(json.loads(path.read_text()), kind)
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it has more than {LARGEST:,} bytes.")
+        settings = parse(json.loads(path.read_text(encoding="utf-8")), kind)
         check(settings, prefix="")
         return settings
     except (ValueError, RecursionError) as e:  # the second: thousands of nested brackets

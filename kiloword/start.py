@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kiloword import recipes
-from kiloword.checkpoint import load_weights, read_model_file, read_tensors
+from kiloword.checkpoint import check_weights, load_weights, read_model_file, read_tensors
 from kiloword.recipes import ModelConfig, Recipe
 from kiloword.trust import Trust, method_of
 
@@ -89,7 +89,9 @@ def _may_choose(recipe: Recipe) -> bool:
 def _shape(folder: str, trust: Trust) -> ModelConfig:
     """The towers of a model folder as its method shaped them; the file says what they were before."""
     file = read_model_file(folder)
-    return method_of(file, folder, trust).shape(file.model)
+    method = method_of(file, folder, trust)
+    check_weights(folder, file, method)
+    return method.shape(file.model)
 
 
 def load(model: Model, recipe: Recipe, trust_code: bool = False) -> str:

@@ -220,7 +220,7 @@ OUT_OF_RANGE = [
     ({"contrast_weight": float("inf")}, "contrast_weight is inf"),
     ({"smoothing": 1.0}, "smoothing is 1.0: expected a share of at least 0 and below 1"),
     ({"smoothing": float("nan")}, "smoothing is nan"),
-    ({"decoder_depth": -1}, "decoder_depth is -1: expected a number of layers, or 0"),
+    ({"decoder_depth": -1}, "decoder_depth is -1: expected a number of layers up to 1024, or 0"),
     ({"caption_mask": "low"}, "caption_mask"),
     ({"caption_op": "blur"}, "caption_op"),
     ({"similarity": "euclid"}, "similarity"),

@@ -49,7 +49,7 @@ def test_settings_that_cannot_be_read(tmp_path: Path, raw: bytes) -> None:
         ("preprocess", "std", [1, 0, 1], "model.preprocess.std is 0.0: expected 1e-06 to 1000"),
         ("image", "init_std", float("nan"), "model.image.init_std is nan: expected 0 to 100"),
         ("text", "norm_eps", float("inf"), "model.text.norm_eps is inf: expected 1e-20 to 1"),
-        ("image", "heads", 0, "model.image.heads is 0: expected at least 1"),
+        ("image", "heads", 0, "model.image.heads is 0: expected 1 to 1024"),
     ],
 )
 def test_numbers_of_a_file_have_the_limits_of_the_command_line(

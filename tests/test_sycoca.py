@@ -272,7 +272,7 @@ def test_defaults() -> None:
 OUT_OF_RANGE = [
     ({"mim_weight": 0.0}, "mim_weight is 0.0: expected a weight above 0; for none leave mim away"),
     ({"mim_weight": float("nan")}, "mim_weight is nan"),
-    ({"image_decoder_depth": -2}, "image_decoder_depth is -2: expected a number of layers, or 0"),
+    ({"image_decoder_depth": -2}, "image_decoder_depth is -2: expected a number of layers up to 1024, or 0"),
     ({"guide": "image"}, "guide"),
     ({"mim_mask": "none"}, "mim_mask"),
     ({"caption_weight": -1.0}, "caption_weight is -1.0"),

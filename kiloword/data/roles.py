@@ -7,6 +7,8 @@ from typing import Any
 
 from tokenizers import processors
 
+BEHIND = 16  # special ids that may stand behind the words
+
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
@@ -33,13 +35,19 @@ class Roles:
         )
 
     @staticmethod
-    def read(document: dict[str, Any]) -> Roles:
-        """The roles a tokenizer.json keeps; ValueError when it is not one of ours."""
+    def read(document: dict[str, Any], words: int) -> Roles:
+        """The roles a tokenizer.json keeps, of a vocabulary of so many words; ValueError when it is not one of ours."""
         template = document.get("post_processor") or {}
-        ids = {name: entry["ids"][0] for name, entry in (template.get("special_tokens") or {}).items()}
+        try:
+            ids = {name: int(entry["ids"][0]) for name, entry in (template.get("special_tokens") or {}).items()}
+            prefix = "SpecialToken" in template["single"][0] if ids else False
+        except (AttributeError, IndexError, KeyError, TypeError):
+            ids, prefix = {}, False
+        if any(not 0 <= value < words + BEHIND for value in ids.values()):
+            raise ValueError(f"this tokenizer.json has special ids far from its {words:,} words: {ids}.")
         if set(ids) != {"start", "end", "pad", "mask", "cls", "unc"}:
             raise ValueError(
                 "this tokenizer.json was not written by kiloword: it names no start, end, pad, mask, cls and unc ids. "
                 "Train one (Tokenizer.train), or convert it (clip_tokenizer, siglip_tokenizer)."
             )
-        return Roles(**ids, prefix="SpecialToken" in template["single"][0])
+        return Roles(**ids, prefix=prefix)

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from kiloword.data import cleaning
 from kiloword.data.roles import Roles
+from kiloword.data.tokenizer_file import CLIP_END, CLIP_START, CLIP_WORDS, read
 from kiloword.files import write_atomic
 from kiloword.recipes import TextConfig
 from kiloword.types import Texts
@@ -24,10 +25,6 @@ from kiloword.types import Texts
 REMEMBERED = 1 << 15  # captions whose ids are kept, about 1 kB each
 REMEMBERED_TOKENS = 128  # not of captions of 100 kB
 CLIP_MERGES = 49152 - 256 - 2
-CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
-# CLIP's pattern ignores case: in lower-cased text that matters for the long s, which folds to s, and for one mark,
-# U+0345: it folds to a letter without being one, so that no part of the pattern takes it.
-CLIP_WORDS = rf"{CLIP_START}|{CLIP_END}|'[sſ]|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}\x{{345}}]+"
 
 
 class Tokenizer:
@@ -44,7 +41,9 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._backend = tokenizers.Tokenizer.from_str(document)
         parsed = json.loads(document)
-        self.roles = Roles.read(parsed)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self.roles = Roles.read(parsed, self._backend.get_vocab_size())
         self.clean: cleaning.Clean = _clean_of(parsed["model"])
         # "<mask>" typed in a caption is text; only CLIP's pattern knows its two markers inside captions.
         self._backend.encode_special_tokens = self.clean != "clip"
@@ -115,7 +114,9 @@ class Tokenizer:
         fresh = [c for c in dict.fromkeys(captions) if c not in self._known]
         try:
             encoded = self._backend.encode_batch_fast([self._cleaner(c) for c in fresh], add_special_tokens=False)
-        except Exception as error:  # a bare one, of a model that knows no token for an unknown letter
+        except BaseException as error:  # a bare one, of a model that knows no token for an unknown letter; or a panic
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"the tokenizer cannot read captions ({error}): its tokenizer.json is damaged.") from error
         new = {c: e.ids for c, e in zip(fresh, encoded, strict=True)}
         words = [new[c] if c in new else self._known[c] for c in captions]
@@ -156,7 +157,7 @@ class Tokenizer:
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:
         """Read `folder/tokenizer.json`; ValueError when it is missing, damaged or not ours."""
-        return Tokenizer(_read(Path(folder) / "tokenizer.json"))
+        return Tokenizer(read(Path(folder) / "tokenizer.json"))
 
     def __getstate__(self) -> str:
         return self._backend.to_str()
@@ -197,7 +198,7 @@ def siglip_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if path.suffix != ".json":
         return siglip_tokenizer_from(_convert_sentencepiece(path))
-    return siglip_tokenizer_from(_read(path))
+    return siglip_tokenizer_from(read(path))
 
 
 def siglip_tokenizer_from(document: str) -> Tokenizer:
@@ -268,17 +269,4 @@ def _convert_sentencepiece(path: Path) -> str:
     from transformers import T5TokenizerFast  # type: ignore[import-not-found, unused-ignore]
 
     document: str = T5TokenizerFast(str(path), extra_ids=0, legacy=False).backend_tokenizer.to_str()
-    return document
-
-
-def _read(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"no tokenizer.json at {path}; expected a model folder written by kiloword")
-    document = path.read_text(encoding="utf-8", errors="replace")
-    try:
-        tokenizers.Tokenizer.from_str(document)
-    except BaseException as error:  # the library raises bare Exception for damaged files, and panics at some
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ValueError(f"damaged tokenizer file {path}: {error}") from error
     return document

@@ -1,0 +1,336 @@
+"""Model folders that declare too much: refused by one message before room is made for any of it."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tokenizers
+from folders import model_folder
+from tokenizers import Regex, pre_tokenizers
+
+from kiloword import recipes, start
+from kiloword.api import load
+from kiloword.checkpoint import read_model_file, read_shapes
+from kiloword.data.tokenizer import Tokenizer, clip_tokenizer
+from kiloword.data.tokenizer_file import PATTERNS, check
+from kiloword.ranges import RANGES
+from kiloword.ranges import check as check_recipe
+from kiloword.recipes import TextConfig
+
+FUZZ = Path(__file__).parents[1] / "fuzz"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture
+def folder(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "model"))
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model is built, and no file of weights is read, before the message."""
+
+    def never(*args: object, **options: object) -> None:
+        raise AssertionError("room was made for what does not fit")
+
+    monkeypatch.setattr("kiloword.model.initialise", never)
+    monkeypatch.setattr(Path, "read_bytes", never)
+
+
+def change(folder: Path, what: str, at: str, value: Any) -> Path:
+    """Set one value of a json file by its dotted name."""
+    path = folder / what
+    document = json.loads(path.read_text(encoding="utf-8"))
+    *parts, last = at.split(".")
+    reduce(lambda inner, part: inner[part], parts, document)[last] = value
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        ("model.image.depth", 100_000, "expected 1 to 1024"),
+        ("model.text.depth", 10**30, "expected 1 to 1024"),
+        ("model.image.width", 0, "expected 1 to 65536"),
+        ("model.image.heads", 0, "expected 1 to 1024"),
+        ("model.image.heads", 3, "cannot be split into 3 heads"),
+        ("model.image.mlp", -1, "expected 1 to"),
+        ("model.image.patch", 0, "expected 1 to"),
+        ("model.image.size", -32, "expected 1 to 8192"),
+        ("model.image.norm_eps", float("nan"), "model.image.norm_eps is nan"),
+        ("model.text.vocab", 10**9, "expected 1 to 4194304"),
+        ("model.text.vocab", 4_000_000, r"text_tower.tokens is \[\d+, 32\] instead of \[4000000, 32\]"),
+        ("model.text.context", 10**9, "expected 3 to 65536"),
+        ("model.text.extra_tokens", ["unc"] * 10**6, "1,000,000 extra tokens: expected 16 at most"),
+        ("model.head.dim", 65_536, "instead of"),
+        ("model.head.pool_heads", 0, "expected 1 to"),
+        ("model.head.pool_queries", 10**9, "expected 1 to"),
+        ("model.preprocess.std", [0, 0, 0], "model.preprocess.std is 0.0: expected 1e-06"),
+        ("model.preprocess.mean", [0, float("inf"), 0], "model.preprocess.mean is inf"),
+        ("method", "llip", r"unexpected keyword|do not fit its config: missing image_tower.extra_tokens"),
+    ],
+)
+def test_declared_sizes(folder: Path, at: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        load(change(folder, "config.json", at, value))
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize(
+    ("method", "settings", "says"),
+    [
+        ("coca", {"decoder_depth": 100_000}, "decoder_depth is 100000: expected a number of layers up to 1024, or 0"),
+        (
+            "sycoca",
+            {"image_decoder_depth": 100_000},
+            "image_decoder_depth is 100000: expected a number of layers up to 1024, or 0",
+        ),
+        ("vqa", {"decoder_depth": 100_000}, "decoder_depth is 100000: expected a number of layers up to 1024, or 0"),
+        ("llip", {"k": 10**9}, "missing image_tower.extra_tokens"),
+    ],
+)
+def test_declared_sizes_of_a_method(folder: Path, method: str, settings: dict[str, Any], says: str) -> None:
+    change(folder, "config.json", "settings", settings)
+    with pytest.raises(ValueError, match=says):
+        load(change(folder, "config.json", "method", method))
+
+
+LIMITED = [
+    (part, name, limits)
+    for part, kind in (("image", "ImageConfig"), ("text", "TextConfig"), ("head", "HeadConfig"))
+    for name, limits in RANGES[kind].items()
+]
+
+
+@pytest.mark.parametrize(("part", "name", "limits"), LIMITED, ids=[f"{part}.{name}" for part, name, _ in LIMITED])
+def test_recipe_and_model_file_have_the_same_ranges(
+    folder: Path, part: str, name: str, limits: tuple[float, float]
+) -> None:
+    recipe = recipes.default("siglip", "debug")
+    for value in (int(limits[0]) - 1, int(limits[1]) + 1):
+        parts = {part: replace(getattr(recipe.model, part), **{name: value})}
+        says = rf"model.{part}.{name} is {value}(\.0)?: expected"
+        with pytest.raises(ValueError, match="--" + says.replace("_", "-")):
+            check_recipe(replace(recipe, model=replace(recipe.model, **parts)))
+        with pytest.raises(ValueError, match=says):
+            read_model_file(change(folder, "config.json", f"model.{part}.{name}", value))
+
+
+@pytest.mark.usefixtures("no_room")
+def test_a_run_does_not_start_from_a_model_that_declares_too_much(folder: Path) -> None:
+    change(folder, "config.json", "model.text.vocab", 4_000_000)
+    with pytest.raises(ValueError, match=r"text_tower.tokens is .* instead of \[4000000, 32\]"):
+        start.settle(start.defaults("clip", str(folder), "debug"), Tokenizer.load(folder))
+
+
+# Weights
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def write(path: Path, header: str, body: bytes, more: int = 0) -> None:
+    """Args: more: bytes of a hole behind the body."""
+    raw = header.encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw + body)
+        file.truncate(file.tell() + more)
+
+
+def hole(path: Path, dtype: str) -> None:
+    """A tensor of 64 GB that the model does not have: no disk holds it, and no memory should."""
+    header, body = header_of(path)
+    size = 64 << 30
+    header["junk"] = {"dtype": dtype, "shape": [size // 4], "data_offsets": [len(body), len(body) + size]}
+    write(path, json.dumps(header), body, size)
+
+
+def widened(path: Path) -> None:
+    header, body = header_of(path)
+    header["head.log_scale"]["shape"] = [2**40]
+    write(path, json.dumps(header), body)
+
+
+def twice(path: Path) -> None:
+    header, body = header_of(path)
+    other = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    write(path, json.dumps(header)[:-1] + f', "head.bias": {json.dumps(other)}}}', body)
+
+
+def overlapping(path: Path) -> None:
+    header, body = header_of(path)
+    header["head.bias"]["data_offsets"] = header["head.log_scale"]["data_offsets"]
+    write(path, json.dumps(header), body)
+
+
+def integers(path: Path) -> None:
+    header, body = header_of(path)
+    header["head.bias"]["dtype"] = "I32"
+    write(path, json.dumps(header), body)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "is damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:5]), "is damaged"),
+        (lambda path: path.write_bytes(b""), "is damaged"),
+        (lambda path: path.write_bytes(struct.pack("<Q", 2**62) + b"{}"), "its header says that it has 4,611"),
+        (lambda path: write(path, " " * (1 << 24) + "{}", b""), "expected at most 16,777,216"),
+        (lambda path: write(path, "{}", b"", 64 << 30), "is damaged"),
+        (lambda path: hole(path, "F32"), "unknown junk"),
+        (widened, "is damaged"),
+        (twice, "is damaged|instead of"),
+        (overlapping, "is damaged"),
+        (integers, "head.bias in .* is I32: expected one of F64, F32, BF16, F16"),
+    ],
+    ids=range(11),
+)
+def test_weights(folder: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], says: str) -> None:
+    damage(folder / "model.safetensors")
+    monkeypatch.setattr(Path, "read_bytes", None)
+    with pytest.raises(ValueError, match=says):
+        load(folder)
+
+
+def test_shapes_are_read_without_the_weights(folder: Path) -> None:
+    model = load(folder).model
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    assert read_shapes(folder / "model.safetensors") == shapes
+
+
+# Tokenizers
+
+
+def swapped(a: str, b: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": a}, "content": b}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+TABLE = base64.b64encode(struct.pack("<II", 4, 0) + b"a" * 600).decode()  # a trie of one node, a string of 600 bytes
+HOSTILE = [
+    ("normalizer", {"type": "Sequence", "normalizers": [swapped("a", "aaaaaaaa")] * 10}, "by 8: a text grows"),
+    ("normalizer", {"type": "Sequence", "normalizers": [swapped("a", "b")] * 100}, "100 components"),
+    ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFKD"}] * 2}, "more than once"),
+    ("normalizer", swapped("", "a"), "0 characters by 1"),
+    ("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}, "prepend of 1,000,000 characters"),
+    ("normalizer", {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}, "expression '(a+)+$'"),
+    ("normalizer", {"type": "Precompiled", "precompiled_charsmap": TABLE}, "more than 256"),
+    ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////"}, "damaged"),
+    ("pre_tokenizer", split("(a+)+$"), "searches by the regular expression"),
+    ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 30}, "more than once"),
+    ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "Sequence",
+        "pretokenizers": [split("(x+x+)+y")]}]}, "regular expression"),
+    ("pre_tokenizer", {"type": "FixedLength", "length": 0}, "component 'FixedLength'"),
+    ("decoder", {"type": "Sequence", "decoders": [swapped("a", "aa")] * 20}, "a text grows"),
+    ("post_processor", {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 10**5},
+        "100,000 pieces"),
+    ("added_tokens", [{"content": "a" * 2_000_000}], "2,000,000 characters"),
+    ("model", {"type": "BPE", "dropout": 0.5, "vocab": {}, "merges": []}, "by chance"),
+    ("model", {"type": "WordPiece", "max_input_chars_per_word": 10**9, "vocab": {}}, "words of 1,000,000,000"),
+    ("model", {"type": "BPE", "vocab": {"a" * 1000: 0}, "merges": []}, "1,000 characters"),
+    ("model", 3, "not what the tokenizers library writes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "value", "says"), HOSTILE, ids=range(len(HOSTILE)))
+def test_tokenizers(folder: Path, part: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        Tokenizer.load(change(folder, "tokenizer.json", part, value))
+    assert str(caught.value).startswith("damaged tokenizer file")
+    assert len(str(caught.value)) <= 600
+
+
+def test_padding_and_truncation_are_switched_off(folder: Path) -> None:
+    plain = Tokenizer.load(folder)
+    more = {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+    change(folder, "tokenizer.json", "padding", {"strategy": {"Fixed": 10**8}, "direction": "Right", **more})
+    cut = {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 0}
+    change(folder, "tokenizer.json", "truncation", cut)
+    ids = Tokenizer.load(folder).encode(["a dog on the grass"], TextConfig(vocab=512)).ids
+    assert ids.tolist() == plain.encode(["a dog on the grass"], TextConfig(vocab=512)).ids.tolist()
+
+
+@pytest.mark.parametrize("value", [2**31, -1, "x", None, 10**30])
+def test_special_ids_belong_to_the_vocabulary(folder: Path, value: Any) -> None:
+    """They decide how large the token table of a model that starts from this one is."""
+    at = "post_processor.special_tokens.mask.ids"
+    with pytest.raises(ValueError, match=r"special ids far from|not written by kiloword|damaged tokenizer"):
+        Tokenizer.load(change(folder, "tokenizer.json", at, [value]))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_known_patterns_end(pattern: str) -> None:
+    """In time that grows as the text does; a backtracking one stops the library at its limit."""
+    splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for text in ("a" * 20_000 + "!", " " * 20_000 + "a", "\r\n " * 5000 + "x", "a1! é" * 4000, "'" * 20_000):
+        assert "".join(part for part, _ in splitter.pre_tokenize_str(text)) == text
+
+
+def test_our_tokenizers_pass() -> None:
+    own = Tokenizer.train(["a dog"], 300)
+    check(own._backend.to_str())
+    pytest.importorskip("ftfy")
+    if importlib.util.find_spec("open_clip") is not None:
+        check(clip_tokenizer()._backend.to_str())
+    sentencepiece = json.loads(own._backend.to_str()) | {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Strip", "strip_left": False, "strip_right": True},
+            {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"}]},
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+        "decoder": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+    }  # fmt: skip
+    check(json.dumps(sentencepiece))
+    assert tokenizers.Tokenizer.from_str(json.dumps(sentencepiece)).get_vocab_size() == own.plain_vocab
+
+
+# Many
+
+
+@pytest.fixture
+def mutants(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FUZZ))
+    return importlib.import_module("folders_fuzz")
+
+
+def test_changed_folders_load_or_are_refused(mutants: ModuleType, tmp_path: Path) -> None:
+    figures = mutants.attempt(100, tmp_path, seed=1)
+    assert not figures.broken
+    assert figures.outcomes["loaded"] > 5
+    assert figures.outcomes["refused"] > 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_thousand_changed_folders() -> None:
+    """Within 2 GB and 10 s each."""
+    words = [sys.executable, str(FUZZ / "folders_fuzz.py"), "2000"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "2,000 folders: " in done.stdout
