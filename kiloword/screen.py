@@ -22,8 +22,9 @@ class Screen(Console):
     """
 
     def __init__(self, width: int | None = None, **options: Any) -> None:
-        width = None if sys.stdout.isatty() else width
-        super().__init__(**{"markup": False, "emoji": False, "highlight": False, "width": width, **options})
+        file = getattr(sys.stdout, "raw_stream", sys.stdout)
+        width = None if file.isatty() else width
+        super().__init__(file=file, width=width, markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """As rich's, of the harmless text."""

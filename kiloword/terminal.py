@@ -14,6 +14,7 @@ from typing import Any, TextIO, cast
 LONGEST = 10_000  # characters of a line that are printed; a path has at most 4096
 # Letters and marks that take no room: isprintable() says nothing about them.
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\U000e0100-\U000e01ef]")
+_LINES = re.compile("(\n)")
 _STYLED = re.compile("(\x1b\\[[0-9;]*m|[\n\r])")  # what other libraries write on a terminal: colours, a line again
 
 
@@ -73,13 +74,17 @@ class _Guard:
     """A stream that escapes what it is given. Whoever escapes by itself (`say`, Screen) writes to `raw_stream`."""
 
     def __init__(self, stream: TextIO, styled: bool) -> None:
-        self.raw_stream = self.rich_proxied_file = getattr(stream, "raw_stream", stream)  # the latter is rich's name
-        self._keeps = _STYLED if styled and self.raw_stream.isatty() else re.compile("(\n)")
+        self.raw_stream = getattr(stream, "raw_stream", stream)
+        self._terminal = styled and self.raw_stream.isatty()
+
+    def isatty(self) -> bool:
+        """Whether others may style what they print."""
+        return self._terminal
 
     def write(self, text: str) -> int:
         """The number of characters that came."""
         encoding = getattr(self.raw_stream, "encoding", None)
-        parts = self._keeps.split(text)
+        parts = (_STYLED if self._terminal else _LINES).split(text)
         parts[::2] = [shown(part, encoding) for part in parts[::2]]
         self.raw_stream.write("".join(parts))
         return len(text)

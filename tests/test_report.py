@@ -18,9 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
+import kiloword
 from kiloword import report
 from kiloword.report.gallery import picture_data
 from kiloword.report.histogram import bins, doubling
+from kiloword.report.page import POLICY
 from kiloword.report.plot import linear_axis, log_axis
 from kiloword.report.style import DARK, LIGHT, SERIES, rgb
 
@@ -358,3 +360,15 @@ def test_write_refuses_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("")
     with pytest.raises(ValueError, match="cannot write"):
         report.write(tmp_path / "f" / "report.html", "x")
+
+
+def test_one_place_makes_pages_and_none_serves_them() -> None:
+    """All pages carry the policy that forbids scripts and requests; nothing in the package listens to a browser."""
+    sources = {path: path.read_text(encoding="utf-8") for path in Path(kiloword.__file__).parent.rglob("*.py")}
+    pages = [path.name for path, text in sources.items() if re.search("<!doctype|<html|<head>|<script", text, re.I)]
+    assert pages == ["page.py"]
+    assert POLICY.startswith("default-src 'none'; ")
+    assert "script-src" not in POLICY
+    assert "base-uri 'none'; form-action 'none'" in POLICY
+    servers = "http.server|socketserver|wsgiref|websockets|aiohttp.web|webbrowser|flask|uvicorn"
+    assert not [path.name for path, text in sources.items() if re.search(f"import ({servers})|from ({servers})", text)]

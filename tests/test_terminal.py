@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.live import Live
 from rich.text import Text
 
 import kiloword
@@ -104,6 +105,7 @@ def test_colours_of_others_on_a_terminal(monkeypatch: pytest.MonkeyPatch, argume
     with guarded():
         print("\x1b[1mbold\x1b[0m \x1b[2J\rx")
         say("\rown", start="\r")
+        assert sys.stdout.isatty() == (argument == "plain")
     clean = "\x1b[1mbold\x1b[0m \\x1b[2J\rx\n\r\\rown\n"
     assert out.text == (clean if argument == "plain" else "\\x1b[1mbold\\x1b[0m \\x1b[2J\\rx\n\r\\rown\n")
 
@@ -128,6 +130,21 @@ def test_tables(monkeypatch: pytest.MonkeyPatch, terminal: bool, encoding: str) 
     assert "\x1b]8" not in out.text
     assert "\x1b[2J" not in out.text
     assert "\x1b[31m" not in out.text
+
+
+def test_frames_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich's own control characters come through: one frame over the other."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    with guarded(), Live(console=Screen(), screen=True, auto_refresh=False) as live:
+        for text in ("a\x1b[2J", "b"):
+            live.update(Text(text), refresh=True)
+    assert out.text.count("\x1b[H") >= 3
+    assert out.text.startswith("\x1b[?1049h\x1b[H\x1b[?25l")
+    assert out.text.endswith("\x1b[?25h\x1b[?1049l")
+    assert "a\\x1b[2J" in out.text
+    assert "\\x1b[H" not in out.text
 
 
 def test_every_print_goes_one_way() -> None:

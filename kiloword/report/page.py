@@ -11,7 +11,7 @@ from kiloword.files import replacing
 from kiloword.report.style import style_sheet
 
 # The reader's browser itself refuses every request: what is missing shows at once instead of working by luck.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 # Control characters, those that turn the direction of all that follows, and lone surrogates, which no encoding takes.
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
