@@ -24,7 +24,7 @@ _SIGNATURE = re.compile(
     r"|((access|auth|refresh|id|session)[-_]?)?token|auth|authorization|((api|access)[-_]?)?key|api[-_]?key"
     r"|pass|passwd|password|pwd|secret|jwt|md5|download"
 )
-_IN_TEXT = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/?#'\"<>]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>)]*)?")
+_IN_TEXT = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)(?:[^\s/?#'\"<>]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>)]*)?")
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|SIGNATURE|APIKEY|(_|^)KEY(_ID)?$")
 _HIDDEN = "***"
 _LEAST = 4  # characters of a password, and
@@ -149,7 +149,7 @@ def scrubbed(text: str) -> str:
 
 def _before(word: str) -> tuple[str, str]:
     """What comes before the URL in a word, and the URL; ("", "") without one, as in a caption that mentions one."""
-    match = re.match(r"([^\s/?#@]*?)([A-Za-z][A-Za-z0-9+.-]*://.*)", word, re.DOTALL)
+    match = re.match(r"([^\s/?#@]*?)([A-Za-z][A-Za-z0-9+.-]{0,30}://.*)", word, re.DOTALL)
     return (match[1], match[2]) if match else ("", "")
 
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TextIO, cast
 
+from kiloword.addresses import scrubbed
+
 LONGEST = 10_000  # characters of a line that are printed; a path has at most 4096
 # Letters and marks that take no room: isprintable() says nothing about them.
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\U000e0100-\U000e01ef]")
@@ -67,7 +69,7 @@ def guarded() -> Iterator[None]:
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """For sys.excepthook: a traceback, whose message may come from data."""
     for part in traceback.format_exception(kind, error, trace):
-        warn(*part.rstrip("\n").split("\n"))
+        warn(*scrubbed(part).rstrip("\n").split("\n"))
 
 
 class _Guard:

@@ -18,6 +18,7 @@ from kiloword.data.remote_errors import Unreachable
 from kiloword.data.remote_file import open_remote_file
 from kiloword.data.sources import open_source
 from kiloword.recipes import DataConfig, parse
+from kiloword.terminal import show_traceback
 
 
 @pytest.fixture(autouse=True)
@@ -197,3 +198,11 @@ def test_an_environment_in_no_message(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(ValueError, match="is no setting") as caught:
         remote_config()
     assert PLANTED not in str(caught.value)
+
+
+def test_a_traceback_has_no_secret(capfd: pytest.CaptureFixture[str]) -> None:
+    address = split("https://u:plantedpassword@host.org/0.tar?sig=plantedsignature")
+    error = RuntimeError(f"a bug of ours at {address.full}")
+    show_traceback(RuntimeError, error, None)
+    assert "a bug of ours at https://host.org/0.tar" in (said := capfd.readouterr().err)
+    assert PLANTED not in said

@@ -16,12 +16,14 @@ import pytest
 from servers import Server
 from tars import pairs, write_tar
 
+from kiloword.addresses import public, scrubbed
 from kiloword.cli import main
 from kiloword.data import remote_errors
 from kiloword.data.remote_call import _Redirects
 from kiloword.data.remote_config import RemoteConfig, remote_config
 from kiloword.data.remote_errors import Unreachable
 from kiloword.data.remote_file import open_remote_file
+from kiloword.data.shard_sets import natural
 from kiloword.data.sources import open_source
 
 Speak = Callable[[str, socket.socket, threading.Event], None]
@@ -171,6 +173,26 @@ def test_small_files_without_end(name: str, claims: bool, tmp_path: Path, monkey
         else:
             with pytest.raises(Unreachable, match=f"{name} has more than 1,048,576 bytes"):
                 open_source(f"{server.url}/0.tar")
+
+
+def test_texts_that_would_take_long(tmp_path: Path) -> None:
+    """Each would cost a search that is quadratic in its length hours."""
+    tar = write_tar(tmp_path / "0.tar", pairs(3)).read_bytes()
+    with Server({"0.tar": tar, "SHA256SUMS": b"0" * 64 + b"  " + b" " * (1 << 20) + b"x"}) as server:
+        start = time.process_time()
+        assert len(open_source(f"{server.url}/0.tar")) == 3
+    for text in ("a" * (1 << 20), "a://" * (1 << 18), "a://" + "b" * (1 << 20), "a://b?" * (1 << 18)):
+        scrubbed(text)
+        public(text)
+    assert time.process_time() - start < 5
+
+
+def test_patterns_that_name_too_many_files() -> None:
+    for pattern in ("http://h/{0..99999999999}.tar", "{0..9999}/{0..999}.tar"):
+        with pytest.raises(ValueError, match=r"files\. Expected at most 1,000,000"):
+            open_source(pattern)
+    names = sorted(("2" * 5000, "10", "9", "x٢", "x²"), key=natural)
+    assert names == ["9", "10", "2" * 5000, "x²", "x٢"]
 
 
 def test_redirects_without_end() -> None:

@@ -126,8 +126,8 @@ def test_no_verb_writes_or_prints_a_secret(server: Guarded, tmp_path: Path, capf
         code, said = run(words, capfd, tmp_path)
         assert code == (2 if verb in REFUSED else 0), said
     assert (tmp_path / "mined/mine.json").is_file()
-    for what in ("index", "check"):
-        run(["data", what, server.secret("1.tar")], capfd, tmp_path)
+    for what, bad in (("index", 0), ("check", 1)):
+        assert run(["data", what, server.secret("1.tar")], capfd, tmp_path)[0] == bad
     run([*todo["train"], "--dry-run"], capfd, tmp_path)
     data = json.loads((tmp_path / "run/config.json").read_text())["recipe"]["data"]
     assert data["sources"] == [f"{server.url}/{{0..1}}.tar"]

@@ -28,7 +28,7 @@ from kiloword.types import Source
 _TABLES = (".csv", ".tsv", ".parquet")
 _KINDS = "a .tar, a brace pattern x-{000..123}.tar, a csv, tsv or parquet, or a folder of tars with a / at its end"
 _SAY = 10.0  # seconds between lines about a long pass
-_SUM = re.compile(r"\s*([0-9a-fA-F]{64}) [ *](?:\./)?(.+?)\s*")  # as `sha256sum` writes it
+_SUM = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")  # as `sha256sum` writes it
 
 
 def open_remote(src: str) -> Source:
@@ -93,7 +93,7 @@ def _with_sums(tars: list[RemoteFile], config: RemoteConfig) -> list[RemoteFile]
     sums: dict[str, str] = {}
     for folder, address in folders.items():
         raw = small_file(address.beside(folder + "SHA256SUMS"), config)
-        found = (_SUM.fullmatch(line) for line in (raw or b"").decode("utf-8", "replace").splitlines())
+        found = (_SUM.fullmatch(line.strip()) for line in (raw or b"").decode("utf-8", "replace").splitlines())
         sums |= {folder + match[2]: match[1].lower() for match in found if match}
     return [
         replace(tar, info=replace(tar.info, checksum=Checksum("sha256", sums[tar.url]))) if tar.url in sums else tar

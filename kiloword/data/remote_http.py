@@ -41,6 +41,7 @@ class Http:
         except urllib.error.HTTPError as error:
             if error.code != 416:
                 raise self._refused(error) from None
+            error.close()
             return Stat(0, "", True)  # no byte 0: the file is empty
         with response:
             headers: Message = response.headers

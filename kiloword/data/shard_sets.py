@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
+_MOST = 1_000_000  # files of one pattern
 
 
 def expand(pattern: str) -> list[str]:
-    """`x-{08..10}.tar` to x-08.tar, x-09.tar, x-10.tar: the digits of the first number give the width."""
+    """`x-{08..10}.tar` to x-08.tar, x-09.tar, x-10.tar: the digits of the first number give the width.
+
+    Errors: ValueError for a range that is empty, and for more than a million names.
+    """
+    sizes = [max(1, int(last) - int(first) + 1) for first, last in RANGE.findall(pattern)]
+    if math.prod(sizes) > _MOST:
+        raise ValueError(f"{pattern} names {math.prod(sizes):,} files. Expected at most {_MOST:,}.")
     match = RANGE.search(pattern)
     if match is None:
         return [pattern]
@@ -21,7 +29,7 @@ def expand(pattern: str) -> list[str]:
 
 def natural(name: str) -> list[tuple[int, str]]:
     """A key by which numbers in names compare as numbers: 2.tar before 10.tar."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,1000})", name)]
 
 
 def text_lines(where: str, raw: bytes) -> list[str]:
