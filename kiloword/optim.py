@@ -19,6 +19,7 @@ from kiloword.recipes import OptimConfig
 
 MEMORY, SETTLED = 0.98, 20  # of the usual gradient norm: weight of the past, and steps before it is trusted
 USUAL = "usual:gradient_norm"
+KEPT = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of a parameter, by AdamW and Muon
 STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # matrices that are several, one below the other
 SCALES = ("head.log_scale", "head.bias", "head.deterministic.log_scale", "head.deterministic.bias")
 
@@ -190,13 +191,15 @@ class Optimizer:
             owner[p].state[p][key] = local(value).to(p.device).clone()
 
     def empty_state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Zeros for the entries of a flat state, in their shapes and shards, to read into."""
+        """Zeros for the entries of a flat state, in their shapes and shards, to read into; none for unknown entries."""
         by_name = {name: p for p, name in self.names.items()}
         out: dict[str, Tensor] = {}
         for full in names:
             key, _, name = full.partition(":")
             if full == USUAL:
                 out[full] = torch.zeros_like(self.usual)
+            elif name not in by_name or key not in KEPT:
+                continue
             elif key == "step":
                 out[full] = torch.zeros((), dtype=torch.float32, device=by_name[name].device)
             else:

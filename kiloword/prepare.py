@@ -246,17 +246,18 @@ def resume(run: Run) -> None:
     if stored is None:
         return
     tensors = {k: v for k, v in state_of(run)[0].items() if not k.startswith("optimizer/")}
-    there = {k: v for k, v in stored.specs.items() if not k.startswith("optimizer/")}
-    check_fit({k: spec_of(v) for k, v in tensors.items()}, there, f"tensors in {run.out / 'state'}", "this run")
     # the optimizer makes its own at its first step alone
     names = [k.removeprefix("optimizer/") for k in stored.specs if k.startswith("optimizer/")]
     moments = run.optimizer.empty_state(names)
-    stored.load(tensors | {f"optimizer/{k}": v for k, v in moments.items()})
-    _check_finite(run.out / "state", stored.numbers["step"], tensors | moments)
+    whole = tensors | {f"optimizer/{k}": v for k, v in moments.items()}
+    what = f"tensors in {run.out / 'state'}"
+    check_fit({k: spec_of(v) for k, v in whole.items()}, stored.specs, what, "this run")
+    stored.load(whole)
+    _check_finite(run.out / "state", stored.numbers["step"], whole)
     run.optimizer.load_state_dict(moments)
     run.bad.load_state_dict(stored.numbers["bad"])
     run.step, run.truncated = stored.numbers["step"], stored.numbers["truncated"]
-    run.skipped_steps, run.skipped_in_a_row = stored.numbers.get("skipped_steps", (0, 0))  # of older states: none
+    run.skipped_steps, run.skipped_in_a_row = stored.numbers["skipped_steps"]
 
 
 def _check_finite(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> None:

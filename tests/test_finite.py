@@ -113,7 +113,7 @@ def test_a_state_with_nan_is_not_resumed(tmp_path: Path) -> None:
     write_numbers(tmp_path / "state", 4, write_part(shards_folder(tmp_path / "state", 4), part, 0, 1), numbers)
     longer = replace(EVERY, extend=True)
     with pytest.raises(
-        ValueError, match=rf"state of step 4 .* momentum_buffer:model.{WEIGHT} is NaN .*/step-000000004"
+        ValueError, match=rf"state of step 4 .* optimizer/momentum_buffer:model.{WEIGHT} is NaN .*/step-000000004"
     ):
         train(recipe(6), tmp_path, options=longer)
     (tmp_path / "state" / "step-000000004.json").unlink()

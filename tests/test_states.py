@@ -216,6 +216,96 @@ def test_damage_falls_back_to_the_state_before(tmp_path: Path, name: str) -> Non
     assert re.search(says, sentence), sentence
 
 
+def rewritten(folder: Path, header: Callable[[dict[str, Any]], object] | None = None, **numbers: Any) -> None:
+    """State 2 with other numbers, or with another header of its tensors, and the right checksums."""
+    path, shard = folder / "step-000000002.json", folder / "step-000000002" / SHARD
+    if header is not None:
+        raw = shard.read_bytes()
+        end = 8 + int.from_bytes(raw[:8], "little")
+        document = json.loads(raw[8:end])
+        header(document)
+        text = json.dumps(document).encode()
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
+    files = {SHARD: hashlib.sha256(shard.read_bytes()).hexdigest()}
+    known = {k: v for k, v in json.loads(path.read_text()).items() if k != "sha256"}
+    known |= {"files": files, **numbers}
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**known, "sha256": digest}))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+WEIGHT = "learner/weight"
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    **{
+        f"{name} {value!r}": lambda folder, name=name, value=value: rewritten(folder, **{name: value})  # type: ignore[misc]
+        for name, values in {
+            "step": (-1, 3, "x", None, 2.5, float("nan"), 10**30),
+            "truncated": ("x", -5, None, float("nan"), float("inf")),
+            "skipped_steps": ("xy", [1], None, [float("nan"), 1]),
+            "bad": (None, "x", [1], {"bad": [1]}, {"bad": [[-1, "k", "r"]]}),
+            "files": ({}, "x", [1], {"../step-000000001/x": "y"}, {"/dev/zero": "x"}, {"a\0": "x"}, {"": "x"}),
+        }.items()
+        for value in values
+    },
+    "shape": lambda folder: rewritten(folder, lambda h: h[WEIGHT].update(shape=[10**6, 10**7])),
+    "negative shape": lambda folder: rewritten(folder, lambda h: h[WEIGHT].update(shape=[-7, -3])),
+    "dtype": lambda folder: rewritten(folder, lambda h: h[WEIGHT].update(dtype="F4")),
+    "offsets": lambda folder: rewritten(folder, lambda h: h[WEIGHT].update(data_offsets=[0, 10**12])),
+    "no places": lambda folder: rewritten(folder, lambda h: h["__metadata__"].update(DCP_SHARDING_INFO="{}")),
+    "places": lambda folder: rewritten(
+        folder,
+        lambda h: h["__metadata__"].update(
+            DCP_SHARDING_INFO=json.dumps({name: {"saved_offsets": "zz"} for name in h if name != "__metadata__"})
+        ),
+    ),
+    "a pipe": lambda folder: pipe(folder / "step-000000002" / SHARD),
+    "a file without an end": lambda folder: endless(folder / "step-000000002" / SHARD),
+    "a json without an end": lambda folder: endless(folder / "step-000000002.json"),
+    "a json that is a pipe": lambda folder: pipe(folder / "step-000000002.json"),
+    "a json of 3 GB": lambda folder: os.truncate(folder / "step-000000002.json", 3 << 30),
+    "a stranger's name": lambda folder: (folder / "step-000000002.json").rename(folder / "step-abc.json"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_strangers_state_is_damaged_and_no_more(tmp_path: Path, what: str) -> None:
+    """With the right checksums: no traceback, no endless reading, nothing allocated; the state before is taken."""
+    put(tmp_path, 1, some())
+    put(tmp_path, 2, some())
+    HOSTILE[what](tmp_path)
+    said: list[str] = []
+    found = newest(tmp_path, said.append)
+    assert found is not None
+    assert found.numbers["step"] == 1
+    assert len(said) == steps_done(tmp_path) - 1
+    assert all("state step-000000002 is damaged" in one and len(one) < 500 for one in said)
+
+
+def test_moments_of_no_parameter_do_not_fit(tmp_path: Path) -> None:
+    train(recipe(2), tmp_path, options=EVERY)
+    moment = "optimizer/momentum_buffer:model.text_tower.blocks.1.mlp.proj.weight"
+
+    def other(header: dict[str, Any]) -> None:
+        header["optimizer/evil:x"] = header.pop(moment)
+        places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        places["optimizer/evil:x"] = places.pop(moment)
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+
+    rewritten(tmp_path / "state", other)
+    with pytest.raises(ValueError, match=r"tensors in .* do not fit this run: unknown optimizer/evil:x\."):
+        train(recipe(4), tmp_path, options=replace(EVERY, extend=True))
+
+
 def test_without_its_json_a_state_does_not_exist(tmp_path: Path) -> None:
     put(tmp_path, 7, some())
     put(tmp_path, 9, some()).unlink()

@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from kiloword import parallel
 from kiloword.files import SaveError, write_json
 from kiloword.state.shards import Stored
+
+MAX_JSON = 1 << 28  # bytes; a bad sample takes some 100
+_NAME, _FILE = re.compile(r"step-\d{1,18}\.json", re.ASCII), re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+@dataclass
+class _Bad:
+    """Of `data.bad.BadRows`."""
+
+    bad: list[tuple[NonNegativeInt, str, str]] = field(default_factory=list)
+
+
+@dataclass
+class _Numbers:
+    """What the json of a state must hold for a run to go on from it."""
+
+    step: NonNegativeInt
+    truncated: NonNegativeInt = 0
+    skipped_steps: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)  # of older states: none
+    bad: _Bad = field(default_factory=_Bad)
+
+
+_NUMBERS = TypeAdapter(_Numbers)
 
 
 def shards_folder(folder: Path, step: int) -> Path:
@@ -20,12 +48,17 @@ def shards_folder(folder: Path, step: int) -> Path:
 
 def states(folder: Path) -> list[Path]:
     """Their json files, newest first."""
-    return sorted(folder.glob("step-*.json"), reverse=True)
+    named = [path for path in folder.glob("step-*.json") if _NAME.fullmatch(path.name)]
+    return sorted(named, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 def steps_done(folder: Path) -> int:
     """Steps of the newest state; 0 where there is none."""
-    return max((int(path.stem.removeprefix("step-")) for path in states(folder)), default=0)
+    return max(map(_step, states(folder)), default=0)
 
 
 def write_numbers(folder: Path, step: int, files: Mapping[str, str], numbers: Mapping[str, Any]) -> None:
@@ -58,8 +91,8 @@ def drop_old(folder: Path, keep: int) -> None:
 def _drop_strangers(shards: Path, state: Path) -> None:
     """Files of an attempt that was cut, by another number of ranks."""
     try:
-        files = json.loads(state.read_text())["files"]
-    except (ValueError, KeyError, TypeError):  # damaged: the next states push it out
+        files = _json(state)["files"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # damaged: the next states push it out
         return
     for path in shards.iterdir():
         if path.name not in files:
@@ -78,24 +111,57 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Stored | None:
         (found,) = parallel.all_lists([_read(path)] if parallel.rank() == 0 else [])
         wrong = [found] if isinstance(found, str) else parallel.all_lists(_damage(path, found))
         if not isinstance(found, str) and not wrong:
-            return Stored([path.parent / file for file in found["files"]], found)
+            stored = _open(path.parent, found)
+            wrong = parallel.all_lists([stored] if isinstance(stored, str) else [])
+            if isinstance(stored, Stored) and not wrong:
+                return stored
         warn(f"state {path.stem} is damaged ({wrong[0]}): falling back to the one before.")
     if names:
         raise ValueError(f"no state in {folder} can be read: all are damaged. Start again with another --out.")
     return None
 
 
+def _open(folder: Path, found: dict[str, Any]) -> Stored | str:
+    """The state, or what is wrong with its files."""
+    try:
+        return Stored([folder / file for file in found["files"]], found)
+    except ValueError as e:
+        return str(e)
+
+
+def _check_regular(path: Path) -> None:
+    """Raises: ValueError for a pipe or a device, which may have no end; OSError."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError("no regular file")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Errors: OSError, ValueError, RecursionError."""
+    _check_regular(path)
+    if path.stat().st_size > MAX_JSON:
+        raise ValueError(f"{path.stat().st_size:,} bytes, more than {MAX_JSON:,}")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
 def _read(path: Path) -> dict[str, Any] | str:
     """A state's numbers, whose "files" are named from `path`'s folder on; or what is wrong with them."""
     try:
-        numbers: dict[str, Any] = json.loads(path.read_text())
+        numbers = _json(path)
         if "files" not in numbers:  # one file and its BLAKE2: what kiloword wrote before states were sharded
-            return {**numbers, "files": {f"{path.stem}.safetensors": numbers["checksum"]}}
+            files = {f"{path.stem}.safetensors": numbers["checksum"]}
+            return {**numbers, **asdict(_NUMBERS.validate_python(numbers)), "files": files}
         if numbers.pop("sha256") != _digest(numbers):
             return f"the checksum of {path.name} differs"
         if not numbers["files"]:
             return f"{path.name} names no files"
-        return {**numbers, "files": {f"{path.stem}/{file}": known for file, known in numbers["files"].items()}}
+        files = {f"{path.stem}/{file}": known for file, known in numbers["files"].items() if _FILE.fullmatch(file)}
+        if len(files) < len(numbers["files"]) or numbers["step"] != _step(path):
+            return f"{path.name} names files or a step that are not its own"
+        return {**numbers, **asdict(_NUMBERS.validate_python(numbers)), "files": files}
+    except ValidationError as e:
+        return f"{path.name}: {e.errors()[0]['loc']} {e.errors()[0]['msg'].lower()}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         return f"{path.name}: {e}"
 
@@ -105,6 +171,7 @@ def _damage(path: Path, found: dict[str, Any]) -> list[str]:
     out = []
     for file, checksum in list(found["files"].items())[parallel.rank() :: parallel.ranks()]:
         try:
+            _check_regular(path.parent / file)
             with (path.parent / file).open("rb") as data:
                 real = hashlib.file_digest(data, _old if "checksum" in found else "sha256").hexdigest()
         except (OSError, ValueError) as e:  # the second: a zero byte in the name

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -113,14 +114,18 @@ class Stored:
     """A whole state on disk.
 
     Args: files: of its tensors; numbers: what else it holds.
+    Errors: ValueError for files that are no safetensors, or whose header makes no sense; nothing is allocated for it.
     """
 
     def __init__(self, files: Sequence[Path], numbers: dict[str, Any]) -> None:
         self.numbers = numbers
         self._reader = HuggingFaceStorageReader(str(files[0].parent))
         self._reader.fs = _Listed(files)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        try:
+            self._metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, AssertionError, OSError) as e:
+            raise ValueError(f"{files[0].name}: {type(e).__name__}: {str(e)[:200]}") from e
         self.specs: dict[str, Spec] = {}
         for name, stored in self._metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata)
