@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -24,7 +24,7 @@ _SIGNATURE = re.compile(
     r"|((access|auth|refresh|id|session)[-_]?)?token|auth|authorization|((api|access)[-_]?)?key|api[-_]?key"
     r"|pass|passwd|password|pwd|secret|jwt|md5|download"
 )
-_IN_TEXT = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)(?:[^\s/?#'\"<>]*@)?([^\s?#'\"<>]*)(?:[?#][^\s'\"<>)]*)?")
+_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,30}://[^\s?#'\"<>]*(?:[?#][^\s'\"<>)]*)?")
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|SIGNATURE|APIKEY|(_|^)KEY(_ID)?$")
 _HIDDEN = "***"
 _LEAST = 4  # characters of a password, and
@@ -46,14 +46,11 @@ class Address:
     login: str = field(default="", repr=False, compare=False)  # `user:password`, as in the URL
     query: str = field(default="", repr=False, compare=False)  # `?query#fragment`, as in the URL
 
-    def __post_init__(self) -> None:
-        _secrets.update(_secrets_of(self.login, self.query))
-
     def __str__(self) -> str:
         return self.url
 
-    def __reduce__(self) -> tuple[type[Address], tuple[str, str, str]]:
-        return Address, (self.url, self.login, self.query)  # by __init__: the other process hides the same secrets
+    def __reduce__(self) -> tuple[Callable[[str, str, str], Address], tuple[str, str, str]]:
+        return _of_user, (self.url, self.login, self.query)  # the other process hides the same secrets
 
     @property
     def full(self) -> str:
@@ -137,14 +134,23 @@ def without_credentials(value: Any) -> Any:
 def address_of(url: str) -> Address:
     """A URL with its own credentials, else with those that `public` remembered for it. Raises: as `split`."""
     address = split(url)
-    return address if address.login or address.query else _known.get(address.url, address)
+    own = bool(address.login or address.query)
+    return _of_user(address.url, address.login, address.query) if own else _known.get(address.url, address)
 
 
 def scrubbed(text: str) -> str:
     """A text of a server or a library without credentials: those in use, of the environment, of any URL in it."""
     for secret in sorted(_secrets | set(_of_environment()), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
-    return _IN_TEXT.sub(r"\1\2", text)
+    return _IN_TEXT.sub(_identity, text)
+
+
+def _identity(match: re.Match[str]) -> str:
+    """Of a URL in a text."""
+    try:
+        return split(match[0]).url
+    except ValueError:  # it may be a login that is not quoted
+        return match[0].partition("://")[0] + "://" + _HIDDEN
 
 
 def _before(word: str) -> tuple[str, str]:
@@ -160,7 +166,13 @@ def _remember(address: Address) -> None:
             f"{address.url} comes with two different queries. Data is told apart by its address without the query, "
             "which may be a signature: give the two files different paths, or fetch one of them first."
         )
-    _known[address.url] = address
+    _known[address.url] = _of_user(address.url, address.login, address.query)
+
+
+def _of_user(url: str, login: str, query: str) -> Address:
+    """An address whose credentials `scrubbed` hides: not one of a server's, which would grow with every redirect."""
+    _secrets.update(_secrets_of(login, query))
+    return Address(url, login, query)
 
 
 def _secrets_of(login: str, query: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ import pytest
 from servers import LOGIN, PLANTED, Guarded, Server
 from tars import pairs, write_tar
 
+from kiloword import addresses
 from kiloword.addresses import address_of, public, scrubbed, split
 from kiloword.data.remote_config import remote_config
 from kiloword.data.remote_errors import Unreachable
@@ -67,6 +68,15 @@ def test_a_login_that_is_not_quoted(url: str) -> None:
         assert PLANTED not in str(caught.value)
 
 
+def test_what_a_server_sends_is_not_remembered() -> None:
+    """Signatures of redirects would fill the memory of a long run; words of a server's choice would be hidden."""
+    before = len(addresses._secrets)
+    for n in range(100):
+        assert scrubbed(f"see https://u:secret{n:04d}@h/0?sig={n:08d}") == "see https://h/0"
+        split(f"https://u:secret{n:04d}@h/0?sig={n:08d}")
+    assert len(addresses._secrets) == before
+
+
 def test_words_of_the_command_line() -> None:
     url = "https://u:plantedpw@words.org/0.tar?token=plantedtoken"
     assert public(f"--data={url}") == "--data=https://words.org/0.tar"
@@ -75,6 +85,10 @@ def test_words_of_the_command_line() -> None:
     for word in ("a dog", "see http://a.org?b=1", "scenes?n=3", "--steps=3", "/a/b?c", "C://x"):
         assert public(word) == word
     assert scrubbed(f"no {url!r}, plantedpw, plantedtoken") == "no 'https://words.org/0.tar', ***, ***"
+    assert (
+        scrubbed("abfs://box@account/0.tar: 403, http://u:planted/pw@h/0")
+        == "abfs://box@account/0.tar: 403, http://***"
+    )
     assert "planted" not in scrubbed("plantedsecretkey of http://planteduser:plantedproxy@127.0.0.1:9")
 
 

@@ -9,6 +9,7 @@ import tracemalloc
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,23 @@ def test_patterns_that_name_too_many_files() -> None:
             open_source(pattern)
     names = sorted(("2" * 5000, "10", "9", "x٢", "x²"), key=natural)
     assert names == ["9", "10", "2" * 5000, "x²", "x٢"]
+
+
+def test_an_index_whose_members_are_far_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fetched ahead of a sample is what its members need, not all that lies between them."""
+    monkeypatch.setenv("KILOWORD_REMOTE", "piece=1000 ahead=0")
+    with Server({"0.tar": write_tar(tmp_path / "0.tar", pairs(3)).read_bytes()}) as server:
+        source: Any = open_source(f"{server.url}/0.tar")
+        index, tar = source._index(0), source.tars[0]
+        near = [n for _, n in source.pieces(0)]
+        assert near == [0, 1, 2]  # 1,000 bytes each: the image, and the text behind its header
+        source.tars[0] = replace(tar, info=replace(tar.info, size=10**13))
+        table = index.table.copy()
+        table[0, 2:4] = 9 * 10**12, 20  # the text
+        table[1, :2] = 0, 10**13  # an image
+        source._index = lambda _: replace(index, table=table)
+        assert [n for _, n in source.pieces(0)] == [0, 1, 9 * 10**9]
+        assert len(source.pieces(1)) < 5
 
 
 def test_redirects_without_end() -> None:

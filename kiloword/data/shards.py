@@ -125,8 +125,8 @@ class Shards:
         places = [place for part in PARTS if (place := index.place(local, part))]
         if not isinstance(tar, RemoteFile) or not places:
             return []
-        stop = min(max(offset + size for offset, size in places), tar.info.size)
-        return [(tar, n) for n in tar.covering(min(offset for offset, _ in places), stop)]
+        spans = ((offset, min(offset + size, tar.info.size)) for offset, size in places if size <= MAX_IMAGE)
+        return [(tar, n) for n in sorted({n for span in spans for n in tar.covering(*span)})]
 
     @property
     def labels(self) -> NDArray[np.int64]:
