@@ -83,7 +83,7 @@ def explain(sentence: str) -> None:
     if path:
         about = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": about}}))
+            Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": about}}), encoding="utf-8")
 
 
 def first_node(nodes: str) -> str:

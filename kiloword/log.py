@@ -57,7 +57,7 @@ class Log:
         rows = read_metrics(path)
         kept = [r for r in rows if r["step"] <= step]
         text = "".join(json.dumps(r) + "\n" for r in kept)
-        if path.is_file() and path.read_text() != text:
+        if path.is_file() and path.read_text(encoding="utf-8") != text:
             write_atomic(path, text.encode())
         self._restarts = max((r.get("restarts", 0) + 1 for r in rows), default=0)
         for row in kept:
@@ -72,7 +72,7 @@ class Log:
             return
         values = values | {"time": round(time.time(), 3), "restarts": self._restarts}
         try:
-            with self.path.open("a") as f:
+            with self.path.open("a", encoding="utf-8") as f:
                 f.write(json.dumps(values) + "\n")
         except OSError as e:
             raise ValueError(f"cannot write {self.path}: {e.strerror}. The last state is kept.") from e
@@ -137,7 +137,7 @@ def open_log(out: Path, recipe: Recipe, step: int, options: Options, log_limit: 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All rows of a `metrics.jsonl`; a last line that a crash cut is left out."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:

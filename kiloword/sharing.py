@@ -183,7 +183,7 @@ def together(device: str) -> Iterator[None]:
     with parallel.process_group(device), ExitStack() as stack:
         stack.enter_context(sharing())
         if parallel.rank():
-            nowhere = stack.enter_context(open(os.devnull, "w"))
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield

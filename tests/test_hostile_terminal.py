@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -253,6 +255,37 @@ def test_odd_paths(world: World, name: str, use: str, capsys: pytest.CaptureFixt
     assert code == (2 if refused else 0), said.err
     assert (refused or "") in said.err
     assert not steering(said.out + said.err)
+
+
+@pytest.mark.slow
+def test_a_locale_of_ascii(world: World, tmp_path: Path) -> None:
+    """What was written in it is read again: states, metrics, tables, pages."""
+    folder = tmp_path / "é犬"
+    members = {f"é犬{name}": content for name, content in pairs(6).items()}
+    write_tar(folder / "tars" / "0.tar", members | {"ü.png": b"no picture", "ü.txt": b"x"})
+    shutil.copytree(world.model, folder / "model")
+    train = ["train", "clip", "--data", "tars", "--out", "run", *SMALL, "--bad-share", "0.5"]
+    verbs = [
+        train,
+        [*train, "--steps", "2", "--extend"],
+        ["watch", "run", "--once"],
+        ["eval", "run/model", "retrieval", "--data", "tars", "--json", "r.json"],
+        ["eval", "run/model", "spectrum", "--data", "tars", "--html", "s.html"],
+        ["embed", "run/model", "--data", "tars", "--out", "side"],
+        ["mine", "tars", "--side", "side", "--out", "mined"],
+        ["caption", "model", "--data", "tars", "--out", "c.parquet"],
+        ["data", "stats", "tars", "--png", "é.png"],
+        ["score", "model", "--images", "é.png", "--texts", "é", "--explain", "ex"],
+    ]
+    here = ("tars", "run", "model", "side", "mined", "c.parquet", "é.png", "ex", "r.json", "s.html", "run/model")
+    for verb in verbs:
+        words = [str(folder / word) if word in here else word for word in verb]
+        ascii_locale = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+        command = [sys.executable, "-m", "kiloword", *words]
+        done = subprocess.run(command, capture_output=True, env={**os.environ, **ascii_locale}, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.isascii()
+        assert b"Traceback" not in done.stderr
 
 
 def test_names_of_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,11 +97,11 @@ def spice(candidates: Sequence[str], references: Sequence[Sequence[str]], limit:
     ]
     with TemporaryDirectory() as scratch:
         asked, answered = Path(scratch) / "in.json", Path(scratch) / "out.json"
-        asked.write_text(json.dumps(rows))
+        asked.write_text(json.dumps(rows), encoding="utf-8")
         _output("SPICE", ["java", "-Xmx8G", "-jar", str(jar), str(asked), "-out", str(answered), "-silent"], "", limit)
         if not answered.is_file():
             raise ValueError("SPICE wrote no scores; it is known to need Java 8.")
-        found = [float(row["scores"]["All"]["f"]) for row in json.loads(answered.read_text())]
+        found = [float(row["scores"]["All"]["f"]) for row in json.loads(answered.read_text(encoding="utf-8"))]
     return sum(found) / len(found)
 
 

@@ -40,7 +40,7 @@ def read(out: Path) -> list[Row]:
     """All rows; a line that a crash cut is left out."""
     path = out / "results.jsonl"
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
@@ -75,7 +75,7 @@ def folder_of(out: Path, arm: Arm, seed: int) -> Path:
 def alone(folder: Path) -> Iterator[None]:
     """Wait until no other process works in the folder: an older script's run may still be alive."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file, _locked(file.fileno()):
+    with (folder / "lock").open("w", encoding="utf-8") as file, _locked(file.fileno()):
         yield
 
 

@@ -93,7 +93,7 @@ def _train(arm: Arm, seed: int, folder: Path, options: Options) -> dict[str, Any
         _start(arm, recipe, folder, options)
         cpu_s = (time.process_time() - start) * recipe.steps / max(1, recipe.steps - before)
         write_json(folder / "spent.json", {"train_s": _loop_s(folder, recipe.batch), "cpu_s": cpu_s})
-    spent: dict[str, Any] = json.loads((folder / "spent.json").read_text())
+    spent: dict[str, Any] = json.loads((folder / "spent.json").read_text(encoding="utf-8"))
     return spent
 
 

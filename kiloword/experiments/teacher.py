@@ -59,7 +59,7 @@ def _calibrated(table: Any, source: Any) -> dict[str, Any]:
 def known(out: Path) -> dict[str, Any] | None:
     """What `make` has written, if it has."""
     path = out / "teacher.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def features(out: Path) -> Path:

@@ -72,7 +72,7 @@ def _sides(given: Any) -> int | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no {path}: expected a folder that transformers' save_pretrained wrote.") from None
     except ValueError:

@@ -141,7 +141,7 @@ def _json(path: Path) -> dict[str, Any]:
     _check_regular(path)
     if path.stat().st_size > MAX_JSON:
         raise ValueError(f"{path.stat().st_size:,} bytes, more than {MAX_JSON:,}")
-    found: dict[str, Any] = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 

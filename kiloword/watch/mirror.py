@@ -158,6 +158,6 @@ def in_training(run: Path, say: Callable[[str], None]) -> Callable[[], None]:
 
 def _read(path: Path) -> Place:
     try:
-        return Place(**json.loads(path.read_text()))
+        return Place(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return Place()

@@ -236,4 +236,4 @@ def _write(folder: Path, samples: Iterator[list[list[Member]]]) -> None:
     finally:
         if tar is not None:
             tar.close()
-    (folder / "nshards.txt").write_text(f"{shards}\n")
+    (folder / "nshards.txt").write_text(f"{shards}\n", encoding="utf-8")
