@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import struct
 import tarfile
 import tempfile
 from dataclasses import asdict
@@ -65,6 +66,20 @@ def picture(kind: str, mode: str = "RGB", **options: Any) -> bytes:
     return out.getvalue()
 
 
+def scans(count: int) -> bytes:
+    """A progressive JPEG, its last scan over and over."""
+    jpeg = picture("JPEG", "L", progressive=True)
+    last = jpeg[jpeg.rindex(b"\xff\xda") : -2]
+    return jpeg[:-2] + last * (count - jpeg.count(b"\xff\xda")) + b"\xff\xd9"
+
+
+def with_segments() -> bytes:
+    """A JPEG with many segments, fill bytes and a scan inside a segment."""
+    jpeg, film = picture("JPEG"), b"\xff\xda\0\x08" * 60
+    inside = b"\xff\xe1" + struct.pack(">H", len(film) + 2) + film
+    return jpeg[:20] + b"\xff\xfe\0\3x" * 50 + b"\xff" * 50 + inside + jpeg[20:] + film
+
+
 def picture_seeds() -> list[bytes]:
     exif = Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "x"
@@ -74,7 +89,14 @@ def picture_seeds() -> list[bytes]:
     plain = [picture(kind, mode) for kind, all_ in modes.items() for mode in all_]
     special = [picture(kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
     special += [picture(kind, **more) for kind in ("PNG", "GIF", "WEBP", "TIFF", "MPO")]
-    special += [picture("JPEG", progressive=True), picture("WEBP", lossless=True), picture("JPEG", quality=5)]
+    special += [
+        scans(12),
+        scans(90),
+        scans(110),
+        with_segments(),
+        picture("WEBP", lossless=True),
+        picture("JPEG", quality=5),
+    ]
     special += [picture("TIFF", compression=name) for name in ("tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate")]
     return [bytes([n % 6]) + image for n, image in enumerate(plain + special)]
 

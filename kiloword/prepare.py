@@ -18,6 +18,7 @@ from kiloword.data.reading import captions_of
 from kiloword.data.sampler import Order
 from kiloword.data.side import SideTable
 from kiloword.data.sources import open_data, open_source
+from kiloword.data.time_limit import REASON
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.engine import Reducer
 from kiloword.files import write_json
@@ -256,6 +257,7 @@ def resume(run: Run) -> None:
     _check_finite(run.out / "state", stored.numbers["step"], whole)
     run.optimizer.load_state_dict(moments)
     run.bad.load_state_dict(stored.numbers["bad"])
+    run.loader.given_up |= {(0, row) for row in run.bad.rows_of(REASON)}  # or another machine might find them in time
     run.step, run.truncated = stored.numbers["step"], stored.numbers["truncated"]
     run.skipped_steps, run.skipped_in_a_row = stored.numbers["skipped_steps"]
 

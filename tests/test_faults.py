@@ -310,7 +310,7 @@ def test_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends:
     goes_on(train(tmp_path, "--workers", 1), tmp_path)
 
 
-@pytest.mark.parametrize(("free", "wanted"), [(19, 20), (30, 1012)])
+@pytest.mark.parametrize(("free", "wanted"), [(3, 20), (30, 1012)])
 def test_few_open_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str], free: int, wanted: int
 ) -> None:

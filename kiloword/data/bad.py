@@ -39,6 +39,10 @@ class BadRows:
             )
         return new
 
+    def rows_of(self, reason: str) -> list[int]:
+        """The rows whose reason begins so."""
+        return [row for row, one in self._seen.items() if one.reason.startswith(reason)]
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs: lists that json can hold."""
         return {"bad": [[one.row, one.key, one.reason] for one in self._seen.values()]}

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from kiloword.data.work import check_bytes, check_opened, finder
+from kiloword.data.work import check_bytes, check_opened, finder, is_whole_png
 from kiloword.terminal import shown
 from kiloword.types import BadSample
 
@@ -159,7 +159,7 @@ def _fast(image: bytes, picture: Image.Image, decoder: Decoder, factor: int) -> 
         return None
     if picture.format == "JPEG" and decoder == "simplejpeg":
         return _simplejpeg(image, picture, factor)
-    still = picture.format == "PNG" and getattr(picture, "n_frames", 1) == 1
+    still = picture.format == "PNG" and getattr(picture, "n_frames", 1) == 1 and is_whole_png(image)
     if decoder == "opencv" and (still or (picture.format == "JPEG" and _is_whole(image))):
         return _opencv(image, factor)
     return None

@@ -20,6 +20,7 @@ class Folder:
     """
 
     natural = True
+    from_files = True
     classnames: list[str] | None = None
     templates: list[str] | None = None
 

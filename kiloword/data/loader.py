@@ -19,6 +19,7 @@ from kiloword.data.reading import name_of, read
 from kiloword.data.sampler import Order, Rows, share
 from kiloword.data.side import SideTable
 from kiloword.data.steps import in_order
+from kiloword.data.time_limit import Row, decoding
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.data.transforms import EvalTransform, TrainTransform
 from kiloword.draw import Draw, key
@@ -36,7 +37,7 @@ class Loader:
     views change examples, in order; sides, tables of features that join the examples; truth: texts also carry which
     pictures of the global batch they are true of; questions: every picture comes with the question that its texts
     answer; train False: pictures as for evaluation, no views; timeout in seconds
-    a step.
+    a step; given_up: rows that took too long to decode, to be skipped from the start.
     Errors: ValueError when the batch does not divide over the ranks, the order or a side table is of other data, or the
     source knows no truth or no questions.
     """
@@ -58,6 +59,7 @@ class Loader:
     train: bool = True
     resize: Literal["shortest", "squash"] = "shortest"
     timeout: float = 300
+    given_up: set[Row] = field(default_factory=set)
     _train: TrainTransform = field(init=False, repr=False)
     _eval: EvalTransform = field(init=False, repr=False)
     _untouched: bool = field(init=False, repr=False)
@@ -97,7 +99,9 @@ class Loader:
         steps = count(start) if stop is None else range(start, stop)
         if self._ahead:
             self._ahead.stop = stop
-        return in_order(self.batch, steps, self.workers, self.timeout)
+        return in_order(
+            self.batch, steps, self.workers, self.timeout, self.given_up, getattr(self.source, "from_files", False)
+        )
 
     def batch(self, step: int) -> Batch:
         """This rank's share of the global batch of one step.
@@ -231,7 +235,9 @@ class Reader:
         captions = choose(record.captions, loader.data.captions, draw if draw.row == row else replace(draw, row=row))
         if not captions:
             raise BadSample("no caption")
-        example = Example(record.key, row, loader.picture(record.image, draw), captions, question=asked)
+        with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):
+            image = loader.picture(record.image, draw)
+        example = Example(record.key, row, image, captions, question=asked)
         for side in loader.sides:
             side.join(example)  # before words are dropped: features are those of whole captions
         if loader.train and loader.data.augment.drop_words > 0 and asked is None:  # an answer is right as a whole

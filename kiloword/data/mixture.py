@@ -33,6 +33,7 @@ class Mixture:
         lines = "\n".join(f"{s.fingerprint} {w!r}" for s, w in zip(sources, weights, strict=True))
         self.fingerprint = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
         self.natural = all(getattr(s, "natural", True) for s in sources)
+        self.from_files = all(getattr(s, "from_files", False) for s in sources)
         self.notes = [note for s in sources for note in getattr(s, "notes", [])]
         self._parts = [_part(s, math.modf(w)[0], epoch) for s, w in zip(sources, weights, strict=True)]
         lengths = [int(w) * len(s) + len(p) for s, w, p in zip(sources, weights, self._parts, strict=True)]

@@ -49,6 +49,7 @@ class QuestionTable:
     """
 
     natural = True
+    from_files = True
     classnames: list[str] | None = None
     templates: list[str] | None = None
 

@@ -17,6 +17,7 @@ from kiloword.data.decode import Pixels
 from kiloword.data.questions import question, question_of
 from kiloword.data.remote_errors import Unreachable
 from kiloword.data.steps import in_order
+from kiloword.data.time_limit import decoding
 from kiloword.data.transforms import EvalTransform
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
@@ -140,7 +141,9 @@ def eval_batches(
     batches = [part[start : start + batch] for part in wanted for start in range(0, len(part), batch)]
     make = partial(_eval_batch, source, transform or EvalTransform(image_size, resize), batches, captions)
     ahead = ahead_of(source, partial(_rows_of, source, batches), batch, len(batches))
-    return in_order(make if ahead is None else partial(_with_ahead, ahead, make), range(len(batches)), workers)
+    if ahead is not None:
+        make = partial(_with_ahead, ahead, make)
+    return in_order(make, range(len(batches)), workers, apart=getattr(source, "from_files", False))
 
 
 def _rows_of(source: Source, batches: Sequence[range], step: int) -> tuple[Source, range]:
@@ -157,7 +160,8 @@ def _eval_batch(source: Source, transform: Transform, batches: Sequence[range], 
     for row in batches[step]:
         try:
             record = (read if captions else read_picture)(source, row)
-            images.append(transform(record.image))
+            with decoding(row):
+                images.append(transform(record.image))
         except BadSample as error:
             skipped.append(Skipped(row, name_of(source, row), str(error)))
             continue

@@ -34,6 +34,7 @@ class Shards:
     """
 
     natural = True
+    from_files = True
 
     def __init__(
         self,

@@ -7,15 +7,20 @@ import os
 import resource
 import signal
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from kiloword.data.time_limit import POLL_S, Apart, Late, Row, TimeLimit
 from kiloword.sentences import WORKER, sentence_of
 
 Item = TypeVar("Item")
@@ -28,27 +33,60 @@ class LoaderStopped(ValueError):
     """A worker process died, or took too long."""
 
 
-def in_order(make: Callable[[int], Item], steps: Iterable[int], workers: int, timeout: float = 300) -> Iterator[Item]:
+def in_order(
+    make: Callable[[int], Item],
+    steps: Iterable[int],
+    workers: int,
+    timeout: float = 300,
+    given_up: set[Row] | None = None,
+    apart: bool = False,
+) -> Iterator[Item]:
     """`make(step)` for every step, in order, made ahead by `workers` processes (0: in this one).
 
+    A row that a reader decodes for too long (see `time_limit`) joins `given_up`, and what was being made is made again
+    without it. Args: apart: without workers, make in a thread of its own, so that this one can see what is late.
     Errors: a ValueError of `make` comes out as it was raised, lack of memory or a file's error as a sentence;
     LoaderStopped when a worker died or took longer than `timeout` seconds for one step. (One that dies while nothing is
     waited for raises DataLoader's RuntimeError wherever this process is: `sentence_of` knows it.)
     """
+    rest, open_steps, given_up = iter(steps), deque[int](), set() if given_up is None else given_up
+    while True:
+        try:
+            for item in _attempt(make, _noted(rest, open_steps), workers, timeout, TimeLimit(workers, given_up), apart):
+                open_steps.popleft()
+                yield item
+            return
+        except Late:
+            rest = chain(tuple(open_steps), rest)
+            open_steps.clear()
+
+
+def _noted(steps: Iterator[int], into: deque[int]) -> Iterator[int]:
+    for step in steps:
+        into.append(step)
+        yield step
+
+
+def _attempt(
+    make: Callable[[int], Item], steps: Iterable[int], workers: int, timeout: float, limit: TimeLimit, apart: bool
+) -> Iterator[Item]:
+    """As `in_order`. Raises: Late, with what is late in `limit.given_up`."""
     if workers:
         _check_open_files(_FILES + _FILES_WORKER * workers)
     loader: DataLoader[Item | _Failed] = DataLoader(
-        _Steps(make),
+        _Steps(make, limit if workers and limit.is_shared() else None),
         batch_size=None,
         sampler=steps,
         num_workers=workers,
-        timeout=timeout if workers else 0,
+        timeout=min(POLL_S, timeout) if workers else 0,
         worker_init_fn=_start_worker if workers else None,
         generator=torch.Generator(),  # otherwise making an iterator would draw from the global one
     )
     items = iter(loader)
+    following = partial(next, items, None)
+    fetch = partial(_wait, following, limit, timeout) if workers else Apart(following, limit) if apart else following
     try:
-        for item in items:
+        while (item := fetch()) is not None:
             if isinstance(item, _Failed):
                 raise item.error
             yield cast(Item, item)
@@ -61,7 +99,23 @@ def in_order(make: Callable[[int], Item], steps: Iterable[int], workers: int, ti
             raise LoaderStopped(f"a loader worker stopped while it sent a batch. {WORKER}") from error
         raise
     finally:
+        if isinstance(fetch, Apart):
+            fetch.close()
         _end_workers(items)
+
+
+def _wait(following: Callable[[], Item], limit: TimeLimit, timeout: float) -> Item:
+    """The next item, with a look at what is late whenever none has come for `POLL_S` seconds."""
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            return following()
+        except RuntimeError as error:
+            if "DataLoader timed out" not in str(error):
+                raise
+            limit.check()
+            if time.monotonic() >= end:
+                raise RuntimeError(f"DataLoader timed out after {timeout:g} seconds") from error
 
 
 @dataclass
@@ -72,13 +126,16 @@ class _Failed:
 
 
 class _Steps(Dataset[Any]):
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self.make = make
+    def __init__(self, make: Callable[[int], Any], limit: TimeLimit | None) -> None:
+        self.make, self.limit = make, limit
 
     def __getitem__(self, step: int) -> Any:
         try:
+            worker = get_worker_info()
+            if self.limit and worker is not None:
+                self.limit.enter(worker.id)
             item = self.make(step)
-            if get_worker_info() is not None:
+            if worker is not None:
                 _check_shared_memory(_bytes(item))
                 _check_open_files(_FILES + _tensors(item))
             return item

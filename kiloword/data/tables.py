@@ -55,6 +55,7 @@ class Table:
     """
 
     natural = True
+    from_files = True
     classnames: list[str] | None = None
     templates: list[str] | None = None
 

@@ -163,6 +163,14 @@ def _png_chunks(png: bytes) -> Iterator[bytes]:
         at += 12 + int.from_bytes(png[at : at + 4], "big")
 
 
+def is_whole_png(png: bytes) -> bool:
+    """Whether chunks lead to its end within its bytes: OpenCV makes room for as many as one claims to have."""
+    at = 8
+    while at + 12 <= len(png) and png[at + 4 : at + 8] != b"IEND":
+        at += 12 + int.from_bytes(png[at : at + 4], "big")
+    return png[at : at + 8] == b"\0\0\0\0IEND"
+
+
 def _webp_chunks(webp: bytes) -> Iterator[bytes]:
     """Frames among them."""
     at = 12

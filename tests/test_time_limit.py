@@ -1,0 +1,111 @@
+"""A sample that takes too long to decode is named and replaced, with and without workers; nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tars import pairs, write_tar
+from test_hostile_work import scans
+
+from kiloword.data import time_limit
+from kiloword.data.loader import Loader
+from kiloword.data.reading import eval_batches
+from kiloword.data.sampler import Order
+from kiloword.data.shards import Shards
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.transforms import EvalTransform
+from kiloword.recipes import DataConfig, TextConfig
+
+ROWS, SLOW = 12, 5
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
+    """Decoding its row 5 takes 1 s, in one call of libjpeg; the limit is 0.2 s."""
+    monkeypatch.setattr(time_limit, "SECONDS", 0.2)
+    monkeypatch.setattr(time_limit, "POLL_S", 0.05)
+    monkeypatch.setattr("kiloword.data.steps.POLL_S", 0.05)
+    members = pairs(ROWS)
+    slow = scans(80, Image.new("L", (4200, 4200)))
+    members = {name: slow if name == f"{SLOW:04d}.png" else body for name, body in members.items()}
+    return Shards("x", [write_tar(tmp_path / "x.tar", members)])
+
+
+def loader(source: Shards, workers: int, given_up: set[time_limit.Row]) -> Loader:
+    tokenizer = Tokenizer.train(["picture 0123456789"] * 20, 300)
+    return Loader(
+        source,
+        Order(ROWS, 4, 0),
+        DataConfig(sources=("x",), decoder="simplejpeg"),
+        TextConfig(vocab=512),
+        32,
+        tokenizer,
+        workers=workers,
+        given_up=given_up,
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_slow_row_is_replaced(source: Shards, workers: int) -> None:
+    pytest.importorskip("simplejpeg")
+    given_up: set[time_limit.Row] = set()
+    start = time.monotonic()
+    batches = list(loader(source, workers, given_up).batches(0, 3))
+    assert given_up == {(0, SLOW)}
+    assert [(s.row, s.key, s.reason) for b in batches for s in b.skipped] == [
+        (SLOW, f"{SLOW:04d}", "decoding takes more than 0.2 s of processor time")
+    ]
+    assert [len(batch) for batch in batches] == [4, 4, 4]
+    again = list(loader(source, 0, given_up).batches(0, 3))  # as a resumed run reads: nothing is late
+    for one, other in zip(batches, again, strict=True):
+        assert np.array_equal(one.images, other.images)
+        assert np.array_equal(one.texts.ids, other.texts.ids)
+        assert one.skipped == other.skipped
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluation_leaves_it_out(source: Shards, workers: int) -> None:
+    batches = list(eval_batches(source, 32, batch=4, workers=workers))
+    assert [row for batch in batches for row in batch.rows] == [row for row in range(ROWS) if row != SLOW]
+    assert [(s.row, s.reason) for b in batches for s in b.skipped] == [
+        (SLOW, "decoding takes more than 0.2 s of processor time")
+    ]
+
+
+def test_waiting_is_not_late(source: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only processor time counts: a process that stands still, or waits for a core, loses no row."""
+    call = EvalTransform.__call__
+
+    def slept(self: EvalTransform, image: bytes) -> object:
+        time.sleep(0.5 if len(image) < 5000 else 0)
+        return call(self, image)
+
+    monkeypatch.setattr(EvalTransform, "__call__", slept)
+    batches = list(eval_batches(source, 32, batch=2, parts=[range(2)]))
+    assert [row for batch in batches for row in batch.rows] == [0, 1]
+
+
+def test_the_thread_ends_with_the_batches(source: Shards) -> None:
+    before = threading.active_count()
+    batches = eval_batches(source, 32, batch=4)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_errors_come_out_as_they_are(source: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: EvalTransform, image: bytes) -> object:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(EvalTransform, "__call__", fails)
+    with pytest.raises(KeyError, match="bug"):
+        next(eval_batches(source, 32, batch=4))
