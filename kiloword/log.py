@@ -20,6 +20,7 @@ from kiloword.terminal import say
 from kiloword.watch.alerts import About, Alerts
 from kiloword.watch.mirror import in_training
 from kiloword.watch.pace import Pace, duration
+from kiloword.watch.rows import Reader
 
 PLAIN_EVERY_S = 10.0  # without a terminal, a line at most this often
 
@@ -53,11 +54,16 @@ class Log:
             self._go_on(path, step)
 
     def _go_on(self, path: Path, step: int) -> None:
-        """A resumed run writes the rows after its state again: drop the old ones, and know what the others told."""
+        """A resumed run writes the rows after its state again: drop the old ones, and know what the others told.
+
+        Raises: ValueError for a pipe.
+        """
+        if path.is_fifo():
+            raise ValueError(f"{path} is a pipe: expected a file of metrics, or none. Remove it.")
         rows = read_metrics(path)
         kept = [r for r in rows if r["step"] <= step]
         text = "".join(json.dumps(r) + "\n" for r in kept)
-        if path.is_file() and path.read_text(encoding="utf-8") != text:
+        if path.is_file() and (path.stat().st_size != len(text) or path.read_bytes() != text.encode()):
             write_atomic(path, text.encode())
         self._restarts = max((r.get("restarts", 0) + 1 for r in rows), default=0)
         for row in kept:
@@ -135,11 +141,5 @@ def open_log(out: Path, recipe: Recipe, step: int, options: Options, log_limit: 
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a `metrics.jsonl`; a last line that a crash cut is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """All rows of a `metrics.jsonl`, as `watch.rows.Reader` takes them; a last line that a crash cut is left out."""
+    return list(Reader(path)())

@@ -18,11 +18,12 @@ from rich.console import Console
 from runs import row, write
 
 from kiloword.cli import main
+from kiloword.log import Log, read_metrics
 from kiloword.watch import command
 from kiloword.watch.command import Runs
 from kiloword.watch.page import View, page
 from kiloword.watch.plot import Series, plot, short
-from kiloword.watch.rows import Reader, smoothed, thinned
+from kiloword.watch.rows import NAMES, Reader, smoothed, thinned
 from kiloword.watch.runs import Watched, find
 
 
@@ -246,6 +247,64 @@ def test_damaged_rows_and_configs_are_left_out(tmp_path: Path, text: str) -> Non
     for config in ('{"recipe": [1]}', '{"recipe": {"steps": "x", "batch": [], "data": 5, "settings": 7}}', "null"):
         (out / "config.json").write_text(config)
         assert "step 7" in frame(out)
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def values(value: object) -> str:
+    return json.dumps(dict.fromkeys(row(1), value) | {"step": 30}) + "\n"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+@pytest.mark.parametrize("harm", [endless, pipe, lambda path: os.truncate(path, 1 << 26), lambda path: path.unlink()])
+def test_a_strangers_files_are_read_as_far_as_they_have_an_end(
+    tmp_path: Path, name: str, harm: Callable[[Path], None]
+) -> None:
+    out = write(tmp_path / "run", [row(n) for n in range(1, 9)])
+    harm(out / name)
+    assert len(frame(out)) < 5000
+
+
+@pytest.mark.parametrize("value", ["\x1b[31mx", [1], None, {"a": 1}, True, 1e99, -1e99])
+def test_values_that_are_no_numbers_are_left_out(tmp_path: Path, value: object) -> None:
+    out = write(tmp_path / "run", [row(n) for n in range(1, 9)])
+    append(out / "metrics.jsonl", values(value))
+    assert "step 30" in frame(out)
+    assert len(read_metrics(out / "metrics.jsonl")) == 9
+
+
+def test_a_run_has_a_bounded_number_of_metrics(tmp_path: Path) -> None:
+    out = write(tmp_path / "run", [row(1)])
+    for n in range(2, 40):
+        append(out / "metrics.jsonl", json.dumps({"step": n, **{f"m{n}_{i}": 1.0 for i in range(100)}}) + "\n")
+    append(
+        out / "metrics.jsonl", json.dumps({"step": 40, "x" * 300: 1.0, **{f"y{i}": 1 for i in range(20_000)}}) + "\n"
+    )
+    append(out / "metrics.jsonl", json.dumps(row(41)) + "\n")
+    (run,) = seen(out)
+    assert run.step == 41
+    assert NAMES - 10 <= len(run.columns.names) <= NAMES
+    assert len(run.columns.of("loss")[0]) == 2
+
+
+def test_a_pipe_in_place_of_the_log_ends_a_run(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="is a pipe: expected a file"):
+        Log(tmp_path / "metrics.jsonl", 4)
 
 
 def test_a_pipe_gets_plain_text_and_the_verb_needs_no_torch(tmp_path: Path) -> None:

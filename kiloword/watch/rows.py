@@ -6,6 +6,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
+LINE, NAMES, NAME = 1 << 16, 1000, 200  # bytes of a line, metrics of a run, letters of a metric's name
 MOST = 1e100  # of a step or a metric: what is larger is damage, and sums and differences of it would overflow
 
 
@@ -27,16 +29,14 @@ class Reader:
         self._offset, self._last = 0, b""  # where the next line begins, and the line before it
 
     def __call__(self) -> Iterator[dict[str, Any]]:
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
+        if not self.path.is_file():  # not yet there; a pipe or a device has no end
             return
-        with file:
+        with self.path.open("rb") as file:
             if self._offset and not self._same(file):
                 self._offset, self._last = 0, b""
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
+            while line := file.readline(LINE):  # the parts of a longer one are no rows
+                if len(line) < LINE and not line.endswith(b"\n"):
                     return
                 if not self._offset:
                     self.times += 1
@@ -56,12 +56,13 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    row = {name: value for name, value in row.items() if not _absurd(value)} if isinstance(row, dict) else {}
+    items = islice(row.items(), NAMES) if isinstance(row, dict) else ()
+    row = {name: value for name, value in items if len(name) <= NAME and not _absurd(value)}
     return row if type(row.get("step")) is int and row["step"] >= 0 else None
 
 
 def _absurd(value: Any) -> bool:
-    return isinstance(value, int | float) and MOST < abs(value) < math.inf
+    return not isinstance(value, int | float) or MOST < abs(value) < math.inf
 
 
 class Columns:
@@ -74,8 +75,10 @@ class Columns:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows += 1
+        room = NAMES - len(self.last)
+        row = {name: value for n, (name, value) in enumerate(row.items()) if n < room or name in self.last}
         self.last |= row
-        step = float(row["step"])
+        step = float(self.last["step"])
         for name, value in row.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 steps, values = self._columns.setdefault(name, (array("d"), array("d")))

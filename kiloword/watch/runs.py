@@ -17,6 +17,7 @@ from kiloword.watch.pace import Pace
 from kiloword.watch.rows import Columns, Reader
 
 LEAST_SILENCE = 60.0  # seconds without a row that are no sign of anything
+MAX_JSON = 1 << 24  # bytes of a config.json
 RUN = "kiloword-run-"  # how the format of a run's config.json begins
 
 
@@ -165,7 +166,9 @@ def _check_folder(path: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
+        if not path.is_file() or path.stat().st_size > MAX_JSON:  # not a pipe or a device, which has no end
+            return {}
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
