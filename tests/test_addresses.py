@@ -7,17 +7,21 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from servers import LOGIN, PLANTED, Guarded, Server
 from tars import pairs, write_tar
 
 from kiloword import addresses
-from kiloword.addresses import address_of, public, scrubbed, split
+from kiloword.addresses import address_of, public, scrubbed, split, without_credentials
 from kiloword.data.remote_config import remote_config
 from kiloword.data.remote_errors import Unreachable
 from kiloword.data.remote_file import open_remote_file
 from kiloword.data.sources import open_source
+from kiloword.experiments import arms, arms_queue, arms_table, flickr
 from kiloword.recipes import DataConfig, parse
 from kiloword.terminal import show_traceback
 
@@ -214,9 +218,36 @@ def test_an_environment_in_no_message(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert PLANTED not in str(caught.value)
 
 
+def test_an_experiment_keeps_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its options are stored; the runs that it starts get all of the URL."""
+    url, seen = "https://u:planted@experiment.org/0.tar?sig=planted", list[Any]()
+    monkeypatch.setattr(arms_queue, "run_all", lambda _experiment, options: seen.append(options))
+    monkeypatch.setattr(arms_table, "table", lambda *_: "")
+    arms.main(flickr.EXPERIMENT, ["--out", str(tmp_path), "--data", url, "--val", url])
+    assert PLANTED not in repr(seen)
+    assert arms.command(flickr.EXPERIMENT, seen[0]).count(url) == 2
+
+
 def test_a_traceback_has_no_secret(capfd: pytest.CaptureFixture[str]) -> None:
     address = split("https://u:plantedpassword@host.org/0.tar?sig=plantedsignature")
     error = RuntimeError(f"a bug of ours at {address.full}")
     show_traceback(RuntimeError, error, None)
     assert "a bug of ours at https://host.org/0.tar" in (said := capfd.readouterr().err)
     assert PLANTED not in said
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["http", "https", "s3", "ftp", "abfs", "hf"]),
+    st.text("ab/?#@:%{}[] \n\u00e4", max_size=6),
+    st.text("ab/?#&=@:. \n", max_size=8),
+)
+def test_no_url_gives_its_secret_away(scheme: str, odd: str, path: str) -> None:
+    """Whatever characters the secrets have, once they are quoted, and the path."""
+    secret = quote(f"planted{odd}", safe="")
+    for url in (f"{scheme}://:{secret}@host.org/{path}.tar", f"{scheme}://host.org/{path}.tar?key={secret}"):
+        address = address_of(url)
+        assert secret in address.login + address.query
+        assert PLANTED not in address.url + repr(address) + str(without_credentials(url))
+        assert PLANTED not in scrubbed(f"{address.full} and {unquote(secret)}")
+        assert split(address.full).full == address.full

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import arg
 
+from kiloword.addresses import address_of, is_url, public, scrubbed
 from kiloword.recipes import Recipe
 from kiloword.terminal import say, warn
 
@@ -83,14 +84,19 @@ def with_options(arm: Arm, options: Options) -> Arm:
 
 
 def command(experiment: Experiment, options: Options) -> list[str]:
-    """The command that runs an experiment with these options."""
+    """The command that runs an experiment with these options, credentials of URLs included."""
     words = [sys.executable, "-m", experiment.module]
     for f in dataclasses.fields(options):
         value, flag = getattr(options, f.name), "--" + f.name.replace("_", "-")
         if value is None or value is False or value == "":
             continue
-        words += [flag] if value is True else [flag, *map(str, value if isinstance(value, tuple) else [value])]
+        words += [flag] if value is True else [flag, *map(_word, value if isinstance(value, tuple) else [value])]
     return words
+
+
+def _word(value: object) -> str:
+    word = str(value)
+    return address_of(word).full if is_url(word) else word
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> None:
@@ -99,8 +105,9 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> None:
     from kiloword.experiments.arms_table import table
 
     name = f"python -m {experiment.module}"
-    options = tyro.cli(experiment.options, prog=name, description=experiment.title, args=argv)
     try:
+        words = list(map(public, sys.argv[1:] if argv is None else argv))
+        options = tyro.cli(experiment.options, prog=name, description=experiment.title, args=words)
         if options.only:
             arms_run.run_here(experiment, options)
         elif options.check:
@@ -110,5 +117,5 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> None:
                 arms_queue.run_all(experiment, options)
             say(*table(experiment, options).splitlines())
     except ValueError as e:
-        warn(f"{name}: {e}")
+        warn(f"{name}: {scrubbed(str(e))}")
         raise SystemExit(2) from None
