@@ -133,6 +133,6 @@ class Apart:
 def _busy(process: int, thread: int) -> float:
     """Processor time of a thread, seconds; 0 where nobody can tell."""
     with suppress(OSError):
-        fields = Path(f"/proc/{process}/task/{thread}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/task/{thread}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
