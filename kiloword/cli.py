@@ -278,7 +278,20 @@ def _met() -> AbstractContextManager[object]:
     return met()
 
 
+def _check_words(argv: Sequence[str]) -> None:
+    """Raises: ValueError for an empty word, which as a path would be the current directory."""
+    flag = "kiloword"
+    for n, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        flag = name if word.startswith("--") or n == 0 else flag
+        if flag != "--texts" and not (value if "=" in word and word.startswith("--") else word):
+            raise ValueError(
+                f"{flag} got an empty value, perhaps of an unset shell variable: expected something there."
+            )
+
+
 def _run(argv: Sequence[str]) -> None:
+    _check_words(argv)
     if argv[:1] == ["train"]:
         from kiloword.cli_train import main as run_train
 

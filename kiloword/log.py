@@ -7,9 +7,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from torch import Tensor
 
 from kiloword import parallel
@@ -23,6 +25,27 @@ from kiloword.watch.pace import Pace, duration
 from kiloword.watch.rows import Reader
 
 PLAIN_EVERY_S = 10.0  # without a terminal, a line at most this often
+
+
+@dataclass
+class SinceRow:
+    """What steps reported since the last row; saved with the run, so that a resumed one writes the same next row."""
+
+    reports: list[dict[str, Tensor]] = field(default_factory=list)  # the same on all ranks
+    captions: int = 0  # of this rank
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values of all ranks; all of them must call it."""
+        plain = [{name: [str(x.dtype).removeprefix("torch."), x.item()] for name, x in report.items()} for report in self.reports]
+        return {"reports": plain, "captions": parallel.add_up(self.captions)}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Args: state: of `state_dict`, by any number of ranks."""
+        self.reports = [
+            {name: torch.tensor(value, dtype=getattr(torch, kind), device=device) for name, (kind, value) in report.items()}
+            for report in state["reports"]
+        ]
+        self.captions = 0 if parallel.rank() else state["captions"]
 
 
 class Log:

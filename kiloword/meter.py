@@ -14,6 +14,7 @@ import torch
 
 from kiloword import parallel
 from kiloword.guard import Guard, is_bad
+from kiloword.log import SinceRow
 from kiloword.optim import schedule
 from kiloword.prepare import Run
 
@@ -23,11 +24,11 @@ class Meter:
 
     def __init__(self, run: Run, guard: Guard) -> None:
         self.run, self.guard = run, guard
-        self._reset()
+        self._restart()
 
-    def _reset(self) -> None:
-        self._reports: list[dict[str, torch.Tensor]] = []
-        self._pairs, self._captions, self._wait, self._save, self._start = 0, 0, 0.0, 0.0, time.perf_counter()
+    def _restart(self) -> None:
+        """Of rates."""
+        self._pairs, self._wait, self._save, self._start = 0, 0.0, 0.0, time.perf_counter()
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time spent waiting for them is data wait."""
@@ -37,7 +38,7 @@ class Meter:
             self._wait += time.perf_counter() - asked
             if batch is None:
                 return
-            self._captions += len(batch.texts)
+            self.run.since_row.captions += len(batch.texts)
             yield batch
 
     @contextmanager
@@ -55,7 +56,7 @@ class Meter:
         self._save += time.perf_counter() - start
 
     def add(self, report: dict[str, torch.Tensor], pairs: int) -> None:
-        self._reports.append({k: v.detach() for k, v in report.items()})
+        self.run.since_row.reports.append({k: v.detach() for k, v in report.items()})
         self._pairs += pairs
         self.guard.add(self.run.step, report)
 
@@ -63,7 +64,8 @@ class Meter:
         """Means since the last row, and where things stand. Raises: ValueError as `Guard.look`."""
         self.guard.look()
         run, head = self.run, self.run.learner.model.head
-        reports = [r for r in self._reports if not is_bad(r)] or self._reports
+        every = run.since_row.reports
+        reports = [r for r in every if not is_bad(r)] or every
         means = {k: float(torch.stack([r[k] for r in reports]).nanmean()) for k in reports[0] if k != "skipped_step"}
         seconds = time.perf_counter() - self._start
         row: dict[str, Any] = {
@@ -79,7 +81,8 @@ class Meter:
         row["data_wait"] = self._wait / seconds
         row |= self._over_ranks(seconds)
         row |= {"skipped": len(run.bad), "truncated": run.truncated, "skipped_steps": run.skipped_steps}
-        self._reset()
+        run.since_row = SinceRow()
+        self._restart()
         return row
 
     def _over_ranks(self, seconds: float) -> dict[str, Any]:
@@ -87,7 +90,7 @@ class Meter:
 
         Of several ranks also the data wait of the slowest: it holds up the others, which wait for no data themselves.
         """
-        mine = [self._captions, self._wait / seconds, peak_memory(self.run.device), self._save]
+        mine = [self.run.since_row.captions, self._wait / seconds, peak_memory(self.run.device), self._save]
         table = torch.zeros(parallel.ranks(), len(mine), dtype=torch.float64)  # [ranks, 4]
         table[parallel.rank()] = torch.tensor(mine, dtype=torch.float64)
         table = parallel.sum_over_ranks(table.to(self.run.device)).cpu()

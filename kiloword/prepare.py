@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from kiloword.engine import Reducer
 from kiloword.files import write_json
 from kiloword.learner import Learner
 from kiloword.lock import Lock
-from kiloword.log import Log, open_log
+from kiloword.log import Log, SinceRow, open_log
 from kiloword.method import Method
 from kiloword.methods import preset
 from kiloword.model import build
@@ -33,7 +33,7 @@ from kiloword.options import Options
 from kiloword.ranges import check
 from kiloword.recipes import Recipe
 from kiloword.run_folder import RunFile, check_same_run, holds_run, make_folder, run_file
-from kiloword.state.folder import newest
+from kiloword.state.folder import drop_old, newest, steps_done
 from kiloword.types import Source
 from kiloword.watch import mirror
 
@@ -58,6 +58,7 @@ class Run:
     truncated: int = 0  # captions cut so far
     skipped_steps: int = 0  # steps without an update, see `guard.Guard`
     skipped_in_a_row: int = 0
+    since_row: SinceRow = field(default_factory=SinceRow)
     lock: Lock | None = None  # of rank 0
 
 
@@ -142,6 +143,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         lock=lock,
     )
     resume(run)
+    if main and 0 < run.step == steps_done(out / "state"):
+        drop_old(out / "state", options.keep_states)  # a run that was killed before it did leaves one too many
     if run.step == 0:
         _begin(run, started)
     engine.check_same(learner)
@@ -260,6 +263,7 @@ def resume(run: Run) -> None:
     run.loader.given_up |= {(0, row) for row in run.bad.rows_of(REASON)}  # or another machine might find them in time
     run.step, run.truncated = stored.numbers["step"], stored.numbers["truncated"]
     run.skipped_steps, run.skipped_in_a_row = stored.numbers["skipped_steps"]
+    run.since_row.load_state_dict(stored.numbers["since_row"], run.device)
 
 
 def _check_finite(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -278,7 +282,8 @@ def state_of(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors |= {f"optimizer/{k}": v for k, v in run.optimizer.state_dict().items()}
     tensors |= {f"average/{k}": v for k, v in run.average.shadow.items()}
     skipped = run.skipped_steps, run.skipped_in_a_row
-    return tensors, {"truncated": run.truncated, "skipped_steps": list(skipped), "bad": run.bad.state_dict()}
+    numbers = {"truncated": run.truncated, "skipped_steps": list(skipped), "bad": run.bad.state_dict()}
+    return tensors, {**numbers, "since_row": run.since_row.state_dict()}
 
 
 def micro_batches(recipe: Recipe) -> int:

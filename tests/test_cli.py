@@ -164,6 +164,45 @@ def test_a_flag_given_twice_is_refused(words: list[str], tmp_path: Path, capsys:
     assert f"{words[0].partition('=')[0]} is given twice" in capsys.readouterr().err
 
 
+EMPTY = {
+    "train": ["siglip", "--data", "scenes?n=4", "--out", ""],
+    "train --out=": ["siglip", "--data", "scenes?n=4", "--out="],
+    "train --data": ["siglip", "--data", "", "--out", "out"],
+    "train --init": ["siglip", "--init", "", "--out", "out"],
+    "train --side": ["siglip", "--side", "side", "", "--out", "out"],
+    "quickstart": ["--out", ""],
+    "eval": ["", "retrieval", "--data", "scenes:test?n=4"],
+    "eval --json": ["model", "retrieval", "--data", "scenes:test?n=4", "--json", ""],
+    "score": ["model", "--images", "", "--texts", "a"],
+    "score --explain": ["model", "--images", "a.png", "--texts", "a", "--explain", ""],
+    "embed": ["model", "--data", "scenes?n=4", "--out", ""],
+    "caption": ["model", "--data", "scenes?n=4", "--out", ""],
+    "mine": ["scenes?n=4", "--side", "", "--out", "out"],
+    "data": ["index", ""],
+    "import": ["open_clip", "ViT-B-32", "", "--out", "out"],
+    "watch": [""],
+    "plan --json": ["siglip", "--samples", "1e6", "--json", ""],
+}
+
+
+@pytest.mark.parametrize("words", EMPTY)
+def test_an_empty_path_is_not_the_current_directory(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run(words.split()[0], *EMPTY[words])
+    assert ended.value.code == 2
+    assert re.fullmatch(r"kiloword: \S+ got an empty value, .*\n", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_text_is_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("score", tmp_path / "none", "--images", "a.png", "--texts", "", "a")
+    assert "is not a folder" in capsys.readouterr().err
+
+
 def test_terms_takes_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("train", "llip", *RUN, "--terms", "caption", "mim", "--out", tmp_path / "out", "--dry-run")
     assert "llip+caption+mim" in capsys.readouterr().out

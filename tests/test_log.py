@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kiloword import meter, parallel
-from kiloword.log import Log, read_metrics
+from kiloword.log import Log, SinceRow, read_metrics
 from kiloword.meter import Meter
 from kiloword.optim import schedule
 from kiloword.recipes import OptimConfig
@@ -145,6 +145,7 @@ def measured(clock: Clock) -> dict[str, Any]:
     """A row of two steps: 2 s of waiting, 2 s of steps, 4 s of saving, 100 s of validation."""
     head = SimpleNamespace(log_scale=torch.zeros(1), bias=None)
     run: Any = SimpleNamespace(
+        since_row=SinceRow(),
         step=0,
         recipe=SimpleNamespace(batch=16, steps=100, optim=OptimConfig(lr=0.5)),
         order=SimpleNamespace(rows=64),

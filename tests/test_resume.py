@@ -67,8 +67,10 @@ def assert_same(out: Path, reference: Path) -> None:
     assert rows(out) == rows(reference)
 
 
-def cut_at(monkeypatch: pytest.MonkeyPatch, step: int, run: Recipe, out: Path, workers: int = 0) -> None:
-    """Run until the middle of `step` (from 1), where the lights go out."""
+def cut_at(
+    monkeypatch: pytest.MonkeyPatch, step: int, run: Recipe, out: Path, workers: int = 0, options: Options = EVERY
+) -> None:
+    """Run until the middle of `step` (from 1, of this call), where the lights go out."""
     real, calls = loop.backward, []
 
     def backward(*args: Any) -> Any:
@@ -80,7 +82,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, step: int, run: Recipe, out: Path, w
     with monkeypatch.context() as patch:
         patch.setattr(loop, "backward", backward)
         with pytest.raises(PowerCut):
-            train(run, out, options=replace(EVERY, workers=workers))
+            train(run, out, options=replace(options, workers=workers))
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +181,39 @@ def test_another_recipe_is_refused(whole: Path) -> None:
         with pytest.raises(ValueError, match=says):
             train(other, whole, options=EVERY)
     train(replace(recipe(), micro=4), whole, options=EVERY)  # changes speed alone
+
+
+def test_rows_of_several_steps_are_those_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state between two rows holds what its steps reported."""
+    often = Options(log_every=5, save_every=3, quiet=True)
+    train(recipe(), tmp_path / "whole", options=often)
+    assert [row["step"] for row in rows(tmp_path / "whole")] == [5, 10, 12]
+    for step in (5, 9):
+        cut_at(monkeypatch, step, recipe(), tmp_path / "cut", options=often)
+    train(recipe(), tmp_path / "cut", options=often)
+    assert_same(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_kill_in_the_last_save_leaves_no_state_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    """The run has ended: nothing is saved any more when the same command comes again."""
+    often = replace(EVERY, keep_states=keep)
+    with monkeypatch.context() as patch:
+        patch.setattr("kiloword.saving.drop_old", lambda folder, keep: None)
+        train(recipe(), tmp_path, options=often)
+    assert len(list((tmp_path / "state").glob("step-*.json"))) == 3
+    train(recipe(), tmp_path, options=often)
+    kept = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert kept == [f"step-{step:09d}{end}" for step in (4, 8, 12)[-keep:] for end in ("", ".json")]
+
+
+def test_a_state_before_a_damaged_one_is_not_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(recipe(), tmp_path, options=EVERY)
+    (tmp_path / "state" / "step-000000012" / "shard-00001-of-00001.safetensors").write_bytes(b"x")
+    cut_at(monkeypatch, 1, recipe(), tmp_path, options=replace(EVERY, keep_states=1))
+    assert (tmp_path / "state" / "step-000000008.json").is_file()
 
 
 def test_files_that_a_crash_left_are_cleared(whole: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
@@ -30,6 +30,14 @@ class _Bad:
 
 
 @dataclass
+class _SinceRow:
+    """Of `log.SinceRow`."""
+
+    reports: list[dict[str, tuple[Literal["float64", "float32", "bfloat16", "float16"], float]]] = field(default_factory=list)
+    captions: NonNegativeInt = 0
+
+
+@dataclass
 class _Numbers:
     """What the json of a state must hold for a run to go on from it."""
 
@@ -37,6 +45,7 @@ class _Numbers:
     truncated: NonNegativeInt = 0
     skipped_steps: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)  # of older states: none
     bad: _Bad = field(default_factory=_Bad)
+    since_row: _SinceRow = field(default_factory=_SinceRow)  # of older states: nothing
 
 
 _NUMBERS = TypeAdapter(_Numbers)
