@@ -36,13 +36,19 @@ class SinceRow:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values of all ranks; all of them must call it."""
-        plain = [{name: [str(x.dtype).removeprefix("torch."), x.item()] for name, x in report.items()} for report in self.reports]
+        plain = [
+            {name: [str(x.dtype).removeprefix("torch."), x.item()] for name, x in report.items()}
+            for report in self.reports
+        ]
         return {"reports": plain, "captions": parallel.add_up(self.captions)}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Args: state: of `state_dict`, by any number of ranks."""
         self.reports = [
-            {name: torch.tensor(value, dtype=getattr(torch, kind), device=device) for name, (kind, value) in report.items()}
+            {
+                name: torch.tensor(value, dtype=getattr(torch, kind), device=device)
+                for name, (kind, value) in report.items()
+            }
             for report in state["reports"]
         ]
         self.captions = 0 if parallel.rank() else state["captions"]

@@ -29,11 +29,14 @@ class _Bad:
     bad: list[tuple[NonNegativeInt, str, str]] = field(default_factory=list)
 
 
+_Kind = Literal["float64", "float32", "bfloat16", "float16"]
+
+
 @dataclass
 class _SinceRow:
     """Of `log.SinceRow`."""
 
-    reports: list[dict[str, tuple[Literal["float64", "float32", "bfloat16", "float16"], float]]] = field(default_factory=list)
+    reports: list[dict[str, tuple[_Kind, float]]] = field(default_factory=list)
     captions: NonNegativeInt = 0
 
 
