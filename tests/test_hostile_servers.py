@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 import tracemalloc
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Server
+from servers import Guarded, Server
 from tars import pairs, write_tar
 
 from kiloword.addresses import public, scrubbed
@@ -242,6 +245,27 @@ def test_https_redirects_to_https_alone() -> None:
     for target in ("http://host.org/0.tar", "HTTP://host.org/0.tar", "ftp://host.org/0.tar", "file:///etc/passwd"):
         with pytest.raises(Unreachable, match=r"redirects from https to \w+, which is refused"):
             redirects._target(asked, "", target)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl, which makes the certificate")
+def test_a_server_of_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a login; its certificate is checked; its redirect to http is refused."""
+    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{tmp_path}/key", "-out", f"{tmp_path}/certificate"]
+    subprocess.run(["openssl", *made.split(), *names], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
+    with Guarded({"0.tar": write_tar(tmp_path / "0.tar", pairs(3)).read_bytes()}) as server:
+        server.targets["1.tar"] = f"{server.url}/0.tar"
+        server._http.socket = context.wrap_socket(server._http.socket, server_side=True)
+        server.url = server.url.replace("http:", "https:")
+        with pytest.raises(Unreachable, match=f"^{server.url}/0.tar: its certificate is not trusted"):
+            open_source(server.secret("0.tar"))
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate"))
+        monkeypatch.setenv("KILOWORD_REMOTE", "retries=0 timeout=5.5")
+        assert len(open_source(server.secret("0.tar"))) == 3
+        with pytest.raises(Unreachable, match="redirects from https to http, which is refused"):
+            open_source(server.secret("1.tar"))
 
 
 def test_hosts_that_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
