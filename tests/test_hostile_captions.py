@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -288,3 +290,26 @@ def test_a_column_twice_is_refused(tmp_path: Path, columns: str, name: str) -> N
     for suffix in ("csv", "parquet"):
         with pytest.raises(ValueError, match=rf"x\.{suffix} has 2 columns named {name}\. Expected one\."):
             open_source(str(tmp_path / f"x.{suffix}"))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("column", ["caption", "captions", "question"])
+def test_a_small_table_of_endless_text_is_refused(tmp_path: Path, column: str, listed: bool) -> None:
+    """A parquet of some kB whose every cell is the same long text: 10 GB once it is laid out."""
+    cells = pa.DictionaryArray.from_arrays(pa.array(np.zeros(200_000, np.int32)), pa.array(["x" * 50_000]))
+    if listed:
+        cells = pa.ListArray.from_arrays(pa.array(np.arange(200_001, dtype=np.int32)), cells)
+    names = pa.DictionaryArray.from_arrays(pa.array(np.zeros(200_000, np.int32)), pa.array(["a.png"]))
+    columns = {"image": names, column: cells} | ({"answer": names} if column == "question" else {})
+    path = tmp_path / "x.parquet"
+    pa.parquet.write_table(pa.table(columns), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 100_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"x\.parquet: the columns .* hold more than 8,589,934,592 bytes of text"):
+        open_source(str(path))
+    if column != "question":
+        table = pa.table({"key": names, column: cells})
+        pa.parquet.write_table(table, path, compression="zstd", store_schema=False)
+        with pytest.raises(ValueError, match="hold more than 8,589,934,592 bytes of text"):
+            CaptionTable(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000

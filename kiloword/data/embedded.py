@@ -7,13 +7,14 @@ fingerprint of the table (32 hexadecimal digits).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet
 from numpy.typing import NDArray
 
@@ -21,6 +22,7 @@ from kiloword.data import cache
 from kiloword.data.sample import MAX_IMAGE, check_size
 from kiloword.terminal import shown
 
+MAX_TABLE = 1 << 33  # bytes of text that the columns of a table may hold
 _SUFFIX = ".kwpictures"
 _DIGEST = 16
 
@@ -73,6 +75,34 @@ def check_rows(table: Path, *counts: int) -> None:
     """Errors: ValueError when the columns of a damaged table, or its head and its pages, have different rows."""
     if len(set(counts)) > 1:
         raise ValueError(f"{table} is damaged: {' and '.join(map(str, counts))} rows where there should be as many.")
+
+
+def check_expanded(table: Path, columns: Sequence[str]) -> None:
+    """Errors: ValueError when text columns take more than MAX_TABLE bytes: repeated cells are stored once in a parquet.
+
+    They are looked at as they are stored, before anybody makes room for them.
+    """
+    leaves = pa.parquet.read_metadata(table).schema
+    paths = [leaves.column(n).path for n in range(len(leaves))]
+    packed = [path for path in paths if path.split(".")[0] in columns]
+    total = 0
+    with pa.parquet.ParquetFile(table, read_dictionary=packed) as parquet:
+        for batch in parquet.iter_batches(columns=list(columns)):
+            total += sum(_expanded(column) for column in batch.columns)
+            if total > MAX_TABLE:
+                raise ValueError(
+                    f"{table}: the columns {', '.join(columns)} hold more than {MAX_TABLE:,} bytes of text."
+                )
+
+
+def _expanded(column: pa.Array) -> int:
+    """Bytes that an array would take without its dictionary."""
+    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        column = column.flatten()
+    if not pa.types.is_dictionary(column.type):
+        return int(column.nbytes)
+    lengths = pa.compute.binary_length(column.dictionary).take(column.indices)
+    return int(pa.compute.sum(lengths).as_py() or 0)
 
 
 def is_embedded(table: Path, column: str) -> bool:

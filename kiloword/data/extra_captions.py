@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data import keyed
-from kiloword.data.embedded import arrow_errors
+from kiloword.data.embedded import arrow_errors, check_expanded
 from kiloword.data.mixture import Mixture
 from kiloword.data.sample import clean
 from kiloword.data.tables import check_once, fingerprint
@@ -199,6 +199,7 @@ def _read(path: Path) -> tuple[pa.Array, pa.Array]:
                 "(lists of text) or `caption`."
             )
         check_once(path, names, "key", column)
+        check_expanded(path, ["key", column])
         table = pa.parquet.read_table(path, columns=["key", column], memory_map=True)
         keys, captions = _strings(path, table, "key", False), _strings(path, table, column, True)
     if not len(keys):

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data.embedded import Embedded, arrow_errors, check_rows, is_embedded
+from kiloword.data.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
 from kiloword.data.questions import ANSWERS, QUESTION, parse_answers
 from kiloword.data.sample import clean, decode_text
 from kiloword.data.tables import (
@@ -74,9 +74,11 @@ class QuestionTable:
         if self.path.suffix.lower() != ".parquet":
             table, self._malformed = read_csv(self.path, [image, *columns])
         elif is_embedded(self.path, image):
+            check_expanded(self.path, columns)
             table = pa.parquet.read_table(self.path, columns=columns)
             self._embedded = Embedded(self.path, image, self.fingerprint) if len(table) else None
         else:
+            check_expanded(self.path, [image, *columns])
             table = pa.parquet.read_table(self.path, columns=[image, *columns])
         self._rows = len(table)
         if self._embedded is not None:

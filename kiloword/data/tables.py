@@ -20,7 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from kiloword.data.embedded import Embedded, arrow_errors, check_rows, is_embedded
+from kiloword.data.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
 from kiloword.data.sample import MAX_IMAGE, clean, decode_text, read_whole
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record
@@ -246,6 +246,7 @@ def _decode_header(path: Path, raw: bytes) -> str:
 
 def _read_parquet(path: Path, fingerprint: str) -> _Columns:
     image, caption = _choose(path, column_names(path))
+    check_expanded(path, [caption])
     column = pa.parquet.read_table(path, columns=[caption]).column(caption)
     listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     captions = one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
@@ -256,6 +257,7 @@ def _read_parquet(path: Path, fingerprint: str) -> _Columns:
             pa.binary(16), len(captions), [None, pa.py_buffer(embedded.digests())]
         )
         return _Columns(digests, captions, caption == "captions", embedded)
+    check_expanded(path, [image])
     images = one_array(pa.parquet.read_table(path, columns=[image]).column(image), pa.large_binary())
     check_rows(path, len(captions), len(images))
     return _Columns(images, captions, caption == "captions")
