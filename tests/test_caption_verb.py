@@ -373,14 +373,16 @@ def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     captioner = HfCaptioner()
 
     def load_it(folder: str, **options: Any) -> HfCaptioner:
-        assert options == {"local_files_only": True, "use_safetensors": True}
+        assert options == {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
         if json.loads((Path(folder) / "config.json").read_text())["model_type"] != "blip":
             raise ValueError("Unrecognized configuration class")
         return captioner
 
     fake = types.SimpleNamespace(
         AutoModelForImageTextToText=types.SimpleNamespace(from_pretrained=load_it),
-        AutoProcessor=types.SimpleNamespace(from_pretrained=lambda folder, local_files_only: HfProcessor()),
+        AutoProcessor=types.SimpleNamespace(
+            from_pretrained=lambda folder, local_files_only, trust_remote_code: HfProcessor()
+        ),
     )
     monkeypatch.setitem(sys.modules, "transformers", fake)
     folder = tmp_path / "hf"
@@ -400,7 +402,7 @@ def test_a_captioner_of_transformers(hf: Path, tmp_path: Path, monkeypatch: pyte
     assert [len(some) for some in found["captions"]] == [2] * 5
     processor = HfProcessor()
     captioner = sys.modules["transformers"].AutoModelForImageTextToText.from_pretrained(
-        str(hf), local_files_only=True, use_safetensors=True
+        str(hf), local_files_only=True, use_safetensors=True, trust_remote_code=False
     )
     image = Image.fromarray(decode(open_source(str(photos)).record(4).image))
     words = captioner.linear(processor(image, "pt")["pixel_values"].flatten(1)).argsort(1)[0, :3]

@@ -267,12 +267,14 @@ def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = HfModel()
 
     def load_it(folder: str, **options: Any) -> HfModel:
-        assert options == {"local_files_only": True, "use_safetensors": True}
+        assert options == {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
         return made
 
     fake = types.SimpleNamespace(
         CLIPModel=types.SimpleNamespace(from_pretrained=load_it),
-        AutoTokenizer=types.SimpleNamespace(from_pretrained=lambda folder, local_files_only: hf_tokenizer),
+        AutoTokenizer=types.SimpleNamespace(
+            from_pretrained=lambda folder, local_files_only, trust_remote_code: hf_tokenizer
+        ),
     )
     monkeypatch.setitem(sys.modules, "transformers", fake)
     folder = tmp_path / "hf"
@@ -288,7 +290,9 @@ def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_transformers(hf: Path) -> None:
     teacher = open_teacher(f"hf:{hf}", "cpu")
     assert (teacher.size, teacher.resize) == (8, "shortest")
-    made = sys.modules["transformers"].CLIPModel.from_pretrained("", local_files_only=True, use_safetensors=True)
+    made = sys.modules["transformers"].CLIPModel.from_pretrained(
+        "", local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
     images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
     std = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
     with torch.no_grad():

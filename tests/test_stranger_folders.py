@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
-import importlib
+import importlib.util
+import io
 import json
+import pickle
+import random
 import re
 import shutil
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
@@ -19,14 +23,17 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 from folders import model_folder
 from tokenizers import Regex, pre_tokenizers
 
 from kiloword import recipes, start
 from kiloword.api import load
 from kiloword.checkpoint import read_model_file, read_shapes
+from kiloword.data.cleaning import plain
 from kiloword.data.tokenizer import Tokenizer, clip_tokenizer
 from kiloword.data.tokenizer_file import PATTERNS, check
+from kiloword.interop.open_clip import import_state, read
 from kiloword.ranges import RANGES
 from kiloword.ranges import check as check_recipe
 from kiloword.recipes import TextConfig
@@ -310,6 +317,59 @@ def test_our_tokenizers_pass() -> None:
     assert tokenizers.Tokenizer.from_str(json.dumps(sentencepiece)).get_vocab_size() == own.plain_vocab
 
 
+# Weights of others
+
+
+def junk() -> list[Any]:
+    """What a .pt may hold: bytes, or values to save."""
+    saved = io.BytesIO()
+    torch.save({"visual.proj": torch.zeros(4, 4), "logit_scale": torch.zeros(())}, saved)
+    raw, rng = saved.getvalue(), random.Random(0)
+    changed = [bytes(rng.choice((b, rng.randrange(256))) if rng.random() < 0.02 else b for b in raw) for _ in range(30)]
+    cut = [raw[:n] for n in (0, 1, 5, 50, 300, len(raw) // 2, len(raw) - 1)]
+    foreign = [
+        b"\0",
+        b"\x80",
+        b"\x80\2",
+        b"PK\3\4",
+        b"PK\5\6" + b"\0" * 18,
+        b"{}",
+        b"<html>",
+        b"\x80\2}q\0.",
+        b"x" * 999,
+    ]
+    pickles = [pickle.dumps(v, p) for v in (1, None, [], {}, {"a": 1}, (1,), 1.5) for p in range(6)]
+    tensors = [
+        {name: torch.zeros(shape)}
+        for name in ("visual.proj", "visual.trunk.pos_embed", "visual.conv1.weight", "logit_scale", "logit_bias")
+        for shape in ((0,), (2, 2, 2))
+    ]
+    for kind in (torch.bool, torch.int64, torch.complex64):
+        tensors.append({"visual.proj": torch.zeros(512, 768, dtype=kind), "logit_scale": torch.zeros((), dtype=kind)})
+    tensors += [{"visual.proj": torch.zeros(())}, {"visual.trunk.pos_embed": torch.zeros(())}]
+    tensors += [{"visual.proj": torch.zeros(4, 4).to_sparse()}, {"logit_scale": torch.zeros((), device="meta")}]
+    decoders = ("text_decoder.resblocks.x.ln_1.weight", "text_decoder.x", "text_decoder.cross_attn.0.attn.in_proj_bias")
+    tensors += [{name: torch.zeros(1)} for name in (*decoders, "", "transformer.resblocks.x.attn.in_proj_weight")]
+    names = ("text.token_embedding.weight", "text.cls_emb", "text_decoder.x")
+    tables = {name: torch.zeros(()) for name in names}
+    return [*cut, *changed, *foreign, *pickles, *tensors, tables, {"state_dict": {}}, {1: torch.zeros(1)}, [1], 3]
+
+
+def test_junk_in_place_of_weights(tmp_path: Path) -> None:
+    if importlib.util.find_spec("open_clip") is None:
+        pytest.skip("open_clip is not installed")
+    for n, value in enumerate(junk()):
+        path = tmp_path / "x.pt"
+        if isinstance(value, bytes):
+            path.write_bytes(value)
+        else:
+            torch.save(value, path)
+        with pytest.raises(ValueError, match=r"plain tensors|shape|none of these|holds") as caught:  # noqa: PT012
+            import_state("ViT-B-32", read(path))
+            raise AssertionError(f"kind {n} was imported")
+        assert "\n" not in str(caught.value), n
+
+
 # Many
 
 
@@ -334,3 +394,29 @@ def test_two_thousand_changed_folders() -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "2,000 folders: " in done.stdout
+
+
+# Vocabularies
+
+
+def test_a_vocabulary_learns_from_the_beginning_of_long_words() -> None:
+    """Its work grew as the square of a word: 45 s of a caption of 200,000 Chinese characters."""
+    rng = random.Random(0)
+    usual = ["".join(chr(0x4E00 + rng.randrange(300)) for _ in range(1024)), "a dog " * 10_000]
+    long = "".join(chr(0x4E00 + rng.randrange(300)) for _ in range(200_000))
+    before = time.process_time()
+    found = Tokenizer.train([*usual, long], 1000)._backend.to_str()
+    assert time.process_time() - before < 10
+    assert found == Tokenizer.train([*usual, long[:1024]], 1000)._backend.to_str()
+
+
+def test_a_usual_vocabulary_learns_from_all() -> None:
+    """The bytes are those of the trainer without any cut."""
+    rng = random.Random(0)
+    words = ["".join(rng.choice("abcdefghé日本") for _ in range(rng.choice((3, 8, 500, 1024)))) for _ in range(60)]
+    captions = [" ".join(rng.choices(words, k=30)) for _ in range(40)]
+    assert all(len(caption) <= 1 << 16 for caption in captions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kiloword.data.tokenizer._learned", plain)
+        whole = Tokenizer.train(captions, 600)._backend.to_str()
+    assert Tokenizer.train(captions, 600)._backend.to_str() == whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import sys
@@ -170,3 +171,116 @@ def test_names_that_are_no_module(verb: str, name: str, capsys: pytest.CaptureFi
     said = ends(capsys, verb, name, *(("--out", "run") if verb == "train" else ()))
     assert "expected" in said
     assert len(said) < 1000
+
+
+# The package's own code
+
+
+def calls() -> list[tuple[str, ast.Call]]:
+    """Every call in the package with its file."""
+    return [
+        (path.relative_to(PACKAGE).as_posix(), node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    ]
+
+
+CALLS = calls()
+
+
+def named(*names: str) -> list[tuple[str, ast.Call]]:
+    """Calls of a function or method of one of the names, such as "torch.load" or "eval"."""
+    return [(file, call) for file, call in CALLS if ast.unparse(call.func) in names]
+
+
+def option(call: ast.Call, name: str) -> str | None:
+    return next((ast.unparse(k.value) for k in call.keywords if k.arg == name), None)
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    loads = [(file, call) for file, call in CALLS if ast.unparse(call.func).endswith("torch.load")]
+    assert {file for file, _ in loads} == {"interop/open_clip.py"}
+    assert all(option(call, "weights_only") == "True" for _, call in loads)
+    arrays = named("np.load", "numpy.load", "np.memmap")
+    assert {file for file, _ in arrays} <= {"data/side.py"}
+    assert not [file for file, call in CALLS if option(call, "allow_pickle") not in (None, "False")]
+    evil = ("eval", "exec", "compile", "__import__", "runpy.run_path", "runpy.run_module", "os.system", "yaml.load")
+    assert not named(*evil, "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "joblib.load")
+    assert not [file for file, call in CALLS if option(call, "shell") not in (None, "False")]
+    texts = {p: p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
+    imports = ("import pickle", "from pickle", "import marshal", "import shelve", "import dill", "import joblib")
+    assert not [p.name for p, text in texts.items() for line in text.splitlines() if line.strip().startswith(imports)]
+
+
+def test_modules_are_imported_by_names_of_ours_alone() -> None:
+    """`_own` has a method's name of the command line, or one that `trust.method_of` lets pass."""
+    by_name = named("importlib.import_module", "import_module")
+    asked = {(file, ast.unparse(call.args[0]).replace('"', "'")) for file, call in by_name}
+    assert {(file, name) for file, name in asked if not name.startswith("'")} == {
+        ("evaluation/__init__.py", "TASKS[task]"),
+        ("evaluation/command.py", "evaluation.TASKS[task]"),
+        ("methods/__init__.py", "f'{__name__}.{m.name}'"),
+        ("methods/__init__.py", "f'{__name__}.{FILES.get(name, name.replace('-', '_'))}'"),
+        ("methods/__init__.py", "module_name"),
+    }
+    texts = {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
+    by_file = {name for name, text in texts.items() if "preset(file.method" in text or "find(file.method" in text}
+    assert not by_file, "the method of a model folder goes through trust.method_of"
+
+
+def test_transformers_runs_no_code_of_a_folder() -> None:
+    loads = [(file, call) for file, call in CALLS if ast.unparse(call.func).endswith("from_pretrained")]
+    assert len(loads) == 4
+    for file, call in loads:
+        assert "alone" in [ast.unparse(k.value) for k in call.keywords if k.arg is None], (file, ast.unparse(call))
+        assert '"local_files_only": True, "trust_remote_code": False' in (PACKAGE / file).read_text(encoding="utf-8")
+        if "Model" in ast.unparse(call.func):
+            assert option(call, "use_safetensors") == "True"
+
+
+def test_every_text_file_has_an_encoding() -> None:
+    """Or a file of ours is called damaged where the locale is not UTF-8."""
+    bare = []
+    for file, call in CALLS:
+        name = ast.unparse(call.func).rpartition(".")[2]
+        modes = [a.value for a in (*call.args, *(k.value for k in call.keywords)) if isinstance(a, ast.Constant)]
+        mode = next((m for m in modes if isinstance(m, str) and m and set(m) <= set("rwaxbt+")), "r")
+        owner = ast.unparse(call.func).rpartition(".")[0]
+        opens = name == "open" and owner not in ("os", "tarfile", "Image", "gzip", "opener", "self.parent", "zipfile")
+        texts = name in ("read_text", "write_text") or (opens and "b" not in mode)
+        if texts and option(call, "encoding") is None and not (name == "read_text" and call.args):
+            bare.append(f"{file}:{call.lineno}: {ast.unparse(call)}")
+    assert not bare
+
+
+@pytest.mark.parametrize(
+    ("file", "value", "says"),
+    [
+        (
+            "config.json",
+            {"text_config": {"num_hidden_layers": 100_000}},
+            "num_hidden_layers is 100000: expected at most",
+        ),
+        (
+            "config.json",
+            {"vision_config": {"hidden_size": 10**9}},
+            "hidden_size is 1000000000: expected at most 4194304",
+        ),
+        ("config.json", {"a": [1, {"depths": [2000]}]}, "depths is 2000: expected at most 1024"),
+        ("config.json", {"eps": float("nan")}, "eps is nan"),
+        ("tokenizer.json", {"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}}, "1,000,000 characters"),
+    ],
+)
+def test_folders_of_transformers_that_declare_too_much(
+    tmp_path: Path, file: str, value: dict[str, object], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before transformers is imported."""
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "clip"}')
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "preprocessor_config.json").write_text("{}")
+    (folder / file).write_text(json.dumps({"model_type": "clip", **value}))
+    for verb in (("embed", "hf:hf", "--out", "features"), ("caption", "hf:hf", "--out", "c.parquet")):
+        assert says in ends(capsys, *verb, *SCENES)

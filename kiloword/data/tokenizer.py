@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from kiloword.files import write_atomic
 from kiloword.recipes import TextConfig
 from kiloword.types import Texts
 
+LEARNED = 1 << 16  # characters of a caption that a vocabulary is trained on; of a word, those of _LONG_WORD
+_LONG_WORD = re.compile(r"(\S{1024})\S+")
 REMEMBERED = 1 << 15  # captions whose ids are kept, about 1 kB each
 REMEMBERED_TOKENS = 128  # not of captions of 100 kB
 CLIP_MERGES = 49152 - 256 - 2
@@ -54,6 +57,7 @@ class Tokenizer:
     def train(captions: Iterable[str], vocab: int) -> Tokenizer:
         """A byte-level BPE of at most `vocab` ids; the same captions in any order give the same bytes.
 
+        It learns from the first 1,024 characters of a word and 65,536 of a caption: its work grows as their square.
         Errors: ValueError when `vocab` is too small for the 256 bytes and six special tokens.
         """
         names = ["<start>", "<end>", "<pad>", "<mask>", "<cls>", "<unc>"]
@@ -71,7 +75,7 @@ class Tokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        backend.train_from_iterator(map(cleaning.plain, captions), trainer)
+        backend.train_from_iterator(map(_learned, captions), trainer)
         start, end, pad, mask, cls, unc = range(len(names))
         return _with_roles(backend, Roles(start=start, end=end, pad=pad, mask=mask, cls=cls, unc=unc))
 
@@ -211,6 +215,11 @@ def siglip_tokenizer_from(document: str) -> Tokenizer:
     backend.no_padding()
     n = backend.get_vocab_size()
     return _with_roles(backend, Roles(start=n + 3, end=1, pad=1, mask=n, cls=n + 1, unc=n + 2, prefix=False))
+
+
+def _learned(caption: str) -> str:
+    """What a vocabulary is trained on: all of a usual caption."""
+    return _LONG_WORD.sub(r"\1", cleaning.plain(caption[:LEARNED]))
 
 
 def _with_roles(backend: tokenizers.Tokenizer, roles: Roles) -> Tokenizer:

@@ -20,6 +20,7 @@ from kiloword.generation.captioner import ROUNDS, Captioner
 from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.interop.compat import torchvision_ready
+from kiloword.interop.hf_folder import check_strangers
 from kiloword.interop.teachers import digest
 from kiloword.trust import NONE, Trust
 
@@ -104,11 +105,10 @@ class Transformers:
         except ImportError:
             raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
         try:
-            self._model = AutoModelForImageTextToText.from_pretrained(
-                str(folder), local_files_only=True, use_safetensors=True
-            )
-            processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+            alone: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            self._model = AutoModelForImageTextToText.from_pretrained(str(folder), use_safetensors=True, **alone)
+            processor = AutoProcessor.from_pretrained(str(folder), **alone)
+        except Exception as error:  # by what a damaged file says, almost anything
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from None
         check_finite(self._model.state_dict(), str(folder))
@@ -220,4 +220,5 @@ def _files(folder: Path) -> list[Path]:
         raise ValueError(f"there is no {folder / 'config.json'}: expected a folder that save_pretrained wrote.")
     if not list(folder.glob("*.safetensors")):
         raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
+    check_strangers(folder)
     return sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".txt", ".model"))

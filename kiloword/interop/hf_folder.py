@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kiloword.data import tokenizer_file
+from kiloword.ranges import DEPTH
 from kiloword.recipes import Preprocess
 
+MOST = 1 << 22  # of any number in a config.json of transformers
 _BICUBIC = 3  # Pillow's number, which `resample` holds
 
 
@@ -30,6 +33,7 @@ def read_folder(folder: Path) -> HfFolder:
     config = _json(folder / "config.json")
     if config.get("model_type") != "clip":
         raise ValueError(f"{folder} holds a {config.get('model_type')!r} model: expected a CLIP (model_type 'clip').")
+    check_strangers(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
@@ -45,6 +49,31 @@ def read_folder(folder: Path) -> HfFolder:
         int((config.get("text_config") or {}).get("max_position_embeddings", 77)),
         [folder / "config.json", folder / "preprocessor_config.json", *weights, *extra],
     )
+
+
+def check_strangers(folder: Path) -> None:
+    """Before transformers opens a folder: what its files declare.
+
+    Raises: ValueError for a tokenizer.json that works too much (`tokenizer_file`), or towers beyond all limits.
+    """
+    if (folder / "tokenizer.json").is_file():
+        tokenizer_file.read(folder / "tokenizer.json")
+    for name, value in _numbers(_json(folder / "config.json")):
+        most = DEPTH if "layers" in name or "depth" in name else MOST
+        if not -MOST <= value <= most:  # False for NaN
+            raise ValueError(f"{folder / 'config.json'} cannot be used: {name} is {value}: expected at most {most}.")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of a json file with the names of their fields."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
+    elif isinstance(value, int | float):
+        yield name, value
 
 
 def _size(folder: Path, given: dict[str, Any]) -> tuple[int, str]:
@@ -75,7 +104,7 @@ def _json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no {path}: expected a folder that transformers' save_pretrained wrote.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path} is damaged: it is no json. Copy it again.") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it is no json object. Copy it again.")

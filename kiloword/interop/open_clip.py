@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
@@ -56,18 +55,27 @@ def read(path: str | Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         raw = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, UnpicklingError):  # torch's own message advises to run the file's code
-            first = "it is damaged, or holds more than tensors"
+    except Exception as error:  # an unpickler that meets junk raises almost anything
+        first = "it is damaged, or holds more than tensors"  # torch's own message advises to run the file's code
+        if isinstance(error, SafetensorError | RuntimeError | OSError):
+            first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(
             f"{path} cannot be read as plain tensors ({first}); give a .safetensors file or a .pt of a state dict"
         ) from error
     if isinstance(raw, dict) and isinstance(raw.get("state_dict"), dict):
         raw = raw["state_dict"]  # a training checkpoint
-    if not isinstance(raw, dict) or not all(isinstance(v, Tensor) for v in raw.values()):
-        raise ValueError(f"{path} holds no state dict of tensors")
+    if not isinstance(raw, dict) or not all(_plain(v) for v in raw.values()):
+        raise ValueError(f"{path} holds no state dict of plain tensors")
     return {str(k).removeprefix("module."): v for k, v in raw.items()}
+
+
+def _plain(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not (value.is_quantized or value.is_complex())
+    )
 
 
 def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
@@ -80,16 +88,9 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
     config = model_config(name)
     coca = open_clip_coca.is_coca(state)
     siglip = "logit_bias" in state and not coca
-    found, rest = open_clip_coca.parts(state) if coca else ({}, state)
+    found, left = _placed(state, coca)
     depth = open_clip_coca.decoder_depth(state)
     settings = {"decoder_depth": depth} if depth not in (0, config.text.depth) else {}
-    left = []
-    for theirs, value in rest.items():
-        ours, reshaped = place(theirs, value)
-        if ours is None:
-            left.append(theirs)
-        else:
-            found[ours] = (theirs, reshaped)
     with torch.device("meta"):
         head = Head(Single(config), bias=0.0 if siglip else None)
         towers = preset("coca", settings).towers if coca else {}
@@ -108,10 +109,32 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
     return Imported(config, "coca" if coca else "siglip" if siglip else "clip", ours_state, report, settings)
 
 
+def _placed(state: Mapping[str, Tensor], coca: bool) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
+    """Our name -> theirs and the value in our shape; and theirs without a place.
+
+    Raises: ValueError for a tensor that cannot have the shape of ours.
+    """
+    theirs, left = "text_decoder", []
+    try:
+        found, rest = open_clip_coca.parts(state) if coca else ({}, state)
+        for theirs, value in rest.items():
+            ours, reshaped = place(theirs, value)
+            if ours is None:
+                left.append(theirs)
+            else:
+                found[ours] = (theirs, reshaped)
+    except (IndexError, RuntimeError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(f"{theirs[:200]} has a shape that no model of open_clip's has ({reason}).") from error
+    return found, left
+
+
 def _check(name: str, expected: Mapping[str, Tensor], found: Mapping[str, tuple[str, Tensor]]) -> None:
     if not found:
         raise ValueError(f"none of these weights is one of open_clip's {name}")
     for ours, (theirs, value) in found.items():
+        if not value.is_floating_point():
+            raise ValueError(f"{theirs} holds {value.dtype}: expected floating-point weights")
         if value.shape != expected[ours].shape:
             raise ValueError(
                 f"{theirs} has shape {list(value.shape)}, but open_clip's {name} needs {list(expected[ours].shape)}; "
@@ -191,7 +214,7 @@ def _reshape(theirs: str, value: Tensor) -> Tensor:
     if theirs in ("logit_scale", "logit_bias"):
         return value.reshape(1)
     if theirs in ("visual.proj", "text_projection"):  # they multiply from the left
-        return value.T.contiguous()
+        return value.T.contiguous() if value.ndim == 2 else value
     if theirs in ("visual.conv1.weight", "visual.trunk.patch_embed.proj.weight"):
         return value.flatten(1)
     if theirs == "visual.trunk.pos_embed":

@@ -104,7 +104,8 @@ def parts(state: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, Tensor]], d
         ours = _name(theirs)
         if ours is not None:
             value = rest.pop(theirs)
-            found[ours] = (theirs, value.T.contiguous() if theirs == "text_decoder.text_projection" else value)
+            turned = theirs == "text_decoder.text_projection" and value.ndim == 2
+            found[ours] = (theirs, value.T.contiguous() if turned else value)
     return found, rest
 
 

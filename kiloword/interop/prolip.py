@@ -59,6 +59,8 @@ def _check_folded(config: ModelConfig, state: Mapping[str, Tensor]) -> None:
     if missing:
         raise ValueError(f"these weights have no {' and no '.join(missing)}: are they a released ProLIP's?")
     for name, shape in shapes.items():
+        if not state[name].is_floating_point():
+            raise ValueError(f"{name} holds {state[name].dtype}: expected floating-point weights")
         if list(state[name].shape) != shape:
             raise ValueError(f"{name} has shape {list(state[name].shape)}, but config.json says {shape}")
 

@@ -143,18 +143,23 @@ class Transformers(Foreign):
     def __init__(self, folder: Path, device: str, precision: str) -> None:
         from kiloword.interop.hf_folder import read_folder
 
+        found = read_folder(folder)
         try:
             from transformers import AutoTokenizer, CLIPModel  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
             raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
-        found = read_folder(folder)
         super().__init__(found.mean, found.std, device, precision)
         self.size, self.resize = found.size, found.resize
         self.fingerprint = digest(found.files)
-        model = CLIPModel.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
+        alone: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            model = CLIPModel.from_pretrained(str(folder), use_safetensors=True, **alone)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), **alone)
+        except Exception as error:  # by what a damaged file says, almost anything
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{folder} holds no CLIP that transformers can open: {reason}") from error
         check_finite(model.state_dict(), str(folder))
         model = model.to(device=device, dtype=self._kind).eval()
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
         def texts(wanted: list[str]) -> Tensor:
             ids = tokenizer(wanted, padding=True, truncation=True, max_length=found.context, return_tensors="pt").to(
