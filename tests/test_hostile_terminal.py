@@ -167,7 +167,10 @@ def steering(text: str) -> set[str]:
     return {c for c in text if c != "\n" and (unicodedata.category(c)[0] == "C" or c in "\u2028\u2029")}
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+OPEN_CLIP = ("import", "import name")  # its own import takes seconds
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in OPEN_CLIP else ()) for n in ATTACKS])
 def test_nothing_steers_the_terminal(world: World, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     expected, attack = ATTACKS[name]
     try:

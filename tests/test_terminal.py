@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import os
 import re
@@ -148,16 +149,21 @@ def test_frames_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\\x1b[H" not in out.text
 
 
+@functools.cache
+def _calls() -> list[tuple[str, ast.Call | ast.ImportFrom]]:
+    """All calls and imports of the package, and where they stand."""
+    return [
+        (f"{path.relative_to(PACKAGE)}:{node.lineno}", node)
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"print|Console|\.write|open\(|_text\(|warnings", text := path.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call | ast.ImportFrom)
+    ]
+
+
 def test_every_print_goes_one_way() -> None:
     """No print, no console and no stream of its own anywhere in the package."""
-    strays = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in PACKAGE.rglob("*.py")
-        if path.name not in WRITERS
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if _writes(node)
-    ]
-    assert strays == []
+    assert [at for at, node in _calls() if at.partition(":")[0] not in WRITERS and _writes(node)] == []
 
 
 def _writes(node: ast.AST) -> bool:
@@ -173,13 +179,7 @@ def _writes(node: ast.AST) -> bool:
 
 def test_text_files_say_their_encoding() -> None:
     """Else the terminal's decides whether a run can be read again."""
-    strays = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and _reads_text(node)
-    ]
-    assert strays == []
+    assert [at for at, node in _calls() if isinstance(node, ast.Call) and _reads_text(node)] == []
 
 
 def _reads_text(node: ast.Call) -> bool:
