@@ -287,6 +287,14 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path: Path, value: object) 
     assert len(read_metrics(out / "metrics.jsonl")) == 9
 
 
+def test_absurd_settings_of_a_run_are_none(tmp_path: Path) -> None:
+    """Numbers that no float holds: the run is shown without them."""
+    run = write(tmp_path, [row(1), row(2)], steps=10**4000, batch=10**4000)
+    (found,) = seen(run)
+    assert (found.config.steps, found.config.batch) == (None, 1)
+    assert "step 2" in frame(run)
+
+
 def test_a_run_has_a_bounded_number_of_metrics(tmp_path: Path) -> None:
     out = write(tmp_path / "run", [row(1)])
     for n in range(2, 40):

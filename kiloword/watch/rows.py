@@ -57,11 +57,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     items = islice(row.items(), NAMES) if isinstance(row, dict) else ()
-    row = {name: value for name, value in items if len(name) <= NAME and not _absurd(value)}
+    row = {name: value for name, value in items if len(name) <= NAME and not absurd(value)}
     return row if type(row.get("step")) is int and row["step"] >= 0 else None
 
 
-def _absurd(value: Any) -> bool:
+def absurd(value: Any) -> bool:
+    """Whether a value is not a number, or larger than any that a run counts or computes."""
     return not isinstance(value, int | float) or MOST < abs(value) < math.inf
 
 

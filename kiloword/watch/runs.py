@@ -14,7 +14,7 @@ import numpy as np
 
 from kiloword.watch.alerts import About, Alerts
 from kiloword.watch.pace import Pace
-from kiloword.watch.rows import Columns, Reader
+from kiloword.watch.rows import Columns, Reader, absurd
 
 LEAST_SILENCE = 60.0  # seconds without a row that are no sign of anything
 MAX_JSON = 1 << 24  # bytes of a config.json
@@ -113,7 +113,8 @@ def read_config(folder: Path) -> Config:
     recipe = _inside(raw, "recipe")
     there = _inside(recipe, "settings") | _inside(recipe, "data") | recipe
     kinds = {"method": str, "size": str, "steps": int, "batch": int, "bad_share": float, "max_scale": float | int}
-    return Config(**{k: there[k] for k, kind in kinds.items() if isinstance(there.get(k), kind)})
+    fits = {k: there[k] for k, kind in kinds.items() if isinstance(there.get(k), kind)}
+    return Config(**{k: value for k, value in fits.items() if isinstance(value, str) or not absurd(value)})
 
 
 def _inside(raw: dict[str, Any], name: str) -> dict[str, Any]:
