@@ -22,7 +22,7 @@ from kiloword.data.eda import read_synonyms
 from kiloword.data.extra_captions import CaptionTable
 from kiloword.data.hierarimgs.writer import read_annotations
 from kiloword.data.own import _stored
-from kiloword.data.sample import MAX_CAPTION, MAX_TEXT, make_record, parse_captions
+from kiloword.data.sample import MAX_CAPTION, MAX_CAPTIONS, MAX_TEXT, make_record, parse_captions
 from kiloword.data.shards import Shards
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
@@ -73,6 +73,8 @@ TEXTS: dict[bytes, list[str] | str] = {
     b"": "no caption",
     b"a\r\nb\rc\nd": ["a", "b\rc", "d"],
     b"3": ["3"],
+    b"x\n" * (MAX_CAPTIONS + 1): "10,001 captions, more than 10,000",
+    b"x\n \n" * MAX_CAPTIONS: ["x"] * MAX_CAPTIONS,
     b"x" * (MAX_CAPTION + 1): "caption has 1,000,001 characters, more than 1,000,000",
 }
 METAS: dict[bytes, list[str] | str] = {

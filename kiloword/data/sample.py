@@ -13,6 +13,7 @@ from kiloword.types import BadSample, NoCaption, Record
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
 MAX_IMAGE = 1 << 28  # bytes of an encoded picture
 MAX_TEXT = 1 << 23  # bytes of a .txt, .json or .cls
+MAX_CAPTIONS = 10_000  # of one image
 MAX_CAPTION = 1_000_000  # characters; a tokenizer takes some hundred bytes of memory for each
 
 
@@ -65,7 +66,8 @@ def parse_captions(text: bytes | None, meta: bytes | None) -> tuple[list[str], d
 def clean(captions: list[str]) -> list[str]:
     """Without outer white space and without empty ones.
 
-    Raises: BadSample for text that UTF-8 cannot hold, or of more than MAX_CAPTION characters.
+    Raises: BadSample for text that UTF-8 cannot hold, or of more than MAX_CAPTION characters; for more than
+    MAX_CAPTIONS.
     """
     for caption in captions:
         if len(caption) > MAX_CAPTION:
@@ -74,7 +76,10 @@ def clean(captions: list[str]) -> list[str]:
             caption.encode()
         except UnicodeEncodeError:  # a lone surrogate, which json can smuggle in
             raise BadSample("caption is not UTF-8") from None
-    return [c for c in (caption.strip() for caption in captions) if c]
+    stripped = [c for c in (caption.strip() for caption in captions) if c]
+    if len(stripped) > MAX_CAPTIONS:
+        raise BadSample(f"{len(stripped):,} captions, more than {MAX_CAPTIONS:,}")
+    return stripped
 
 
 def decode_text(raw: bytes) -> str:
