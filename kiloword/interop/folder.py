@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kiloword.checkpoint import check_finite, save_model, words_of
 from kiloword.data.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
 from kiloword.files import is_taken
-from kiloword.lock import Lock
+from kiloword.lock import NAME, Lock
 from kiloword.methods import preset
 from kiloword.model import Model, build
 from kiloword.recipes import ModelConfig, ModelFile
@@ -32,6 +32,8 @@ def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:
     """
     file = ModelFile(method=imported.method, settings=imported.settings, model=imported.config, data=origin)
     own = words_of(tokenizer(imported.config, weights), file)
+    if (out / NAME).is_file():  # of an import that was killed, or goes on
+        Lock(out, "writing").release()
     _check_free(out, own)  # before the work, and before a lock is put there
     model, words = assemble(imported, weights)
     with Lock(out, "writing"):
