@@ -39,6 +39,7 @@ RANGES: dict[str, dict[str, Limits]] = {  # class of the settings -> field -> li
         **dict.fromkeys(("clip", "explode", "warmup"), (0, 1e12)),
         "ema": (0, 1),
     },
+    "TableFile": {"dim": (1, 1e6), "rows": (1, 1e12), "part": (1, 1e9)},
     "DataConfig": {"bad_share": (0, 1), "together": (1, _ANY), "tokenizer_vocab": (262, 1 << 22)},
     "AugmentConfig": {
         **dict.fromkeys(("flip", "jitter", "grayscale", "blur", "drop_words"), (0, 1)),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -24,7 +26,7 @@ from kiloword.data.loader import Loader
 from kiloword.data.mixture import Mixture
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.side import SideTable
+from kiloword.data.side import Part, SideTable
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import Draw, key
 from kiloword.embed import Report, embed
@@ -411,6 +413,21 @@ def test_features_must_be_numbers(tmp_path: Path) -> None:
         embed(Fake(), Pictures(), tmp_path / "u", name="a.b")
     with pytest.raises(ValueError, match="a batch of 0 pictures"):
         embed(Fake(), Pictures(), tmp_path / "u", batch=0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("dim", 2**31), ("dim", 0), ("part", 0), ("rows", -5)])
+def test_numbers_that_no_store_has(tmp_path: Path, table: SideTable, name: str, value: int) -> None:
+    shutil.copytree(table.path, tmp_path / "store")
+    file = tmp_path / "store" / "table.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    with pytest.raises(ValueError, match=rf"table.json cannot be used: {name} is {value}: expected 1 to"):
+        SideTable(tmp_path / "store")
+
+
+def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: SideTable) -> None:
+    os.mkfifo(tmp_path / "part.arrow")
+    with pytest.raises(ValueError, match="is damaged"):
+        Part(tmp_path / "part.arrow", table.file.schema())
 
 
 def test_refuses_what_is_no_side_table(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ class Part:
     """n pictures with t captions of a table, memory-mapped. Errors: ValueError when the file is missing or damaged."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
+        if path.exists() and not path.is_file():  # a pipe or a device has no end
+            raise ValueError(f"{path} is damaged. {_AGAIN}")
         try:
             with pa.memory_map(os.fsencode(path)) as file, pa.ipc.open_file(file) as reader:
                 columns = reader.schema.equals(schema)
@@ -189,7 +191,7 @@ class SideTable:
         raw = keyed.raw(key)
         for place in keyed.find(self._index, raw):
             part, row = self._part(place >> 32), place & 0xFFFFFFFF
-            if part.keys[row].as_py() == raw:
+            if row < len(part.keys) and part.keys[row].as_py() == raw:
                 return part, row
         return None
 
