@@ -75,12 +75,13 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """The empty temporary file of a path, locked."""
     temporary = path.with_name(f".{path.name}.tmp")
     while True:
-        with open(os.open(temporary, os.O_RDWR | os.O_CREAT, 0o666), "wb") as file:
+        with open(lock.open_regular(temporary), "wb") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX)
             except OSError:  # a file system without locks: a name that no other thread has
                 temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
-                with temporary.open("wb") as own:
+                with open(lock.open_regular(temporary), "wb") as own:
+                    own.truncate(0)
                     yield own, temporary
                 return
             if lock.is_at(file.fileno(), temporary):

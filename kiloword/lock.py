@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class Lock:
     def _open(self, out: Path, doing: str) -> bool:
         """Whether the lock is held now; not when its last holder has removed the file meanwhile."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._fd = open_regular(self.path)
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -74,6 +75,23 @@ class Lock:
 
     def __del__(self) -> None:
         self._close()
+
+
+def open_regular(path: Path) -> int:
+    """Open a file to read and write, made where there is none; never what a link of somebody else's leads to.
+
+    Raises: OSError, also for a link, a pipe or a device.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.ENXIO):
+            raise OSError(e.errno, f"{path} is a link or a pipe: remove it", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EEXIST, f"{path} is no regular file: remove it", str(path))
+    return fd
 
 
 def is_at(fd: int, path: Path) -> bool:

@@ -134,3 +134,21 @@ def test_an_index_takes_over_what_a_killed_process_left(
     assert [path.name for path in index.parent.iterdir() if "kwindex" in path.name] == [index.name]
     assert index.read_bytes() == whole
     tar.parent.chmod(0o755)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
+def test_what_lies_at_the_name_of_a_temporary_file_is_not_followed(tmp_path: Path, kind: str) -> None:
+    """In a folder that others can write to, a link would make us overwrite a file of ours."""
+    other, out = tmp_path / "mine.txt", tmp_path / "shared"
+    out.mkdir()
+    if kind != "dangling":
+        other.write_text("precious")
+    for name in (".page.html.tmp", ".lock"):
+        os.mkfifo(out / name) if kind == "pipe" else (out / name).symlink_to(other)
+    with pytest.raises(SaveError, match=r"cannot write .*\.page\.html\.tmp is .*: remove it"):
+        write_atomic(out / "page.html", b"new")
+    with pytest.raises(ValueError, match=r"\.lock is .*: remove it"):
+        Lock(out)
+    assert kind == "dangling" or other.read_text() == "precious"
+    assert other.exists() == (kind != "dangling")
+    assert not (out / "page.html").exists()
