@@ -1,0 +1,81 @@
+"""SECURITY.md says what the code does: its numbers, its tests, its options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kiloword import checkpoint, ranges, recipes
+from kiloword.data import (
+    decode,
+    embedded,
+    remote_call,
+    remote_errors,
+    remote_file,
+    remote_stat,
+    sample,
+    tables,
+    tar,
+    time_limit,
+    tokenizer_file,
+    work,
+)
+from kiloword.interop import hf_folder
+from kiloword.state import folder
+from kiloword.watch import rows
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+MIB, GIB = 1 << 20, 1 << 30
+IMAGE, WORDS = ranges.RANGES["ImageConfig"], ranges.RANGES["TextConfig"]
+NUMBERS = {  # row -> what it says, with the limits of the code
+    "model folder": [
+        f"{recipes.LARGEST // MIB} MiB; width and context {IMAGE['width'][1]:,}, depth and heads {ranges.DEPTH:,}, "
+        f"vocabulary {WORDS['vocab'][1]:,}, image {IMAGE['size'][1]:,} pixels"
+    ],
+    "`model.safetensors`": [f"header of {checkpoint.LONGEST_HEADER // MIB} MiB"],
+    "`tokenizer.json`": [f"{tokenizer_file.LARGEST // MIB} MiB"],
+    "`hf:FOLDER`": [f"up to {hf_folder.MOST:,}"],
+    "tar": [
+        f"headers of {tar._LONGEST // MIB} MiB, images of {sample.MAX_IMAGE // MIB} MiB, "
+        f"texts of {sample.MAX_TEXT // MIB} MiB"
+    ],
+    "image": [
+        f"{decode.MAX_PIXELS:,} pixels, {work.MAX_SCANS} scans, {work.MAX_CHUNKS:,} chunks",
+        f"{time_limit.SECONDS:g} s of processor time",
+    ],
+    "csv, tsv, parquet": [
+        f"rows of {tables._BLOCK // MIB} MiB, text of {embedded.MAX_TABLE // GIB} GiB",
+        f"{sample.MAX_CAPTIONS:,} captions an image, {sample.MAX_CAPTION:,} characters a caption",
+    ],
+    "indexes, feature stores, states of runs": [f"JSON of {folder.MAX_JSON // MIB} MiB"],
+    "servers": [
+        f"files of {remote_stat.LARGEST // 10**12} TB, small ones of {remote_file.MOST_SMALL // MIB} MiB; "
+        f"{remote_call._HOPS} redirects",
+        f"waits of {remote_errors._ASKED:g} s",
+    ],
+    "run folder (`kiloword watch`)": [f"lines of {rows.LINE:,} bytes, {rows.NAMES:,} metrics"],
+}
+
+
+@pytest.mark.parametrize("row", NUMBERS)
+def test_its_numbers_are_those_of_the_code(row: str) -> None:
+    lines = [line for line in TEXT.splitlines() if line.startswith(f"| {row}")]
+    assert len(lines) == 1
+    for words in NUMBERS[row]:
+        assert words in lines[0]
+
+
+def test_its_tests_exist() -> None:
+    named = set(re.findall(r"`(test_\w+\.py)`", TEXT))
+    assert len(named) > 12
+    assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_width_and_context_and_heads_have_the_limits_of_their_neighbours() -> None:
+    """The row names two with each number."""
+    assert IMAGE["width"] == WORDS["width"]
+    assert IMAGE["width"][1] == WORDS["context"][1]
+    assert IMAGE["heads"][1] == IMAGE["depth"][1] == ranges.DEPTH
