@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from kiloword.data.loader import Loader
 from kiloword.data.mixture import Mixture
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.side import Part, SideTable
+from kiloword.data.side import Part, SideTable, checksum
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import Draw, key
 from kiloword.embed import Report, embed
@@ -422,6 +423,41 @@ def test_numbers_that_no_store_has(tmp_path: Path, table: SideTable, name: str, 
     file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
     with pytest.raises(ValueError, match=rf"table.json cannot be used: {name} is {value}: expected 1 to"):
         SideTable(tmp_path / "store")
+
+
+def other_part(path: Path, **columns: pa.Array) -> None:
+    """The part with other columns, and the checksum that fits them."""
+    with pa.ipc.open_file(pa.OSFile(str(path))) as reader:
+        schema, batch = reader.schema, reader.get_batch(0)
+    arrays = [columns.get(name, column) for name, column in zip(schema.names, batch.columns, strict=True)]
+    meta = {**json.loads(schema.metadata[b"kiloword"]), "crc": checksum(arrays)}
+    schema = schema.with_metadata({b"kiloword": json.dumps(meta)})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+
+
+@pytest.mark.parametrize("what", ["null keys", "null images", "null captions", "no features of captions", "NaN"])
+def test_a_strangers_part(tmp_path: Path, table: SideTable, what: str) -> None:
+    """With the right checksum: damaged, or refused for its NaN, and never a traceback."""
+    shutil.copytree(table.path, tmp_path / "store")
+    path = tmp_path / "store" / "part-00000.arrow"
+    part = table._part(0)
+    key, _, image, captions, texts = part._batch.columns
+    nulls = {name: pa.nulls(len(key), column.type) for name, column in (("key", key), ("image", image))}
+    nan = pa.array(np.full_like(image.values.to_numpy(), np.nan))
+    columns = {
+        "null keys": {"key": nulls["key"]},
+        "null images": {"image": nulls["image"]},
+        "null captions": {"captions": pa.nulls(len(key), captions.type)},
+        "no features of captions": {
+            "texts": pa.ListArray.from_arrays(pa.array([0] * (len(key) + 1), pa.int32()), texts.values)
+        },
+        "NaN": {"image": pa.FixedSizeListArray.from_arrays(nan, image.type.list_size)},
+    }[what]
+    other_part(path, **columns)
+    says = "NaN or infinite: make it again" if what == "NaN" else "part-00000.arrow is damaged"
+    with pytest.raises(ValueError, match=says):
+        SideTable(tmp_path / "store").images()
 
 
 def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: SideTable) -> None:

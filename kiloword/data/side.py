@@ -87,6 +87,8 @@ class Part:
         if not columns:
             raise ValueError(f"{path} has other columns than its table.json says. {_AGAIN}")
         self.keys, self.contents, image, captions, texts = self._batch.columns
+        if self._batch.num_rows and not _fits(self._batch, texts, captions):
+            raise ValueError(f"{path} is damaged. {_AGAIN}")
         self.captions = captions.values  # [t] binary
         self.starts = captions.offsets.to_numpy()  # [n + 1]
         dim = image.type.list_size
@@ -227,10 +229,30 @@ class SideTable:
         """All parts, whole."""
         for number in range(self.file.parts):
             part = self._part(number)
-            if number not in self._seen_whole and not part.whole():
-                raise ValueError(f"{part_path(self.path, number)} is damaged. {_AGAIN}")
-            self._seen_whole.add(number)
+            if number not in self._seen_whole:
+                self._check_whole(part, part_path(self.path, number))
+                self._seen_whole.add(number)
             yield part
+
+    def _check_whole(self, part: Part, path: Path) -> None:
+        """Raises: ValueError for damaged bytes, and for features that are NaN or infinite."""
+        if not part.whole():
+            raise ValueError(f"{path} is damaged. {_AGAIN}")
+        if not (np.isfinite(part.images).all() and np.isfinite(part.texts).all()):
+            raise ValueError(
+                f"{path} has features that are NaN or infinite: make it again in another folder by `kiloword embed`, "
+                "with --precision fp32."
+            )
+
+
+def _fits(batch: pa.RecordBatch, texts: pa.ListArray, captions: pa.ListArray) -> bool:
+    """Whether every cell is there, and every caption has features; looks at offsets alone."""
+    try:
+        batch.validate()
+    except pa.ArrowException:
+        return False
+    whole = not any(column.null_count for column in (*batch.columns, texts.values))
+    return whole and len(texts.values) == len(captions.values) and texts.offsets.equals(captions.offsets)
 
 
 def checksum(columns: Iterable[pa.Array]) -> int:
