@@ -66,7 +66,8 @@ class Meter:
         run, head = self.run, self.run.learner.model.head
         every = run.since_row.reports
         reports = [r for r in every if not is_bad(r)] or every
-        means = {k: float(torch.stack([r[k] for r in reports]).nanmean()) for k in reports[0] if k != "skipped_step"}
+        names = [name for name in reports[-1] if name != "skipped_step"]  # the newest: of this run, not of a state
+        means = {name: float(torch.stack([r[name] for r in reports if name in r]).nanmean()) for name in names}
         seconds = time.perf_counter() - self._start
         row: dict[str, Any] = {
             "step": run.step,

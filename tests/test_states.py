@@ -252,6 +252,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
             "truncated": ("x", -5, None, float("nan"), float("inf")),
             "skipped_steps": ("xy", [1], None, [float("nan"), 1]),
             "bad": (None, "x", [1], {"bad": [1]}, {"bad": [[-1, "k", "r"]]}),
+            "since_row": (None, {"captions": -1}, {"reports": [{}]}, {"reports": [{"loss": ["int8", 1]}]}),
             "files": ({}, "x", [1], {"../step-000000001/x": "y"}, {"/dev/zero": "x"}, {"a\0": "x"}, {"": "x"}),
         }.items()
         for value in values

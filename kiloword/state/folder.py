@@ -39,6 +39,10 @@ class _SinceRow:
     reports: list[dict[str, tuple[_Kind, float]]] = field(default_factory=list)
     captions: NonNegativeInt = 0
 
+    def __post_init__(self) -> None:
+        if not all("loss" in report for report in self.reports):
+            raise ValueError("a step reports no loss")
+
 
 @dataclass
 class _Numbers:
