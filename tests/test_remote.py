@@ -149,8 +149,11 @@ class Watched(threading.Thread):
             return 0
         with (self.folder / "total").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            there = {file.name for file in os.scandir(self.folder)} - {"total"}
-            return sum(self.size(name, there) for name in there)
+            try:
+                there = {file.name for file in os.scandir(self.folder)} - {"total"}
+                return sum(self.size(name, there) for name in there)
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a worker forked meanwhile holds the same lock
 
     def size(self, name: str, there: set[str]) -> int:
         try:
