@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.shards import Shards
+from kiloword.data.steps import in_order
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.data.transforms import EvalTransform
 from kiloword.recipes import DataConfig, TextConfig
@@ -109,3 +111,40 @@ def test_errors_come_out_as_they_are(source: Shards, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(EvalTransform, "__call__", fails)
     with pytest.raises(KeyError, match="bug"):
         next(eval_batches(source, 32, batch=4))
+
+
+def test_an_interrupted_reader_ends_its_thread() -> None:
+    """One that still decodes while the process ends makes torch and OpenCV abort it: exit code 134 for 130 or 143."""
+
+    def make(step: int) -> int:
+        for row in range(100):
+            with time_limit.decoding(row):
+                time.sleep(0.02)
+        return step
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    threads, before = set(threading.enumerate()), signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(in_order(make, range(3), 0, apart=True))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_slot_that_is_read_while_it_is_written_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limit, "SECONDS", 0.0)
+    monkeypatch.setattr(time_limit, "_busy", lambda process, thread: 1e6)  # a thread that has worked for long
+    limit = time_limit.TimeLimit(1, set())
+    idle, size = limit._slots[:], len(limit._slots)
+    limit.begin(0, 1, 1, (0, 7))
+    written = limit._slots[:]
+    for cut in range(size):
+        limit._slots[:] = written[:cut] + idle[cut:]
+        limit.check()
+    limit._slots[:] = written
+    with pytest.raises(time_limit.Late):
+        limit.check()

@@ -7,6 +7,7 @@ Processor time, unlike time, grows neither while a process is stopped nor while 
 
 from __future__ import annotations
 
+import math
 import mmap
 import multiprocessing
 import os
@@ -24,8 +25,9 @@ from kiloword.types import BadSample
 SECONDS = 60.0  # the largest images within the limits on work take some seconds
 REASON = "decoding takes more than"
 POLL_S = 2.0  # between two looks of who waits
+ENDED_S = 5.0  # that a thread may take to end, which it does at its next row
 _SLOT = struct.Struct("<qqqqd")  # row, part, process, thread, processor time of the thread when it began
-_IDLE = _SLOT.pack(-1, 0, 0, 0, 0.0)
+_IDLE = _SLOT.pack(-1, 0, 0, 0, math.inf)  # infinite: a slot that is read while it is written is not late
 _here = threading.local()
 
 Row = tuple[int, int]
@@ -102,7 +104,8 @@ class Apart:
         self._call, self._limit = call, limit
         self._asked: SimpleQueue[bool] = SimpleQueue()
         self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def __call__(self) -> Any:
         """What the call returns or raises. Raises: Late."""
@@ -118,8 +121,13 @@ class Apart:
             return value
 
     def close(self) -> None:
-        """Ends the thread, after what it does now."""
+        """Ends the thread at its next row, and waits for it unless it is late.
+
+        A process that ends while a thread decodes is aborted by torch and OpenCV (SIGABRT in place of its exit code).
+        """
+        late, self._limit.over = self._limit.over, True
         self._asked.put(False)
+        self._thread.join(0 if late else ENDED_S)
 
     def _run(self) -> None:
         self._limit.enter(0)
