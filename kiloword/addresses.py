@@ -90,7 +90,7 @@ def is_url(text: str) -> bool:
 
 def split(url: str) -> Address:
     """A URL as its identity and its credentials. Raises: ValueError, which does not repeat the URL, for a host that
-    cannot be one, as where a password holds a / that is not written as %2F."""
+    cannot be one, as where a password holds a / that is not written as %2F, and for a login inside the path."""
     match = _URL.fullmatch(url)
     if match is None:
         raise ValueError("an address has no scheme. Expected scheme://host/path, such as https://host/0.tar.")
@@ -100,6 +100,11 @@ def split(url: str) -> Address:
         raise ValueError(
             f"an address of {scheme} has no valid host and port. Expected {scheme}://host:port/path; in a login write "
             "/ as %2F, ? as %3F, # as %23 and @ as %40."
+        )
+    if "@" in path and ("://" in path or (":" in host and scheme not in _CHECKED)):
+        raise ValueError(
+            f"an address of {scheme} may have a login in its path. Expected one address, with its login before the "
+            "host: write / as %2F in it, and no address inside another."
         )
     if at and scheme in _CONTAINERS and (":" not in login or scheme == "github"):
         login, host = "", authority

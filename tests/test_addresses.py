@@ -72,6 +72,28 @@ def test_a_login_that_is_not_quoted(url: str) -> None:
         assert PLANTED not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:planted/pw@bucket/0.tar",  # secret keys of AWS have a / in them
+        "zip://0.tar::https://u:planted@h/0.zip",
+        "zip://a/0.tar::https://u:planted@h/0.zip?x=1",
+        "https://h/0.tar,https://u:planted@h/1.tar",
+    ],
+)
+def test_a_login_inside_a_path(url: str) -> None:
+    for reads in (split, open_source, public):
+        with pytest.raises(ValueError, match="may have a login in its path") as caught:
+            reads(url)
+        assert PLANTED not in str(caught.value)
+    assert PLANTED not in scrubbed(f"cannot open {url} now")
+
+
+def test_an_at_sign_in_a_path_stays() -> None:
+    for url in ("hf://datasets/a/b@main/0.tar", "https://h:80/a@b/0.tar", "s3://arn:aws:s3:eu:1:point/0.tar"):
+        assert split(url).url == url
+
+
 def test_what_a_server_sends_is_not_remembered() -> None:
     """Signatures of redirects would fill the memory of a long run; words of a server's choice would be hidden."""
     before = len(addresses._secrets)

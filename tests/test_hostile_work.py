@@ -48,6 +48,12 @@ def png(before: bytes = b"", pixels: bytes | None = None, after: bytes = b"") ->
     return b"\x89PNG\r\n\x1a\n" + header + before + data + after + chunk(b"IEND", b"")
 
 
+def long_png(width: int, height: int) -> bytes:
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    data = chunk(b"IDAT", zlib.compress(bytes((width + 1) * height)))
+    return b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND", b"")
+
+
 def gif(blocks: bytes) -> bytes:
     plain = saved(Image.new("P", (16, 16)), "GIF")
     first = plain.index(b",")
@@ -76,8 +82,8 @@ def big_tiff(tags: int) -> bytes:
     return b"II+\0\x08\0\0\0" + struct.pack("<QQ", 16, tags) + struct.pack("<HHQQ", 40000, 1, 1, 1) * tags + bytes(8)
 
 
-def run_lengths(side: int) -> bytes:
-    body = b"\1\0\0\0" * side + b"\0\1"
+def run_lengths(side: int, more: bytes = b"") -> bytes:
+    body = b"\1\0\0\0" * side + more + b"\0\1"
     header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(body), 0, 0, 256, 0)
     return b"BM" + struct.pack("<IHHI", 1078 + len(body), 0, 0, 1078) + header + bytes(1024) + body
 
@@ -119,6 +125,18 @@ ATTACKS: dict[str, tuple[Callable[[], bytes], str]] = {
     "BMP, run lengths": (
         lambda: run_lengths(3000),
         "image has 9,000,000 run-length-encoded pixels, more than 8,000,000",
+    ),
+    "BMP, empty run lengths": (
+        lambda: run_lengths(16, bytes(16_000_000)),
+        "image has 8,000,572 run lengths, more than 8,000,000",
+    ),
+    "PNG, a column": (
+        lambda: long_png(1, 1_000_001),
+        "image has 1,000,001 pixels in a line or column, more than 1,000,000",
+    ),
+    "PNG, a line": (
+        lambda: long_png(1_000_001, 1),
+        "image has 1,000,001 pixels in a line or column, more than 1,000,000",
     ),
 }
 
@@ -177,5 +195,5 @@ def test_a_chunk_that_claims_gigabytes_costs_nothing(last: bytes) -> None:
 def test_the_documentation_has_the_numbers() -> None:
     text = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
     limits = {name: value for name, value in vars(work).items() if name.startswith("MAX_") or name == "SMALL"}
-    assert len(limits) == 10
+    assert len(limits) == 11
     assert [name for name, value in limits.items() if f"{value:,}" not in text] == []

@@ -27,7 +27,8 @@ MAX_PACKED = 100  # compressed texts and profiles of a PNG, of which each become
 MAX_TAGS = 4096  # of a TIFF: libtiff's own limit
 MAX_STRIPS = 500_000  # of a TIFF: the largest image in tiles of 16 x 16 has 313,000
 MAX_COVERED = 8  # times that the strips of a TIFF may cover its pixels; one a channel where these lie apart
-MAX_RUNS = 8_000_000  # pixels of a run-length-encoded BMP, which Pillow decodes in Python
+MAX_RUNS = 8_000_000  # pixels, and run lengths, of a run-length-encoded BMP, which Pillow decodes in Python
+MAX_SIDE = 1_000_000  # pixels; a line of an image takes some 20 bytes beside its pixels, in each copy
 _SCAN, _END = 0xDA, 0xD9
 _STUFFING = (0x00, *range(0xD0, 0xD8), 0xFF)  # second bytes that are no marker, or a restart
 _IN_SCANS = frozenset(bytes([kind]) for kind in _STUFFING)
@@ -46,14 +47,18 @@ def check_bytes(image: bytes) -> None:
 
 
 def check_opened(image: bytes, picture: ImageFile.ImageFile, pixels: int) -> None:
-    """The same for what is cheap to tell once Pillow has read the header: scans, strips, run lengths."""
+    """The same for what is cheap to tell once Pillow has read the header: scans, strips, run lengths, sides."""
     if picture.format in ("JPEG", "MPO"):
         if not _has_one_scan(image, picture):
             _check_scans(image, pixels)
     elif picture.format == "TIFF":
         _check_strips(picture, pixels)
-    elif picture.format == "BMP" and pixels > MAX_RUNS and picture.tile and picture.tile[0][0] == "bmp_rle":
-        raise _too_many("run-length-encoded pixels", pixels, MAX_RUNS)
+    elif picture.format == "BMP" and picture.tile and picture.tile[0][0] == "bmp_rle":
+        for what, count in (("run-length-encoded pixels", pixels), ("run lengths", len(image) // 2)):
+            if count > MAX_RUNS:
+                raise _too_many(what, count, MAX_RUNS)
+    if max(picture.size) > MAX_SIDE:
+        raise _too_many("pixels in a line or column", max(picture.size), MAX_SIDE)
 
 
 def finder(jpeg: bytes) -> Callable[[int], int]:
