@@ -98,8 +98,8 @@ def split(url: str) -> Address:
     login, at, host = authority.rpartition("@")
     if scheme in _CHECKED and not _HOST.fullmatch(host):
         raise ValueError(
-            f"an address of {scheme} has no valid host and port. Expected {scheme}://host:port/path; in a login write "
-            "/ as %2F, ? as %3F, # as %23 and @ as %40."
+            f"an address of {scheme} has no valid host and port. Expected {scheme}://host:8080/path; in a login write "
+            "%2F for a slash, %3F for ?, %23 for # and %40 for an at sign."
         )
     if "@" in path and ("://" in path or (":" in host and scheme not in _CHECKED)):
         raise ValueError(

@@ -163,7 +163,11 @@ def check_weights(folder: Path | str, file: ModelFile, method: Method) -> None:
 
     there = read_shapes(Path(folder) / "model.safetensors")
     if ":" not in file.method:  # a user's own method may need numbers, which a model without content has not
-        check_fit(shapes(file.model, method), there, f"weights in {folder}", "its config")
+        try:
+            declared = shapes(file.model, method)
+        except ValueError as e:
+            raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}.") from e
+        check_fit(declared, there, f"weights in {folder}", "its config")
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -41,6 +41,7 @@ def score(
     """
     from kiloword.api import load
 
+    texts = tuple(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in texts)  # of any locale
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code)
     _print(images, texts, matcher.score(list(images), list(texts)).tolist())
     if explain is not None:

@@ -300,10 +300,12 @@ def read_config(path: Path, kind: type[Config]) -> Config:
 
 def parse(value: Any, kind: type[Config]) -> Config:
     """Validate plain data as a settings dataclass. Raises: ValueError for unknown keys and wrong types."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(kind).validate_python(without_credentials(value))
+    except PydanticUserError as e:  # of somebody's own method
+        raise ValueError(f"{kind.__name__} is no class of settings: expected fields of plain data.") from e
     except ValidationError as e:
         problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
         raise ValueError("; ".join(problems[:3]) + ".") from e

@@ -42,13 +42,19 @@ def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Metho
     named = word is not None and word in (asks, base_of(asks))  # of "mine:preset+compose" too by "mine:preset"
     if trust.method is not None and not named:
         warn(f"{folder} asks for the method {asks[:200]!r}: {word!r} is used, as --method says.")
-        return preset(trust.method, file.settings)
+        try:
+            return preset(trust.method, file.settings)
+        except ValueError as e:
+            raise ValueError(f"{word} does not fit {folder}, which was trained by {asks[:200]}: {e}") from e
     named = named or (word is not None and base_of(word) == base_of(asks))
     if ":" in asks and not (named or trust.trust_code):
         raise ValueError(
             f"{folder} was trained by the method {asks[:200]!r}, which is code that its config.json names and that is "
-            "not run unasked. If you know this code, name the method: --method MODULE:PRESET (of caption "
-            "--model-method, of kiloword.load method=). To import the module that the model names: --trust-code "
+            "not run unasked. If you know this code, name the method: --method MODULE:PRESET (caption: --model-method; "
+            "train: as its METHOD; kiloword.load: method=). To import the module that the model names: --trust-code "
             "(trust_code=True)."
         )
-    return preset(asks, file.settings)
+    try:
+        return preset(asks, file.settings)
+    except ValueError as e:
+        raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}") from e

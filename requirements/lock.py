@@ -7,6 +7,7 @@ release. pip checks each download against them (`--require-hashes`), so a replac
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,8 @@ def write(name: str, about: str, entries: Entries) -> None:
 
 
 def main() -> None:
+    if shutil.which("uv") is None:
+        sys.exit("make lock needs uv, which is not on the path: pip install uv")
     core = resolve(".\nsetuptools\n", "--no-emit-package", "kiloword")
     checks = resolve("\n".join([f".[{CHECKS}]", *ORACLES]), "--no-emit-package", "kiloword")
     checks |= resolve("\n".join(ALONE), "--no-deps")

@@ -67,9 +67,10 @@ def test_an_address_and_its_credentials() -> None:
 )
 def test_a_login_that_is_not_quoted(url: str) -> None:
     for reads in (split, open_source, public):
-        with pytest.raises(ValueError, match=r"no valid host and port.* write / as %2F") as caught:
+        with pytest.raises(ValueError, match=r"no valid host and port.* write %2F for a slash") as caught:
             reads(url)
         assert PLANTED not in str(caught.value)
+        assert scrubbed(str(caught.value)) == str(caught.value)  # as the command line prints it
 
 
 @pytest.mark.parametrize(

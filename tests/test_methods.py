@@ -12,6 +12,7 @@ from kiloword.methods import preset
 OWN = """
 from dataclasses import replace
 from kiloword.methods import siglip
+from kiloword.types import Pairs
 
 def good():
     return replace(siglip.preset(siglip.Settings()), name="good")
@@ -21,6 +22,12 @@ def bare(settings):
 
 def number():
     return 3
+
+def positives(pairs: Pairs):
+    return good()
+
+def undefined(settings: "Nowhere"):
+    return good()
 """
 
 
@@ -41,6 +48,8 @@ def test_a_file_in_the_working_folder_is_found() -> None:
     ("function", "message"),
     [
         ("bare", "takes 'settings' of no known type: annotate it"),
+        ("positives", "Pairs is no class of settings"),
+        ("undefined", "takes 'settings' of no known type: annotate it"),
         ("number", "returned a int: expected a kiloword.method.Method"),
         ("missing", "no attribute 'missing'"),
     ],

@@ -13,8 +13,10 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from folders import model_folder
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from rich.live import Live
 from rich.text import Text
 
@@ -219,3 +221,15 @@ def test_terminals_of_ascii(tmp_path: Path) -> None:
 def test_version_and_interruption(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     main(["--version"])
     assert capsys.readouterr().out == kiloword.__version__ + "\n"
+
+
+def test_texts_of_a_locale_of_ascii_are_the_same_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python hands over the bytes of such a command line as lone surrogates."""
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "a.png")
+    model_folder(tmp_path / "model")
+
+    def score(text: str) -> str:
+        main(["score", str(tmp_path / "model"), "--images", str(tmp_path / "a.png"), "--texts", text])
+        return capsys.readouterr().out
+
+    assert score("läuft".encode().decode("ascii", "surrogateescape")) == score("läuft")

@@ -130,6 +130,13 @@ def test_code_runs_from_python() -> None:
     assert load("asks", trust_code=True).method.name == "own"  # type: ignore[union-attr]
 
 
+def test_a_method_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads(Path("plain/config.json").read_text()) | {"settings": {"bias": -8.0}}
+    Path("plain/config.json").write_text(json.dumps(config))
+    message = ends(capsys, "score", "plain", *SCORE, "--method", "clip")
+    assert "clip does not fit plain, which was trained by siglip: settings of clip: bias" in message
+
+
 def test_naming_one_method_does_not_trust_another(capsys: pytest.CaptureFixture[str]) -> None:
     """The user's method is used in place of the model's, and a line says so; what the model names stays unimported."""
     main(["score", "asks", *SCORE, "--method", "siglip"])

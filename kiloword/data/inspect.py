@@ -72,6 +72,8 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
     """
     start = time.perf_counter()
     source = open_source(src)
+    if digest:
+        local_tars(source)  # refused before anything is printed
     notes = getattr(source, "notes", [])
     say(f"{source.name}: {len(source):,} samples, opened in {time.perf_counter() - start:.1f} s")
     say(f"fingerprint {source.fingerprint}", *notes)
@@ -96,15 +98,20 @@ def digest_all(src: str, source: Source) -> str:
 
     Raises: ValueError for what is not tars of this machine.
     """
+    for tar in local_tars(source):
+        open_index(tar, digest=True)
+    return whole(open_source(src))
+
+
+def local_tars(source: Source) -> list[Path]:
+    """Raises: ValueError for what is not tars of this machine."""
     tars = [tar for tar in getattr(source, "tars", []) if isinstance(tar, Path)]
     if not tars:
         raise ValueError(
-            f"{source.name}: --digest is for tars of this machine. Of other data, runs compare the table's own bytes, "
-            "and the files of some samples."
+            f"{source.name}: --digest is for tars of this machine. docs/data.md says what resumed runs compare of "
+            "other data."
         )
-    for tar in tars:
-        open_index(tar, digest=True)
-    return whole(open_source(src))
+    return tars
 
 
 def check(source: Source, workers: int | None = None) -> list[Skipped]:

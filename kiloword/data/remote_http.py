@@ -116,7 +116,8 @@ class Http:
         error.close()
         if error.code >= 500 or error.code in _LATER:
             return Fault(f"the server answers {error.code} {_reason(error)}", _retry_after(error.headers))
-        hint = {401: ": it asks for a login", 403: ": access denied", 404: ": no such file", 410: ": no such file"}
+        login = ": it refuses this login" if self.address.login else ": it asks for a login"
+        hint = {401: login, 403: ": access denied", 404: ": no such file", 410: ": no such file"}
         return Unreachable(
             f"{self.address}: the server answers {error.code}{hint.get(error.code, f' {_reason(error)}')}. Check the "
             "address and your rights to it."

@@ -160,10 +160,18 @@ def _own(name: str) -> tuple[Callable[..., Method], type | None]:
             f"{name} is a {type(make).__name__}: expected a function that returns a kiloword.method.Method."
         )
     parameters = list(inspect.signature(make).parameters)
-    kind = typing.get_type_hints(make).get(parameters[0]) if parameters else None
-    if parameters and kind is None:
+    kind = _hints(make).get(parameters[0]) if parameters else None
+    if parameters and not dataclasses.is_dataclass(kind):
         raise ValueError(
             f"{module_name}:{function} takes {parameters[0]!r} of no known type: annotate it with a settings "
             "dataclass, or take no argument."
         )
     return make, kind
+
+
+def _hints(make: Callable[..., Any]) -> dict[str, Any]:
+    """Annotated types; none where a name in them cannot be found."""
+    try:
+        return typing.get_type_hints(make)
+    except (NameError, TypeError, AttributeError):
+        return {}
