@@ -94,7 +94,7 @@ class Optimizer:
             adam.append({"params": parameters, "lr": config.lr * factor, "weight_decay": decay})
         parts: list[torch.optim.Optimizer] = []
         if adam:
-            betas = (config.beta1, config.beta2)
+            betas = (float(config.beta1), float(config.beta2))  # a recipe of Python may say 0, which torch refuses
             parts.append(torch.optim.AdamW(adam, lr=config.lr, betas=betas, eps=config.eps, fused=True))
         if muon:
             stacked = {p: n for p, name in self.names.items() for end, n in STACKED.items() if name.endswith(end)}
