@@ -29,7 +29,8 @@ def evaluate(
     shortlist: int | None = None,
     of: Literal["tower", "vec"] | None = None,
     samples: int | None = None,
-    includes: Literal["h", "inc"] | None = None,
+    includes: Literal["inc", "h"] | None = None,
+    eps: float | None = None,
     prompts: Literal["ensemble", "filter", "topk", "bprw"] | None = None,
     prompt_options: Annotated[PromptOptions, arg(name="prompts")] = PROMPTS,
     train: str | None = None,
@@ -60,7 +61,10 @@ def evaluate(
         shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
         of: spectrum: tower (what the image tower puts out, the default) or vec.
         samples: spectrum: pictures, 5000 if not given.
-        includes: hierarchy: what a caption includes a picture most by, h (the default) or inc.
+        includes: hierarchy: what a caption includes an image most by, inc (the default) or h. With h at eps 0 the
+            narrowest captions are chosen, not the most general.
+        eps: hierarchy: log-space epsilon of inc and h, 0 if not given. At -10 or less distances hardly count: h then
+            chooses the widest caption, inc the narrowest.
         prompts: zeroshot: how a class's prompts count: alike (ensemble, the default), the least uncertain (filter,
             topk), or as they explain pictures (bprw); all but the first need a model with Gaussians.
         prompt_options: zeroshot: what filter, topk and bprw may be told.
@@ -81,7 +85,13 @@ def evaluate(
     """
     from kiloword.evaluation.command import main as run
 
-    options: dict[str, object] = {"shortlist": shortlist, "of": of, "samples": samples, "includes": includes}
+    options: dict[str, object] = {
+        "shortlist": shortlist,
+        "of": of,
+        "samples": samples,
+        "includes": includes,
+        "eps": eps,
+    }
     options |= {"prompts": prompts, "prompt_options": None if prompt_options == PROMPTS else prompt_options}
     options |= {"train": train, "val": val, "cache": cache, "probe": None if probe == PROBE else probe}
     options |= {"generate": None if generate == GENERATE else generate, "judge": None if judge == JUDGE else judge}

@@ -175,6 +175,43 @@ def test_most_inclusive_text_whatever_is_held_at_once(by: str, monkeypatch: pyte
     assert most_inclusive(images, texts, by).tolist() == expected
 
 
+def four_levels(chains: int = 6, d: int = 64) -> tuple[Features, Features]:
+    """Images and their chains of four texts each, of small variances: 4 i + k is of image i; wide, far ones first."""
+    draw = torch.Generator().manual_seed(0)
+    image = torch.nn.functional.normalize(torch.randn(chains, d, generator=draw, dtype=torch.float64))
+    away = torch.nn.functional.normalize(torch.randn(chains, 4, d, generator=draw, dtype=torch.float64), dim=2)
+    text = torch.tensor([0.2, 0.25, 0.3, 0.35], dtype=torch.float64)[:, None] * image[:, None] + away
+    widths = torch.tensor([-8.0, -9.0, -10.0, -11.0], dtype=torch.float64).repeat(chains)[:, None].expand(-1, d)
+    texts = {"vec": torch.nn.functional.normalize(text, dim=2).flatten(0, 1), "log_var": widths}
+    return {"vec": image, "log_var": torch.full_like(image, -13)}, texts
+
+
+def test_most_inclusive_text_of_small_variances_is_a_general_one() -> None:
+    images, texts = four_levels()
+    assert (most_inclusive(images, texts) % 4 == 0).all()
+    assert (most_inclusive(images, texts, "h") % 4 == 3).all()  # distances decide: the narrowest
+    assert (most_inclusive(images, texts, "h", eps=-10) % 4 == 0).all()  # widths decide
+
+
+@pytest.mark.parametrize("option", [{"includes": "wide"}, {"eps": float("nan")}, {"eps": 1000.0}])
+def test_unusable_inclusion_options_are_refused(option: dict[str, object]) -> None:
+    with pytest.raises(
+        ValueError, match=r"includes is 'wide': expected inc or h|eps is .*: expected a number from -100"
+    ):
+        evaluate(matcher(), "hierarchy", "scenes:test?n=5", **option)
+
+
+def test_traversals_go_to_the_root_of_inc_unless_told_otherwise() -> None:
+    model = matcher()
+    default, inc, h, wide = (
+        evaluate(model, "hierarchy", "scenes:test?n=23", **more)
+        for more in ({}, {"includes": "inc"}, {"includes": "h"}, {"includes": "h", "eps": -10.0})
+    )
+    roots = [[value for name, value in found.items() if "inclusive" in name] for found in (default, inc, h, wide)]
+    assert roots[0] == roots[1]
+    assert roots[0] != roots[2] != roots[3]
+
+
 def test_mean_root_has_norm_1() -> None:
     a, b = gaussians(1)["vec"], gaussians(4, seed=1)["vec"]
     torch.testing.assert_close(mean_root(a, b)[2], (a[0] + b[2]) / (a[0] + b[2]).norm())

@@ -26,6 +26,7 @@ from kiloword.evaluation.hierarchy_paths import (
     Includes,
     Nearest,
     Truth,
+    check_includes,
     mean_root,
     measure,
     measure_root,
@@ -50,7 +51,8 @@ def run(
     matcher: Matcher,
     source: Source,
     *,
-    includes: Includes = "h",
+    includes: Includes = "inc",
+    eps: float = 0.0,
     nearest: Nearest = "cosine",
     batch: int = 64,
     workers: int = 0,
@@ -59,10 +61,12 @@ def run(
 ) -> Values:
     """Judge by chains of captions (json `hierarchies`, scenes) and by pictures of several levels (HierarImgs, scenes).
 
-    Args: includes: by what a caption includes a picture most, "h" or "inc"; nearest: what the steps of a traversal go
-    by, "cosine" or "csd" (Gaussian models).
-    Raises: ValueError where the data has neither, or has levels of pictures alone and the model no uncertainty.
+    Args: includes, eps: by what a caption includes a picture most, see `most_inclusive`; nearest: what the steps of a
+    traversal go by, "cosine" or "csd" (Gaussian models).
+    Raises: ValueError for options out of range, and where the data has neither, or has levels of pictures alone and
+    the model no uncertainty.
     """
+    check_includes(includes, eps)
     bad = [] if skipped is None else skipped
     page: dict[str, Any] = {} if shown is None else shown
     stored = read(source)
@@ -71,7 +75,7 @@ def run(
         texts = matcher.encode_text(chains.texts)
         truth = _truth(source, chains)
         yield from _official(matcher, images, texts, chains, truth, page)
-        yield from _traversals(matcher, images, texts, chains, truth, includes, nearest, page)
+        yield from _traversals(matcher, images, texts, chains, truth, (includes, eps), nearest, page)
         if "log_var" in texts:
             yield from _text_levels(texts, chains, truth, page)
         page |= {"chains": chains, "source": source, "truth": truth}
@@ -130,7 +134,7 @@ def _traversals(
     texts: Features,
     chains: Chains,
     truth: Truth | None,
-    includes: Includes,
+    includes: tuple[Includes, float],
     nearest: Nearest,
     page: dict[str, Any],
 ) -> Values:
@@ -146,12 +150,12 @@ def _traversals(
             yield from _named(f"traversal_{name}_", measure_truth(paths, chains, truth))
 
 
-def _roots(matcher: Matcher, images: Features, texts: Features, includes: Includes) -> dict[str, Tensor]:
+def _roots(matcher: Matcher, images: Features, texts: Features, includes: tuple[Includes, float]) -> dict[str, Tensor]:
     """The embedding of "" [1, D]; of Gaussians also of the text that includes each picture most, and both's mean."""
     empty = matcher.encode_text([""])["vec"]
     if "log_var" not in texts:
         return {"empty": empty}
-    inclusive = texts["vec"][most_inclusive(images, texts, includes)]
+    inclusive = texts["vec"][most_inclusive(images, texts, *includes)]
     return {"empty": empty, "inclusive": inclusive, "mean": mean_root(empty, inclusive)}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kiloword.pools import at_least_float
 from kiloword.sharing import in_turns
 from kiloword.types import Features
 
-Includes = Literal["h", "inc"]
+Includes = Literal["inc", "h"]
 Nearest = Literal["cosine", "csd"]
 Truth = Callable[[list[int], slice], Tensor]
 """Texts, by index, and pictures i to j -> [texts, j - i] bool: which are true of which."""
@@ -108,12 +108,17 @@ def traversals(
     return torch.cat(list(in_turns(parts, paths))).to(vec.device)
 
 
-def most_inclusive(images: Features, texts: Features, by: Includes = "h") -> Tensor:
-    """The text that includes each picture most: [I] int64, of I and N Gaussians; eps 0, the sum over dimensions.
+def most_inclusive(images: Features, texts: Features, by: Includes = "inc", eps: float = 0.0) -> Tensor:
+    """The text that includes each picture most: [I] int64, of I and N Gaussians; the sum over dimensions.
 
-    Args: by: "h", H of eq. 4; "inc", inc of eq. 3, by which the authors' code ranks. H grows with the distance of the
-    means, so by H a wide text far away may be taken; inc falls with it.
+    Args: by: "inc", inc of eq. 3, by which the authors' code ranks; "h", H of eq. 4, which the paper names; eps: as of
+    `log_inclusion`. At eps 0 and the small variances of trained models H is about the squared distance over the sum of
+    the variances, greatest for the narrowest text that is wider than the picture: the specific ones, not the general.
+    Inc falls with the distance. At eps -10 or less distances hardly count: H takes the widest text, inc the narrowest.
+
+    Raises: ValueError for another `by`, or an eps outside -100 to 20.
     """
+    check_includes(by, eps)
     n, d = texts["vec"].shape
     some = max(1, min(16, PAIRS // d))
     picture = {name: images[name][:, None] for name in ("vec", "log_var")}
@@ -122,7 +127,7 @@ def most_inclusive(images: Features, texts: Features, by: Includes = "h") -> Ten
     def found(i: slice) -> Tensor:
         own = rows(picture, i)
         parts = [
-            _included(own, {name: value[:, t] for name, value in text.items()}, by)
+            _included(own, {name: value[:, t] for name, value in text.items()}, by, eps)
             for t in chunks(n, max(1, PAIRS // (some * d)))
         ]
         return torch.cat(parts, 1).argmax(1).cpu()
@@ -137,8 +142,16 @@ def _len(part: slice) -> int:
     return int(part.stop - part.start)
 
 
-def _included(a: Features, b: Features, by: Includes) -> Tensor:
-    return (inclusion(a, b) if by == "h" else log_inclusion(a, b)).sum(-1)
+def check_includes(by: str, eps: float) -> None:
+    """Raises: ValueError for what `most_inclusive` does not take."""
+    if by not in get_args(Includes):
+        raise ValueError(f"includes is {by!r}: expected {' or '.join(get_args(Includes))}.")
+    if not -100 <= eps <= 20:
+        raise ValueError(f"eps is {eps}: expected a number from -100 to 20; the paper evaluates at 0.")
+
+
+def _included(a: Features, b: Features, by: Includes, eps: float) -> Tensor:
+    return (inclusion(a, b, eps) if by == "h" else log_inclusion(a, b, eps)).sum(-1)
 
 
 def mean_root(empty: Tensor, inclusive: Tensor) -> Tensor:
