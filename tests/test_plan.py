@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kiloword import engine, parallel
 from kiloword.accumulate import backward
 from kiloword.cli import main
+from kiloword.draw import Draw
 from kiloword.learner import Learner
 from kiloword.methods import names, preset
 from kiloword.model import build
@@ -29,6 +32,7 @@ from kiloword.planning.peak import compare_peak
 from kiloword.planning.shapes import Kernels, Lengths, Load
 from kiloword.planning.traffic import traffic
 from kiloword.recipes import OptimConfig, sizes
+from kiloword.types import Example, Fetch
 from kiloword.verify import over_ranks
 
 FLOPS, BYTES = 0.02, 0.15  # relative differences that are asked for; weights, gradients and optimizer are exact
@@ -234,16 +238,43 @@ def test_advice_is_the_fastest_that_fits_with_the_most_pictures(
     assert found["flop_a_pair"] < found["flop_a_pair_padded"]
 
 
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan siglip --size g14 --batch 64 --samples 1e9 --gpu 4090"
-    main(words.split())
-    assert "Nothing fits" in capsys.readouterr().out
+def test_what_does_not_fit_is_an_error_after_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"plan siglip --size g14 --batch 64 --samples 1e9 --gpu 4090 --json {tmp_path / 'plan.json'}"
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    shown = capsys.readouterr()
+    assert end.value.code == 2
+    options = json.loads((tmp_path / "plan.json").read_text())["options"]
+    least = min(option["bytes"] for option in options) / 2**30
+    assert f"kiloword: nothing fits: ddp, checkpointing {options[0]['checkpointing']}" in shown.err
+    assert f"takes {least:.1f} GiB of 23.5" in shown.err
+    assert "alternatives: 23.5 GiB a GPU" in shown.out
+    assert "Take ddp" not in shown.out
+    assert not any(option["fits"] for option in options)
 
 
 def test_composed_captions_are_longer_and_some_methods_take_six() -> None:
     assert planner("clip-c --size b16 --settings.rho 0.5").tokens == pytest.approx(20 + 0.5 * 19)
     assert planner("fff --size b16").captions == 6
     assert planner("prolip --size b16").tokens == 22  # [UNC] and [CLS] behind the end
+
+
+@dataclass(frozen=True)
+class Lowercase:
+    """A transform of one's own, whose settings are none of ours."""
+
+    settings: object
+
+    def __call__(self, example: Example, fetch: Fetch, draw: Draw) -> Example:
+        return replace(example, captions=[caption.lower() for caption in example.captions])
+
+
+@pytest.mark.parametrize("settings", [{"rho": 0.5}, SimpleNamespace(words=3), SimpleNamespace(rho=0.5, parts="both")])
+def test_a_transform_of_ones_own_may_keep_settings(settings: object) -> None:
+    """Captions are taken to stay as long as they are, whatever the names of its settings."""
+    found = planner("siglip --size debug --batch 8")
+    method = replace(found.method, views=(Lowercase(settings),))
+    assert Planner(found.plan, method, found.card).tokens == found.tokens
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from kiloword.data.views.mix import LARGE
 from kiloword.data.views.mix import share as composed_share
+from kiloword.data.views.settings import MixingSettings
 from kiloword.learner import Learner
 from kiloword.method import Method
 from kiloword.planning.cards import NODE, Card
@@ -52,11 +53,11 @@ class Planner:
 
     @cached_property
     def tokens(self) -> float:
-        """Of a caption as the tower sees it: with the method's own tokens, and longer where views join two."""
+        """Of a caption as the tower sees it: with the method's own tokens, longer where a built-in view joins two."""
         mean = self.plan.tokens
         for view in self.method.views:
             settings = getattr(view, "settings", None)
-            if settings is not None and getattr(settings, "parts", "both") != "images":
+            if isinstance(settings, MixingSettings) and settings.parts != "images":
                 mean += composed_share(settings.rho, LARGE) * (mean - 1)  # "and", no second start and end
         return text_length(mean, self.learner.model.config.text)
 
@@ -124,13 +125,13 @@ class Planner:
         return found
 
     def options(self) -> list[Option]:
-        """Every way that the request leaves open, the fastest that fits first."""
+        """Every way that the request leaves open: the fastest that fits first, those that do not fit by memory."""
         ways = (
             [self.plan.parallel] if self.plan.parallel != "auto" else ["ddp", *(["fsdp"] if self.plan.gpus > 1 else [])]
         )
         kinds = [self.plan.checkpointing] if self.plan.checkpointing != "auto" else ["none", "selective", "whole"]
         found = [self.fewest(way, kind) for way in ways for kind in kinds]
-        return sorted(found, key=lambda o: (not o.fits, round(o.seconds, 9), o.step.pieces))
+        return sorted(found, key=lambda o: (not o.fits, 0.0 if o.fits else o.bytes, round(o.seconds, 9), o.step.pieces))
 
     def largest_micro(self, option: Option) -> int:
         """The most pictures of a micro-batch that fit in this way of running; 0: not even one."""

@@ -104,7 +104,8 @@ INTRO = """# What a run takes
 `kiloword plan METHOD --size L --gpus N --batch B --samples S [--gpu h200]` says before machines are rented how many
 parameters a model has, what arithmetic a pair costs, how memory and traffic of a GPU come about, how long the run takes
 at a stated utilisation, and which of ddp and fsdp, checkpointing and micro-batches is the fastest that fits. It takes
-the method's settings, `--model.*` and `--optim.*` as `train` does; `--json FILE` writes every figure.
+the method's settings, `--model.*` and `--optim.*` as `train` does; `--json FILE` writes every figure. When nothing fits
+the card, the tables show the nearest way and the command ends with exit code 2.
 
 This page is what `python -m kiloword.planning.papers` prints. Everywhere: bf16, AdamW, captions of 20 tokens on average
 (start and end included) packed end to end, 0.4 of the data sheet's FLOP/s for all arithmetic, what is done twice

@@ -31,7 +31,7 @@ class Sheet:
 
 
 def show(planner: Planner) -> None:
-    """Print a plan, and write it where `--json` says."""
+    """Print a plan, and write it where `--json` says. Raises: ValueError, after both, when nothing fits the card."""
     options = planner.options()
     screen = Screen(WIDE)
     for sheet in sheets(planner, options):
@@ -41,6 +41,8 @@ def show(planner: Planner) -> None:
     say(*sentences(planner, options))
     if planner.plan.json is not None:
         write_atomic(planner.plan.json, (json.dumps(figures(planner, options), indent=1) + "\n").encode())
+    if not options[0].fits:
+        raise ValueError(_too_large(planner, options[0]))
 
 
 def _rich(sheet: Sheet) -> Table:
@@ -144,9 +146,9 @@ def _captions(planner: Planner) -> str:
 
 
 def sentences(planner: Planner, options: list[Option]) -> list[str]:
-    """What it comes to, and what is assumed."""
+    """What it comes to, where it fits, and what is assumed."""
     plan, best, card = planner.plan, options[0], planner.card
-    found = [_advice(planner, options)]
+    found = [_advice(planner, best)] if best.fits else []
     busy = "arithmetic" if best.compute >= 0.5 * best.seconds else "traffic"
     found.append(
         f"A step takes {best.seconds:.3g} s, {best.compute:.3g} s of it arithmetic, at {plan.utilisation:g} of "
@@ -162,13 +164,16 @@ def sentences(planner: Planner, options: list[Option]) -> list[str]:
     return found
 
 
-def _advice(planner: Planner, options: list[Option]) -> str:
-    best, plan = options[0], planner.plan
-    if not best.fits:
-        return (
-            f"Nothing fits: {described(best)} takes {best.bytes / GIB:.1f} GiB of {planner.card.memory / GIB:.0f}. "
-            "Take more GPUs (fsdp divides weights over them), a smaller batch, or a larger card."
-        )
+def _too_large(planner: Planner, best: Option) -> str:
+    smaller = "a smaller --micro or --batch" if planner.plan.micro else "a smaller --batch"
+    return (
+        f"nothing fits: {described(best)} takes {best.bytes / GIB:.1f} GiB of {planner.card.memory / GIB:g}. "
+        f"Take more --gpus (fsdp divides weights over them), {smaller}, or a larger --gpu."
+    )
+
+
+def _advice(planner: Planner, best: Option) -> str:
+    plan = planner.plan
     days, most = days_of(planner, best), planner.largest_micro(best)
     return (
         f"Take {described(best)}: {best.bytes / GIB:.1f} GiB of {planner.card.memory / GIB:.0f}, "
