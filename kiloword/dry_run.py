@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kiloword import parallel
+from kiloword import effects, parallel
 from kiloword.device import choose
 from kiloword.methods import preset
 from kiloword.options import Options
@@ -57,4 +57,5 @@ def describe(recipe: Recipe, source: Source, out: Path, options: Options) -> lis
         f"optimizer  {recipe.optim}",
         f"augment    {recipe.data.augment}",
         f"out        {out}{' (resumes)' if (out / 'state').is_dir() else ''}",
+        *(f"note       {note}" for note in effects.notes(recipe)),
     ]

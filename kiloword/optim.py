@@ -18,6 +18,7 @@ from kiloword.parallel import local
 from kiloword.recipes import OptimConfig
 
 MEMORY, SETTLED = 0.98, 20  # of the usual gradient norm: weight of the past, and steps before it is trusted
+LONGEST_WARMUP = 2000  # steps, where the warm-up is a share of the run: CLIP's (arXiv:2103.00020, table 18)
 USUAL = "usual:gradient_norm"
 KEPT = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of a parameter, by AdamW and Muon
 STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # matrices that are several, one below the other
@@ -26,11 +27,16 @@ SCALES = ("head.log_scale", "head.bias", "head.deterministic.log_scale", "head.d
 
 def schedule(step: int, steps: int, config: OptimConfig) -> float:
     """Factor of the learning rate at `step` (from 0) of `steps`: linear warm-up, then half a cosine."""
-    warmup = config.warmup if config.warmup >= 1 else config.warmup * steps
+    warmup = warmup_steps(steps, config)
     if step < warmup:
         return (step + 1) / max(warmup, 1)
     progress = (step - warmup) / max(steps - warmup, 1)
     return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+
+def warmup_steps(steps: int, config: OptimConfig) -> float:
+    """Steps of the warm-up of a run of `steps`: a share of them, at most 2,000; or the number that the config gives."""
+    return config.warmup if config.warmup >= 1 else min(config.warmup * steps, LONGEST_WARMUP)
 
 
 def is_hidden_matrix(name: str, p: Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kiloword import activations, engine, parallel, start
+from kiloword import activations, effects, engine, parallel, start
 from kiloword.checkpoint import check_fit, not_finite, spec_of
 from kiloword.data.bad import BadRows
 from kiloword.data.loader import Loader
@@ -146,7 +146,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     if main and 0 < run.step == steps_done(out / "state"):
         drop_old(out / "state", options.keep_states)  # a run that was killed before it did leaves one too many
     if run.step == 0:
-        _begin(run, started)
+        _begin(run, started, effects.notes(recipe))
     engine.check_same(learner)
     run.log = open_log(out, recipe, run.step, options, learner.model.head.log_limit)
     return run
@@ -160,8 +160,13 @@ def _claim(file: RunFile, tokenizer: Tokenizer, out: Path) -> Lock:
     return lock
 
 
-def _begin(run: Run, started: str) -> None:
-    """Before the first step: says what it starts from, and the method prepares. Args: started: of `make_learner`."""
+def _begin(run: Run, started: str, notes: list[str]) -> None:
+    """Before the first step: logs the notes and what the run starts from, and the method prepares.
+
+    Args: started: of `make_learner`; notes: of `effects`.
+    """
+    for note in notes:
+        run.log.say(f"note: {note}")
     if holds_run(run.out):
         run.log.say(f"{run.out} holds a model but no state to go on from: the run starts again.")
     if started:

@@ -112,7 +112,7 @@ class OptimConfig(Settings):
     beta2: float = 0.95
     eps: float = 1e-8
     momentum: float = 0.95  # Muon's
-    warmup: float = 0.05  # share of the steps, or number of steps when 1 or more
+    warmup: float = 0.05  # share of the steps, 2,000 steps at most; or number of steps when 1 or more
     final_lr: float = 0.0  # share of lr at the end of the cosine
     clip: float = 1.0  # gradient norm; 0: no clipping
     explode: float = 100.0  # a step whose gradient norm is so many times the usual one is skipped; 0: only if no number
@@ -221,7 +221,7 @@ def sizes() -> dict[str, ModelConfig]:
 
 
 MUON = OptimConfig(name="muon", lr=1e-3, muon_lr=5e-3, scale_lr=3.0)  # four times that: faster, but blind to shape
-FIELD = OptimConfig(lr=5e-4, weight_decay=0.2, beta2=0.98, eps=1e-6, warmup=2000, clip=1.0)  # CLIP's at ViT sizes
+FIELD = OptimConfig(lr=5e-4, weight_decay=0.2, beta2=0.98, eps=1e-6, clip=1.0)  # CLIP's at ViT sizes
 PHOTOS = AugmentConfig(crop=0.5, flip=0.5)
 FEW_PHOTOS = AugmentConfig(crop=0.4, flip=0.5, jitter=0.3, drop_words=0.1)  # thousands, seen dozens of times
 

@@ -235,6 +235,20 @@ def test_three_ways_to_say_how_long(
     assert f"{steps} steps of 8 pictures" in capsys.readouterr().out
 
 
+def test_a_run_that_ends_in_its_warmup_is_told_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "clip", *RUN, "--size", "debug", "--optim.lr", "1e-5", "--out", tmp_path / "out"]
+    told = "the warm-up takes 2000 steps and the run has 3: the learning rate reaches 1.5e-08 instead of 1e-05."
+    run(*words, "--optim.warmup", "2000", "--dry-run")
+    assert f"note       {told}" in capsys.readouterr().out
+    run(*words, "--optim.warmup", "3", "--dry-run")
+    assert "note" not in capsys.readouterr().out
+    run(*words, "--optim.warmup", "2000")
+    said = capsys.readouterr().err
+    assert said.index(f"note: {told}") < said.index("step 3/3")
+
+
 def test_train_with_settings_and_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     own = ["--settings.scale", 5, "--settings.bias", -3, "--val", "scenes:test?n=16", "--captions", "all"]

@@ -21,7 +21,7 @@ from kiloword.method import Method, annotated
 from kiloword.methods import preset
 from kiloword.model import build, initialise
 from kiloword.optim import Average, Muon, Optimizer, schedule
-from kiloword.recipes import OptimConfig, sizes
+from kiloword.recipes import OptimConfig, default, sizes
 from kiloword.types import Batch, Encoded, Features, Pairs, Positives
 from kiloword.verify import learner
 from kiloword.verify_batch import batch
@@ -232,6 +232,18 @@ def test_schedule(warmup: float) -> None:
     assert factors[55] == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 2)) / 2)
     assert factors[100] == pytest.approx(0.2)
     assert all(a >= b for a, b in pairwise(factors[10:]))
+
+
+@pytest.mark.parametrize("size", ["debug", "tiny", "s16", "b32", "h14"])
+def test_the_default_warmup_is_a_share_of_the_run_and_at_most_2000_steps(size: str) -> None:
+    config = default("clip", size).optim
+    assert schedule(0, 3, config) == 1  # three steps of fine-tuning
+    for steps, warmup in ((1000, 50), (40_000, 2000), (400_000, 2000)):
+        assert schedule(warmup // 2 - 1, steps, config) == pytest.approx(0.5)
+        assert schedule(warmup - 1, steps, config) == 1 > schedule(warmup + 1, steps, config)
+    own = replace(config, warmup=10_000)
+    assert schedule(4999, 400_000, own) == pytest.approx(0.5)  # a number of steps stays what it is
+    assert schedule(2, 3, own) == pytest.approx(3e-4)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
