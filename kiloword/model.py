@@ -108,14 +108,29 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Fill every parameter from a generator keyed by its name, so that all models start equal where names are.
 
     Args: prefix: what stands before the names of `module`'s parameters.
+    Raises: ValueError for a parameter that has no initial value.
     """
+    rules = _rules(module)
+    for name, parameter in module.named_parameters():
+        _fill(parameter, rules[name], key(seed, prefix + name))
+
+
+def _rules(module: nn.Module) -> dict[str, Init]:
+    """How each parameter of a module starts, by name. Raises: ValueError for one of which no module says it."""
     rules: dict[str, Init] = {}
     for path, part in module.named_modules():
         for name, init in initial(part).items():
             rules.setdefault(f"{path}.{name}" if path else name, init)  # an outer module overrules an inner one
-    for name, parameter in module.named_parameters():
-        assert name in rules, f"no rule says how {name} starts"
-        _fill(parameter, rules[name], key(seed, prefix + name))
+    for path, _ in module.named_parameters():
+        if path not in rules:
+            owner, _, name = path.rpartition(".")
+            kind = type(module.get_submodule(owner)).__name__
+            raise ValueError(
+                f"the parameter {name!r} of {kind} ({path}) has no initial value: give {kind}, or a module that "
+                f"contains it, a method initial() that returns one by name, such as {{{name!r}: Init(std=0.02)}}. Init "
+                "is in kiloword.towers.blocks."
+            )
+    return rules
 
 
 def _fill(parameter: Tensor, init: Init, seed: int) -> None:

@@ -16,7 +16,7 @@ from kiloword.heads import Head, Single
 from kiloword.model import Model, initialise, resize
 from kiloword.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.towers.attention import Cache, Packing, attention
-from kiloword.towers.blocks import activate
+from kiloword.towers.blocks import Init, activate
 from kiloword.towers.image import ImageTower, fold, unfold
 from kiloword.towers.text import TextTower
 from kiloword.types import Texts
@@ -255,6 +255,34 @@ def test_same_names_start_equal() -> None:
     double = Model(config, Head(Single(config), bias=-10.0)).double()
     initialise(double, 0)
     assert torch.equal(double.text_tower.tokens.float(), plain.text_tower.tokens)
+
+
+class Gate(torch.nn.Module):
+    """A part of one's own that forgets how it starts; `says`: what it says of it."""
+
+    def __init__(self, **says: Init) -> None:
+        super().__init__()
+        self.strength = torch.nn.Parameter(torch.full((2,), 7.0))
+        self.names = torch.nn.Embedding(3, 2)
+        self.says = says
+
+    def initial(self) -> dict[str, Init]:
+        return {name.replace("__", "."): init for name, init in self.says.items()}
+
+
+def test_a_parameter_without_an_initial_value_is_named_with_its_class() -> None:
+    """Nothing is filled before; of a class of torch, a module around it may say it."""
+    config, own = sizes()["debug"], Init(mean=0.5)
+    forgot = Gate()
+    with pytest.raises(ValueError, match=r"'strength' of Gate \(more\.gate\.strength\) has no .* Gate.* initial\(\)"):
+        initialise(Model(config, Head(Single(config)), {"gate": forgot}), 0)
+    assert forgot.strength.tolist() == [7.0, 7.0]
+    with pytest.raises(ValueError, match=r"'weight' of Embedding \(names\.weight\) .* contains it, .* initial\(\)"):
+        initialise(Gate(strength=own), 0)
+    complete = Gate(strength=own, names__weight=Init(std=1.0))
+    initialise(complete, 0)
+    assert complete.strength.tolist() == [0.5, 0.5]
+    assert complete.names.weight.std() > 0
 
 
 def test_starting_deviations() -> None:
