@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kiloword import effects, parallel
+from kiloword.data.sampler import steps_per_epoch
 from kiloword.device import choose
 from kiloword.methods import preset
 from kiloword.options import Options
@@ -42,7 +43,7 @@ def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
 
 def describe(recipe: Recipe, source: Source, out: Path, options: Options) -> list[str]:
     """What a run would do, in a few lines."""
-    epochs = recipe.steps * recipe.batch / len(source)
+    epochs = recipe.steps / steps_per_epoch(len(source), recipe.batch)
     val = open_val(recipe)
     ranks, pieces = parallel.ranks(), micro_batches(recipe)
     share = f"{pieces} x {recipe.batch // ranks // pieces} pictures each"

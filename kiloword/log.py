@@ -141,6 +141,8 @@ class Log:
             f"data wait {wait:.0%}",
             f"ETA {duration(left)}",
         ]
+        if "epoch" in values:
+            parts.insert(1, f"epoch {values['epoch']:.2f}")
         if "lr" in values:
             parts.append(f"lr {values['lr']:.2e}")
         counts = (("skipped", "bad samples"), ("skipped_steps", "skipped steps"))

@@ -71,7 +71,7 @@ class Meter:
         seconds = time.perf_counter() - self._start
         row: dict[str, Any] = {
             "step": run.step,
-            "epoch": run.step * run.recipe.batch / run.order.rows,
+            "epoch": run.step / run.order.steps_per_epoch,
             **{k: v for k, v in means.items() if math.isfinite(v)},
         }
         row["scale"] = float(head.log_scale.detach().exp())

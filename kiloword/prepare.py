@@ -15,7 +15,7 @@ from kiloword.checkpoint import check_fit, not_finite, spec_of
 from kiloword.data.bad import BadRows
 from kiloword.data.loader import Loader
 from kiloword.data.reading import captions_of
-from kiloword.data.sampler import Order
+from kiloword.data.sampler import Order, steps_per_epoch
 from kiloword.data.side import SideTable
 from kiloword.data.sources import open_data, open_source
 from kiloword.data.time_limit import REASON
@@ -83,7 +83,7 @@ def with_length(
     if epochs is not None and not math.isfinite(epochs):
         raise ValueError(f"--epochs is {epochs}: expected a number.")
     if epochs is not None:
-        steps = round(epochs * (rows // recipe.batch))
+        steps = round(epochs * steps_per_epoch(rows, recipe.batch))
     elif samples is not None:
         steps = samples // recipe.batch
     steps = recipe.steps if steps is None else steps

@@ -14,6 +14,7 @@ from tars import pairs, picture, write_tar
 from kiloword import __version__
 from kiloword.cli import main
 from kiloword.cli_train import Train
+from kiloword.log import read_metrics
 from kiloword.options import Options
 from kiloword.recipes import sizes
 
@@ -247,6 +248,21 @@ def test_a_run_that_ends_in_its_warmup_is_told_before_it_starts(
     run(*words, "--optim.warmup", "2000")
     said = capsys.readouterr().err
     assert said.index(f"note: {told}") < said.index("step 3/3")
+
+
+@pytest.mark.parametrize("data", [["scenes?n=15"], ["scenes?n=9", "scenes:val?n=12", "--weights", "1", "0.5"]])
+def test_epochs_are_passes_over_the_data_as_they_are_counted(
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """15 rows are three batches of 4 and a remainder that is dropped; the run stops and resumes between."""
+    words = ["train", "clip", "--data", *data, "--size", "debug", "--vocab", "300", "--batch", 4, "--captions", 2]
+    words += ["--out", tmp_path, "--log-every", 3]
+    run(*words, "--epochs", 4, "--dry-run")
+    assert "length     12 steps of 4 pictures, 4.0 epochs" in capsys.readouterr().out
+    run(*words, "--epochs", 1)
+    run(*words, "--epochs", 4, "--extend")
+    assert [row["epoch"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "step 12/12  epoch 4.00  " in capsys.readouterr().err
 
 
 def test_train_with_settings_and_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

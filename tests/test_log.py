@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kiloword import meter, parallel
+from kiloword.data.sampler import Order
 from kiloword.log import Log, SinceRow, read_metrics
 from kiloword.meter import Meter
 from kiloword.optim import schedule
@@ -148,7 +149,7 @@ def measured(clock: Clock) -> dict[str, Any]:
         since_row=SinceRow(),
         step=0,
         recipe=SimpleNamespace(batch=16, steps=100, optim=OptimConfig(lr=0.5)),
-        order=SimpleNamespace(rows=64),
+        order=Order(64, 16),
         learner=SimpleNamespace(model=SimpleNamespace(head=head)),
         device=torch.device("cpu"),
         bad=[],

@@ -16,6 +16,11 @@ BLOCK = 512  # consecutive rows that stay neighbours on disk
 GROUP = 64  # blocks whose rows are shuffled together
 
 
+def steps_per_epoch(rows: int, batch: int) -> int:
+    """Steps of one pass over a data set of `rows`: whole batches; the remainder that fills none is dropped."""
+    return rows // batch
+
+
 @dataclass(frozen=True)
 class Order:
     """Which rows make up each global batch.
@@ -45,8 +50,8 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches in one epoch."""
-        return self.rows // self.batch
+        """As the function of this name."""
+        return steps_per_epoch(self.rows, self.batch)
 
     def batch_rows(self, step: int) -> tuple[int, Rows]:
         """The epoch of a step (from 0) and the rows [batch] of its global batch."""
