@@ -42,9 +42,10 @@ def load(
 ) -> Matcher:
     """Read a model folder (`OUT/model` of a run); no code that it names is run unasked.
 
-    Args: dtype "fp32", "bf16" or "fp64"; size: another picture size in pixels, positions interpolated; context: another
-    number of tokens a text may have, the first 20 and last 2 positions kept, the rest interpolated (arXiv:2503.08048);
-    method: of the model, your own "module:preset" too; trust_code: import the module that the folder names.
+    Args: device "cpu", "cuda", "cuda:N" or "auto"; dtype "fp32", "bf16" or "fp64"; size: another image size in pixels,
+    positions interpolated; context: another number of tokens a text may have, the first 20 and last 2 positions kept,
+    the rest interpolated (arXiv:2503.08048); method: of the model, your own "module:preset" too; trust_code: import
+    the module that the folder names.
     Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
     context leaves no position between those that are kept.
     """

@@ -44,7 +44,7 @@ def evaluate(
     html: Path | None = None,
     batch: int = 256,
     workers: int = 0,
-    device: str = "cpu",
+    device: str = "auto",
     trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
     """Evaluate a model: kiloword eval runs/first/model retrieval --data scenes:test
@@ -80,7 +80,7 @@ def evaluate(
         html: zeroshot, caption, reconstruction, spectrum, hierarchy, uncertainty: write a page with the plots.
         batch: pictures at a time.
         workers: loader processes.
-        device: cpu or cuda.
+        device: auto, cpu, cuda, cuda:N.
         trust: whose code model folders may run; --method is MODEL's, and of --with where it is the same.
     """
     from kiloword.evaluation.command import main as run

@@ -19,7 +19,7 @@ def score(
     explain: Path | None = None,
     explain_what: tuple[Literal["maps", "words", "gradcam", "masks", "reconstruction"], ...] = (),
     maps: Literal["last", "rollout"] = "last",
-    device: str = "cpu",
+    device: str = "auto",
     trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
     """Score pictures against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
@@ -36,7 +36,7 @@ def score(
             the text decoder looks as it writes each word), gradcam (of the first layer), masks (which patches each
             text hides) and reconstruction (hidden patches as the image decoder paints them).
         maps: with explain, attention of the image tower's last block, or rolled out over all blocks.
-        device: cpu or cuda.
+        device: auto, cpu, cuda, cuda:N.
         trust: whose code the model folder may run.
     """
     from kiloword.api import load

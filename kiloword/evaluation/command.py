@@ -22,7 +22,7 @@ def main(
     data: str,
     json: Path | None = None,
     html: Path | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     trust: Trust = NONE,
     **options: Any,
 ) -> None:
@@ -33,6 +33,7 @@ def main(
     None: its own default; trust: of the first model, whose method the others may have too.
     """
     from kiloword.device import choose
+    from kiloword.evaluation.progress import showing_progress
     from kiloword.sharing import together
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -41,7 +42,7 @@ def main(
     if html is not None and page is None:
         raise ValueError(f"the task {task} has no page to write: leave --html away, or use --json.")
     device = choose(device)
-    with together(device):
+    with together(device), showing_progress():
         _main(models, task, data, json, html, device, trust, given)
 
 

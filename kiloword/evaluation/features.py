@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kiloword import parallel
 from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.evaluation.progress import track
 from kiloword.sharing import gathered, in_turns, lockstep, own, share
 from kiloword.types import Features, Skipped, Source
 
@@ -70,9 +71,18 @@ def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], ba
 
     with inference(model):
         if share()[1] == 1:
-            return join([encode(part) for part in chunks(len(captions), batch)])
-        parts = in_turns(list(chunks(len(captions), batch)), lambda part: moved(encode(part), "cpu"))
-        return moved(join(list(parts)), device)
+            parts = track(chunks(len(captions), batch), "texts", "texts", len(captions), _length)
+            return join([encode(part) for part in parts])
+        encoded = in_turns(list(chunks(len(captions), batch)), lambda part: moved(encode(part), "cpu"))
+        return moved(join(list(track(encoded, "texts", "texts", len(captions), _rows))), device)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _rows(features: Features) -> int:
+    return len(next(iter(features.values())))
 
 
 def moved(features: Features, device: torch.device | str) -> Features:
@@ -146,16 +156,21 @@ def batches_in_turns(
     config = matcher.model.config
     read = partial(eval_batches, source, config.image.size, config.preprocess.resize, batch, workers)
     if share()[1] == 1:
-        for part in read():
+        for part in track(read(), "images", "images", len(source), _read_rows):
             yield do(part) if part.rows else None, part.skipped
         return
     rows = range(len(source))
     every = [rows[part] for part in chunks(len(source), batch)]
     mine = read(parts=own(every))
-    for first in range(0, len(every), share()[1]):
+    turns = range(0, len(every), share()[1])
+    for first in track(turns, "images", "images", len(source), lambda n: sum(map(len, every[n : n + share()[1]]))):
         read_now = next(mine, None)
         made = _or_lost(matcher, read_now, do)
         yield from gathered((made, [] if read_now is None else read_now.skipped))[: len(every) - first]
+
+
+def _read_rows(part: EvalBatch) -> int:
+    return len(part.rows) + len(part.skipped)
 
 
 def _or_lost(matcher: Matcher, part: EvalBatch | None, do: Callable[[EvalBatch], Made]) -> Made | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from kiloword.draw import key
 from kiloword.evaluation.features import chunks
 from kiloword.evaluation.probe_options import COUNT, RECIPES, ProbeOptions
+from kiloword.evaluation.progress import track
 
 MOMENTUM = 0.9  # of sgd
 CLOSE = 1e-6  # lbfgs ends when no entry of the gradient of the mean loss, in its coordinates, is larger
@@ -100,7 +101,8 @@ def steps(rows: Rows, first: Linear, options: ProbeOptions, decay: float, seed: 
     else:
         optimiser = torch.optim.AdamW([weight, bias], options.lr, weight_decay=decay)
     count = options.epochs * math.ceil(len(rows) / options.batch)
-    for step, places in enumerate(_batches(len(rows), options.epochs, options.batch, seed)):
+    batches = _batches(len(rows), options.epochs, options.batch, seed)
+    for step, places in enumerate(track(batches, "probe", "steps", count)):
         optimiser.param_groups[0]["lr"] = 0.5 * (1 + math.cos(math.pi * step / count)) * options.lr
         optimiser.zero_grad()
         loss = F.cross_entropy(F.linear(rows.x[places], weight, bias), rows.y[places])

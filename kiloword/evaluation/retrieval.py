@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kiloword.evaluation.features import chunks, join, rows, seen
 from kiloword.evaluation.metrics import Standing, average_precision, check_scores, hit, precision_at, rounding, standing
+from kiloword.evaluation.progress import track
 from kiloword.sharing import gathered, in_turns, own, sums
 from kiloword.types import Features, Skipped, Source
 
@@ -117,7 +118,8 @@ def standings(
     low_i, high_i = best - rounding(best), best + rounding(best)
     low_t, high_t = of_own - rounding(of_own), of_own + rounding(of_own)
     above_i, reach_i, above_t, reach_t = (torch.zeros(k, dtype=torch.int64, device=device) for k in (n, n, t, t))
-    for r, c in own(_blocks(n, t, chunk)):
+    blocks = own(_blocks(n, t, chunk))
+    for r, c in track(blocks, "ranks", "blocks of pairs", len(blocks)):
         block = _others(check_scores(score(rows(images, r), rows(texts, c))), picture[c], r)
         above_i[r] += _count(block > high_i[r, None], 1)
         reach_i[r] += _count(block >= low_i[r, None], 1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kiloword.evaluation.features import chunks, rows
 from kiloword.evaluation.metrics import Standing, check_scores, hit, standing
+from kiloword.evaluation.progress import track
 from kiloword.evaluation.retrieval import PANEL, Relevance, check_pairs, true_means
 from kiloword.pools import at_least_float
 from kiloword.sharing import in_turns
@@ -108,7 +109,8 @@ def _own(panels: _Panels, positives: Callable[[slice], Tensor], device: torch.de
         positive = positives(q)  # [q, C] bool
         return [x.cpu() for x in standing(panel, positive)], int(positive.gather(1, short).sum())
 
-    parts, kept = zip(*in_turns(panels.parts(), judged), strict=True)
+    queries = panels.parts()
+    parts, kept = zip(*track(in_turns(queries, judged), "ranks", "blocks of queries", len(queries)), strict=True)
     return Standing(*(torch.cat(values).to(device) for values in zip(*parts, strict=True))), sum(kept)
 
 

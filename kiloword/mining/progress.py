@@ -19,6 +19,11 @@ class Bar:
         self._start = time.perf_counter()
         self._spoke = self._start
 
+    @property
+    def spoke(self) -> bool:
+        """Whether a line was written."""
+        return self._spoke > self._start
+
     def __call__(self, done: int, of: int) -> None:
         now, last = time.perf_counter(), done >= of
         if not last and now - self._spoke < (0.2 if self.live else PLAIN_EVERY_S):

@@ -1,0 +1,129 @@
+"""`eval` and `score` use the device that is there; `eval` shows how far it is, `evaluate` in Python does not."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from kiloword import checkpoint, device
+from kiloword.api import Matcher
+from kiloword.checkpoint import save_model
+from kiloword.cli import main
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.evaluation import evaluate
+from kiloword.evaluation.probe_options import ProbeOptions
+from kiloword.evaluation.progress import showing_progress, track
+from kiloword.methods import preset
+from kiloword.mining import progress
+from kiloword.model import build
+from kiloword.recipes import ModelFile, sizes
+
+
+@pytest.fixture
+def matcher() -> Matcher:
+    return Matcher(
+        build(sizes()["debug"], preset("siglip"), 0), Tokenizer.train(["a red dog", "a blue cat"], vocab=300)
+    )
+
+
+@pytest.fixture
+def folder(matcher: Matcher, tmp_path: Path) -> str:
+    file = ModelFile(method="siglip", settings={}, model=sizes()["debug"])
+    save_model(tmp_path / "model", matcher.model, matcher.tokenizer, file)
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by which every look at it takes a minute."""
+    clock = itertools.count(0, 60)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+
+
+@pytest.mark.usefixtures("slow")
+def test_eval_shows_share_rate_and_time_left_on_stderr(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["eval", folder, "retrieval", "--data", "scenes:test?n=8", "--batch", "2"])
+    said = capsys.readouterr()
+    images = [line for line in said.err.splitlines() if line.startswith("images")]
+    assert [int(re.search(r"(\d+)%", line)[1]) for line in images] == [25, 50, 75, 100]  # type: ignore[index]
+    assert all(re.search(r"images/s  ETA \d+:\d\d", line) for line in images)
+    assert not [line for line in said.out.splitlines() if "ETA" in line]
+
+
+@pytest.mark.usefixtures("slow")
+def test_texts_pairs_and_fits_show_progress_too(matcher: Matcher, capsys: pytest.CaptureFixture[str]) -> None:
+    probe = ProbeOptions(recipe="sgd", epochs=2, lr=0.1, batch=8, weight_decay=0.0)
+    with showing_progress():
+        matcher.encode_text(["a dog", "a cat"], batch=1)
+        evaluate(matcher, "retrieval", "scenes:test?n=8", chunk=4)
+        evaluate(matcher, "probe", "scenes:test?n=8&task=colour", train="scenes:train?n=24&task=colour", probe=probe)
+    said = capsys.readouterr().err
+    for what in ("texts", "ranks", "probe"):
+        assert re.search(rf"^{what} 100% .* ETA 0:00", said, re.MULTILINE), (what, said)
+
+
+@pytest.mark.usefixtures("slow")
+def test_evaluate_from_python_prints_nothing(matcher: Matcher, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate(matcher, "retrieval", "scenes:test?n=8", batch=2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_short_work_shows_nothing(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["eval", folder, "retrieval", "--data", "scenes:test?n=4"])
+    assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("slow")
+def test_an_error_begins_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    images = track(range(4), "images", "images", 4)  # outlives the error, as in a traceback
+    with pytest.raises(ZeroDivisionError), showing_progress():
+        [1 / (n - 2) for n in images]
+    assert terminal.getvalue().endswith("\n")
+    assert "images  50%" in terminal.getvalue()
+
+
+@pytest.mark.usefixtures("slow")
+def test_only_the_outer_work_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> Iterator[int]:
+        for _ in track(range(2), "outer", "rows", 2):
+            yield from track(range(2), "inner", "rows", 2)
+
+    with showing_progress():
+        list(work())
+        list(track(range(2), "next", "rows", 2))
+    said = capsys.readouterr().err
+    assert "outer 100%" in said
+    assert "next 100%" in said
+    assert "inner" not in said
+
+
+@pytest.mark.parametrize("verb", ["eval", "score"])
+def test_the_device_is_chosen_unless_given(
+    verb: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def choose(name: str) -> str:
+        asked.append(name)
+        return "cpu"
+
+    monkeypatch.setattr(device, "choose", choose)
+    monkeypatch.setattr(checkpoint, "choose", choose)
+    Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
+    rest = ["--images", str(tmp_path / "a.png"), "--texts", "a dog"]
+    main([verb, folder, *(rest if verb == "score" else ["retrieval", "--data", "scenes:test?n=4"])])
+    assert asked[0] == "auto"
