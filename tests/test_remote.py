@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import fcntl
 import hashlib
 import os
@@ -10,10 +11,11 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -30,6 +32,7 @@ from kiloword.data import remote_cache, remote_index
 from kiloword.data.inspect import check
 from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches
+from kiloword.data.remote_cache import Cache
 from kiloword.data.remote_config import RemoteConfig, remote_config
 from kiloword.data.remote_errors import Unreachable
 from kiloword.data.sampler import Order
@@ -150,17 +153,23 @@ class Watched(threading.Thread):
         with (self.folder / "total").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
-                there = {file.name for file in os.scandir(self.folder)} - {"total"}
-                return sum(self.size(name, there) for name in there)
+                return bytes_of(self.folder)
             finally:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # a worker forked meanwhile holds the same lock
 
-    def size(self, name: str, there: set[str]) -> int:
-        try:
-            return (self.folder / name).stat().st_size
-        except FileNotFoundError:  # finished since, or gone
-            whole = name.removesuffix(".part")
-            return 0 if whole in there else self.size(whole, {whole})
+
+def bytes_of(folder: Path) -> int:
+    """Bytes of the pieces in a folder, whose lock the caller holds; other threads may rename or remove them."""
+    there = {file.name for file in os.scandir(folder)} - {"total"}
+    return sum(_size(folder, name, there) for name in there)
+
+
+def _size(folder: Path, name: str, there: set[str]) -> int:
+    try:
+        return (folder / name).stat().st_size
+    except FileNotFoundError:  # finished since, or gone
+        whole = name.removesuffix(".part")
+        return 0 if whole in there else _size(folder, whole, {whole})
 
 
 def loader(source: Source, workers: int = 0) -> Loader:
@@ -510,25 +519,69 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         remote_config()
 
 
+class Disk:
+    """A disk of `room` bytes for the pieces in a folder. Once it is full, each sleep pops and calls one of `waits`."""
+
+    def __init__(self, folder: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.room, self.real = folder, room, os.posix_fallocate
+        self.waits: list[Callable[[], object]] = []
+        monkeypatch.setattr(os, "posix_fallocate", self.allocate)
+
+    def allocate(self, fd: int, offset: int, size: int) -> None:
+        """As much as there is, and then an error, as some file systems do."""
+        free = max(0, self.room - bytes_of(self.folder))
+        os.ftruncate(fd, min(size, free))
+        if size > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.real(fd, offset, size)
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.pop(0)()
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, room = shards(tmp_path / "data", 3), {"bytes": 10**9}
-    real = remote_cache._allocate
-    pieces = tmp_path / "cache/remote/pieces"
-
-    def allocate(fd: int, size: int) -> bool:
-        there = sum(file.stat().st_size for file in pieces.glob("*-*"))
-        return there + size <= room["bytes"] and real(fd, size)
-
-    monkeypatch.setattr(remote_cache, "_allocate", allocate)
+    files = shards(tmp_path / "data", 3)
+    disk = Disk(tmp_path / "cache/remote/pieces", int(1.5 * len(files["00.tar"])), monkeypatch)
     with Server(files) as server:
-        source = open_source(f"{server.url}/{{00..02}}.tar")
-        forget(tmp_path)
-        room["bytes"] = int(1.5 * len(files["00.tar"]))
+        source = open_source(f"{server.url}/{{00..02}}.tar")  # three tars at once: each waits for the one before it
         assert everything(source) == everything(open_source(str(tmp_path / "data")))  # others are given up
         forget(tmp_path)
-        room["bytes"] = 100
+        disk.room = 100
         with pytest.raises(Unreachable, match=r"cannot keep what is fetched \(No space left on device\)"):
             source.record(0)
+
+
+@pytest.mark.parametrize("user", ["reader", "maker"])
+def test_a_full_disk_waits_for_files_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str) -> None:
+    cache, contents = Cache(tmp_path, limit=1000), {"a": b"a" * 100, "b": b"b" * 100}
+    disk = Disk(tmp_path, 150, monkeypatch)
+    monkeypatch.setattr(remote_cache, "time", SimpleNamespace(monotonic=time.monotonic, sleep=disk.sleep))
+    with ExitStack() as use:
+        if user == "reader":
+            use.enter_context(cache.opened("a", 100, lambda fd: os.pwrite(fd, contents["a"], 0)))
+        else:  # another process, which does not finish its file
+            other = use.enter_context((tmp_path / "a.part").open("wb"))
+            other.write(contents["a"])
+            other.flush()
+            fcntl.flock(other, fcntl.LOCK_EX)
+        held: list[int] = []
+        disk.waits = [lambda: held.append(bytes_of(tmp_path)), use.close]
+        with cache.opened("b", 100, lambda fd: os.pwrite(fd, contents["b"], 0)) as fd:
+            assert os.pread(fd, 200, 0) == contents["b"]
+    assert held == [100]  # who waits holds no space
+    assert not disk.waits
+    assert {file.name for file in tmp_path.iterdir()} == {"b", "total"}
+
+
+def test_a_full_disk_with_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that waits for space too has nothing to give up."""
+    disk = Disk(tmp_path, 60, monkeypatch)
+    monkeypatch.setattr(remote_cache, "time", SimpleNamespace(monotonic=time.monotonic, sleep=disk.sleep))
+    with (tmp_path / "a.part").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(Unreachable, match="No space left on device"), Cache(tmp_path, 1000).opened("b", 100, print):
+            pass
+    assert not (tmp_path / "b.part").exists()
 
 
 def test_rows_are_fetched_before_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from kiloword.data.remote_errors import Unreachable
 from kiloword.lock import is_at
 
 _PART = ".part"
+_TOTAL = "total"
 _KEEP = 0.95  # of the limit: what is left after files were given up, so that not every new one has to look at all
 _WAIT = 0.02  # seconds between looks at a cache that is full of what others use
 _PATIENCE = 240.0  # seconds
@@ -127,31 +128,37 @@ class Cache:
                 "KILOWORD_REMOTE to another limit, such as limit=200GB."
             )
         deadline = time.monotonic() + _PATIENCE
-        while not self._reserved(fd, size):
+        while (obstacle := self._obstacle(fd, size)) is not None:
             if time.monotonic() > deadline:
-                raise Unreachable(f"{self.folder} is full of files in use: set KILOWORD_REMOTE to a higher limit.")
+                raise obstacle
             time.sleep(_WAIT)
 
-    def _reserved(self, fd: int, size: int) -> bool:
-        """Whether there is space now."""
+    def _obstacle(self, fd: int, size: int) -> Exception | None:
+        """None when the space is reserved; otherwise what to raise if the files in use stay in use.
+
+        Raises: OSError when the disk is full, although the folder holds no other file.
+        """
         with self._counted() as count:
             total = count.read()
             if self.limit is not None and (total is None or total + size > self.limit):
                 total = self._give_up(self.limit * _KEEP - size)
                 if total + size > self.limit:
                     count.write(total)
-                    return False
+                    return Unreachable(f"{self.folder} is full of files in use: set KILOWORD_REMOTE to a higher limit.")
             count.write(None if total is None else total + size)  # first: a kill here leaves it too high, never too low
             while not _allocate(fd, size):
+                count.write(None)
                 before = self._give_up(float("inf"))
                 if self._give_up(before - size) == before:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                count.write(None)
-            return True
+                    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    if before == 0:
+                        raise full
+                    return full
+            return None
 
     @contextmanager
     def _counted(self) -> Iterator[_Count]:
-        fd = os.open(self.folder / "total", os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(self.folder / _TOTAL, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield _Count(fd)
@@ -163,10 +170,11 @@ class Cache:
 
         Returns: bytes that are there.
         """
-        found = [file for name in os.listdir(self.folder) if (file := self._look(name))]
+        names = set(os.listdir(self.folder)) - {_TOTAL}
+        found = [file for name in names if (file := self._look(name))]
         total = sum(size for *_, size, _ in found)
         for _, _, size, path in sorted(found):
-            if total > target and path.name != "total" and _delete(path):
+            if total > target and _delete(path):
                 total -= size
         return total
 
@@ -205,6 +213,7 @@ def _allocate(fd: int, size: int) -> bool:
             os.ftruncate(fd, size)
             return True
         if error.errno == errno.ENOSPC:
+            os.ftruncate(fd, 0)  # blocks that it got before the disk was full: others may need them
             return False
         raise
     return True
