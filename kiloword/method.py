@@ -49,7 +49,10 @@ PairLoss = Callable[["PairBlocks", Positives], Total]
 
 
 class Term(Protocol):
-    """A local loss: sees one micro-batch of one rank. Implemented as an nn.Module that may own parameters."""
+    """A local loss: sees one micro-batch of one rank. Implemented as an nn.Module that may own parameters.
+
+    They start as `initial()` says, from the seed of the run and their names; layers of torch need none.
+    """
 
     def count(self, batch: Batch) -> Tensor:
         """Scalar: what the sum is divided by (pictures, caption tokens, selected rows); of the batch alone."""

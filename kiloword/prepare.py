@@ -27,7 +27,7 @@ from kiloword.lock import Lock
 from kiloword.log import Log, SinceRow, open_log
 from kiloword.method import Method
 from kiloword.methods import preset
-from kiloword.model import build
+from kiloword.model import build, initialise
 from kiloword.optim import Average, Optimizer
 from kiloword.options import Options
 from kiloword.ranges import check
@@ -243,6 +243,7 @@ def make_learner(recipe: Recipe, method: Method, trust_code: bool = False) -> tu
     model = build(recipe.model, method, recipe.seed)
     started = "" if recipe.init is None else start.load(model, recipe, trust_code)
     learner = Learner(model, method, recipe.chunk)
+    initialise(learner.terms, recipe.seed, "terms.")
     frozen = {"none": (), "image": ("image_tower",), "text": ("text_tower",)}[recipe.freeze]
     for tower in frozen:
         getattr(model, tower).requires_grad_(False)

@@ -24,7 +24,7 @@ from kiloword.data.tokenizer import Tokenizer
 from kiloword.learner import Learner
 from kiloword.losses import Blocks
 from kiloword.methods import preset
-from kiloword.model import build
+from kiloword.model import build, initialise
 from kiloword.optim import Optimizer
 from kiloword.options import Checkpointing, Parallel
 from kiloword.recipes import MUON, DataConfig, ModelFile
@@ -92,7 +92,9 @@ def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
 
 def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64) -> Learner:
     slots = preset(method)
-    return Learner(build(config(), slots, seed=0), slots, chunk).to(dtype)
+    made = Learner(build(config(), slots, seed=0), slots, chunk)
+    initialise(made.terms, 0, "terms.")
+    return made.to(dtype)
 
 
 def gradients(method: str, way: Way = Way(), permute: bool = False) -> dict[str, Tensor]:

@@ -21,7 +21,9 @@ from kiloword.method import Method, annotated
 from kiloword.methods import preset
 from kiloword.model import build, initialise
 from kiloword.optim import Average, Muon, Optimizer, schedule
+from kiloword.prepare import make_learner
 from kiloword.recipes import OptimConfig, default, sizes
+from kiloword.towers.blocks import Init
 from kiloword.types import Batch, Encoded, Features, Pairs, Positives
 from kiloword.verify import learner
 from kiloword.verify_batch import batch
@@ -133,6 +135,36 @@ class Words(nn.Module):
 
     def forward(self, model: Any, batch: Batch, encoded: Encoded) -> Tensor:
         return (self.gain * encoded.text_tokens).square().mean(1).sum()
+
+
+class Projected(Words):
+    """A term with a layer of torch's and a parameter of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layer = nn.Linear(config.text.width, 3)
+        self.own = nn.Parameter(torch.empty(5))
+
+    def initial(self) -> dict[str, Init]:
+        return {"gain": Init(1.0), "own": Init(std=0.1)}
+
+
+def test_parameters_of_a_term_start_from_the_seed_and_their_names() -> None:
+    method = preset("siglip")
+    own = replace(method, terms={"a": (1.0, Projected), "b": (1.0, Projected)})
+
+    def started(seed: int, method: Method) -> dict[str, Tensor]:
+        return dict(make_learner(replace(default("siglip", "debug"), seed=seed), method)[0].state_dict())
+
+    first = started(7, own)
+    torch.rand(3)  # another number of draws before
+    again, other, plain = started(7, own), started(8, own), started(7, method)
+    assert all(torch.equal(first[name], again[name]) for name in again)
+    assert all(torch.equal(first[name], plain[name]) for name in plain)
+    drawn = [f"terms.{term}.{name}" for term in "ab" for name in ("layer.weight", "own")]
+    assert len({tuple(start[name].flatten().tolist()) for start in (first, other) for name in drawn}) == 8
+    assert 0.5 < float(first["terms.a.layer.weight"].std()) * sizes()["debug"].text.width ** 0.5 < 2
+    assert float(first["terms.a.gain"]) == 1
 
 
 def with_term(name: str, weight: float = 0.3) -> Method:
