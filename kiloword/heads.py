@@ -157,9 +157,16 @@ class Head(nn.Module):
         """Hold the scale to its limit; called after each optimizer step. A larger loaded scale is its own limit."""
         if self._limit < math.inf:
             self.log_scale.clamp_(max=self._limit)
-        for head in self.children():
-            if isinstance(head, Head):
-                head.clamp_()
+        for head in self.inner().values():
+            head.clamp_()
+
+    def inner(self) -> dict[str, Head]:
+        """The heads that are attributes of this one, by name: other scores of the same pairs (`PairBlocks.beside`)."""
+        return {name: part for name, part in self.named_children() if isinstance(part, Head)}
+
+    def scales(self) -> list[nn.Parameter]:
+        """Scale and bias, of which an optimizer has a group of its own."""
+        return [self.log_scale] if self.bias is None else [self.log_scale, self.bias]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.log_limit is not None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from kiloword import parallel
 from kiloword.engine import settle
+from kiloword.heads import Head
 from kiloword.muon import Muon
 from kiloword.parallel import local
 from kiloword.recipes import OptimConfig
@@ -22,7 +23,6 @@ LONGEST_WARMUP = 2000  # steps, where the warm-up is a share of the run: CLIP's 
 USUAL = "usual:gradient_norm"
 KEPT = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of a parameter, by AdamW and Muon
 STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # matrices that are several, one below the other
-SCALES = ("head.log_scale", "head.bias", "head.deterministic.log_scale", "head.deterministic.bias")
 
 
 def schedule(step: int, steps: int, config: OptimConfig) -> float:
@@ -49,14 +49,15 @@ def decays(name: str, p: Tensor) -> bool:
     return p.dim() >= 2 and not any(word in name for word in ("position", "token", "embedding", "probe"))
 
 
-def groups(parameters: Iterable[tuple[str, Tensor]], config: OptimConfig) -> dict[str, list[tuple[str, Tensor]]]:
+def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, Tensor]]]:
     """Names of groups ("muon", "decay", "plain", "scale"; those of the text tower with "text " before them) ->
-    trainable parameters with names, in order."""
+    trainable parameters of a module with names, in order. "scale" holds scale and bias of every `Head`."""
     out: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, p in parameters:
+    scales = {id(p) for part in module.modules() if isinstance(part, Head) for p in part.scales()}
+    for name, p in module.named_parameters():
         if not p.requires_grad:
             continue
-        if name.endswith(SCALES):
+        if id(p) in scales:
             kind = "scale"
         elif config.name == "muon" and is_hidden_matrix(name, p):
             kind = "muon"
@@ -75,7 +76,7 @@ class Optimizer:
 
     def __init__(self, module: nn.Module, config: OptimConfig, steps: int) -> None:
         self.config, self.steps = config, steps
-        named = groups(module.named_parameters(), config)
+        named = groups(module, config)
         self.sharded = {name: p for members in named.values() for name, p in members if isinstance(p, DTensor)}
         leaves = {
             group: [(name, local(p.detach()) if name in self.sharded else p) for name, p in members]

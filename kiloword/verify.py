@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -233,18 +233,19 @@ def _least(model: Learner, some: Batch) -> float:
     positives = model.method.positives
     if hasattr(positives, "bind"):
         positives = positives.bind(Blocks(model.model.head, images, texts))
-    total = model.method.pair_loss(Blocks(_Ideal(positives), images, texts), positives)  # type: ignore[arg-type]
+    ideal: Any = _Ideal(positives, model.model.head.inner())
+    total = model.method.pair_loss(Blocks(ideal, images, texts), positives)
     return float(total.sum / total.count)
 
 
 class _Ideal(torch.nn.Module):
     """A head that knows the positives."""
 
-    def __init__(self, positives: Positives) -> None:
+    def __init__(self, positives: Positives, inner: Iterable[str]) -> None:
+        """Args: inner: names of the heads in the model's, each of which knows the positives too."""
         super().__init__()
         self.positives = positives
-
-    deterministic = property(lambda self: self)  # a head in this one
+        self.__dict__.update(dict.fromkeys(inner, self))
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         return len(images["vec"]), len(texts["vec"])

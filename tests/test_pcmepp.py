@@ -14,15 +14,16 @@ from kiloword import recipes, start
 from kiloword.checkpoint import save_model
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.heads import Head
-from kiloword.losses import Blocks
-from kiloword.losses_matching import matching_loss
-from kiloword.method import annotated
+from kiloword.learner import Learner
+from kiloword.losses import Blocks, sigmoid_loss
+from kiloword.losses_matching import cosine_head, matching_loss
+from kiloword.method import PairBlocks, annotated
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.optim import groups
-from kiloword.recipes import MUON, ModelFile, sizes
-from kiloword.types import Features
-from kiloword.verify import EXACT, Way, gradients, gradients_over_ranks, learner, verify
+from kiloword.recipes import MUON, ModelConfig, ModelFile, sizes
+from kiloword.types import Features, Positives, Total
+from kiloword.verify import EXACT, Way, _least, gradients, gradients_over_ranks, learner, verify
 from kiloword.verify_batch import batch
 
 DEBUG = sizes()["debug"]
@@ -101,8 +102,24 @@ def test_a_deterministic_head_has_its_own_scale_and_limit() -> None:
     sigmoid = head_of("prolip+deterministic", {"deterministic": {"loss": "sigmoid", "bias": -7.0}}).deterministic
     assert (float(sigmoid.log_scale.exp()), float(sigmoid.bias)) == (pytest.approx(10.0), -7.0)
     model = learner("prolip+deterministic")
-    scales = [name for name, _ in groups(model.named_parameters(), MUON)["scale"]]
+    scales = [name for name, _ in groups(model, MUON)["scale"]]
     assert scales == [f"model.head.{name}" for name in ("log_scale", "bias", "deterministic.log_scale")]
+
+
+def test_a_head_in_a_head_may_have_any_name() -> None:
+    def head(config: ModelConfig) -> Head:
+        made = preset("prolip").head(config)
+        made.second = cosine_head(10.0, bias=-10.0)
+        return made
+
+    def loss(pairs: PairBlocks, positives: Positives) -> Total:
+        return sigmoid_loss(pairs.beside("second"), positives)
+
+    method = replace(preset("prolip"), head=head, pair_loss=loss)
+    learned = Learner(build(DEBUG, method), method)
+    scales = [name for name, _ in groups(learned, MUON)["scale"]]
+    assert scales == [f"model.head.{name}" for name in ("log_scale", "bias", "second.log_scale", "second.bias")]
+    assert _least(learned, batch(method="prolip")) == pytest.approx(0, abs=1e-3)
 
 
 def test_the_weight_of_the_deterministic_loss() -> None:

@@ -56,7 +56,7 @@ def bytes_of(learner: Learner, optim: OptimConfig, precision: str) -> Held:
     learning = [p for p in learner.parameters() if p.requires_grad]
     grown = sum(p.numel() for p in learning)
     states = float(NORM)
-    for kind, members in groups(learner.named_parameters(), optim).items():
+    for kind, members in groups(learner, optim).items():
         numbers = sum(p.numel() for _, p in members)
         states += numbers * size if kind.endswith("muon") else 2 * numbers * size + 4 * len(members)
     return Held(total(learner) * size, grown * size, states, grown * size if optim.ema else 0.0)

@@ -115,7 +115,7 @@ def newton_schulz(learner: Learner, optim: OptimConfig) -> float:
     Matrices that are several, one below the other, are taken apart. AdamW multiplies nothing.
     """
     total = 0.0
-    for kind, members in groups(learner.named_parameters(), optim).items():
+    for kind, members in groups(learner, optim).items():
         for name, p in members if kind.endswith("muon") else ():
             parts = next((n for end, n in STACKED.items() if name.endswith(end)), 1)
             a, b = sorted((p.shape[0] // parts, p.shape[1]))

@@ -63,12 +63,7 @@ def _of_fsdp(learner: Learner, optim: OptimConfig, precision: str, share: Load, 
         "weights": layout.pieces * (2 * both + (first if again else 0.0) + root),
         "gradients": float(size * (layout.pieces * (cut.sharded + cut.root) + 2 * cut.replicated)),
     }
-    turned = sum(
-        p.numel()
-        for kind, some in groups(learner.named_parameters(), optim).items()
-        for _, p in some
-        if kind.endswith("muon")
-    )
+    turned = sum(p.numel() for kind, some in groups(learner, optim).items() for _, p in some if kind.endswith("muon"))
     return found | ({"Muon's updates": float(size * turned)} if turned else {})
 
 
