@@ -9,13 +9,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from kiloword import activations, engine, launch, parallel
 from kiloword.accumulate import backward
@@ -128,13 +129,21 @@ def _save_gradients(method: str, ways: Sequence[Way], folder: Path) -> None:
 
 
 def over_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
-    """Call `work(*args)` in gloo processes on this machine, and wait for all."""
-    spawn(_rank, (ranks, launch.free_port(), work, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+    """Call `work(*args)` in gloo processes on this machine, and wait for all.
+
+    The processes are forks of a server process that imports this module once; each call would import it `ranks` times.
+    """
+    get_context("forkserver").set_forkserver_preload([__name__, "torch._dynamo", "pydantic"])
+    start_processes(  # type: ignore[no-untyped-call]
+        _rank, (ranks, launch.free_port(), dict(os.environ), work, args), nprocs=ranks, start_method="forkserver"
+    )
 
 
-def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, ranks: int, port: int, environment: dict[str, str], work: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    os.environ |= launch.announced(rank, ranks, port)
+    os.environ |= environment | launch.announced(rank, ranks, port)
     with parallel.process_group(timeout_s=PATIENCE_S):
         work(*args)
 

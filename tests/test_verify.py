@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 
+from kiloword import parallel
 from kiloword.cli import main
-from kiloword.verify import _least, learner, verify
+from kiloword.verify import _least, learner, over_ranks, verify
 from kiloword.verify_batch import batch
 
 RIGHT = """
@@ -124,6 +126,25 @@ def test_the_command_names_what_failed(module: str, capsys: pytest.CaptureFixtur
     said = capsys.readouterr()
     assert "FAIL  blocks of 3 x 3 pairs" in said.out
     assert "fails 2 of its checks: blocks of 3 x 3 pairs, blocks of 7 x 7 pairs." in said.err
+
+
+def write_start(folder: Path) -> None:
+    rank = parallel.rank()
+    (folder / f"{os.environ['CALL']}-{rank}").write_text(f"{os.getppid()} {parallel.ranks()}")
+
+
+def test_ranks_are_forks_of_one_server_and_know_what_the_caller_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules are imported once for all ranks of all calls; the environment is the caller's at the time of the call."""
+    for word in ("first", "second"):
+        monkeypatch.setenv("CALL", word)
+        over_ranks(2, write_start, tmp_path)
+    texts = {path.name: path.read_text().split() for path in tmp_path.iterdir() if path.is_file()}
+    assert set(texts) == {f"{word}-{rank}" for word in ("first", "second") for rank in (0, 1)}
+    assert {text[1] for text in texts.values()} == {"2"}
+    (server,) = {int(text[0]) for text in texts.values()}
+    assert server != os.getpid()
 
 
 def test_the_least_loss_of_several_positives_is_their_entropy() -> None:
