@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kiloword import parallel
 from kiloword.data.digest import sampled, whole
-from kiloword.recipes import Recipe, Settings, read_config
+from kiloword.methods import preset
+from kiloword.recipes import ModelConfig, Recipe, Settings, read_config
 from kiloword.state.folder import steps_done
 from kiloword.types import Source
 
@@ -27,13 +28,20 @@ class RunFile(Settings):
     data_fingerprint: str
     data_sampled: str = ""  # digests of images and texts (`kiloword.data.digest`), of some samples and of all;
     data_digest: str = ""  # "" where there was none
+    model: ModelConfig | None = None  # recipe.model as the method shaped it: what the run really has
     format: str = "kiloword-run-1"
 
 
 def run_file(recipe: Recipe, source: Source) -> RunFile:
     """What `config.json` of a run of a recipe on its data says; rank 0 alone reads samples for it."""
     digests = parallel.all_lists([sampled(source), whole(source)] if parallel.rank() == 0 else [])
-    return RunFile(recipe=recipe, data_fingerprint=source.fingerprint, data_sampled=digests[0], data_digest=digests[1])
+    return RunFile(
+        recipe=recipe,
+        data_fingerprint=source.fingerprint,
+        data_sampled=digests[0],
+        data_digest=digests[1],
+        model=preset(recipe.method, recipe.settings).shape(recipe.model),
+    )
 
 
 def make_folder(out: Path) -> None:
@@ -69,7 +77,9 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     if not (out / "config.json").is_file():
         raise ValueError(f"--out {out} holds a run that lacks its config.json: put it back, or choose another folder.")
     there = read_config(out / "config.json", RunFile)
-    differences = _differences(asdict(there), asdict(file))
+    differences = _differences(
+        asdict(replace(there, model=None)), asdict(replace(file, model=None))
+    )  # recipe implies it
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     differences = {k: v for k, v in differences.items() if k not in free}
     if "data_fingerprint" in differences:

@@ -17,7 +17,7 @@ from kiloword.recipes import Recipe
 from kiloword.saving import Saver
 from kiloword.stopping import Stop, stop_signals
 from kiloword.types import Batch, Source
-from kiloword.validate import validate, validated
+from kiloword.validate import check_val, validate, validated
 
 GOES_ON = "The same command goes on from there."
 SAVE_SECONDS = 120.0  # without `save_every`, a state at most this often
@@ -36,7 +36,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             check(recipe)
             pieces = micro_batches(recipe)
-            open_val(recipe)  # a wrong name is said now, not after hours of training
+            open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours of training
             run = prepare(
                 recipe,
                 Path(out),
@@ -44,6 +44,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
                 device=device,
                 options=options,
             )
+            check_val(recipe, run.tokenizer, run.loader.source)
         with Saver(run, options.keep_states) as saver:
             _loop(run, saver, pieces, options, stop)
         return run.out / "model"

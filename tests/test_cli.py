@@ -126,9 +126,9 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     how = ("--micro", 4, "--checkpointing", "whole", "--precision", "bf16")
     run("train", "siglip", *RUN, "--out", tmp_path / "out", "--dry-run", "--optim.lr", 0.01, *how)
     said = capsys.readouterr().out
-    assert "1, 2 x 4 pictures each, checkpointing whole, compile none, bf16" in said
-    assert "siglip {'scale': 10.0, 'bias': -10.0}" in said
-    assert "3 steps of 8 pictures, 0.4 epochs" in said
+    assert "1, 2 x 4 images each, checkpointing whole, compile none, bf16" in said
+    assert "siglip scale=10 bias=-10" in said
+    assert "3 steps of 8 images, 0.4 epochs" in said
     assert "lr=0.01" in said
     assert not (tmp_path / "out").exists()
 
@@ -221,8 +221,9 @@ def test_captions_are_not_written_under_the_name_of_another_format(
 def test_the_last_of_a_flag_counts_for_defaults_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("train", "clip", *RUN, "--size", "tiny", "--size=debug", "--batch", "4", "--out", tmp_path, "--dry-run")
     said = capsys.readouterr().out
-    assert "3 steps of 4 pictures" in said
-    assert "debug: ImageConfig(size=32" in said
+    assert "3 steps of 4 images" in said
+    assert "model      debug, " in said
+    assert "image    size=32" in said
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def test_three_ways_to_say_how_long(
 ) -> None:
     words = ["--data", "scenes?n=64", "--batch", "8", *length]
     run("train", "siglip", *words, "--out", tmp_path / "out", "--dry-run")
-    assert f"{steps} steps of 8 pictures" in capsys.readouterr().out
+    assert f"{steps} steps of 8 images" in capsys.readouterr().out
 
 
 def test_a_run_that_ends_in_its_warmup_is_told_before_it_starts(
@@ -258,7 +259,7 @@ def test_epochs_are_passes_over_the_data_as_they_are_counted(
     words = ["train", "clip", "--data", *data, "--size", "debug", "--vocab", "300", "--batch", 4, "--captions", 2]
     words += ["--out", tmp_path, "--log-every", 3]
     run(*words, "--epochs", 4, "--dry-run")
-    assert "length     12 steps of 4 pictures, 4.0 epochs" in capsys.readouterr().out
+    assert "length     12 steps of 4 images, 4.0 epochs" in capsys.readouterr().out
     run(*words, "--epochs", 1)
     run(*words, "--epochs", 4, "--extend")
     assert [row["epoch"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
@@ -336,7 +337,8 @@ def test_a_model_to_start_from_brings_its_towers(
     words = ["train", "siglip", "--data", "scenes?n=64", "--batch", 8, "--steps", 1, "--init", model, "--out", tmp_path]
     run(*words, "--dry-run")
     said = capsys.readouterr().out
-    assert "towers     debug: ImageConfig(size=32, patch=16, width=32" in said
+    assert f"model      debug from {model}" in said
+    assert "image    size=32 patch=16 width=32" in said
     run(*words, "--model.image.size", 48)
     assert "(pictures of 48 pixels instead of 32)" in capsys.readouterr().err
     for flag, value in (("--model.text.width", 16), ("--model.head.dim", 8)):

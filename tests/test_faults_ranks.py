@@ -157,7 +157,7 @@ def test_under_torchrun_one_sentence_ends_all(tmp_path: Path) -> None:
 
 def test_a_dry_run_of_several_ranks_is_said_once(tmp_path: Path) -> None:
     for batch, code, says in (
-        (12, 0, "ranks      2, 2 x 3 pictures each, ddp"),
+        (12, 0, "ranks      2, 2 x 3 images each, ddp"),
         (9, 2, "9 does not divide over 2 ranks"),
     ):
         with started(words(tmp_path, "--dry-run", "--micro", 3, "--batch", batch), 2) as processes:

@@ -131,7 +131,7 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
     "data of nothing": (2, lambda w: ["data", "stats", w / EVIL.replace("\x00", "")]),
     "data with a zero": (2, lambda w: ["data", "stats", w / EVIL]),
     "data csv": (2, lambda w: ["data", "stats", _table(w)]),
-    "dry run": (0, lambda w: ["train", "clip", "--out", w / "r", *_with(w), "--dry-run"]),
+    "dry run": (0, lambda w: ["train", "clip", "--out", w / "r", *_with(w), "--bad-share", "0.5", "--dry-run"]),
     "train": (0, lambda w: ["train", "clip", "--out", w / "r", *_with(w), "--bad-share", "0.5"]),
     "too many bad": (2, lambda w: ["train", "clip", "--out", w / "r2", *_with(w)]),
     "captions": (2, lambda w: ["train", "clip", "--out", w / "r", *_with(w), "--extra-captions", _table(w)]),

@@ -81,7 +81,10 @@ def run(
             places.append(row)
         captioned.append(described.images)
     if not captions:
-        raise ValueError(f"{source.name} has no captions to retrieve with; for class data use the task zeroshot")
+        raise ValueError(
+            f"{source.name} has no captions to retrieve with: expected images with captions. Class data is for "
+            "`kiloword eval MODEL zeroshot`."
+        )
     truth = getattr(source, "relevance", None)
     relevance = None if truth is None else lambda c: truth(captions[c], places)
     texts = matcher.encode_text(captions)

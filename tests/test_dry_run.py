@@ -1,0 +1,118 @@
+"""A dry run prints what the run that follows has, and dies of what would end it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from tars import picture
+
+from kiloword.cli import main
+from kiloword.methods import names
+
+SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
+MORE = {"fff": ("--settings.positives", "annotated"), "llip": ("--views", "compose")}
+
+QUICK = ("clip", "llip", "prolip", "sycoca", "vqa")  # the slots that change the model
+
+
+def train(*words: object) -> None:
+    main(["train", *map(str, words)])
+
+
+def values(line: str) -> dict[str, str]:
+    """The `name=value` of a line."""
+    return dict(re.findall(r"(\S+)=(\S+)", line))
+
+
+def planned(said: str) -> dict[str, str]:
+    """The lines of a dry run by their first word, continued ones joined."""
+    lines: dict[str, str] = {}
+    name = ""
+    for line in said.splitlines():
+        name = line[:10].strip() or name
+        lines[name] = f"{lines.get(name, '')} {line[11:]}"
+    return lines
+
+
+def shapes_in(folder: Path) -> dict[str, list[int]]:
+    with safe_open(folder / "model.safetensors", "pt") as f:
+        return {name: f.get_slice(name).get_shape() for name in f.keys()}  # noqa: SIM118
+
+
+def is_at(value: str, stored: Any) -> bool:
+    """Whether what was printed says what `config.json` says."""
+    if isinstance(stored, list):
+        return value == (",".join(map(str, stored)) or "none")
+    return value == str(stored) if isinstance(stored, bool | str) else float(value) == pytest.approx(stored, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names()]
+)
+def test_figures_are_those_of_the_run(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = "scenes:train?n=64&task=vqa" if method == "vqa" else "scenes?n=64"
+    words = (method, "--data", data, *SMALL, *MORE.get(method, ()), "--out", tmp_path / "run")
+    train(*words, "--dry-run")
+    plan = planned(capsys.readouterr().out)
+    train(*words)
+    file = json.loads((tmp_path / "run" / "config.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    shapes = shapes_in(tmp_path / "run" / "model")
+    for part in ("image", "text", "head"):
+        printed = values(plan[part])
+        assert printed
+        for name, value in printed.items():
+            assert is_at(value, file["model"][part][name.replace("-", "_")]), (part, name)
+    image, text = file["model"]["image"], file["model"]["text"]
+    assert ("image_tower.class_token" in shapes) == image["class_token"]
+    assert ("image_tower.uncertainty_token" in shapes) == image["uncertainty_token"]
+    assert shapes.get("image_tower.extra_tokens", [0])[0] == image["extra_tokens"]
+    assert shapes["text_tower.tokens"][0] == text["vocab"]
+    total = int(plan["model"].split("debug, ")[1].split(" parameters")[0].replace(",", ""))
+    assert total == sum(math.prod(shape) for shape in shapes.values())
+    assert f"1 steps of 8 images, {rows[-1]['epoch']:.1f} epochs" in plan["length"]
+    cut = f", {rows[0]['truncated']} cut" if rows[0]["truncated"] else ""
+    assert plan["read"].strip() == f"8 images of the first batch, {rows[0]['captions']} captions{cut}"
+    for name, value in values(plan["optimizer"]).items():
+        assert is_at(value, file["recipe"]["optim"][name.replace("-", "_")]), name
+
+
+def folder(at: Path, kind: str) -> Path:
+    """Images without captions, or with class labels alone."""
+    at.mkdir()
+    for n in range(40):
+        (at / f"{n}.png").write_bytes(picture(n))
+        if kind == "classes":
+            (at / f"{n}.cls").write_text(str(n % 3))
+    return at
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind", "message"),
+    [
+        ("--data", "bare", "33 rows in a row are bad: no caption"),
+        ("--data", "classes", "33 rows in a row are bad: no caption"),
+        ("--val", "bare", "none of its "),
+        ("--val", "classes", "has no captions to retrieve with"),
+    ],
+)
+def test_data_that_would_end_the_run_end_the_dry_run(
+    flag: str, kind: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = () if flag == "--data" else ("--data", "scenes?n=64")
+    words = ("clip", *data, flag, folder(tmp_path / "images", kind), *SMALL, "--out", tmp_path / "run")
+    said = []
+    for more in (("--dry-run",), ()):
+        with pytest.raises(SystemExit) as ended:
+            train(*words, *more)
+        assert ended.value.code == 2
+        said.append(capsys.readouterr().err)
+    assert message in said[0]
+    assert said[0] == said[1]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()  # before the first step
