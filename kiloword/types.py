@@ -84,6 +84,11 @@ class Example:
 class Fetch(Protocol):
     """What a view sees of the data: any other row of the whole data set, decoded and augmented."""
 
+    @property
+    def crops(self) -> bool:
+        """Whether the augmentation crops images at random."""
+        ...
+
     def __len__(self) -> int: ...
     def example(self, row: int, draw: Draw) -> Example: ...
 

@@ -22,6 +22,7 @@ from kiloword.data.reading import eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.steps import LoaderStopped, in_order
 from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.views import Stylistic, StylisticSettings
 from kiloword.draw import Draw
 from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.types import BadSample, Batch, Example, Fetch, Record, Skipped
@@ -97,6 +98,32 @@ def mixed(example: Example, fetch: Fetch, draw: Draw) -> Example:
     captions = [f"{example.captions[0]} and {other.captions[0]}", *example.captions[1:]]
     per_text = {"length": torch.tensor([len(c) for c in captions])}
     return replace(example, image=image, captions=captions, composed=True, image_side=sides, text_side=per_text)
+
+
+class Framed(Pictures):
+    """Bright noise in a black frame."""
+
+    def record(self, row: int) -> Record:
+        pixels = np.random.default_rng(row).integers(150, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+        pixels[[0, -1]] = pixels[:, [0, -1]] = 0
+        return replace(super().record(row), image=pixels)
+
+
+@pytest.mark.parametrize("change", ["none", "flip", "jitter", "grayscale", "blur", "crop"])
+def test_the_stylistic_control_crops_exactly_where_the_augmentation_does_not(change: str) -> None:
+    """Of images whose crops are not random, each look of the two shows the whole frame unless the view crops it."""
+    augment = AugmentConfig(**({} if change == "none" else {change: 0.1 if change == "crop" else 0.5}))
+    view = Stylistic(StylisticSettings(rho=1, least_area=0.1, crop="squash"))
+    whole = [
+        bool((image[:, [0, 0, -1, -1], [0, -1, 0, -1]] < 100).all())
+        for batch in make(Framed(), augment, views=(view,)).batches(0, 4)
+        for image in batch.images
+    ]
+    assert sum(whole) <= len(whole) / 8
+    loader = make(
+        Framed(), augment, views=(lambda example, fetch, draw: replace(example, captions=[str(fetch.crops)]),)
+    )
+    assert set(captions_of(loader.batch(0))) == {str(change == "crop").lower()}
 
 
 def test_workers_change_nothing() -> None:

@@ -135,6 +135,7 @@ class Rows:
     bad: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()  # rows without captions
     size: int = 9
+    crops: bool = False
     asked: list[tuple[int, Draw]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -432,6 +433,14 @@ def test_the_stylistic_control_shows_one_picture_twice_and_edits_its_caption() -
         crops.add(made.image.float().mean().item())
         assert not torch.equal(made.image, halves(noise(draw.row, 32, 32), noise(draw.row, 32, 32), True))
     assert len(crops) == 32, "other crops in every epoch"
+
+
+def test_the_stylistic_control_takes_the_crops_of_the_augmentation_where_it_crops() -> None:
+    data, view = Rows(4, size=32, crops=True), VIEWS["stylistic"](rho=1)
+    for draw in draws(4, 2):
+        both = [halves(noise(draw.row, 32, 32), noise(draw.row, 32, 32), way) for way in (True, False)]
+        made = view(data.example(draw.row, draw), data, draw).image
+        assert any(torch.equal(made, one) for one in both), "two equal looks are no reason to crop again"
 
 
 @pytest.mark.parametrize(

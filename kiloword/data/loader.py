@@ -196,6 +196,11 @@ class Reader:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def crops(self) -> bool:
+        """Whether the augmentation crops images at random."""
+        return self.loader.train and self.loader._train.crops
+
     def example(self, row: int, draw: Draw) -> Example:
         """Any row of the data set, its picture augmented with `draw`; another row in its place when it is bad."""
         return self.readable(row, draw)[0]

@@ -113,8 +113,13 @@ class TrainTransform:
             cropped = cropped.flip(-1)
         return _colour(cropped, self.augment, draw)
 
+    @property
+    def crops(self) -> bool:
+        """Whether images are cropped at random."""
+        return self.natural and self.augment.crop < 1
+
     def _box(self, width: int, height: int, draw: Draw) -> Box:
-        if self.natural and self.augment.crop < 1:
+        if self.crops:
             return random_box(width, height, self.augment, draw)
         if self.resize == "squash":
             return 0.0, 0.0, 1.0, 1.0

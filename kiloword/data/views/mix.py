@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kiloword.data.eda import eda, read_synonyms
@@ -60,7 +59,7 @@ class _Mix:
         other = self._other(example, fetch, draw, rng)
         image, captions = example.image, example.captions
         if self.settings.parts != "captions":
-            image = self._image(image, other.image, own_first, draw, rng)
+            image = self._image(image, other.image, own_first, fetch, draw, rng)
         if self.settings.parts != "images":
             captions = self._captions(example, other, own_first)
         return replace(example, image=image, captions=captions, composed=True)
@@ -68,7 +67,9 @@ class _Mix:
     def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
         raise NotImplementedError
 
-    def _image(self, own: Tensor, other: Tensor, own_first: bool, draw: Draw, rng: np.random.Generator) -> Tensor:
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
         raise NotImplementedError
 
     def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
@@ -111,7 +112,9 @@ class Compose(_WithPartner):
 
     settings: ComposeSettings
 
-    def _image(self, own: Tensor, other: Tensor, own_first: bool, draw: Draw, rng: np.random.Generator) -> Tensor:
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
         return _halves(own, other, own_first, self.settings, rng)
 
 
@@ -136,7 +139,9 @@ class Mixup(_ByShare):
 
     settings: MixupSettings
 
-    def _image(self, own: Tensor, other: Tensor, own_first: bool, draw: Draw, rng: np.random.Generator) -> Tensor:
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
         return blend(own, other, self._share(rng))
 
 
@@ -146,7 +151,9 @@ class Cutmix(_ByShare):
 
     settings: CutmixSettings
 
-    def _image(self, own: Tensor, other: Tensor, own_first: bool, draw: Draw, rng: np.random.Generator) -> Tensor:
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
         kept = self._share(rng)
         down, right = rng.random(2)
         return paste(own, other, box(own.shape[1], own.shape[2], kept, down, right))
@@ -176,8 +183,10 @@ class Stylistic(_Mix):
         words, synonyms = draw.rng("eda"), read_synonyms(self.settings.synonyms)
         return replace(again, captions=[eda(c, synonyms, self.settings.edits, words) for c in example.captions])
 
-    def _image(self, own: Tensor, other: Tensor, own_first: bool, draw: Draw, rng: np.random.Generator) -> Tensor:
-        if torch.equal(own, other):  # the loader's own crops are off
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
+        if not fetch.crops:
             own, other = (self._crop(own, _apart(draw, name)) for name in ("first crop", "second crop"))
         return _halves(own, other, own_first, self.settings, rng)
 
