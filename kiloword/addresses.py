@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, unquote
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)(.*)", re.DOTALL)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:@\[\]\s]*)(:[0-9]{0,5})?")
+_MOST_PORT = 65535
 _CHECKED = ("http", "https", "ftp", "ftps", "sftp")  # schemes whose authority is a host and a port
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs", "github")  # schemes where NAME@ names a container, no user
 _SIGNATURE = re.compile(
@@ -89,17 +90,18 @@ def is_url(text: str) -> bool:
 
 
 def split(url: str) -> Address:
-    """A URL as its identity and its credentials. Raises: ValueError, which does not repeat the URL, for a host that
-    cannot be one, as where a password holds a / that is not written as %2F, and for a login inside the path."""
+    """A URL as its identity and its credentials. Raises: ValueError, which does not repeat the URL, without a host
+    and for one that cannot be one, as where a password holds a / that is not written as %2F, and for a login inside the
+    path."""
     match = _URL.fullmatch(url)
     if match is None:
         raise ValueError("an address has no scheme. Expected scheme://host/path, such as https://host/0.tar.")
     scheme, authority, path, query = match[1].lower(), match[2], match[3], match[4]
     login, at, host = authority.rpartition("@")
-    if scheme in _CHECKED and not _HOST.fullmatch(host):
+    if scheme in _CHECKED and not _names_host(host):
         raise ValueError(
-            f"an address of {scheme} has no valid host and port. Expected {scheme}://host:8080/path; in a login write "
-            "%2F for a slash, %3F for ?, %23 for # and %40 for an at sign."
+            f"an address of {scheme} has no valid host and port (1 to {_MOST_PORT}). Expected "
+            f"{scheme}://host:8080/path; in a login write %2F for a slash, %3F for ?, %23 for # and %40 for an at sign."
         )
     if "@" in path and ("://" in path or (":" in host and scheme not in _CHECKED)):
         raise ValueError(
@@ -109,6 +111,15 @@ def split(url: str) -> Address:
     if at and scheme in _CONTAINERS and (":" not in login or scheme == "github"):
         login, host = "", authority
     return Address(f"{scheme}://{host}{path}", login, query)
+
+
+def _names_host(authority: str) -> bool:
+    """Whether an authority without login is a host, or a host and a port: no request needs to find that out."""
+    match = _HOST.fullmatch(authority)
+    if match is None or not match[1]:
+        return False
+    port = (match[2] or "").removeprefix(":")
+    return not port or 1 <= int(port) <= _MOST_PORT
 
 
 def public(word: str) -> str:

@@ -76,6 +76,28 @@ def test_a_login_that_is_not_quoted(url: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
+        "https:///0.tar",
+        "https://:80/0.tar",
+        "http://user:pass@/0.tar",
+        "ftp:///0.tar",
+        "http://127.0.0.1:65536/0.tar",
+        "http://127.0.0.1:0/0.tar",
+        "ftp://[::1]:99999/0.tar",
+    ],
+)
+def test_an_address_without_a_host_or_a_port_is_refused_at_once(url: str) -> None:
+    for reads in (split, open_source, public):
+        with pytest.raises(
+            ValueError, match=r"^an address of \w+ has no valid host and port \(1 to 65535\)\. Expected"
+        ):
+            reads(url)
+    assert split("http://h:65535/0.tar").url == "http://h:65535/0.tar"
+    assert split("file:///0.tar").url == "file:///0.tar"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
         "s3://key:planted/pw@bucket/0.tar",  # secret keys of AWS have a / in them
         "zip://0.tar::https://u:planted@h/0.zip",
         "zip://a/0.tar::https://u:planted@h/0.zip?x=1",

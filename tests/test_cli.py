@@ -122,6 +122,13 @@ def test_who_uses_a_model_waits_for_no_module_of_training() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_the_documentation_gives_the_time_limit_of_a_run() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    for name in ("data.md", "faults.md"):
+        values = re.findall(r"`--timeout` \((\d+) s", (docs / name).read_text())
+        assert values == [str(Options().timeout)]
+
+
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = ("--micro", 4, "--checkpointing", "whole", "--precision", "bf16")
     run("train", "siglip", *RUN, "--out", tmp_path / "out", "--dry-run", "--optim.lr", 0.01, *how)

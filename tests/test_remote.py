@@ -9,6 +9,7 @@ import hashlib
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -505,6 +506,42 @@ def test_other_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("KILOWORD_REMOTE", "retries=0")
     with pytest.raises(ValueError, match=r"ftp://127.0.0.1:9/0.tar: .*refused"):
         open_source("ftp://127.0.0.1:9/0.tar")
+
+
+def test_ftp_that_refuses_the_login_is_asked_once() -> None:
+    asked: list[socket.socket] = []
+
+    def serve() -> None:
+        for answers in ((b"421 too many users",), (b"220 hello", b"331 password", b"530 not you")):
+            asked.append(listener.accept()[0])
+            with asked[-1], asked[-1].makefile("rwb", buffering=0) as lines:
+                for answer in answers:
+                    lines.write(answer + b"\r\n")
+                    lines.readline()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve)
+        server.start()
+        with pytest.raises(Unreachable, match=r"0\.tar: access denied \(530 not you\)\. Check your rights"):
+            open_source(f"ftp://127.0.0.1:{listener.getsockname()[1]}/0.tar")
+        server.join()
+    assert len(asked) == 2  # a server that is busy is asked again
+
+
+def test_what_a_file_system_cannot_do_is_not_tried_again() -> None:
+    asked: list[str] = []
+
+    class Lacking(MemoryFileSystem):
+        protocol = "lacking"
+
+        def info(self, path: str, **options: Any) -> Any:
+            asked.append(path)
+            raise NotImplementedError("no sizes here")
+
+    fsspec.register_implementation("lacking", Lacking, clobber=True)
+    with pytest.raises(Unreachable, match=r"lacking://b/0\.tar cannot be opened \(no sizes here\)\. Check the address"):
+        open_source("lacking://b/0.tar")
+    assert len(asked) == 1
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:

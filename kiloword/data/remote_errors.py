@@ -12,7 +12,7 @@ from kiloword.draw import key
 from kiloword.terminal import shown
 
 _LONGEST = 60.0  # seconds between attempts, unless the server asks for more
-_ASKED = 120.0  # seconds that a server can ask for; the loader gives a step 300
+_ASKED = 120.0  # seconds that a server can ask for; evaluation waits 300 for a batch, training --timeout
 _LONG = 300  # characters
 PROGRESS = 1 << 16  # bytes after which an attempt was none in vain
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ftplib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -61,17 +62,17 @@ class Fsspec:
 
     def _call(self, use: Callable[[Any, str], T]) -> T:
         """The file system is asked for each time: one made before a fork does not work behind it."""
-        import fsspec
-
         check_host(self.address, self.config)
         try:
+            import fsspec
+
             fs, path = fsspec.url_to_fs(self.address.full)
-        except (ImportError, ValueError) as error:
+        except (ImportError, ValueError, TypeError) as error:
             raise Unreachable(
                 f"{self.address} cannot be opened ({foreign(str(error))}). http and https need nothing more; s3, gs "
                 "and hf: pip install 'kiloword[remote]'."
             ) from None
-        except OSError as error:  # ftp and others connect at once
+        except Exception as error:  # ftp and others connect at once
             raise self._failed(error) from None
         try:
             return bounded(lambda: use(fs, path), self.config.timeout)
@@ -83,10 +84,12 @@ class Fsspec:
     def _failed(self, error: Exception) -> Exception:
         if isinstance(error, FileNotFoundError):
             return Unreachable(f"{self.address}: no such file. Check the address.")
-        if isinstance(error, PermissionError) or "credentials" in type(error).__name__.lower():
+        if isinstance(error, (PermissionError, ftplib.error_perm)) or "credentials" in type(error).__name__.lower():
             return Unreachable(
                 f"{self.address}: access denied ({foreign(str(error))[:200]}). Check your rights and credentials."
             )
+        if isinstance(error, NotImplementedError) or type(error).__name__ == "HfUriError":
+            return Unreachable(f"{self.address} cannot be opened ({foreign(str(error))[:200]}). Check the address.")
         return Fault(f"{type(error).__name__}: {error}")
 
 
