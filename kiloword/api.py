@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from kiloword.data.decode import to_rgb
-from kiloword.data.sample import MAX_IMAGE, read_whole
+from kiloword.data.inputs import Images, OneImage, as_list, is_one, kind, prepare
 from kiloword.data.transforms import EvalTransform
 from kiloword.evaluation.features import chunks, encode_texts, inference, join
 from kiloword.evaluation.zeroshot import Templates, classifier
 from kiloword.explain import Explanation, Maps, explain, together
 from kiloword.gaussian import Form, csd_matrix, inclusion_matrix, variance_sum
 from kiloword.trust import Trust
-from kiloword.types import BadSample, Features
+from kiloword.types import Features
 
 if TYPE_CHECKING:
     from kiloword.data.tokenizer import Tokenizer
@@ -27,8 +24,7 @@ if TYPE_CHECKING:
     from kiloword.method import Method
     from kiloword.model import Model
 
-Pictures = Sequence["Image.Image | str | Path"] | Tensor
-"""Pillow pictures, paths of picture files, or uint8 [I, 3, H, W] of the model's own size."""
+Pictures = Images
 
 
 def load(
@@ -74,6 +70,10 @@ def _resized(model: Model, size: int | None, context: int | None) -> Model:
 class Matcher:
     """A model with its tokenizer and preprocessing. Every method batches, and takes no gradients.
 
+    Images are what `Images` says, one or several; texts are one string or a list. Of one item `encode_image` and
+    `encode_text` return features without the leading dimension, "vec" [D]. Everything else takes one item, or its
+    features, as a list of one: `score` of one image and one text is [1, 1].
+
     Args: method: what it was trained by, where that is known; its terms say how pictures were masked.
     """
 
@@ -82,48 +82,55 @@ class Matcher:
         self.tokenizer = tokenizer
         self.method = method
 
-    def preprocess(self, picture: Image.Image) -> Tensor:
+    def __repr__(self) -> str:
+        from kiloword.describe import model_in_words
+
+        return f"Matcher({model_in_words(self.model, self.method)})"
+
+    def preprocess(self, picture: OneImage) -> Tensor:
         """A picture as the model wants it: uint8 [3, H, W]; the model normalises it itself."""
-        return self._transform(np.asarray(to_rgb(picture)))
+        return prepare([picture], self._transform)[0]
 
     def pixels(self, images: Pictures) -> Tensor:
         """Pictures as the model wants them: uint8 [I, 3, H, W], on its device; errors as of `encode_image`."""
-        self._check_images(images)
-        return self._pixels(images, 0).to(self._device)
+        return prepare(as_list(images), self._transform).to(self._device)
 
     def encode_image(self, images: Pictures, batch: int = 64) -> Features:
-        """Features of I pictures, every value [I, ...]: "vec" [I, D] has norm 1.
+        """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1; of one image [...] and [D].
 
-        Raises: ValueError for what is not a picture, a readable file or a uint8 tensor of the model's size.
+        Raises: ValueError for what is not an image, or a file that cannot be read as one.
         """
-        self._check_images(images)
-        parts = []
+        several, parts = as_list(images), []
         with inference(self.model):
-            for part in chunks(len(images), batch):
-                parts.append(self.model.encode_image(self._pixels(images[part], part.start).to(self._device))[1])
-        return join(parts)
+            for part in chunks(len(several), batch):
+                pixels = prepare(several[part], self._transform, part.start)
+                parts.append(self.model.encode_image(pixels.to(self._device))[1])
+        return _alone(join(parts)) if is_one(images) else join(parts)
 
-    def encode_text(self, texts: Sequence[str], batch: int = 256) -> Features:
-        """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1."""
-        if isinstance(texts, str) or not isinstance(texts, Sequence) or not len(texts):
-            raise ValueError(f"encode_text got {_kind(texts)}: expected a list of at least one string")
+    def encode_text(self, texts: str | Sequence[str], batch: int = 256) -> Features:
+        """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1; of one string [...] and [D]."""
+        if isinstance(texts, str):
+            return _alone(encode_texts(self.model, self.tokenizer, [texts], batch))
+        if not isinstance(texts, Sequence) or not len(texts):
+            raise ValueError(f"encode_text got {kind(texts)}: expected a string, or a list of at least one")
         for i, text in enumerate(texts):
             if not isinstance(text, str):
-                raise ValueError(f"encode_text got {_kind(text)} as text {i}: expected strings")
+                raise ValueError(f"encode_text got {kind(text)} as text {i}: expected strings")
         return encode_texts(self.model, self.tokenizer, texts, batch)
 
-    def score(self, images: Features | Pictures, texts: Features | Sequence[str]) -> Tensor:
+    def score(self, images: Features | Pictures, texts: Features | str | Sequence[str]) -> Tensor:
         """How well every picture matches every text: [I, T], higher is better (a cosine in most models).
 
         Takes features, or what `encode_image` and `encode_text` take. Made to rank; for probabilities see `classify`.
         """
-        pictures = images if isinstance(images, dict) else self.encode_image(images)
-        captions = texts if isinstance(texts, dict) else self.encode_text(texts)
+        pictures = _rows(images if isinstance(images, dict) else self.encode_image(images))
+        captions = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
         with inference(self.model):
             return self.model.score(pictures, captions)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
         """How well picture n matches text n, for features of N pictures and N texts: [N]."""
+        images, texts = _rows(images), _rows(texts)
         n, t = len(images["vec"]), len(texts["vec"])
         if n != t:
             raise ValueError(f"score_pairs got {n} pictures and {t} texts: expected one text a picture")
@@ -135,7 +142,7 @@ class Matcher:
 
         Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, section 4.3.
         """
-        _check_gaussians(features)
+        features = _gaussians(features)
         with inference(self.model):
             return variance_sum(features)
 
@@ -146,7 +153,8 @@ class Matcher:
 
         Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, eq. 1.
         """
-        _check_gaussians(a, b)
+        a, b = _gaussians(a), _gaussians(b)
+        _check_widths(a, b)
         with inference(self.model):
             return csd_matrix(a, b)
 
@@ -159,7 +167,8 @@ class Matcher:
         Args: a, b: features of either side, texts in texts too; form: "paper", eq. 3 as printed; "exact", its integral.
         Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, eq. 4.
         """
-        _check_gaussians(a, b)
+        a, b = _gaussians(a), _gaussians(b)
+        _check_widths(a, b)
         if form not in ("paper", "exact"):
             raise ValueError(f'form is {form!r}: expected "paper" or "exact"')
         with inference(self.model):
@@ -190,19 +199,19 @@ class Matcher:
             return within & (head.logits(1 - 0.5 * distance) > 0 if overlap is None else distance < overlap)
 
     def explain(
-        self, images: Pictures, texts: Features | Sequence[str], maps: Maps = "last", batch: int = 16
+        self, images: Pictures, texts: Features | str | Sequence[str], maps: Maps = "last", batch: int = 16
     ) -> Explanation:
         """Where on every picture every text looks, and how it mixes the picture's tokens: see `Explanation`.
 
         Args: maps: how a token's map is read off the image tower, "last" by the last block's attention, "rollout" by
         that of all blocks (arXiv:2005.00928).
         """
-        self._check_images(images)
-        captions = texts if isinstance(texts, dict) else self.encode_text(texts)
+        several = as_list(images)
+        captions = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
         with inference(self.model):
             parts = [
-                explain(self.model, self._pixels(images[part], part.start).to(self._device), captions, maps)
-                for part in chunks(len(images), batch)
+                explain(self.model, prepare(several[p], self._transform, p.start).to(self._device), captions, maps)
+                for p in chunks(len(several), batch)
             ]
         return together(parts)
 
@@ -216,8 +225,8 @@ class Matcher:
         from kiloword.generation.captioner import Captioner
 
         captioner = Captioner(self.model, self.tokenizer)
-        self._check_images(images)
-        parts = (self._pixels(images[part], part.start) for part in chunks(len(images), batch))
+        several = as_list(images)
+        parts = (prepare(several[p], self._transform, p.start) for p in chunks(len(several), batch))
         return [captions for part in parts for captions in captioner.caption(part, options)]
 
     def classify(
@@ -236,64 +245,38 @@ class Matcher:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _check_images(self, images: Any) -> None:
-        """A sentence for what cannot be pictures, before anything is computed."""
-        size = self.model.config.image.size
-        if isinstance(images, Tensor):
-            if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1:] != (3, size, size):
-                raise ValueError(
-                    f"encode_image got a {images.dtype} tensor {list(images.shape)}: expected torch.uint8 "
-                    f"[I, 3, {size}, {size}], as `preprocess` makes it"
-                )
-        elif isinstance(images, str | Path | Image.Image) or not isinstance(images, Sequence):
-            raise ValueError(f"encode_image got {_kind(images)}: expected a list of pictures or paths")
-        if not len(images):
-            raise ValueError("encode_image got no pictures: expected at least one")
-
-    def _pixels(self, images: Pictures, first: int) -> Tensor:
-        """One batch as uint8 [n, 3, H, W]; `first` is its place, for messages."""
-        if isinstance(images, Tensor):
-            return images
-        return torch.stack([self._pixel(image, first + i) for i, image in enumerate(images)])
-
-    def _pixel(self, image: Any, place: int) -> Tensor:
-        if isinstance(image, Image.Image):
-            try:
-                return self.preprocess(image)
-            except BadSample as error:
-                raise ValueError(f"cannot use picture {place}: {error}") from error
-        if not isinstance(image, str | Path):
-            raise ValueError(f"encode_image got {_kind(image)} as picture {place}: expected a Pillow image or a path")
-        try:
-            return self._transform(read_whole(Path(image), "it", MAX_IMAGE))
-        except OSError as error:
-            raise ValueError(f"cannot read picture {image}: {error.strerror}") from error
-        except BadSample as error:
-            raise ValueError(f"cannot use picture {image}: {error}") from error
-
     @property
     def _transform(self) -> EvalTransform:
         config = self.model.config
         return EvalTransform(config.image.size, config.preprocess.resize)
 
 
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
+def _rows(features: Features) -> Features:
+    """Features of one item, "vec" [D], as those of a list of one."""
+    return {name: value[None] for name, value in features.items()} if features["vec"].ndim == 1 else features
 
 
-def _check_gaussians(*sides: Features) -> None:
-    """A sentence for what are no features, for those of a model that knows no uncertainty, and for two models'."""
-    for features in sides:
-        if not isinstance(features, dict):
-            raise ValueError(f"got {_kind(features)}: expected features, as encode_image and encode_text make them")
-        if "log_var" not in features:
-            raise ValueError(
-                'these features have no "log_var": their model has no Gaussians. Train one that has: prolip, or any '
-                "other method with +gaussian"
-            )
-        shapes = [list(features[name].shape) if name in features else [] for name in ("vec", "log_var")]
-        if shapes[0] != shapes[1] or len(shapes[0]) != 2:
-            raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
-    widths = [features["vec"].shape[1] for features in sides]
+def _alone(features: Features) -> Features:
+    return {name: value[0] for name, value in features.items()}
+
+
+def _gaussians(features: Features) -> Features:
+    """As `_rows`; a sentence for what are no features, and for those of a model that knows no uncertainty."""
+    if not isinstance(features, dict):
+        raise ValueError(f"got {kind(features)}: expected features, as encode_image and encode_text make them")
+    if "log_var" not in features:
+        raise ValueError(
+            'these features have no "log_var": their model has no Gaussians. Train one that has: prolip, or any '
+            "other method with +gaussian"
+        )
+    shapes = [list(features[name].shape) if name in features else [] for name in ("vec", "log_var")]
+    if shapes[0] != shapes[1] or len(shapes[0]) not in (1, 2):
+        raise ValueError(f'got features "vec" {shapes[0]} and "log_var" {shapes[1]}: expected both [N, D]')
+    return _rows(features)
+
+
+def _check_widths(a: Features, b: Features) -> None:
+    """Raises: ValueError for features of two models."""
+    widths = [features["vec"].shape[1] for features in (a, b)]
     if len(set(widths)) > 1:
         raise ValueError(f"got features of {widths[0]} and of {widths[1]} dimensions: expected those of one model")

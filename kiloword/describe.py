@@ -83,6 +83,19 @@ def parameters(config: ModelConfig, method: str = "clip") -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def model_in_words(model: Model, method: Method | None = None) -> str:
+    """A model on one line: method, towers, size, number of parameters, precision, device."""
+    config, some = model.config, next(model.parameters())
+    more = f", with {', '.join(name.replace('_', ' ') for name in model.more)}" if model.more else ""
+    name = method.name if method else "unknown method"
+    return (
+        f"{name}: image tower {_shape(config.image)}, {config.image.size} pixels, "
+        f"patch {config.image.patch}; text tower {_shape(config.text)}, {config.text.context} tokens; embedding "
+        f"{config.head.dim}{more}; {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
+        f"{str(some.dtype).removeprefix('torch.')} on {some.device}"
+    )
+
+
 def image_flops(config: ModelConfig) -> int:
     """Arithmetic of one picture's forward pass: matrix products, two a multiply-add; any pool but "map"."""
     image = config.image

@@ -95,23 +95,89 @@ def test_a_model_in_training_stays_in_training(matcher: Matcher) -> None:
     features = matcher.encode_text(CAPTIONS)
     assert matcher.model.training
     assert not features["vec"].requires_grad
-    with pytest.raises(ValueError):
-        matcher.encode_image(torch.zeros(1, 3, 32, 32))
+    with pytest.raises(ValueError, match="got an int"):
+        matcher.encode_image([3])  # type: ignore[list-item]
     assert matcher.model.training
+
+
+def test_arrays_and_tensors_are_images_too(matcher: Matcher) -> None:
+    images = [picture(0), picture(1, 60, 33)]
+    arrays = [np.asarray(image) for image in images]
+    tensors = [torch.from_numpy(array.copy()).permute(2, 0, 1) for array in arrays]
+    floats = [tensors[0].float() / 255, tensors[1].double() / 255]
+    expected = matcher.encode_image(images)["vec"]
+    for several in (arrays, tensors, floats, [arrays[0], floats[1]], tuple(images)):
+        assert torch.equal(matcher.encode_image(several)["vec"], expected)
+    one = matcher.encode_image(images[:1])["vec"]
+    for stack in (arrays[0][None], tensors[0][None], floats[0][None]):
+        assert torch.equal(matcher.encode_image(stack)["vec"], one)
+    assert torch.equal(matcher.preprocess(floats[0]), matcher.preprocess(images[0]))
+
+
+def test_features_of_one_item_have_no_leading_dimension(matcher: Matcher, tmp_path: Path) -> None:
+    image = picture(0)
+    image.save(tmp_path / "a.png")
+    expected = matcher.encode_image([image])["vec"]
+    assert expected.shape == (1, 16)
+    pixels = torch.from_numpy(np.asarray(image).copy())
+    for one in (image, tmp_path / "a.png", str(tmp_path / "a.png"), pixels.numpy(), pixels.permute(2, 0, 1) / 255):
+        assert torch.equal(matcher.encode_image(one)["vec"], expected[0])
+    assert torch.equal(matcher.encode_text(CAPTIONS[0])["vec"], matcher.encode_text(CAPTIONS[:1])["vec"][0])
+
+
+def test_all_else_takes_one_item_as_a_list_of_one(tokenizer: Tokenizer) -> None:
+    image, caption = picture(0), CAPTIONS[0]
+    for method in ("llip", "prolip"):
+        matcher = Matcher(debug_model(method), tokenizer)
+        score = matcher.score([image], CAPTIONS)
+        torch.testing.assert_close(matcher.score(image, CAPTIONS), score)
+        one, texts = matcher.encode_image(image), matcher.encode_text(CAPTIONS)
+        torch.testing.assert_close(matcher.score(one, texts), score)
+        torch.testing.assert_close(matcher.score(image, caption), score[:, :1])
+        text = matcher.encode_text(caption)
+        torch.testing.assert_close(matcher.score_pairs(one, text), score[0, :1])
+        torch.testing.assert_close(matcher.classify(image, ["a", "b"]), matcher.classify([image], ["a", "b"]))
+        torch.testing.assert_close(matcher.explain(image, caption).maps, matcher.explain([image], [caption]).maps)
+        assert matcher.pixels(image).shape == (1, 3, 32, 32)
+    for value in (matcher.distance(one, texts), matcher.inclusion(one, texts), matcher.includes(one, texts)):
+        assert value.shape == (1, 3)
+    assert matcher.uncertainty(text).shape == (1,)
+
+
+def test_a_matcher_says_what_it_is(tokenizer: Tokenizer) -> None:
+    model = debug_model("sycoca")
+    said = repr(Matcher(model, tokenizer, preset("sycoca")))
+    count = sum(p.numel() for p in model.parameters())
+    for part in ("sycoca", "32 x 2 / 2", "32 pixels", "32 tokens", "text decoder", f"{count / 1e6:.2f} M", "cpu"):
+        assert part in said, part
+    assert "unknown method" in repr(Matcher(model, tokenizer))
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        ("a.png", "got a str: expected a list"),
-        (picture(0), "expected a list"),
-        ([], "no pictures"),
-        ([3], "got a int as picture 0"),
-        (torch.zeros(2, 3, 32, 32), "torch.float32 tensor.*expected torch.uint8"),
-        (torch.zeros(3, 32, 32, dtype=torch.uint8), r"\[3, 32, 32\]: expected torch.uint8 \[I, 3, 32, 32\]"),
-        (torch.zeros(2, 3, 64, 64, dtype=torch.uint8), r"\[2, 3, 64, 64\]: expected"),
-        ([Image.new("F", (8, 8))], "cannot use picture 0: floating-point"),
-        (["no/such/picture.png"], "cannot read picture no/such/picture.png: No such file"),
+        (3, "got an int as images: expected a Pillow image, a path"),
+        (iter([picture(0)]), "or a list of these"),
+        ([], "no images"),
+        (torch.zeros(0, 3, 32, 32), "no images"),
+        ([picture(0), 3], "got an int as image 1: expected a Pillow image, a path"),
+        (
+            torch.zeros(3, 32, 32) + 1.5,
+            r"image 0 is a torch.float32 tensor with values from 1.5 to 1.5: expected 0 to 1",
+        ),
+        ([torch.full((3, 8, 8), -0.1)], "values from -0.1 to -0.1"),
+        (torch.full((3, 8, 8), torch.nan), "values from nan to nan"),
+        (torch.zeros(3, 8, 8, dtype=torch.int64), r"image 0 is a torch.int64 tensor \[3, 8, 8\]: expected"),
+        (torch.zeros(8, 8, 3), r"torch.float32 tensor \[8, 8, 3\]: expected .* float tensor \[3, H, W\]"),
+        (torch.zeros(1, 1, 8, 8), r"image 0 is a torch.float32 tensor \[1, 8, 8\]"),
+        (np.zeros((8, 8, 3)), r"image 0 is a float64 array \[8, 8, 3\]: expected .* uint8 array \[H, W, 3\]"),
+        ([np.zeros((3, 8, 8), np.uint8)], r"image 0 is a uint8 array \[3, 8, 8\]"),
+        (np.zeros((8, 8), np.uint8), r"image 0 is a uint8 array \[8, 8\]"),
+        (np.zeros((0, 8, 3), np.uint8), r"uint8 array \[0, 8, 3\]"),
+        ([Image.new("F", (8, 8))], "cannot use image 0: floating-point"),
+        (["no/such/picture.png"], "cannot read image no/such/picture.png: No such file"),
+        (Path(__file__).parent, "is a folder: expected an image file"),
     ],
 )
 def test_wrong_pictures_get_a_sentence(matcher: Matcher, images: object, message: str) -> None:
@@ -120,8 +186,7 @@ def test_wrong_pictures_get_a_sentence(matcher: Matcher, images: object, message
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
-    [("a dog", "got a str: expected a list"), ([], "at least one"), (["a", 1], "a int as text 1"), (3, "got a int")],
+    ("texts", "message"), [([], "a list of at least one"), (["a", 1], "an int as text 1"), (3, "got an int: expected")]
 )
 def test_wrong_texts_get_a_sentence(matcher: Matcher, texts: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):

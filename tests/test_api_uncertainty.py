@@ -158,7 +158,7 @@ WRONG: list[tuple[Any, str]] = [
     (torch.zeros(2, 16), "got a Tensor: expected features"),
     ({"log_var": torch.zeros(2, 16)}, r'"vec" \[\] and "log_var" \[2, 16\]: expected both \[N, D\]'),
     ({"vec": torch.zeros(2, 16), "log_var": torch.zeros(1, 16)}, r"expected both \[N, D\]"),
-    ({"vec": torch.zeros(16), "log_var": torch.zeros(16)}, r"expected both \[N, D\]"),
+    ({"vec": torch.zeros(1, 2, 16), "log_var": torch.zeros(1, 2, 16)}, r"expected both \[N, D\]"),
 ]
 
 
