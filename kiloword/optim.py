@@ -223,14 +223,19 @@ class Average:
         self.shadow = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad} if decay else {}
 
     @torch.no_grad()
-    def update(self, module: nn.Module, step: int) -> None:
-        """After `step` (from 0); the decay warms up so that early weights are forgotten."""
+    def update(self, module: nn.Module, step: int, skipped: Tensor | None = None) -> None:
+        """After `step` (from 0); the decay warms up so that early weights are forgotten.
+
+        Args: skipped: a scalar on the device, 1 where the step was skipped ("skipped_step" of `Optimizer.step`): then
+        the average stays what it is.
+        """
         if not self.decay:
             return
         decay = min(self.decay, (1 + step) / (10 + step))
         live = dict(module.named_parameters())
-        names = list(self.shadow)
-        torch._foreach_lerp_([local(self.shadow[n]) for n in names], [local(live[n]) for n in names], 1 - decay)
+        means, now = [local(x) for x in self.shadow.values()], [local(live[name]) for name in self.shadow]
+        taken = torch.ones((), device=means[0].device) if skipped is None else 1 - skipped
+        torch._foreach_lerp_(means, now, [taken.to(x.dtype) * (1 - decay) for x in means])
 
     @contextmanager
     def in_place(self, module: nn.Module) -> Iterator[None]:

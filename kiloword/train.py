@@ -60,7 +60,7 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
         report = backward(run.learner, batch.to(run.device).split(pieces), precision, run.reducer)
         report |= run.optimizer.step(run.step, report["loss"])
         model.head.clamp_()
-        run.average.update(run.learner, run.step)
+        run.average.update(run.learner, run.step, report["skipped_step"])
         run.step += 1
         meter.add(report, len(batch))
         last = run.step == recipe.steps

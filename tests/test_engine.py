@@ -45,7 +45,7 @@ def trained(way: str) -> dict[str, Tensor]:
     for step in range(STEPS):
         report = backward(model, [mine], reducer=reducer)
         report |= optimizer.step(step)
-        average.update(model, step)
+        average.update(model, step, report["skipped_step"])
         out |= {f"{step}:{name}": report[name].double() for name in ("loss", "gradient_norm", "skipped_step")}
     seen(model)
     with average.in_place(model):

@@ -94,6 +94,29 @@ def test_no_such_state_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert finite(tmp_path)
 
 
+def test_a_skipped_step_moves_no_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three steps the gradient of the last is NaN: weights and averages stay those of the state before."""
+    real = Optimizer.step
+
+    def step(self: Optimizer, number: int, *args: Any) -> dict[str, torch.Tensor]:
+        next(p for p in self.names if p.grad is not None).grad[...] = 1.0 if number < 2 else math.nan
+        return real(self, number, *args)
+
+    monkeypatch.setattr(Optimizer, "step", step)
+    train(recipe(3), tmp_path, options=EVERY)
+    last = load_state(tmp_path / "state", pytest.fail)
+    (tmp_path / "state" / "step-000000003.json").unlink()
+    before = load_state(tmp_path / "state", pytest.fail)
+    assert last is not None
+    assert before is not None
+    assert (before[1]["step"], last[1]["step"], last[1]["skipped_steps"]) == (2, 3, (1, 1))
+    kept = [name for name in last[0] if name.startswith(("learner/", "average/"))]
+    assert any(
+        not torch.equal(last[0][f"learner/{n}"], last[0][k]) for k in kept if (n := k.removeprefix("average/")) != k
+    )
+    assert all(torch.equal(last[0][name], before[0][name]) for name in kept)
+
+
 def test_before_the_first_state_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, "learner", 2)
     with pytest.raises(ValueError, match=r"is NaN or infinite .* The run stops before its first state\. Start again"):

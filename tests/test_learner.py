@@ -331,6 +331,8 @@ def test_average_of_weights() -> None:
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
     assert average.shadow["weight"] == pytest.approx(expected)
+    average.update(module, 8, skipped=torch.ones(()))
+    assert average.shadow["weight"] == pytest.approx(expected)
     average.swap(module)
     assert module.weight.detach() == pytest.approx(expected)
     average.swap(module)
