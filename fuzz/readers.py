@@ -6,6 +6,7 @@ change of a byte into the same early refusal, one choice puts the checksums righ
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -31,7 +32,8 @@ from kiloword.data import work
 from kiloword.data.captions import choose, drop_words
 from kiloword.data.decode import decode, picture_size
 from kiloword.data.extra_captions import CaptionTable
-from kiloword.data.index import SUFFIX, Header, _digest, open_index, parse_index
+from kiloword.data.index import open_index
+from kiloword.data.index_file import SUFFIX, Header, make_index, parse_index, write_index
 from kiloword.data.reading import read
 from kiloword.data.sample import make_record
 from kiloword.data.shards import Shards
@@ -116,9 +118,9 @@ def _with_digest(body: bytes, tar: Path) -> bytes:
     """An index whose header fits, whatever the table says."""
     samples = max(1, min(body[0] if body else 1, (len(body) - 1) // 72))
     table, keys = np.frombuffer(body[1 : 1 + 72 * samples].ljust(72 * samples, b"\0"), "<i8"), body[1 + 72 * samples :]
-    digest = _digest(table.astype(np.int64).reshape(samples, 9), keys)
-    header = Header(size=tar.stat().st_size, mtime_ns=1, samples=samples, digest=digest)
-    return header.model_dump_json().encode() + b"\n" + table.tobytes() + keys
+    header, out = Header(size=tar.stat().st_size, mtime_ns=1, samples=samples, digest=""), io.BytesIO()
+    write_index(out, make_index(header, table.astype(np.int64).reshape(samples, 9), keys))
+    return out.getvalue()
 
 
 # Pictures

@@ -20,7 +20,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
-from kiloword.data.index import SUFFIX, Header, open_index
+from kiloword.data.index import open_index
+from kiloword.data.index_file import SUFFIX, Header
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.recipes import ModelFile, default
 from kiloword.run_folder import RunFile

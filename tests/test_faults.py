@@ -446,6 +446,7 @@ def test_a_read_error_that_passes(shards: list[Path], monkeypatch: pytest.Monkey
         return real(file, offset, size)
 
     waited: list[float] = []
+    source.key(3)  # its index is read
     monkeypatch.setattr(cache.PositionlessFile, "read", stutter)
     monkeypatch.setattr(reading.time, "sleep", waited.append)
     if not bad:

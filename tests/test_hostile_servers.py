@@ -204,14 +204,14 @@ def test_an_index_whose_members_are_far_apart(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("KILOWORD_REMOTE", "piece=1000 ahead=0")
     with Server({"0.tar": write_tar(tmp_path / "0.tar", pairs(3)).read_bytes()}) as server:
         source: Any = open_source(f"{server.url}/0.tar")
-        index, tar = source._index(0), source.tars[0]
+        index, tar = source._block(0, 0), source.tars[0]
         near = [n for _, n in source.pieces(0)]
         assert near == [0, 1, 2]  # 1,000 bytes each: the image, and the text behind its header
         source.tars[0] = replace(tar, info=replace(tar.info, size=10**13))
         table = index.table.copy()
         table[0, 2:4] = 9 * 10**12, 20  # the text
         table[1, :2] = 0, 10**13  # an image
-        source._index = lambda _: replace(index, table=table)
+        source._block = lambda *_: replace(index, table=table)
         assert [n for _, n in source.pieces(0)] == [0, 1, 9 * 10**9]
         assert len(source.pieces(1)) < 5
 

@@ -11,7 +11,7 @@ import pytest
 from tars import picture, write_tar
 
 from kiloword.cli import main
-from kiloword.data.index import parse_index
+from kiloword.data.index_file import parse_index
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.methods import preset
 from kiloword.recipes import ModelConfig, ModelFile, TextConfig, read_config

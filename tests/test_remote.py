@@ -402,6 +402,22 @@ def test_an_index_beside_the_tar_is_taken(tmp_path: Path) -> None:
         assert everything(open_source(f"{server.url}/new.tar")) == everything(local)
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_kept_index_that_is_damaged_is_made_again(tmp_path: Path, opened: bool) -> None:
+    """Behind its header, which is all that opening reads."""
+    with Server(shards(tmp_path / "data", 1)) as server:
+        source = open_source(f"{server.url}/00.tar")
+        expected = everything(source)
+        (index,) = (tmp_path / "cache").rglob("*.kwindex")
+        whole = index.read_bytes()
+        source = open_source(f"{server.url}/00.tar")
+        index.write_bytes(whole.replace(b"0000", b"0009"))
+        if not opened:
+            source = open_source(f"{server.url}/00.tar")
+        assert everything(source) == expected
+        assert index.read_bytes() == whole
+
+
 def test_an_index_of_another_tar_is_left(tmp_path: Path) -> None:
     """Tars are padded to 10 kB, so that the size alone says little."""
     old = write_tar(tmp_path / "old/00.tar", pairs(3))

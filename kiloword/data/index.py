@@ -1,64 +1,43 @@
-"""The byte-offset index of one tar: where each sample's members lie, found by one scan and kept beside the tar.
-
-File format (`0.tar.kwindex`): one line of JSON (`Header`), then int64 [N, 9] little-endian (offset and size of picture,
-txt, json and cls, -1 where there is none; end of the key), then the keys, UTF-8, end to end.
-"""
+"""The byte-offset index of one tar: where each sample's members lie, found by one scan and kept beside the tar."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kiloword.data import cache
+from kiloword.data.index_file import (
+    COLUMNS,
+    PARTS,
+    SUFFIX,
+    Header,
+    Index,
+    IndexFile,
+    header_file,
+    make_index,
+    read_index,
+    write_index,
+)
 from kiloword.data.sample import IMAGE_SUFFIXES
 from kiloword.data.stored import Stored, Times
 from kiloword.data.tar import Tar
 
-PARTS = ("image", "txt", "json", "cls")
-SUFFIX = ".kwindex"
 _BLOCK = 1 << 23  # bytes that are read at once
-_COLUMNS = 2 * len(PARTS) + 1
 # Key: up to the first dot of the base name, folders included.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
+Kept = TypeVar("Kept", Index, IndexFile)
 
 
-class Header(BaseModel):
-    """What an index says about its tar. `size` and `mtime_ns` decide whether it still holds."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    format: Literal["kwindex-1"] = "kwindex-1"
-    size: int
-    mtime_ns: int
-    samples: int
-    digest: str  # of all that follows this line: the same on every machine
-    note: str = ""  # what is wrong with the tar as a whole
-    contents: str = ""  # digest of all members' bytes, where `kiloword data index --digest` made it
-
-
-@dataclass(frozen=True)
-class Index:
-    """N samples of one tar."""
-
-    header: Header
-    table: NDArray[np.int64]  # [N, 9]
-    keys: bytes
-
-    def key(self, row: int) -> str:
-        start = int(self.table[row - 1, -1]) if row else 0
-        return self.keys[start : int(self.table[row, -1])].decode("utf-8", "surrogateescape")
-
-    def place(self, row: int, part: str) -> tuple[int, int] | None:
-        """Offset and size in bytes of one member; None where the sample has none."""
-        column = 2 * PARTS.index(part)
-        offset, size = int(self.table[row, column]), int(self.table[row, column + 1])
-        return None if offset < 0 else (offset, size)
+def open_header(tar: Path) -> Header:
+    """The header of the index of a tar, which is made where there is none. Errors: as of `open_index`."""
+    found, digest = _valid(tar, header_file)
+    return found.header if found and (found.header.contents or not digest) else open_index(tar).header
 
 
 def open_index(tar: Path, digest: bool = False) -> Index:
@@ -67,19 +46,25 @@ def open_index(tar: Path, digest: bool = False) -> Index:
     Args: digest: with a digest of all members, which an index that had one gets again when the tar has changed.
     Errors: ValueError when the file is no plain tar, holds no pictures, or when no index can be written anywhere.
     """
-    stat, valid = tar.stat(), None
-    for found in filter(None, map(read_index, cache.places(tar, SUFFIX))):
-        digest = digest or bool(found.header.contents)
-        if (found.header.size, found.header.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
-            valid = found
-            break
-    if valid and (valid.header.contents or not digest):
+    valid, had_digest = _valid(tar, read_index)
+    digest = digest or had_digest
+    if valid and valid.header.blocks and (valid.header.contents or not digest):
         return valid
-    index = valid or scan(tar)
-    if digest:
+    index = make_index(valid.header, valid.table, valid.keys) if valid else scan(tar)
+    if digest and not index.header.contents:
         index = replace(index, header=index.header.model_copy(update={"contents": _contents(tar, index)}))
     cache.write(tar, SUFFIX, lambda file: write_index(file, index))
     return index
+
+
+def _valid(tar: Path, read: Callable[[Path], Kept | None]) -> tuple[Kept | None, bool]:
+    """The kept index of a tar as it is now; whether it, or one that no longer holds, has a digest of all members."""
+    stat, digest = tar.stat(), False
+    for found in filter(None, map(read, cache.places(tar, SUFFIX))):
+        digest = digest or bool(found.header.contents)
+        if (found.header.size, found.header.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+            return found, digest
+    return None, digest
 
 
 def _contents(tar: Path, index: Index) -> str:
@@ -107,7 +92,7 @@ def scan(tar: Path | Stored) -> Index:
         row = current.get(key)
         if row is None or (row, suffix) in suffixes:  # the same member again: another sample of the same name
             row = current[key] = len(rows)
-            rows.append([-1] * (_COLUMNS - 1))
+            rows.append([-1] * (COLUMNS - 1))
             keys.append(key)
         suffixes.add((row, suffix))
         column = 2 * PARTS.index("image" if suffix in IMAGE_SUFFIXES else suffix)
@@ -130,55 +115,8 @@ def _split(name: str) -> tuple[str, str] | None:
 
 def _build(stat: Times, rows: list[list[int]], keys: list[str], note: str) -> Index:
     raw = [key.encode("utf-8", "surrogateescape") for key in keys]
-    table = np.empty((len(rows), _COLUMNS), np.int64)
+    table = np.empty((len(rows), COLUMNS), np.int64)
     table[:, :-1] = rows
     table[:, -1] = np.cumsum([len(r) for r in raw])
-    blob = b"".join(raw)
-    header = Header(
-        size=stat.st_size, mtime_ns=stat.st_mtime_ns, samples=len(rows), digest=_digest(table, blob), note=note
-    )
-    return Index(header, table, blob)
-
-
-def _digest(table: NDArray[np.int64], keys: bytes) -> str:
-    digest = hashlib.blake2b(table.astype("<i8").tobytes(), digest_size=16)
-    digest.update(keys)
-    return digest.hexdigest()
-
-
-def read_index(path: Path) -> Index | None:
-    """None for a missing or damaged index: it is only a cache, so it is made again."""
-    try:
-        return parse_index(path.read_bytes())
-    except OSError:
-        return None
-
-
-def parse_index(raw: bytes) -> Index | None:
-    """None when it is damaged."""
-    line, _, body = raw.partition(b"\n")
-    try:
-        header = Header.model_validate_json(line)
-    except ValidationError:
-        return None
-    split = header.samples * _COLUMNS * 8
-    if header.samples < 1 or len(body) < split:
-        return None
-    table = np.frombuffer(body, "<i8", header.samples * _COLUMNS).reshape(-1, _COLUMNS).astype(np.int64, copy=False)
-    keys = body[split:]
-    index = Index(header, table, keys)
-    return index if _digest(table, keys) == header.digest and _is_possible(index) else None
-
-
-def _is_possible(index: Index) -> bool:
-    """Whether all that the table names can exist: the digest alone tells accidents, not a file made on purpose."""
-    places, ends = index.table[:, :-1], index.table[:, -1]
-    ordered = bool((np.diff(ends, prepend=0) >= 0).all()) and int(ends[-1]) == len(index.keys)
-    paired = bool(((places[:, ::2] < 0) == (places[:, 1::2] < 0)).all())
-    return ordered and paired and bool((places >= -1).all() and (places <= index.header.size + 1).all())
-
-
-def write_index(file: BinaryIO, index: Index) -> None:
-    """As `read_index` reads it."""
-    file.write(index.header.model_dump_json().encode() + b"\n")
-    file.write(index.table.astype("<i8").tobytes() + index.keys)
+    header = Header(size=stat.st_size, mtime_ns=stat.st_mtime_ns, samples=len(rows), digest="", note=note)
+    return make_index(header, table, b"".join(raw))

@@ -21,9 +21,10 @@ from kiloword.data.contact import contact_sheet
 from kiloword.data.decode import decode, picture_size
 from kiloword.data.digest import whole
 from kiloword.data.index import open_index
+from kiloword.data.reading import name_of
 from kiloword.data.sources import open_source
 from kiloword.screen import Screen
-from kiloword.terminal import say, shown
+from kiloword.terminal import say
 from kiloword.types import BadSample, Record, Skipped, Source
 
 _CHUNK = 1000  # rows that a process looks at before it reports
@@ -206,5 +207,5 @@ def _try(source: Source, row: int, use: Callable[[Record], object]) -> Skipped |
             raise BadSample(f"class index {record.label}, but there are {len(names)} class names")
         use(record)
     except BadSample as error:
-        return Skipped(row, shown(str(source.key(row))) if hasattr(source, "key") else str(row), str(error))
+        return Skipped(row, name_of(source, row) if hasattr(source, "key") else str(row), str(error))
     return None

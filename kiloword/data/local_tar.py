@@ -6,38 +6,48 @@ A tar that is gone, cut or replaced makes its samples bad; one that grows keeps 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from kiloword.data import cache
-from kiloword.data.index import SUFFIX, Index, open_index, read_index, scan
+from kiloword.data.index import open_index, scan
+from kiloword.data.index_file import SUFFIX, IndexFile, header_file, open_file
 from kiloword.types import BadSample
 
 _Times = tuple[int, int]  # size and mtime_ns
 
 
-def index_as_it_was(tar: Path, digest: str) -> Index:
-    """The index of that digest, also when the tar has changed since. Raises BadSample when there is none any more."""
+def index_as_it_was(tar: Path, digest: str, damaged: bool = False) -> IndexFile:
+    """The index of that digest, also when the tar has changed since.
+
+    Args: damaged: it may be behind its header: read as a whole, and made again if it is.
+    Raises: BadSample when there is none any more; OSError.
+    """
     try:
-        for place in cache.places(tar, SUFFIX):
-            found = read_index(place)
-            if found and found.header.digest == digest:
-                return found
-        found = open_index(tar)
+        found = None if damaged else _kept(tar, digest, header_file)
+        if found is None:
+            open_index(tar)
+            found = _kept(tar, digest, open_file)
     except FileNotFoundError:
         raise BadSample(f"{tar.name} is missing") from None
     except ValueError:
         raise _changed(tar) from None
-    if found.header.digest != digest:
+    if found is None:
         raise _changed(tar)
     return found
+
+
+def _kept(tar: Path, digest: str, read: Callable[[Path], IndexFile | None]) -> IndexFile | None:
+    files = map(read, cache.places(tar, SUFFIX))
+    return next((file for file in files if file and file.header.digest == digest), None)
 
 
 class LocalTar:
     """An open tar that is read only as long as it is the one that `index` describes."""
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: Path, index: IndexFile) -> None:
         self.path, self.index = path, index
         self._file: cache.PositionlessFile | None = None
         self._known: dict[_Times, bool] = {(index.header.size, index.header.mtime_ns): True}
@@ -67,14 +77,14 @@ class LocalTar:
     def _agrees(self) -> bool:
         """Whether the samples that both have lie where they did; the last one of a tar that was cut may be half."""
         try:
-            now = scan(self.path)
+            was, now = self.index.whole(), scan(self.path)
         except ValueError:
             return False
-        both = min(len(now.table), len(self.index.table)) - 1
-        if both < 1 or not np.array_equal(now.table[:both], self.index.table[:both]):
+        both = 0 if was is None else min(len(now.table), len(was.table)) - 1
+        if was is None or both < 1 or not np.array_equal(now.table[:both], was.table[:both]):
             return False
-        end = int(self.index.table[both - 1, -1])
-        return now.keys[:end] == self.index.keys[:end]
+        end = int(was.table[both - 1, -1])
+        return now.keys[:end] == was.keys[:end]
 
 
 def _changed(tar: Path) -> BadSample:

@@ -81,10 +81,15 @@ def _suffix(url: str) -> str:
 def _index(src: str, tars: Sequence[RemoteFile], pool: ThreadPoolExecutor) -> None:
     """The index of every tar into the cache folder; says how far it is while that takes long."""
     said = time.monotonic()
-    for done, _ in enumerate(pool.map(open_remote_index, tars), 1):
+    for done, _ in enumerate(pool.map(_make_index, tars), 1):
         if time.monotonic() - said > _SAY:
             said = time.monotonic()
             warn(f"{src}: {done:,} of {len(tars):,} tars are indexed")
+
+
+def _make_index(tar: RemoteFile) -> None:
+    """Nothing is returned, as results wait for their turn: an open file each would be too many."""
+    open_remote_index(tar)
 
 
 def _with_sums(tars: list[RemoteFile], config: RemoteConfig) -> list[RemoteFile]:

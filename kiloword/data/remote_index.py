@@ -10,7 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kiloword.data.index import SUFFIX, Index, parse_index, read_index, scan, write_index
+from kiloword.data.index import Kept, scan
+from kiloword.data.index_file import (
+    SUFFIX,
+    Index,
+    IndexFile,
+    header_file,
+    make_index,
+    parse_index,
+    read_index,
+    write_index,
+)
 from kiloword.data.remote_errors import Fault, Patience, TooLarge, Unreachable
 from kiloword.data.remote_file import RemoteFile, small_file
 from kiloword.data.remote_http import date
@@ -22,25 +32,29 @@ _BLOCK = 8 << 20  # bytes in memory
 _NOTE = 200  # characters of what an index from elsewhere says about its tar
 
 
-def open_remote_index(tar: RemoteFile) -> Index:
+def open_remote_index(tar: RemoteFile, damaged: bool = False) -> IndexFile:
     """The index of a remote tar; one process makes it, others wait.
 
+    Args: damaged: it may be behind its header: read as a whole, and made again if it is.
     Errors: Unreachable; ValueError when the file is no plain tar, holds no pictures, or no index can be kept.
     """
-    found = _kept(tar)
+    found = None if damaged else _valid(tar, header_file(tar.index))
     if found:
         return found
     with _locked(tar.index):
-        found = _kept(tar)
-        if found is None:
-            found = _beside(tar) or _made(tar)
+        found = _valid(tar, header_file(tar.index))
+        if found is None or (damaged and found.whole() is None):
+            whole = _valid(tar, read_index(tar.index))  # of an earlier version
+            index = make_index(whole.header, whole.table, whole.keys) if whole else _beside(tar) or _made(tar)
             with replacing(tar.index) as file:
-                write_index(file, found)
-        return found
+                write_index(file, index)
+            found = header_file(tar.index)
+    if found is None:
+        raise ValueError(f"{tar.index} was written, but cannot be read. Set KILOWORD_CACHE to a local disk.")
+    return found
 
 
-def _kept(tar: RemoteFile) -> Index | None:
-    found = read_index(tar.index)
+def _valid(tar: RemoteFile, found: Kept | None) -> Kept | None:
     return found if found and (found.header.size, found.header.mtime_ns) == tar.stat() else None
 
 
@@ -77,7 +91,7 @@ def _beside(tar: RemoteFile) -> Index | None:
         return None
     note = shown(found.header.note)[:_NOTE]
     header = found.header.model_copy(update={"mtime_ns": tar.stat().st_mtime_ns, "note": note})
-    return Index(header, found.table, found.keys)
+    return make_index(header, found.table, found.keys)
 
 
 def _made(tar: RemoteFile) -> Index:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -14,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.data.index import PARTS, Index, open_index
+from kiloword.data.index import open_header
+from kiloword.data.index_file import BLOCK, PARTS, Header, Index, IndexFile
 from kiloword.data.local_tar import LocalTar, index_as_it_was
 from kiloword.data.questions import question_in
 from kiloword.data.remote_file import Piece, RemoteFile
@@ -22,7 +25,8 @@ from kiloword.data.remote_index import open_remote_index
 from kiloword.data.sample import MAX_IMAGE, MAX_TEXT, check_size, make_record, parse_captions, parse_label
 from kiloword.types import BadSample, Record
 
-_OPEN = 128  # tars, and indexes in memory, that a process keeps at once
+_OPEN = 128  # tars, and their indexes, that a process keeps open at once
+_BLOCKS = 512  # of indexes that it keeps in memory, 50 kB each: more than the order of rows mixes (see `sampler`)
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +51,7 @@ class Shards:
             raise ValueError(f"{name}: no tars. Expected at least one, as img2dataset writes them.")
         self.name, self.tars = name, list(tars)
         self.classnames, self.templates = classnames, templates
-        headers = [_open_index(tar).header for tar in self.tars]
+        headers = [_open_header(tar) for tar in self.tars]
         self._ends = list(accumulate(h.samples for h in headers))
         self.notes = [f"{tar}: {h.note}" for tar, h in zip(self.tars, headers, strict=True) if h.note]
         for note in self.notes:
@@ -60,18 +64,35 @@ class Shards:
 
     def _open_caches(self) -> None:
         self._index = lru_cache(_OPEN)(self._index_of)
+        self._block = lru_cache(_BLOCKS)(self._block_of)
         self._file = lru_cache(_OPEN)(self._file_of)
 
-    def _index_of(self, shard: int) -> Index:
+    def _index_of(self, shard: int, damaged: bool = False) -> IndexFile:
         tar = self.tars[shard]
-        return _open_index(tar) if isinstance(tar, RemoteFile) else index_as_it_was(tar, self._digests[shard])
+        if isinstance(tar, RemoteFile):
+            return open_remote_index(tar, damaged)
+        return index_as_it_was(tar, self._digests[shard], damaged)
+
+    def _block_of(self, shard: int, number: int) -> Index:
+        """Raises: BadSample, OSError."""
+        with suppress(OSError):
+            if block := self._index(shard).block(number):
+                return block
+        self._index.cache_clear()
+        try:
+            block = self._index_of(shard, damaged=True).block(number)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.tars[shard])) from error
+        if block is None:
+            raise BadSample(f"the index of {self.tars[shard].name} is damaged again and again")
+        return block
 
     def _file_of(self, shard: int) -> LocalTar | RemoteFile:
         tar = self.tars[shard]
         return tar if isinstance(tar, RemoteFile) else LocalTar(tar, self._index(shard))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_index", "_file")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_index", "_block", "_file")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -98,13 +119,13 @@ class Shards:
         shard, index, local = self._locate(row)
         image = self._part(row, "image")
         if image is None:
-            raise BadSample("no picture" + self._because(shard, index, local))
+            raise BadSample("no picture" + self._because(shard, row))
         meta, text, cls = (self._part(row, part) for part in ("json", "txt", "cls"))
         try:
             return make_record(index.key(local), image, text, meta, cls)
         except BadSample as error:
             # raised again as it is: a `NoCaption` is a loss to training alone
-            error.args = (f"{error}{self._because(shard, index, local)}",)
+            error.args = (f"{error}{self._because(shard, row)}",)
             raise
 
     def stored(self, row: int) -> list[bytes | None]:
@@ -139,7 +160,8 @@ class Shards:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         shard = bisect_right(self._ends, row)
-        return shard, self._index(shard), row - (self._ends[shard - 1] if shard else 0)
+        block, local = divmod(row - (self._ends[shard - 1] if shard else 0), BLOCK)
+        return shard, self._block(shard, block), local
 
     def _part(self, row: int, part: str) -> bytes | None:
         shard, index, local = self._locate(row)
@@ -157,14 +179,14 @@ class Shards:
             raise BadSample("the tar has become shorter since it was indexed")
         return raw
 
-    def _because(self, shard: int, index: Index, local: int) -> str:
+    def _because(self, shard: int, row: int) -> str:
         """The last sample of a cut tar lacks members because of the cut."""
-        last = local == index.header.samples - 1
-        return f" (the tar is {index.header.note})" if last and index.header.note else ""
+        note = self._index(shard).header.note
+        return f" (the tar is {note})" if note and row == self._ends[shard] - 1 else ""
 
 
-def _open_index(tar: Path | RemoteFile) -> Index:
-    return open_remote_index(tar) if isinstance(tar, RemoteFile) else open_index(tar)
+def _open_header(tar: Path | RemoteFile) -> Header:
+    return open_remote_index(tar).header if isinstance(tar, RemoteFile) else open_header(tar)
 
 
 def _fingerprint(tars: Sequence[Path | RemoteFile], contents: Sequence[str]) -> str:
