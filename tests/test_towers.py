@@ -17,7 +17,8 @@ from kiloword.model import Model, initialise, resize
 from kiloword.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.towers.attention import Cache, Packing, attention
 from kiloword.towers.blocks import Init, activate
-from kiloword.towers.image import ImageTower, fold, unfold
+from kiloword.towers.decoder import ImageDecoder
+from kiloword.towers.image import ConvStem, ImageTower, fold, unfold
 from kiloword.towers.text import TextTower
 from kiloword.types import Texts
 
@@ -195,6 +196,22 @@ def test_a_picture_does_not_depend_on_its_neighbours(stem: str) -> None:
     assert torch.allclose(tower(images)[1:2], tower(images[1:2]), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("patch", "channels"), [(16, [2, 4]), (14, [2]), (4, [2]), (3, []), (2, [])])
+def test_a_convolutional_stem_is_a_few_convolutions(patch: int, channels: list[int]) -> None:
+    """Strided 3x3 ones with norm and GELU while the patch can be halved, at most two; then one of what is left."""
+    stem = ConvStem(replace(SMALL, patch=patch, size=3 * patch)).double()
+    initialise(stem, 0)
+    *fine, last = [p for p in stem.parameters() if p.dim() == 4]
+    assert [weight.shape[0] for weight in fine] == channels
+    assert all(weight.std().item() == pytest.approx(weight[0].numel() ** -0.5, rel=0.3) for weight in (*fine, last))
+    x = images = numbers(2, 3, 3 * patch, 3 * patch)
+    for weight in fine:
+        x = F.gelu(F.group_norm(F.conv2d(x, weight, stride=2, padding=1), 1))
+    x = F.conv2d(x, last, stride=patch >> len(fine))
+    assert x.shape == (2, 16, 3, 3)
+    assert torch.allclose(stem(images), x.flatten(2).transpose(1, 2), rtol=0, atol=1e-12)
+
+
 TEXT = TextConfig(context=8, vocab=32, width=16, depth=2, heads=2, mlp=32)
 
 
@@ -300,6 +317,33 @@ def test_starting_deviations() -> None:
         assert got.std().item() == pytest.approx(std, rel=0.05)
     assert (block.norm1.weight == 1).all()
     assert (block.mlp.fc.bias == 0).all()
+
+
+@pytest.mark.parametrize("init_std", [None, 0.1])
+def test_starting_deviations_of_image_tower_and_decoder(init_std: float | None) -> None:
+    """1 over the root of the inputs for what multiplies them; what adds to the stream over that of its blocks too."""
+    image = ImageConfig(size=64, patch=8, width=64, depth=2, heads=2, mlp=256, extra_tokens=64, init_std=init_std)
+    config = replace(sizes()["debug"], image=image)
+    tower, decoder = ImageTower(image), ImageDecoder(config, 3, dropped=True)
+    initialise(tower, 0)
+    initialise(decoder, 0)
+    assert decoder.mask_token is not None
+    assert decoder.positions is not None
+    cross = decoder.layers[2].cross
+    added = init_std or 64**-0.5
+    for got, std in (
+        (tower.patches.weight, (3 * 8 * 8) ** -0.5),
+        (tower.positions, added),
+        (tower.class_token, added),
+        (tower.extra_tokens, added),
+        (decoder.mask_token, added),
+        (decoder.positions, added),
+        (decoder.pixels.weight, 64**-0.5),
+        (decoder.layers[2].own.mlp.proj.weight, (2 * 6 * 64) ** -0.5),
+        (cross.mlp.proj.weight, (2 * 6 * 64) ** -0.5),
+    ):
+        assert got.std().item() == pytest.approx(std, rel=0.25 if got.dim() == 1 else 0.05)
+    assert (decoder.pixels.bias == 0).all()
 
 
 def test_pictures_are_normalised_once() -> None:

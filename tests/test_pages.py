@@ -1,0 +1,390 @@
+"""What pages say: figures, tables and plots of invented results, each value where its heading promises it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pages import plots, sections
+from tars import encode, noise
+
+from kiloword.evaluation import caption_page, hierarchy_page, prompts_page, reconstruction_page, uncertainty_page
+from kiloword.evaluation.calibration import Bins
+from kiloword.evaluation.caption_page import Told
+from kiloword.evaluation.caption_truth import Judged, Statement
+from kiloword.evaluation.hierarchy_chains import Chains
+from kiloword.evaluation.prompts_page import Class
+from kiloword.evaluation.reconstruction_page import Example
+from kiloword.evaluation.uncertainty_data import Levelled
+from kiloword.evaluation.uncertainty_inclusion import Answer
+from kiloword.evaluation.uncertainty_shown import Plane
+from kiloword.types import Record
+
+
+@dataclass
+class Drawn:
+    """A source of small images, row n as bright as n."""
+
+    fingerprint: str = "f"
+    bad: tuple[int, ...] = ()
+
+    def record(self, row: int) -> Record:
+        image = b"no image" if row in self.bad else encode(np.full((8, 8, 3), row, np.uint8))
+        return Record(key=f"k{row}", image=image, captions=[])
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# Uncertainty
+
+
+def uncertain(**more: Any) -> dict[str, Any]:
+    """What `drawn` gives of four captions of two images."""
+    found = {"levelled": None, "true_of": None, "bins": {}, "matched": None, "answers": {}, "exact": True}
+    texts = {f"{kind} texts": [(f"{kind} one", 0.5)] for kind in ("certain", "uncertain", "long")}
+    return {
+        "image": doubles(1.0, 3.0),
+        "text": doubles(2.0, 4.0, 6.0, 8.0),
+        "own": doubles(1.0, 1.0, 3.0, 3.0),
+        "different": doubles(2.0, 4.0, 6.0, 8.0),
+        "words": torch.tensor([3, 5, 7, 40]),
+        "certain": [(noise(8, 8), 0.125)],
+        "uncertain": [(noise(8, 8), 2.5)],
+        "plane": None,
+        "found": found | more,
+        **texts,
+    }
+
+
+UNCERTAINTY = {"image_uncertainty_mean": 2.0, "text_uncertainty_mean": 5.0, "text_above_image": 0.75}
+
+
+def test_the_page_of_uncertainty_names_models_where_there_are_several() -> None:
+    one = sections(uncertainty_page.report({"a": UNCERTAINTY}, "data", {"a": uncertain()}))
+    values = {"a": UNCERTAINTY, "b": {"text_uncertainty_mean": 0.25}}
+    two = sections(uncertainty_page.report(values, "data", {"a": uncertain(), "b": uncertain()}))
+    heading = "How uncertain pictures and texts are"
+    assert "a:" not in one[heading].words
+    assert [word for word in two[heading].words if word in ("a:", "b:")] == ["a:", "b:"]
+    assert two["In short"].tables == [
+        [
+            ["", "a", "b"],
+            ["pictures, mean", "2", "–"],
+            ["texts, mean", "5", "0.25"],
+            ["share of captions above their picture", "0.75", "–"],
+        ]
+    ]
+    assert "In 75% of the pairs the text is less certain than its picture." in one[heading].words
+    # what there is nothing to draw of has no heading
+    assert list(one) == [
+        "",
+        "In short",
+        heading,
+        "Uncertainty by length of the text",
+        "Most certain pictures",
+        "Most uncertain pictures",
+        "Most certain and most uncertain texts",
+    ]
+    assert "0.125" in one["Most certain pictures"].text
+    assert "2.50" in one["Most uncertain pictures"].text
+    assert [table[0] for table in one["Most certain and most uncertain texts"].tables] == [
+        ["most certain", "variance"],
+        ["most uncertain", "variance"],
+        ["of the longest tenth, most uncertain", "variance"],
+    ]
+    assert [table[1][0] for table in one["Most certain and most uncertain texts"].tables] == [
+        "certain one",
+        "uncertain one",
+        "long one",
+    ]
+
+
+def test_plots_of_uncertainty_hold_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = plots(monkeypatch, uncertainty_page, "scatter", "box_plot", "histogram")
+    levelled = Levelled(torch.tensor([0, 0, 1, 1]), doubles(8, 6, 4, 2), True)
+    bins = {"text": Bins(doubles(1, 2), doubles(0.75, 0.25), torch.tensor([12, 10]))}
+    more = uncertain(levelled=levelled, true_of=torch.tensor([4, 0, 2, 1]), bins=bins)
+    values = UNCERTAINTY | {
+        "truth_spearman": 0.5,
+        "truth_spearman_level@1": 0.25,
+        "calibration_text_pearson": -0.875,
+    }
+    page = sections(uncertainty_page.report({"a": values}, "data", {"a": more}))
+    scattered = [args for name, args in calls if name == "scatter"]
+    assert scattered[0][0] == {"pairs": [(1.0, 2.0), (1.0, 4.0), (3.0, 6.0), (3.0, 8.0)]}
+    assert scattered[1][0] == {"level 0": [(4.0, 2.0)], "level 1": [(2.0, 6.0), (1.0, 8.0)]}  # none is true of none
+    assert scattered[2][0] == {"Captions": [(1.0, 0.75), (2.0, 0.25)]}
+    boxes = [dict(args[0]) for name, args in calls if name == "box_plot"]
+    assert [list(box) for box in boxes] == [["0-5", "6-10", "31+"], ["level 0", "level 1"]]
+    assert boxes[0]["0-5"] == pytest.approx([2.1, 2.5, 3.0, 3.5, 3.9])
+    assert "Texts: 0-5: 2, 6-10: 1, 31+: 1." in page["Uncertainty by length of the text"].text
+    assert "Texts: level 0: 2, level 1: 2." in page["Uncertainty by level, from general to specific"].text
+    truth = page["Uncertainty by what a caption is true of"].text
+    assert "Spearman's correlation: all 0.50, level 1 0.25." in truth
+    assert "Captions in 2 bins of 10 or more. Pearson -0.88" in page["Who is uncertain, and who is right"].text
+
+
+def test_inclusion_on_the_page_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = plots(monkeypatch, uncertainty_page, "histogram")
+    answer = Answer(
+        doubles(1, -1, 1, 1), doubles(0, 0, 0, 0), torch.tensor([True, True, False, True]), torch.ones(4) > 0
+    )
+    answers = dict.fromkeys(("chain_3_in_2", "chain", "unrelated"), answer)
+    values = UNCERTAINTY | {"image_in_text": 0.625, "text_in_image": 0.375, "inclusion_overlap": 12.5}
+    values |= {f"inclusion_{name}": 0.5 for name in answers} | {"inclusion_chain_overlap": 0.125}
+    more = uncertain(matched=doubles(1, -1), answers=answers, exact=False)
+    page = sections(uncertainty_page.report({"a": values}, "data", {"a": more}))
+    assert "62.5% of the captions include their picture (H > 0), 37.5% lie within it" in page[
+        "Pictures within their captions"
+    ].text.replace("\n", " ")
+    chains = page["Specific texts within general ones"]
+    assert chains.tables[0][1:] == [
+        ["level 3 in 2", "4", "0.750", "0.500", "–"],
+        ["all of these", "4", "0.750", "0.500", "0.125"],
+        ["in another picture's chain", "4", "0.750", "0.500", "–"],
+    ]
+    assert "Chains are taken as true" in chains.text
+    assert "distance is below 12.5" in chains.text
+    assert list(calls[-1][1][0]) == ["level 3 in 2", "in another picture's chain"]
+    exact = sections(uncertainty_page.report({"a": values}, "data", {"a": uncertain(answers=answers)}))
+    assert "Chains are taken as true" not in exact["Specific texts within general ones"].text
+
+
+def test_units_of_uncertainty_are_powers_of_a_thousand() -> None:
+    assert uncertainty_page._unit(doubles(0.2, 999.0)) == (1.0, "sum of variances")
+    assert uncertainty_page._unit(doubles(0.0)) == (1.0, "sum of variances")
+    for most, power in ((5e-3, "10⁻³"), (5e-8, "10⁻⁹"), (2e4, "10³")):
+        scale, label = uncertainty_page._unit(doubles(most))
+        assert label == f"sum of variances in {power}"
+        assert 1 <= most * scale < 1000
+
+
+def test_the_plane_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = plots(monkeypatch, uncertainty_page, "scatter")
+    spread = torch.diag_embed(torch.tensor([[4.0, 1.0], [1.0, 9.0]]))
+    plane = Plane(
+        [noise(8, 8)],
+        [0, 0],
+        [False, True],
+        ["", "a cat"],
+        torch.tensor([[1.0, 2], [3, 4]]),
+        spread,
+        doubles(0.5, 0.25),
+    )
+    page = sections(uncertainty_page.report({"a": UNCERTAINTY}, "d", {"a": uncertain() | {"plane": plane}}))
+    drawn, *labels = calls[-1][1]
+    assert labels == ["component 1, 50% of the variance", "component 2, 25% of the variance"]
+    dots = drawn["picture 1"]
+    assert (dots.dots, dots.squares) == ([(3.0, 4.0)], [(1.0, 2.0)])
+    for ring, (width, height) in zip(dots.ellipses, ((4, 2), (2, 6)), strict=True):  # two standard deviations
+        outline = np.array(ring.outline()) - (ring.x, ring.y)
+        assert np.abs(outline).max(0) == pytest.approx([width, height], rel=1e-2)
+    assert page["A few pictures and their captions in a plane"].tables == [[["caption", "of picture"], ["a cat", "1"]]]
+
+
+# Captions
+
+
+def test_the_page_of_captions(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = plots(monkeypatch, caption_page, "histogram")
+    told = [
+        Told(n, f"k{n}", "the same" if n % 2 else f"said {n}", [f"people {n} {i}" for i in range(7)]) for n in range(8)
+    ]
+    told[0] = Told(0, "k0", "", ["people"])
+    judged = [Judged(n != 1, (Statement("colour", "is red", n % 2 == 0),) if n else (), n, 9) for n in range(8)]
+    shown = caption_page.Shown(Drawn(bad=(2,)), told, np.arange(8) / 4, judged)
+    values = {"cider": 0.875, "vocabulary": 12.0, "parsable": 0.75, "statements_true@colour": 0.5}
+    page = sections(caption_page.report({"a": values, "b": {"cider": 0.25}}, "d", {"a": {"captions": shown}, "b": {}}))
+    assert page["Figures"].tables == [[["", "a", "b"], ["CIDEr-D", "0.875", "0.250"], ["different words", "12", "–"]]]
+    assert page["What is true"].tables == [
+        [["", "a", "b"], ["captions in the language", "0.750", "–"]],
+        [["statements true, of those about", "a", "b"], ["colour", "0.500", "–"]],
+    ]
+    ((_, (counts, edges, *_)),) = calls
+    assert sum(counts["a"]) == 8
+    assert counts["a"] == np.histogram(np.arange(8) / 4, edges)[0].tolist()
+    examples = page["Captions of a"]
+    assert examples.tables == [
+        [
+            ["caption", "pictures", "share"],
+            ["the same", "4", "50%"],
+            ["(nothing)", "1", "12.5%"],
+            ["said 2", "1", "12.5%"],
+            ["said 4", "1", "12.5%"],
+            ["said 6", "1", "12.5%"],
+        ]
+    ]
+    assert "5 different captions of 8 pictures." in examples.words
+    best = examples.words.index("Nearest to the data's own captions, by CIDEr-D:")
+    worst = examples.words.index("Farthest from them:")
+    near = [float(w.split()[1]) for w in examples.words[best:worst] if w.startswith("CIDEr-D ")]
+    far = [float(w.split()[1]) for w in examples.words[worst:] if w.startswith("CIDEr-D ")]
+    assert near == [1.75, 1.5, 1.25, 1.0, 0.75]  # row 2 cannot be read
+    assert far == [0.0, 0.25, 0.75, 1.0, 1.25]
+    assert "✗ outside the language" in examples.words
+    assert "✓\u00a0is\u00a0red, 4 of 9 objects mentioned" in examples.words
+    assert "✗\u00a0is\u00a0red, 7 of 9 objects mentioned" in examples.words
+    assert "states nothing, 0 of 9 objects mentioned" in examples.words
+    assert "“people 7 4”" in examples.words
+    assert "“people 7 5”" not in examples.words
+    assert "and 2 more" in examples.words
+    without = sections(caption_page.report({"b": {"cider": 0.25}}, "d", {"b": {"captions": shown}}))
+    assert "What is true" not in without
+
+
+# Prompts
+
+
+def test_the_page_of_prompts() -> None:
+    classes = [
+        Class("cat", [(f"cat {n}", weight) for n, weight in enumerate((0.5, 0.2, 0.1, 0.08, 0.06, 0.04, 0.02))], []),
+        Class("dog", [("dog 0", 0.75), ("dog 1", 0.25)], [(noise(8, 8), "a true dog")]),
+    ]
+    classes[0].pictures = [(noise(8, 8), "a true cat")]
+    values = {"a": {"acc1": 0.5, "held_out": 7.0}, "b": {"acc1": 0.25, "entropy": 1.5}}
+    shown: dict[str, Any] = {"a": {"way": "bprw", "classes": classes}, "b": {}}
+    page = sections(prompts_page.report(values, "d", shown))
+    assert page["Accuracy"].tables == [
+        [["model", "acc1", "held out", "entropy"], ["a", "0.500", "7", "–"], ["b", "0.250", "–", "1.500"]]
+    ]
+    assert list(page) == ["", "Accuracy", "Prompts of a, by bprw"]
+    weights = page["Prompts of a, by bprw"]
+    assert weights.tables[0][1:] == [
+        ["cat", "cat 0", "0.500", "cat 6", "0.020", "0.143"],
+        ["dog", "dog 0", "0.750", "dog 1", "0.250", "0.500"],
+    ]
+    lines = [w for w in weights.words if w[:1].isdigit() or w == "…"]
+    assert lines == [
+        *("0.500 cat 0", "0.200 cat 1", "0.100 cat 2", "…", "0.060 cat 4", "0.040 cat 5", "0.020 cat 6"),
+        *("0.750 dog 0", "0.250 dog 1"),
+    ]
+    assert {"a true cat", "a true dog"} <= set(weights.words)
+    assert classes[0].concentration == 3.5
+    assert not any("The first" in w for w in weights.words)
+    many = {"a": {"way": "topk", "classes": [Class(f"c{n}", [("p", 1.0)], []) for n in range(201)]}}
+    first = sections(prompts_page.report({"a": values["a"]}, "d", many))["Prompts of a, by topk"]
+    assert "The first 200 of 201 classes." in first.words
+    assert len(first.tables[0]) == 201
+    assert not any("learned from" in w for w in first.words)
+
+
+# Reconstruction
+
+
+def test_the_page_of_reconstruction() -> None:
+    read = {
+        "reconstruction_l1_right@random": 0.5,
+        "reconstruction_l1_none@random": 0.75,
+        "reconstruction_l1_mean_colour@random": 0.875,
+        "right_beats_none@random": 0.625,
+        "none_minus_right@random": 0.25,
+        "none_minus_right_se@random": 0.03125,
+    }
+    image = noise(16, 16)
+    losses = {"right": 0.125, "wrong": 0.25, "none": 0.375}
+    example = Example("random", image, np.eye(2, dtype=bool), dict.fromkeys(losses, image), losses, "a cat", "a dog")
+    shown = {"examples": [example], "truth": True, "norm_pix": True}
+    found = {"a": read, "b": {"reconstruction_l1_none@random": 1.0}}
+    other = {"examples": [], "truth": False, "norm_pix": False}
+    page = sections(reconstruction_page.report(found, "d", {"a": shown, "b": other}))
+    numbers = page["Random patches are hidden"]
+    assert numbers.tables == [
+        [
+            ["L1", "its caption", "a wrong caption", "no caption", "mean colour seen", "mean picture"],
+            ["a", "0.5000", "–", "0.7500", "0.8750", "–"],
+            ["b", "–", "–", "1.0000", "–", "–"],
+        ],
+        [
+            ["picture by picture", "against", "right is better in", "L1 more than by right", "± standard error"],
+            ["a", "no caption", "62.5%", "0.2500", "0.0312"],
+        ],
+    ]
+    note = "Each model hides what it finds the caption to speak of: compare models where random patches are hidden."
+    attentive = page["What the right caption speaks of most is hidden"]
+    assert note in attentive.words
+    assert note not in numbers.words
+    assert "Trained without text: it paints the same whatever the caption." in attentive.words
+    cards = page["Pictures – a: random patches are hidden"]
+    assert {"original", "hidden", "its caption: 0.125", "a wrong caption: 0.250", "no caption: 0.375"} <= set(
+        cards.words
+    )
+    assert {"“a cat”", "a wrong caption: “a dog”"} <= set(cards.words)
+    patterns = "This model paints patterns without level and contrast"
+    assert patterns in cards.text
+    assert patterns not in page["Pictures – b: random patches are hidden"].text
+    assert "original" not in page["Pictures – a: what the right caption speaks of most is hidden"].words
+    assert "another picture's caption, false of this one" in page[""].text
+    alone = sections(reconstruction_page.report({"b": found["b"]}, "d", {"b": other}))
+    assert note not in alone["What the right caption speaks of most is hidden"].words
+    assert "Pictures: random patches are hidden" in alone
+    assert "false of this one" not in alone[""].text
+
+
+# Hierarchy
+
+
+def test_the_page_of_hierarchies(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = plots(monkeypatch, hierarchy_page, "histogram", "line_plot", "ladder")
+    chains = Chains(
+        ["a thing", "an animal", "a cat", "a dog"], torch.tensor([[0, 1, 2]] * 9), torch.arange(9), list(range(9))
+    )
+    paths = {"HierarCaps": torch.tensor([[0, 0, 1, 3]] * 9), "root inc": torch.tensor([[3, 1, 1, 0]] * 9)}
+    more = {
+        "chains": chains,
+        "paths": paths,
+        "truth": None,
+        "source": Drawn(),
+        "pictures": torch.tensor([[3.0, 2, 1], [5, 3, 1]]),
+    }
+    values = {
+        "hierarcaps_precision": 0.5,
+        "hierarcaps_hit": 0.75,
+        "traversal_inc_recall": 0.25,
+        "traversal_inc_hit": 1.0,
+        "traversal_inc_root_hit": 0.125,
+        "traversal_inc_order": -0.5,
+        "text_chain_uncertainty@0": 3.0,
+        "text_chain_uncertainty@1": 2.0,
+        "text_chain_uncertainty_spearman": -0.875,
+        "text_chain_uncertainty_order": 0.625,
+        "text_inclusion_h@2": 0.75,
+        "image_inclusion_inc@1": 0.5,
+        "text_inclusion_whole_h@0": 0.25,
+    }
+    page = sections(hierarchy_page.report({"m": values}, "d", {"m": more}))
+    header, first, second = page["Retrieval along chains"].tables[0]
+    assert header[1:4] == ["precision", "recall", "hit"]
+    assert (first[0], first[1:4]) == ("m, hierarcaps", ["0.500", "–", "0.750"])
+    assert second == ["m, traversal, root inc", "–", "0.250", "1.000", "–", "0.125", "–", "–", "-0.500"]
+    assert page["Uncertainty by level"].tables == [
+        [["texts", "Spearman with level", "falls within chains (tau)"], ["m", "-0.875", "0.625"]]
+    ]
+    assert [args[0] for name, args in calls if name == "line_plot"] == [{"m": [(0.0, 3.0), (1.0, 2.0)]}]
+    assert page["Inclusion"].tables == [
+        [
+            ["is it included?", "share"],
+            ["m, texts: level 2 in level 1, H > 0", "0.750"],
+            ["m, pictures: level 1 in level 0, by inc", "0.500"],
+            ["m, texts: the whole in level 0, H > 0", "0.250"],
+        ]
+    ]
+    ((counts, edges, *_),) = [args for name, args in calls if name == "histogram"]
+    for name, gaps in (("level 0", [2, 4]), ("level 1", [1, 2])):
+        assert counts[name] == np.histogram(gaps, edges)[0].tolist()
+    assert set(counts) == {"level 0", "level 1"}
+    ladders = [args for name, args in calls if name == "ladder"]
+    assert len(ladders) == 8  # of nine images
+    assert ladders[0][2] == [
+        ("as annotated", [("a thing", None), ("an animal", None), ("a cat", None)]),
+        ("HierarCaps", [("a thing", True), ("an animal", True), ("a dog", False)]),
+        ("root inc", [("a thing", True), ("an animal", True), ("a dog", False)]),
+    ]
+    truth = more | {"truth": lambda texts, rows: torch.tensor([[text == 3] for text in texts])}
+    hierarchy_page.report({"m": values}, "d", {"m": truth})
+    assert calls[-1][1][2][1] == ("HierarCaps", [("a thing", False), ("an animal", False), ("a dog", True)])
+    assert list(sections(hierarchy_page.report({"m": {}}, "d", {"m": {}}))) == [""]
