@@ -10,6 +10,7 @@ from typing import Any
 
 from kiloword import parallel
 from kiloword.data.digest import sampled, whole
+from kiloword.data.side import SideTable, TableFile
 from kiloword.methods import preset
 from kiloword.recipes import ModelConfig, Recipe, Settings, read_config
 from kiloword.state.folder import steps_done
@@ -17,7 +18,8 @@ from kiloword.types import Source
 
 FREE = ("micro", "chunk", "data.val", "data.bad_share")  # what changes no weight: a resumed run may have others
 
-CONTENTS = ("data_sampled", "data_digest")  # compared where both runs have them
+CONTENTS = ("data_sampled", "data_digest")  # digests of the data
+COMPARED = (*CONTENTS, "features")  # where both runs have them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class RunFile(Settings):
     data_fingerprint: str
     data_sampled: str = ""  # digests of images and texts (`kiloword.data.digest`), of some samples and of all;
     data_digest: str = ""  # "" where there was none
+    features: tuple[str, ...] = ()  # of each feature store, name, model, precision, type and dimension
     model: ModelConfig | None = None  # recipe.model as the method shaped it: what the run really has
     format: str = "kiloword-run-1"
 
@@ -40,8 +43,15 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
         data_fingerprint=source.fingerprint,
         data_sampled=digests[0],
         data_digest=digests[1],
+        features=tuple(_computed(SideTable(path).file) for path in recipe.data.side),
         model=preset(recipe.method, recipe.settings).shape(recipe.model),
     )
+
+
+def _computed(file: TableFile) -> str:
+    """By what the features of a store were computed; not where, nor what the model was called then."""
+    by = f"{file.name} of the model {file.teacher_fingerprint} in {file.precision}"
+    return f"{by}, {file.dim} dimensions as {file.dtype}"
 
 
 def make_folder(out: Path) -> None:
@@ -84,7 +94,7 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     differences = {k: v for k, v in differences.items() if k not in free}
     if "data_fingerprint" in differences:
         differences = {k: v for k, v in differences.items() if k not in CONTENTS}
-    differences = {k: v for k, v in differences.items() if k not in CONTENTS or all(v)}
+    differences = {k: v for k, v in differences.items() if k not in COMPARED or all(v)}
     done, steps = steps_done(out / "state"), file.recipe.steps
     if not differences and steps < done:
         raise ValueError(f"--out {out} has done {done} steps already: it cannot end after {steps}.")
@@ -97,6 +107,8 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
         hint += " The data is not what the run began with: a file is missing, new, cut or replaced."
     elif differences.keys() & set(CONTENTS):
         hint += " The data is not what the run began with: images or texts were replaced by others of the same size."
+    elif "features" in differences:
+        hint += " A feature store was replaced at its path by features of another model."
     raise ValueError(f"--out {out} holds another run: {shown}. Choose another folder, or repeat its settings.{hint}")
 
 

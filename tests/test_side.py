@@ -28,10 +28,13 @@ from kiloword.data.mixture import Mixture
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.side import Part, SideTable, checksum
+from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.draw import Draw, key
 from kiloword.embed import Report, embed
-from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.options import Options
+from kiloword.recipes import AugmentConfig, DataConfig, TextConfig, default
+from kiloword.train import train
 from kiloword.types import BadSample, Batch, Example, Fetch, Record
 
 SIZE, DIM, ROWS, PART = 16, 6, 40, 16
@@ -464,6 +467,25 @@ def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: SideTable) -> None:
     os.mkfifo(tmp_path / "part.arrow")
     with pytest.raises(ValueError, match="is damaged"):
         Part(tmp_path / "part.arrow", table.file.schema())
+
+
+def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: Path) -> None:
+    """Made again by the same teacher, it is the same."""
+    base = default("siglip", "debug", ("scenes?n=16",))
+    data = replace(base.data, tokenizer_vocab=300, side=(str(tmp_path / "t"),))
+    recipe = replace(base, data=data, batch=8)
+
+    def go_on(steps: int, teacher: Fake) -> None:
+        shutil.rmtree(tmp_path / "t", ignore_errors=True)
+        embed(teacher, open_source("scenes?n=16", SIZE), tmp_path / "t")
+        train(replace(recipe, steps=steps), tmp_path / "run", options=Options(extend=True, quiet=True))
+
+    go_on(1, Fake())
+    go_on(2, Fake())
+    with pytest.raises(
+        ValueError, match=r"features is \('teacher of the model fake .* model other .* by features of another model\."
+    ):
+        go_on(3, Fake("other"))
 
 
 def test_refuses_what_is_no_side_table(tmp_path: Path) -> None:
