@@ -179,6 +179,20 @@ def test_files_with_holes_are_left_out(tmp_path: Path) -> None:
     assert outcomes(source_of(tmp_path, old + new + GOOD + END)) == {"good": "good"}
 
 
+@pytest.mark.parametrize("blocks", range(4))
+def test_the_map_of_an_old_sparse_file_is_skipped(tmp_path: Path, blocks: int) -> None:
+    """Each block of it says whether another one follows; the size in the header counts none of them."""
+    more = [b"\1"] * blocks + [b"\0"]
+    extended = b"".join(bytes(504) + flag + bytes(7) for flag in more[1:])
+    sparse = header(b"old.png", 512, b"S", at257=b"ustar  \0", at482=more[0], at483=b"%011o\0" % 512)
+    raw = sparse + extended + b"\xff" * 512 + GOOD + END
+    source = source_of(tmp_path, raw)
+    assert outcomes(source) == {"good": "good"}
+    assert not source.notes
+    with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
+        assert tar.getnames() == ["old.png", "good.png", "good.txt"]
+
+
 def test_a_member_over_the_next_header(tmp_path: Path) -> None:
     """A size that swallows what follows hides it; what it then holds is data like any other."""
     swallowed = header(b"a.png", len(GOOD)) + GOOD

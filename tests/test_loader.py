@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, pairwise
 
@@ -226,6 +227,28 @@ def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
 def test_a_killed_worker_is_an_error_not_a_wait() -> None:
     with pytest.raises(LoaderStopped, match=r"a loader worker stopped: .*(Killed|exited unexpectedly)"):
         list(make(Pictures(dict.fromkeys(range(ROWS), "kill")), workers=1, timeout=60).batches(0, 5))
+
+
+class Cut:
+    """A batch whose sender is gone when it arrives."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Callable[[type[Exception]], Cut], tuple[type[Exception]]]:
+        return _arrive, (self.error,)
+
+
+def _arrive(error: type[Exception]) -> Cut:
+    raise error("the worker is gone")
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, EOFError])
+def test_a_worker_that_goes_while_it_sends_is_named(error: type[Exception]) -> None:
+    batches = in_order(lambda step: Cut(error) if step == 1 else step, range(3), workers=1)
+    assert next(batches) == 0
+    with pytest.raises(LoaderStopped, match="a loader worker stopped while it sent a batch"):
+        next(batches)
 
 
 @pytest.mark.slow

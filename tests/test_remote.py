@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -365,6 +365,31 @@ def test_one_process_indexes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
         src = f"{server.url}/{{00..01}}.tar"
         assert pool.map(_length, [src] * 3, chunksize=1) == [12] * 3
         assert sorted(scans.read_text().split()) == [f"{server.url}/{name}" for name in files]
+
+
+def test_no_file_of_the_cache_stays_open(tmp_path: Path) -> None:
+    files = shards(tmp_path / "data", 3)
+    files["02.tar"] = b"no tar" * 500
+    with Server(files) as server:
+        source = open_source(f"{server.url}/{{00..01}}.tar")
+        everything(source)
+        assert not opened_in(tmp_path / "cache")
+        with pytest.raises(ValueError, match=r"02\.tar"):
+            open_source(f"{server.url}/02.tar")
+        server.always["00.tar"] = "404"
+        forget(tmp_path)
+        with pytest.raises(Unreachable):
+            source.record(0)
+        assert not opened_in(tmp_path / "cache")
+
+
+def opened_in(folder: Path) -> list[str]:
+    """The files in a folder that this process holds open."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # of listing them
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [link for link in links if link.startswith(f"{folder}/")]
 
 
 def _length(src: str) -> int:
