@@ -51,7 +51,8 @@ PairLoss = Callable[["PairBlocks", Positives], Total]
 class Term(Protocol):
     """A local loss: sees one micro-batch of one rank. Implemented as an nn.Module that may own parameters.
 
-    They start as `initial()` says, from the seed of the run and their names; layers of torch need none.
+    Its sum over a batch is that of the sums over its parts: what relates examples to each other is no term. Parameters
+    start as `initial()` says, from the seed of the run and their names; layers of torch need none.
     """
 
     def count(self, batch: Batch) -> Tensor:

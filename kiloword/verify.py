@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
@@ -63,6 +64,7 @@ class Check:
     name: str
     value: float
     limit: float
+    cause: str = ""  # of a failure, where it is known
 
     @property
     def passed(self) -> bool:
@@ -75,6 +77,7 @@ def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
     reference = gradients(method)
     if preset(method).views:
         yield Check("bytes of a batch that views make otherwise on other ranks or workers", _views(method), 0)
+    yield from _additive(method)
     for micro in (2, 4):
         yield _compare(f"{micro} micro-batches", gradients(method, Way(micro=micro)), reference)
     for chunk in (3, 7):
@@ -168,6 +171,26 @@ def _without_gradient(method: str) -> float:
     return float(sum(g <= EXACT * max(found) for g in found))
 
 
+@torch.no_grad()
+def _additive(method: str) -> Iterator[Check]:
+    """Of each term: its sums and counts over the parts of a batch, against those of the whole."""
+    model, some = learner(method), batch(method=method)
+    pieces = [some, *some.split(4)]
+    for name, term in model.terms.items():
+        run: Any = term
+        found = torch.stack([torch.stack([run(model.model, b, model.encode(b)), run.count(b)]) for b in pieces])
+        errors = ((found[1:].sum(0) - found[0]).abs() / found[1:].abs().sum(0).clamp_min(1e-12)).tolist()
+        cause = NOT_ADDITIVE.format(name=name, what="value" if errors[0] > EXACT else "count")
+        yield Check(f"term {name}: sum over the parts of a batch", max(errors), EXACT, cause)
+
+
+NOT_ADDITIVE = (
+    "The {what} of the term {name} for a batch is not the sum of those for its parts: it relates examples to each "
+    "other, like a contrast of images with images, or is a mean, not a sum. A term sees one micro-batch of one rank: "
+    "its gradient changes with --micro and the number of ranks, and is right on one process with --micro 0 alone."
+)
+
+
 def _views(method: str) -> float:
     """Bytes that differ between a batch of scenes made on one rank, and on two ranks with a worker."""
     from kiloword.data.loader import Loader
@@ -207,15 +230,12 @@ def _save_and_load(method: str) -> float:
 def _bf16(method: str) -> float:
     """1 - cosine between the gradients of a step under bf16 autocast and in fp32."""
     found = []
-    for precision in (_fp32, lambda: torch.autocast("cpu", torch.bfloat16)):
+    for on in (False, True):
+        precision = partial(torch.autocast, "cpu", torch.bfloat16, on)
         model = learner(method, dtype=torch.float32)
         backward(model, [batch(method=method)], precision)
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     return 1 - float(torch.nn.functional.cosine_similarity(found[0], found[1], dim=0))
-
-
-def _fp32() -> torch.autocast:
-    return torch.autocast("cpu", enabled=False)
 
 
 def _toy(method: str) -> float:
@@ -268,11 +288,12 @@ class _Ideal(torch.nn.Module):
 
 
 def main(method: str, ranks: Sequence[int], say: Callable[[str], None] = print) -> None:
-    """Run all checks and say each. Raises: ValueError naming those that failed."""
-    failed = []
+    """Run all checks and say each. Raises: ValueError naming those that failed, and causes that are known."""
+    failed: list[Check] = []
     for check in verify(method, ranks):
         say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g})")
         if not check.passed:
-            failed.append(check.name)
+            failed.append(check)
     if failed:
-        raise ValueError(f"{method} fails {len(failed)} of its checks: {', '.join(failed)}.")
+        told = f"{method} fails {len(failed)} of its checks: {', '.join(check.name for check in failed)}."
+        raise ValueError(" ".join([told, *(check.cause for check in failed if check.cause)]))

@@ -147,6 +147,41 @@ def test_ranks_are_forks_of_one_server_and_know_what_the_caller_knows(
     assert server != os.getpid()
 
 
+CONTRAST = """
+import torch
+from dataclasses import replace
+from kiloword.methods import preset as built_in
+
+class Contrast(torch.nn.Module):
+    def count(self, batch):
+        return torch.tensor(len(batch))
+
+    def forward(self, model, batch, encoded):
+        vec = encoded.images["vec"]
+        return torch.logsumexp(vec @ vec.T, 1).sum()
+
+def preset():
+    return replace(built_in("siglip"), terms={"contrast": (1.0, lambda config: Contrast())})
+"""
+
+
+@pytest.mark.parametrize("module", [CONTRAST], indirect=True, ids=["contrast"])
+def test_why_a_contrast_cannot_be_a_term(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kiloword.verify._toy", lambda method: 0.0)  # slow, and another question
+    with pytest.raises(SystemExit) as end:
+        main(["verify", module, "--ranks", "1"])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert "FAIL  term contrast: sum over the parts of a batch" in said.out
+    assert "fails 3 of its checks: term contrast" in said.err
+    assert (
+        "4 micro-batches. The value of the term contrast for a batch is not the sum of those for its parts" in said.err
+    )
+    assert "like a contrast of images with images" in said.err
+
+
 def test_the_least_loss_of_several_positives_is_their_entropy() -> None:
     captions = [1 + row % 3 for row in range(16)]  # of each picture, which share its probability equally
     assert _least(learner("clip"), batch()) == pytest.approx(sum(map(math.log, captions)) / 16 / 2, abs=1e-4)
