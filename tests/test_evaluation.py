@@ -12,9 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher
+from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate, metrics
 from kiloword.evaluation.retrieval import retrieval, true_relevance
@@ -260,6 +262,17 @@ def test_zeroshot_on_a_source() -> None:
     assert values["acc5"] == pytest.approx((5 + 5 * 5 / 6) / 10)
     assert values["skipped"] == 2
     assert [(s.row, s.reason) for s in bad] == [(3, "truncated picture"), (7, "no class label")]
+
+
+def test_zeroshot_on_a_flat_folder_reads_its_class_names(tmp_path: Path) -> None:
+    for n in range(4):
+        Image.new("RGB", (32, 32), (10 * (n + 1),) * 3).save(tmp_path / f"{n}.png")
+        (tmp_path / f"{n}.cls").write_text(str(n))
+    (tmp_path / "classnames.txt").write_text("1\n2\n3\n4\n")
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("{c}\n")
+    source = open_source(str(tmp_path))
+    assert (source.classnames, source.templates) == (["1", "2", "3", "4"], ["{c}"])  # type: ignore[attr-defined]
+    assert evaluate(known(), "zeroshot", source)["acc1"] == 1
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,18 @@ _BESIDE = ("txt", "json", "cls")
 class Folder:
     """The pictures of one folder, by name; folders inside it are not searched.
 
-    The fingerprint is of names and sizes. Errors: ValueError when the folder holds no pictures.
+    The fingerprint is of names and sizes. `classnames`, `templates`: of class data (.cls), else None.
+    Errors: ValueError when the folder holds no pictures.
     """
 
     natural = True
     from_files = True
-    classnames: list[str] | None = None
-    templates: list[str] | None = None
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(
+        self, name: str, folder: Path, classnames: list[str] | None = None, templates: list[str] | None = None
+    ) -> None:
         self.name, self.folder = name, folder
+        self.classnames, self.templates = classnames, templates
         with os.scandir(folder) as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         self._pictures = sorted(file for file in sizes if is_picture(file))

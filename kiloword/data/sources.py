@@ -74,7 +74,7 @@ def _existing(src: str, tars: list[Path]) -> list[Path]:
 def _open_folder(src: str, folder: Path) -> Source:
     files = os.listdir(folder)
     if any(is_picture(file) for file in files) and not _tars(folder):
-        return Folder(src, folder)
+        return Folder(src, folder, *_class_data(folder))
     tars = _tars(folder)
     if not tars and (folder / "classnames.txt").is_file():
         tars = _tars(folder / "test")  # CLIP_benchmark's layout
@@ -98,8 +98,12 @@ def _tars(folder: Path) -> list[Path]:
 
 
 def _shards(src: str, tars: list[Path]) -> Shards:
-    folder = tars[0].parent
-    return Shards(src, tars, _lines(folder, "classnames.txt"), _lines(folder, "zeroshot_classification_templates.txt"))
+    return Shards(src, tars, *_class_data(tars[0].parent))
+
+
+def _class_data(folder: Path) -> tuple[list[str] | None, list[str] | None]:
+    """Class names and prompts of class data, each None where there are none."""
+    return _lines(folder, "classnames.txt"), _lines(folder, "zeroshot_classification_templates.txt")
 
 
 def _lines(folder: Path, name: str) -> list[str] | None:
