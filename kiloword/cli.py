@@ -284,7 +284,7 @@ def _check_words(argv: Sequence[str]) -> None:
     for n, word in enumerate(argv):
         name, _, value = word.partition("=")
         flag = name if word.startswith("--") or (n == 0 and name) else flag
-        if flag != "--texts" and not (value if "=" in word and word.startswith("--") else word):
+        if not (value if "=" in word and word.startswith("--") else word):
             raise ValueError(
                 f"{flag} got an empty value, perhaps of an unset shell variable: expected something there."
             )

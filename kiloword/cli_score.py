@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from kiloword.terminal import say
+from kiloword.terminal import say, warn
 from kiloword.trust import NONE, Trust
 
 
@@ -28,7 +28,7 @@ def score(
 
     Args:
         model: model folder.
-        images: picture files.
+        images: image files, or folders of them.
         texts: captions to compare with.
         explain: folder for a PNG a picture, which shows where each text looks, and weights.json; of a model with
             decoders also PICTURE-inside.png and inside.json.
@@ -42,7 +42,11 @@ def score(
     from kiloword.api import load
 
     texts = tuple(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in texts)  # of any locale
+    images = _files(images)
+    _check(texts)
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code)
+    for n, (tokens, read) in matcher.tokenizer.cut(texts, matcher.model.config.text).items():
+        warn(f"text {n + 1} ({texts[n][:60]!r}) is cut: it has {tokens} tokens, of which the model reads {read}")
     _print(images, texts, matcher.score(list(images), list(texts)).tolist())
     if explain is not None:
         from kiloword.report.inside import write
@@ -50,6 +54,25 @@ def score(
         say(*write(explain, matcher, images, texts, maps, explain_what or None))
     elif explain_what:
         raise ValueError("--explain-what says what --explain DIR draws: give a folder by --explain.")
+
+
+def _files(images: Sequence[Path]) -> tuple[Path, ...]:
+    """The files, and in place of a folder the image files in it, by name. Raises: ValueError for a folder without."""
+    from kiloword.data.folder import is_picture
+
+    files: list[Path] = []
+    for path in images:
+        inside = sorted(f for f in path.iterdir() if is_picture(f.name) and f.is_file()) if path.is_dir() else [path]
+        if not inside:
+            raise ValueError(f"--images got the folder {path}, which holds no images: expected image files in it.")
+        files += inside
+    return tuple(files)
+
+
+def _check(texts: Sequence[str]) -> None:
+    for n, text in enumerate(texts, 1):
+        if not text.strip():
+            raise ValueError(f"text {n} of --texts is empty: expected words.")
 
 
 def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:

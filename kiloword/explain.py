@@ -7,6 +7,7 @@ from the queries and keys of their blocks, which hooks catch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,12 +154,39 @@ def single_maps(pooling: Single, tokens: Tensor, texts: Features, whole: Tensor,
     if isinstance(pooling, OneVector):
         looks = token_maps(whole, e, pooling.read).mean(1, keepdim=True)
         return looks.expand(-1, t, -1), "Where the tokens look that are read, the same for every text."
+    if type(pooling).image is not Single.image or pool.kind == "attentional":
+        return occlusion(pooling, tokens, texts, whole, e)
     if pool.kind == "cls":
         return token_maps(whole, e, 1).expand(-1, t, -1), "Where the class token looks, the same for every text."
     if pool.map is not None:
         looks = pool.map.look(patches)[:, None]
         return looks.expand(-1, t, -1), "Where attention pooling looks, the same for every text."
     return contributions(pooling, patches, texts), "What each patch adds to the score."
+
+
+def occlusion(pooling: Single, tokens: Tensor, texts: Features, whole: Tensor, e: int) -> tuple[Tensor, str]:
+    """Maps [I, T, P] of any pooling, and what they are: the fall of the score when a patch becomes the patches' mean.
+
+    Of a pooling that reads no patch: where the tokens look that it reads.
+    """
+    name = "attentional pooling" if type(pooling) is Single else words_of_name(type(pooling).__name__)
+    score, mean = pooling.score(pooling.image(tokens), texts), tokens[:, e:].mean(1)
+    falls = []
+    for n in range(tokens.shape[1]):
+        changed = tokens.clone()
+        changed[:, n] = mean
+        falls.append(score - pooling.score(pooling.image(changed), texts))
+    fall = torch.stack(falls, -1)  # [I, T, E + P]
+    read = fall.abs().amax((0, 1)) > 0
+    if bool(read[e:].any()) or not bool(read.any()):
+        return fall[..., e:], f"How much the score falls without each patch, by {name}."
+    looks = token_maps(whole, e, e)[:, read[:e]].mean(1, keepdim=True)
+    return looks.expand(-1, fall.shape[1], -1), f"Where the tokens look that {name} reads, the same for every text."
+
+
+def words_of_name(name: str) -> str:
+    """The words of a class's name: TwiceNormed is "twice normed"."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 
 def contributions(pooling: Single, patches: Tensor, texts: Features) -> Tensor:

@@ -205,10 +205,14 @@ def test_an_empty_path_is_not_the_current_directory(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_empty_text_is_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("score", tmp_path / "none", "--images", "a.png", "--texts", "", "a")
-    assert "is not a folder" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("text", "said"), [("", "--texts got an empty value"), ("  ", "text 2 of --texts is empty: expected words")]
+)
+def test_an_empty_text_is_refused(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run("score", tmp_path / "none", "--images", "a.png", "--texts", "a", text)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_terms_takes_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

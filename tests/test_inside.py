@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = matcher()
     file = ModelFile(method="sycoca", settings={}, model=model.model.config)
     save_model(tmp_path / "model", model.model, model.tokenizer, file)
-    shown = ["score", str(tmp_path / "model"), "--images", str(picture(tmp_path / "a.jpg")), "--texts", "a zebra", ""]
+    shown = ["score", str(tmp_path / "model"), "--images", str(picture(tmp_path / "a.jpg")), "--texts", "a zebra", "a"]
     main([*shown, "--explain", str(tmp_path / "out"), "--explain-what", "words", "masks"])
     assert "1 sheet (words, masks) and inside.json" in capsys.readouterr().out
     with Image.open(tmp_path / "out" / "a-inside.png") as png:
@@ -150,4 +151,20 @@ def test_texts_that_are_cut_say_so(tmp_path: Path) -> None:
     assert wrap("one two three " * 20, font, 80, 2)[-1].endswith("...")
     assert font_for("“plain” – text…", 14).getname() == font.getname()
     assert _cut(matcher(), "a red circle") == ""
-    assert "cut to the 32 tokens" in _cut(matcher(), "zebra " * 40)
+    long = "zebra " * 40
+    plain = matcher()
+    tokens = plain.tokenizer.cut([long], replace(plain.model.config.text, context=10))[0][0]
+    assert f"the model reads 29 of its {tokens} tokens" in _cut(plain, long)
+    assert tokens >= 40
+
+
+def test_score_names_the_texts_that_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = matcher()
+    save_model(
+        tmp_path / "m", model.model, model.tokenizer, ModelFile(method="sycoca", settings={}, model=model.model.config)
+    )
+    image = str(picture(tmp_path / "a.jpg"))
+    main(["score", str(tmp_path / "m"), "--images", image, "--texts", "a red circle", "zebra " * 40])
+    said = capsys.readouterr().err
+    tokens = model.tokenizer.cut(["zebra " * 40], model.model.config.text)[0][0]
+    assert re.fullmatch(rf"text 2 \('zebra .*'\) is cut: it has {tokens} tokens, of which the model reads 29\n", said)

@@ -97,9 +97,7 @@ class Tokenizer:
         """
         head, tail = ([self.roles.start] if self.roles.prefix else []), [self.roles.end]
         extra = [self.special(name) for name in config.extra_tokens]
-        room = config.context - len(head) - len(tail) - len(extra)
-        if room < 1:
-            raise ValueError(f"a context of {config.context} tokens leaves no room for words; ask for a longer one")
+        room = self._room(config)
         flat: list[int] = []
         lengths = []
         truncated = 0
@@ -112,6 +110,21 @@ class Tokenizer:
             lengths.append(len(caption))
             flat += caption
         return _pack(flat, lengths, truncated, config.vocab)
+
+    def cut(self, captions: Sequence[str], config: TextConfig) -> dict[int, tuple[int, int]]:
+        """Captions that `encode` cuts: place -> numbers of tokens that it has and that are kept, special ones apart.
+
+        Errors: ValueError as of `encode`.
+        """
+        room = self._room(config)
+        return {n: (len(words), room) for n, words in enumerate(self._words(captions)) if len(words) > room}
+
+    def _room(self, config: TextConfig) -> int:
+        """Tokens that a caption may have beside the special ones. Errors: ValueError when there is no room."""
+        room = config.context - int(self.roles.prefix) - 1 - len(config.extra_tokens)
+        if room < 1:
+            raise ValueError(f"a context of {config.context} tokens leaves no room for words; ask for a longer one")
+        return room
 
     def _words(self, captions: Sequence[str]) -> list[list[int]]:
         """Ids of every caption, without special tokens; captions of small data come again each few epochs."""

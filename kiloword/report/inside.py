@@ -88,9 +88,8 @@ def _write_sheets(
 
 def _cut(matcher: Matcher, text: str) -> str:
     """A few words where the model sees only the beginning of a text."""
-    config = matcher.model.config.text
-    cut = matcher.tokenizer.encode([text], config).truncated
-    return f"; too long: cut to the {config.context} tokens that the model reads" if cut else ""
+    cut = matcher.tokenizer.cut([text], matcher.model.config.text)
+    return "; too long: the model reads {1} of its {0} tokens".format(*cut[0]) if cut else ""
 
 
 def _write_maps(

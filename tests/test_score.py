@@ -1,0 +1,114 @@
+"""`kiloword score`: folders of images, and what an explanation calls the pooling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from kiloword.api import Matcher
+from kiloword.checkpoint import save_model
+from kiloword.cli import main
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.heads import Single, unit
+from kiloword.methods import preset
+from kiloword.model import build
+from kiloword.recipes import ModelFile, sizes
+from kiloword.types import Features
+
+CAPTIONS = ["a red circle", "two blue squares"]
+
+
+def matcher(method: str = "clip") -> Matcher:
+    return Matcher(build(sizes()["debug"], preset(method), seed=1), Tokenizer.train(CAPTIONS, 300))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    model = matcher()
+    file = ModelFile(method="clip", settings={}, model=model.model.config)
+    save_model(tmp_path / "model", model.model, model.tokenizer, file)
+    return str(tmp_path / "model")
+
+
+def images(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for n, name in enumerate(names):
+        Image.new("RGB", (40, 30), (60 * n, 10, 99)).save(folder / name)
+    return folder
+
+
+def test_a_folder_stands_for_the_images_in_it(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos = images(tmp_path / "photos", "b.png", "a.jpg", ".hidden.png")
+    (photos / "a.txt").write_text("a red circle")
+    (photos / "inner").mkdir()
+    main(["score", folder, "--images", str(photos), "--texts", *CAPTIONS])
+    whole = capsys.readouterr().out
+    main(["score", folder, "--images", str(photos / "a.jpg"), str(photos / "b.png"), "--texts", *CAPTIONS])
+    assert capsys.readouterr().out == whole
+    assert whole.index("a.jpg") < whole.index("b.png")
+    assert "hidden" not in whole
+
+
+def test_a_folder_without_images_is_refused(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = images(tmp_path / "photos")
+    with pytest.raises(SystemExit) as end:
+        main(["score", folder, "--images", str(empty), "--texts", "a"])
+    assert end.value.code == 2
+    assert f"the folder {empty}, which holds no images" in capsys.readouterr().err
+
+
+class PowerMean(Single):
+    """Reads the patches, by another mean."""
+
+    def image(self, tokens: Tensor) -> Features:
+        patches = tokens[:, self.image_pool.extra :]
+        return {"vec": unit(self.project_image_tokens(patches.pow(3).mean(1)))}
+
+
+class ClassToken(Single):
+    """Reads the class token, in a way of its own."""
+
+    def image(self, tokens: Tensor) -> Features:
+        return {"vec": unit(self.project_image_tokens(2 * tokens[:, 0]))}
+
+
+def explained(kind: type[Single]):  # type: ignore[no-untyped-def]
+    model = matcher()
+    own = kind(model.model.config)
+    own.load_state_dict(model.model.head.pooling.state_dict())  # type: ignore[attr-defined]
+    model.model.head.pooling = own
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return model, pixels, model.explain(pixels, CAPTIONS)
+
+
+def test_a_pooling_of_patches_is_called_by_its_name_and_its_maps_are_the_falls_of_its_score() -> None:
+    model, pixels, found = explained(PowerMean)
+    assert "power mean" in found.about
+    assert "class token" not in found.about
+    texts = model.encode_text(CAPTIONS)
+    with torch.no_grad():
+        tokens = model.model.image_tokens(pixels)
+        tokens[:, -1] = tokens[:, model.model.head.pooling.image_pool.extra :].mean(1)
+        without = model.model.head.pooling.image(tokens)["vec"] @ texts["vec"].T
+    torch.testing.assert_close(found.maps[..., -1], found.scores - without, atol=1e-6, rtol=1e-4)
+    assert not torch.allclose(found.maps[:, 0], found.maps[:, 1])
+
+
+def test_a_pooling_of_the_class_token_shows_where_that_looks() -> None:
+    found, plain = explained(ClassToken)[2], explained(Single)[2]
+    assert "class token reads" in found.about
+    torch.testing.assert_close(found.maps, plain.maps)
+
+
+def test_attentional_pooling_is_no_maximum() -> None:
+    from dataclasses import replace
+
+    config = sizes()["debug"]
+    config = replace(config, head=replace(config.head, image_pool="attentional", pool_heads=2))
+    model = Matcher(build(config, preset("coca"), seed=1), Tokenizer.train(CAPTIONS, 300))
+    pixels = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert "attentional pooling" in model.explain(pixels, CAPTIONS).about
