@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,14 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or fills the cache of this machine."""
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _trim(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a slow test, glibc gives freed memory back; else pieces of it stay with the process, GB after GB."""
+    yield
+    if request.node.get_closest_marker("slow"):
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
 
 
 @pytest.fixture
