@@ -13,6 +13,7 @@ from importlib import metadata
 import torch
 
 from kiloword import __version__
+from kiloword.device import cores
 from kiloword.heads import Head
 from kiloword.method import Method
 from kiloword.methods import names, pieces, preset
@@ -143,7 +144,7 @@ def machine() -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": str(_cores()),
+        "cores": str(cores()),
         "devices": ", ".join(["cpu", *(f"{c.name} ({c.total_memory / 2**30:.0f} GiB)" for c in cards)]),
         "threads of torch": str(torch.get_num_threads()),
         "OpenMP": " ".join(settings) or "as the library likes (no OMP_... in the environment)",
@@ -166,8 +167,8 @@ def hints() -> list[str]:
         out.append("no CUDA device: sizes debug and tiny train on a CPU within minutes, s16 and up want a GPU.")
         if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
             out.append("OMP_WAIT_POLICY=PASSIVE keeps loader processes and training from fighting over the cores.")
-    if torch.get_num_threads() > _cores():
-        out.append(f"torch uses {torch.get_num_threads()} threads on {_cores()} cores: set OMP_NUM_THREADS={_cores()}.")
+    if torch.get_num_threads() > cores():
+        out.append(f"torch uses {torch.get_num_threads()} threads on {cores()} cores: set OMP_NUM_THREADS={cores()}.")
     if not any(_version(package) for package in ("simplejpeg", "opencv-python-headless", "opencv-python")):
         out.append("pip install 'kiloword[fast]' brings faster decoders (--decoder simplejpeg or opencv).")
     return out
@@ -186,10 +187,6 @@ def _word(thing: object | Callable[..., object]) -> str:
 
 def _shape(tower: ImageConfig | TextConfig) -> str:
     return f"{tower.width} x {tower.depth} / {tower.heads}"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _version(package: str) -> str:

@@ -24,6 +24,7 @@ class Meter:
 
     def __init__(self, run: Run, guard: Guard) -> None:
         self.run, self.guard = run, guard
+        self._waited, self._began = 0.0, math.inf  # of the whole process, behind its first batch
         self._restart()
 
     def _restart(self) -> None:
@@ -35,7 +36,10 @@ class Meter:
         while True:
             asked = time.perf_counter()
             batch = next(batches, None)
-            self._wait += time.perf_counter() - asked
+            now = time.perf_counter()
+            self._wait += now - asked
+            self._waited += now - asked if self._began < now else 0.0  # workers start with the first batch
+            self._began = min(self._began, now)
             if batch is None:
                 return
             self.run.since_row.captions += len(batch.texts)
@@ -46,7 +50,8 @@ class Meter:
         """Inside is no training (validation): rates leave it out."""
         start = time.perf_counter()
         yield
-        self._start += time.perf_counter() - start
+        paused = time.perf_counter() - start
+        self._start, self._began = self._start + paused, self._began + paused
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -59,6 +64,11 @@ class Meter:
         self.run.since_row.reports.append({k: v.detach() for k, v in report.items()})
         self._pairs += pairs
         self.guard.add(self.run.step, report)
+
+    def data_wait(self) -> float:
+        """Share of the time since this process's first batch that was waited for data, the most of any rank."""
+        mine = self._waited / max(time.perf_counter() - self._began, 1e-9)
+        return max(parallel.all_lists([mine]))
 
     def row(self) -> dict[str, Any]:
         """Means since the last row, and where things stand. Raises: ValueError as `Guard.look`."""

@@ -32,7 +32,7 @@ from kiloword.optim import Average, Optimizer
 from kiloword.options import Options
 from kiloword.ranges import check
 from kiloword.recipes import Recipe
-from kiloword.run_folder import RunFile, check_same_run, holds_run, make_folder, run_file
+from kiloword.run_folder import RunFile, check_same_run, error_kept, forget_error, holds_run, make_folder, run_file
 from kiloword.state.folder import drop_old, newest, steps_done
 from kiloword.types import Source
 from kiloword.watch import mirror
@@ -142,14 +142,20 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
         device=torch.device(device),
         lock=lock,
     )
-    resume(run)
-    if main and 0 < run.step == steps_done(out / "state"):
-        drop_old(out / "state", options.keep_states)  # a run that was killed before it did leaves one too many
-    if run.step == 0:
-        _begin(run, started, effects.notes(recipe))
-    engine.check_same(learner)
-    run.log = open_log(out, recipe, run.step, options, learner.model.head.log_limit)
+    with error_kept(out):
+        _fill(run, started, options)
     return run
+
+
+def _fill(run: Run, started: str, options: Options) -> None:
+    """Weights and all that changes, as the run stopped or as it begins; then its log. Args: started: see `_begin`."""
+    resume(run)
+    if parallel.rank() == 0 and 0 < run.step == steps_done(run.out / "state"):
+        drop_old(run.out / "state", options.keep_states)  # a run that was killed before it did leaves one too many
+    if run.step == 0:
+        _begin(run, started, effects.notes(run.recipe))
+    engine.check_same(run.learner)
+    run.log = open_log(run.out, run.recipe, run.step, options, run.learner.model.head.log_limit)
 
 
 def _claim(file: RunFile, tokenizer: Tokenizer, out: Path) -> Lock:
@@ -157,6 +163,7 @@ def _claim(file: RunFile, tokenizer: Tokenizer, out: Path) -> Lock:
     lock = Lock(out)
     tokenizer.save(out / "model")
     write_json(out / "config.json", asdict(file))
+    forget_error(out)
     return lock
 
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kiloword import parallel
+from kiloword.addresses import scrubbed
 from kiloword.data.digest import sampled, whole
 from kiloword.data.side import SideTable, TableFile
+from kiloword.files import SaveError, write_json
 from kiloword.methods import preset
 from kiloword.recipes import ModelConfig, Recipe, Settings, read_config
+from kiloword.sentences import sentence_of
 from kiloword.state.folder import steps_done
+from kiloword.stopping import Stopped
 from kiloword.types import Source
+from kiloword.watch.runs import ERROR
 
 FREE = ("micro", "chunk", "data.val", "data.bad_share")  # what changes no weight: a resumed run may have others
 
@@ -73,6 +81,26 @@ def check_utf8(out: Path) -> None:
         os.fsencode(out.absolute()).decode()
     except UnicodeDecodeError:
         raise ValueError(f"--out {out} is not UTF-8: choose a folder whose path is.") from None
+
+
+@contextmanager
+def error_kept(out: Path) -> Iterator[None]:
+    """An error inside is written to the folder of the run, which this process holds, so that `watch` shows it."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception as e:
+        if parallel.rank() == 0:
+            said = sentence_of(e) or f"{type(e).__name__}: {e}"
+            with suppress(SaveError):  # the first error is the one to tell
+                write_json(out / ERROR, {"error": scrubbed(said), "time": round(time.time(), 3)})
+        raise
+
+
+def forget_error(out: Path) -> None:
+    """The run goes on."""
+    (out / ERROR).unlink(missing_ok=True)
 
 
 def holds_run(out: Path) -> bool:

@@ -7,19 +7,21 @@ from pathlib import Path
 
 from kiloword import parallel, peers
 from kiloword.accumulate import backward, precision_of
-from kiloword.device import choose
+from kiloword.device import choose, cores
 from kiloword.guard import Guard
 from kiloword.meter import Meter
 from kiloword.options import Options as Options
 from kiloword.prepare import Run, micro_batches, open_sources, open_val, prepare
 from kiloword.ranges import check
 from kiloword.recipes import Recipe
+from kiloword.run_folder import error_kept
 from kiloword.saving import Saver
 from kiloword.stopping import Stop, stop_signals
 from kiloword.types import Batch, Source
 from kiloword.validate import check_val, validate, validated
 
 GOES_ON = "The same command goes on from there."
+MOSTLY = 0.5  # share of the time of a run that it waits for data, above which it says so at its end
 SAVE_SECONDS = 120.0  # without `save_every`, a state at most this often
 
 
@@ -44,8 +46,9 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
                 device=device,
                 options=options,
             )
-            check_val(recipe, run.tokenizer, run.loader.source)
-        with Saver(run, options.keep_states) as saver:
+            with error_kept(run.out):
+                check_val(recipe, run.tokenizer, run.loader.source)
+        with error_kept(run.out), Saver(run, options.keep_states) as saver:
             _loop(run, saver, pieces, options, stop)
         return run.out / "model"
 
@@ -55,6 +58,10 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
     saved, meter = time.perf_counter(), Meter(run, Guard(run, options.max_skipped_steps))
     if _validates(run, options) and not validated(run):
         _validate(run, stop)
+    elif run.step == recipe.steps:
+        run.log.say(f"{run.out} was finished at step {run.step}: nothing to do.")
+    elif run.step:
+        run.log.say(f"{run.out} goes on from step {run.step} of {recipe.steps}.")
     for batch in meter.timed(stop.batches(run.loader.batches(run.step, recipe.steps), run.step)):
         _count(run, batch)
         report = backward(run.learner, batch.to(run.device).split(pieces), precision, run.reducer)
@@ -86,10 +93,17 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
         if stopping and not last:
             parallel.wait()  # torchrun ends all ranks when one is gone: not before the state is written
             raise stop.stopped(_after(run))
+    if (share := meter.data_wait()) > MOSTLY:
+        run.log.say(f"{share:.0%} of the time of this run was spent waiting for data: {_remedy(options.workers)}.")
     if run.step < recipe.steps:  # stopped while it waited for a batch
         saver.save()
         saver.finish()
         raise stop.stopped(_after(run))
+
+
+def _remedy(workers: int) -> str:
+    now = f"now {workers}, on {cores()} cores"
+    return f"raise --workers ({now}), or make decoding cheaper (smaller images on disk, --decoder simplejpeg)"
 
 
 def _count(run: Run, batch: Batch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from safetensors import safe_open
 from tars import picture
 
+import kiloword.train as loop
 from kiloword.cli import main
 from kiloword.methods import names
 
@@ -116,3 +117,42 @@ def test_data_that_would_end_the_run_end_the_dry_run(
     assert message in said[0]
     assert said[0] == said[1]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # before the first step
+
+
+def test_watch_shows_the_error_of_a_run_until_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images, out = folder(tmp_path / "images", "bare"), tmp_path / "run"
+    words = ("clip", "--data", images, *SMALL, "--out", out)
+    with pytest.raises(SystemExit):
+        train(*words)
+    message = capsys.readouterr().err.removeprefix("kiloword: ").strip()
+    main(["watch", str(out), "--once"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "clip debug failed" in shown
+    assert message.split(":", 1)[1] in shown
+    for n in range(40):
+        (images / f"{n}.txt").write_text(f"thing {n}")
+    train(*words)
+    capsys.readouterr()
+    main(["watch", str(out), "--once"])
+    assert "finished" in capsys.readouterr().out
+
+
+def test_a_run_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path)
+    said = []
+    for more in ((), (), ("--steps", 2, "--extend")):
+        train(*words, *more)
+        said.append(capsys.readouterr().err)
+    assert "finished" not in said[0]
+    assert "goes on" not in said[0]
+    assert f"{tmp_path} was finished at step 1: nothing to do.\n" in said[1]
+    assert f"{tmp_path} goes on from step 1 of 2.\n" in said[2]
+
+
+@pytest.mark.parametrize(("limit", "says"), [(-1.0, True), (1.0, False)])
+def test_a_short_run_that_waited_for_data_says_so(
+    limit: float, says: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loop, "MOSTLY", limit)
+    train("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path)
+    assert ("% of the time of this run was spent waiting for data: raise --workers" in capsys.readouterr().err) == says

@@ -142,8 +142,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def measured(clock: Clock) -> dict[str, Any]:
-    """A row of two steps: 2 s of waiting, 2 s of steps, 4 s of saving, 100 s of validation."""
+def measuring(clock: Clock) -> Meter:
+    """Two steps: 2 s of waiting, 2 s of steps, 4 s of saving, 100 s of validation."""
     head = SimpleNamespace(log_scale=torch.zeros(1), bias=None)
     run: Any = SimpleNamespace(
         since_row=SinceRow(),
@@ -157,16 +157,20 @@ def measured(clock: Clock) -> dict[str, Any]:
         skipped_steps=0,
     )
     guard: Any = SimpleNamespace(add=lambda step, report: None, look=lambda: None)
-    measuring = Meter(run, guard)
-    for _ in measuring.timed(clock.batches()):
+    two_steps = Meter(run, guard)
+    for _ in two_steps.timed(clock.batches()):
         clock.now += 1.0
         run.step += 1
-        measuring.add({"loss": torch.tensor(float(run.step)), "gradient_norm": torch.tensor(1.0)}, 16)
-    with measuring.saving():
+        two_steps.add({"loss": torch.tensor(float(run.step)), "gradient_norm": torch.tensor(1.0)}, 16)
+    with two_steps.saving():
         clock.now += 4.0
-    with measuring.paused():
+    with two_steps.paused():
         clock.now += 100.0
-    return measuring.row()
+    return two_steps
+
+
+def measured(clock: Clock) -> dict[str, Any]:
+    return measuring(clock).row()
 
 
 def test_rates_leave_validation_out_and_count_saving(clock: Clock) -> None:
@@ -178,6 +182,10 @@ def test_rates_leave_validation_out_and_count_saving(clock: Clock) -> None:
     assert found["lr"] == 0.5 * schedule(1, 100, OptimConfig())
     assert 10 < found["memory"] < 1e6
     assert "slowest_data_wait" not in found
+
+
+def test_data_wait_of_a_whole_run_is_told_from_its_first_batch_on(clock: Clock) -> None:
+    assert measuring(clock).data_wait() == 1 / 7  # workers start with the first batch
 
 
 def test_of_several_ranks_the_slowest_tells(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

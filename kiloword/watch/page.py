@@ -20,7 +20,8 @@ from kiloword.watch.runs import Watched
 COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions")  # told in words
 SPEED = ("pairs_per_s", "data_wait", "slowest_data_wait")
 LAST = ("gradient_norm", *SPEED, "lr", "scale", "bias", "memory", "save_s", "skipped_steps")
-STATES = {"waiting": "dim", "running": "green", "finished": "bold green", "stopped": "yellow", "silent": "bold red"}
+STATES = {"waiting": "dim", "running": "green", "finished": "bold green", "stopped": "yellow"}
+STATES |= {"silent": "bold red", "failed": "bold red"}
 LEAST, MOST, FREE = 4, 10, 7  # rows of a plot: at least, at most, and where the height is free
 WIDE = 50  # columns that a plot wants
 Part = tuple[str, str]  # words and their style
@@ -60,8 +61,8 @@ def _about(run: Watched, place: int | None, view: View) -> list[Text]:
     if place is not None:
         mark = MARKS[place % len(MARKS)] if view.dots == "marks" else "\u25cf"
         lines[0] = Text.assemble((mark, STYLES[place % len(STYLES)]), " ", lines[0][len(indent) :])
-    for alert in run.alerts.current:
-        said = f"! {alert.name} since step {alert.since}: {alert.sentence}"
+    errors = [f"! the run ended with an error: {shown(run.error)}"] if run.error else []
+    for said in errors + [f"! {a.name} since step {a.since}: {a.sentence}" for a in run.alerts.current]:
         lines += [Text(indent + line, "red") for line in wrap(said, view.width - len(indent), subsequent_indent="  ")]
     over = Counter(a.name for a in run.alerts.all if a.until is not None)
     if over:

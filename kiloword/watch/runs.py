@@ -18,6 +18,7 @@ from kiloword.watch.rows import Columns, Reader, absurd
 
 LEAST_SILENCE = 60.0  # seconds without a row that are no sign of anything
 MAX_JSON = 1 << 24  # bytes of a config.json
+ERROR = "error.json"  # why a run ended; removed when it goes on
 RUN = "kiloword-run-"  # how the format of a run's config.json begins
 
 
@@ -38,6 +39,7 @@ class Watched:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
+        self.error = ""  # that the run ended with
         self._begin(read_config(folder))
 
     def _begin(self, config: Config) -> None:
@@ -56,6 +58,8 @@ class Watched:
         new = config != self.config
         if new:
             self._begin(config)
+        before, self.error = self.error, str(_json(self.folder / ERROR).get("error", ""))
+        new |= self.error != before
         times = self.reader.times
         for row in self.reader():
             if self.reader.times != times:  # rewritten from its start, or seen for the first time
@@ -79,25 +83,22 @@ class Watched:
         return None if self.config.steps is None else self.pace.seconds(max(self.config.steps - self.step, 0))
 
     def state(self, now: float | None = None) -> tuple[str, str]:
-        """One of waiting, running, finished, stopped and silent, and a few words more."""
+        """One of failed, waiting, running, finished, stopped and silent, and a few words more."""
+        now = time.time() if now is None else now
+        if self.error:
+            return "failed", f"{_ago(now - _changed(self.folder / ERROR))} ago"
         if not self.columns.rows:
             return "waiting", "no row yet"
         if self.config.steps is not None and self.step >= self.config.steps:
             return "finished", ""
-        silent = self._silence(time.time() if now is None else now)
+        silent = max(now - _changed(self.reader.path, now), 0.0)
         if silent < self._usual_silence():
             return "running", ""
-        ago = f"{silent / 60:.0f} min" if silent < 7200 else f"{silent / 3600:.0f} h"
+        ago = _ago(silent)
         saved = saved_step(self.folder)
         if saved is not None and saved >= self.step:
             return "stopped", f"at step {saved}, {ago} ago; the same command goes on"
         return "silent", f"for {ago}" + (f"; the last state is of step {saved}" if saved else "")
-
-    def _silence(self, now: float) -> float:
-        try:
-            return max(now - self.reader.path.stat().st_mtime, 0.0)
-        except OSError:
-            return 0.0
 
     def _usual_silence(self) -> float:
         """Several times what is usual between rows, with the longest pause of the last ones (saving, validation)."""
@@ -105,6 +106,18 @@ class Watched:
         if not len(gaps):
             return LEAST_SILENCE
         return max(LEAST_SILENCE, 10 * float(np.median(gaps)), 2 * float(np.quantile(gaps, 0.98)))
+
+
+def _ago(seconds: float) -> str:
+    return f"{max(seconds, 0) / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def _changed(path: Path, otherwise: float = 0.0) -> float:
+    """When a file was written, in seconds since 1970."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return otherwise
 
 
 def read_config(folder: Path) -> Config:
