@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class RunFile(Settings):
     data_sampled: str = ""  # digests of images and texts (`kiloword.data.digest`), of some samples and of all;
     data_digest: str = ""  # "" where there was none
     features: tuple[str, ...] = ()  # of each feature store, name, model, precision, type and dimension
-    model: ModelConfig | None = None  # recipe.model as the method shaped it: what the run really has
+    model: ModelConfig | None = None  # what the run really has: recipe.model as the method shapes it
     format: str = "kiloword-run-1"
 
 
@@ -115,11 +115,9 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     if not (out / "config.json").is_file():
         raise ValueError(f"--out {out} holds a run that lacks its config.json: put it back, or choose another folder.")
     there = read_config(out / "config.json", RunFile)
-    differences = _differences(
-        asdict(replace(there, model=None)), asdict(replace(file, model=None))
-    )  # recipe implies it
+    differences = _differences(asdict(there), asdict(file))
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
-    differences = {k: v for k, v in differences.items() if k not in free}
+    differences = {k: v for k, v in differences.items() if k not in free and not k.startswith("model")}
     if "data_fingerprint" in differences:
         differences = {k: v for k, v in differences.items() if k not in CONTENTS}
     differences = {k: v for k, v in differences.items() if k not in COMPARED or all(v)}
