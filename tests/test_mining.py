@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow.parquet
@@ -15,12 +15,14 @@ import torch
 from holding import held_by_another
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import Section, plots, sections
 
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources import open_data
 from kiloword.embed import embed
 from kiloword.methods.fff import Mined
 from kiloword.mining import analyses, main, output, results
+from kiloword.mining import page as mining_page
 from kiloword.mining.calibrate import Sample, calibrate, candidates, compare, exceeded_by, random_pairs
 from kiloword.mining.corpus import Corpus
 from kiloword.mining.options import Options
@@ -28,6 +30,7 @@ from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.pairs import TERMS, by_term, search
 from kiloword.mining.progress import Bar
 from kiloword.recipes import DataConfig
+from kiloword.report.words import percent
 
 LOW = Mined(p1=0.3, p2=0.4, p3=0.2, p1_text=0.1)
 
@@ -287,11 +290,75 @@ def test_truth_is_unknown_where_somebody_else_wrote_the_captions() -> None:
     assert origin.truth(["a dog on a beach"]) is None
 
 
-def test_the_report_holds_the_numbers(tmp_path: Path) -> None:
+def check_page(page: dict[str, Section], judged: results.Results, drawn: list[Any]) -> None:
+    """Tables, figures and plots against the results themselves."""
+    c = judged.corpus
+    found, terms = judged.found, results.terms(judged.found)
+    counts = found.per_picture.numpy()
+    whole = terms[results.WHOLE]
+    short = page["In short"].words
+    for figure, name in (
+        (f"{whole['mined']:,}", "pairs mined beside the annotated ones"),
+        (f"{counts.mean():.3g}", "mined captions a picture, on average"),
+        (percent(float(np.mean(counts > 0))), "of pictures have a mined caption"),
+        (percent(whole["precision"]), "of the mined pairs are true (precision)"),
+        (percent(whole["recall"]), "of the true pairs were mined (recall)"),
+    ):
+        assert short[short.index(name) + (1 if short.index(name) % 2 == 0 else -1)] == figure, name
+    header, *rows = page["Mined pairs"].tables[0]
+    assert header == ["term", "mined", "precision", "recall", "by it alone", "of all pairs", "annotated accepted"]
+    assert len(rows) == len(terms)
+    for row, term in zip(rows, terms.values(), strict=True):
+        assert row[1] == f"{term['mined']:,}"
+        assert row[2:4] == ["–" if term[n] is None else f"{term[n]:.3f}" for n in ("precision", "recall")]
+        assert row[4] == ("–" if term["alone"] is None else f"{term['alone']:,}")
+        assert row[5] == f"{term['share_of_pairs']:.3%}"
+        assert row[6] == f"{round(100 * term['annotated_accepted'], 1):g}%"
+    per_batch = found.mined.whole / found.pairs * 99 * len(c.captions) / len(c.keys)
+    assert (
+        f"In a random batch of 100 pictures with all captions, a picture has {per_batch:.3g} mined"
+        in page["Mined pairs"].text
+    )
+    assert f"{found.true:,} pairs" in page["Mined pairs"].text
+    header, *rows = page["Thresholds"].tables[0]
+    assert [row[0].split()[0] for row in rows] == [f"{choice.p1:g}" for choice in judged.choices]
+    assert [row[0] for row in rows if row[0].endswith("(used)")] == ["0.2 (used)"]
+    mean = float(np.mean(c.annotated()))
+    assert [float(row[0].split()[0]) for row in rows if row[0].endswith("(mean)")] == [pytest.approx(mean, abs=1e-2)]
+    for row, choice in zip(rows, judged.choices, strict=True):
+        assert row[2] == f"{choice.random_above:.3%}"
+        assert row[4:] == ["–" if v is None else f"{v:.3f}" for v in (choice.precision, choice.recall)]
+    ranks = judged.groups["captions"].ranks
+    _, captions, pictures = page["Rank of the true caption"].tables[0]
+    for row, side, own in ((captions, "own caption", ranks.captions), (pictures, "own picture", ranks.pictures)):
+        assert row[0] == side
+        assert row[1:5] == [f"{round(100 * float(np.mean(own <= k)), 1):g}%" for k in (1, 5, 10, 100)]
+        assert float(row[5]) == pytest.approx(float(np.median(own)), rel=1e-2)
+    frequent = judged.groups["captions"].frequent
+    listed = [[text, str(count)] for text, count in frequent[:15]]
+    repeated = [[text, str(count)] for text, count in frequent[:15] if count > 1]
+    assert page["Captions"].tables[0][1:] in (listed, repeated)
+    by_label = {args[2] if name == "histogram" else args[1]: args for name, args in drawn}
+    heights = by_label["S_it, picture and caption"][0]
+    assert set(heights) == {"annotated", "random"}
+    assert all(sum(of) == pytest.approx(100) for of in heights.values())
+    mined = by_label["mined captions, at least"]
+    assert mined[0]["mined"] == pytest.approx((100 * np.histogram(counts, mined[1])[0] / len(counts)).tolist())
+    for name, points in by_label["rank"][0].items():
+        own = ranks.captions if name == "own caption of a picture" else ranks.pictures
+        assert points == [(k, pytest.approx(100 * float(np.mean(own <= k)))) for k, _ in points]
+        assert (points[0][0], points[-1][0]) == (1, ranks.batch)
+    points = by_label["the 100 most frequent captions"][0]["captions"]
+    assert points == [(n, count) for n, (_, count) in enumerate(frequent, 1)]
+
+
+def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c, origin, truths = perfect()
+    pieces = plots(monkeypatch, mining_page.report, "histogram", "line_plot")
     options = Options(calibrate=True, p1=0.2, gallery=2, batch=100, most=3, device="cpu")
     judged = results.judge(c, {"captions": c}, options.over(Mined()), options, ("drawn <scenes>", "oracle"), truths)
     output.write(tmp_path, judged, origin)
+    check_page(sections((tmp_path / "report.html").read_text()), judged, pieces)
     numbers = json.loads((tmp_path / "mine.json").read_text())
     page = (tmp_path / "report.html").read_text()
     assert numbers["thresholds"] == json.loads((tmp_path / "thresholds.json").read_text())
