@@ -145,5 +145,5 @@ def _differences(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
         for k in [*a, *(k for k in b if k not in a)]:
             out |= _differences(a.get(k), b.get(k), f"{at}.{k}" if at else k)
         return out
-    same = json.dumps(a) == json.dumps(b)  # tuples and lists are one thing on disk
+    same = a == b or json.dumps(a) == json.dumps(b)  # 4 is 4.0; tuples and lists are one thing on disk
     return {} if same else {at: (a, b)}
