@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ from kiloword.data.decode import Pixels, decode
 from kiloword.data.extra_captions import CaptionTable
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
+from kiloword.embed import Report
 from kiloword.generation import GenerationOptions
 from kiloword.generation.command import write_captions
 from kiloword.generation.table import CaptionWriter
@@ -148,6 +150,38 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def made(describer: Slow, photos: Path, out: Path, **more: Any) -> tuple[int, int]:
     return write_captions(describer, open_source(str(photos)), out, BEAMS, **{"part": 3, "batch": 2, **more})
+
+
+class Failing(Slow):
+    """Fails where `Slow` would wait."""
+
+    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
+        if self.calls >= self.wait_at:
+            raise RuntimeError("out of memory")
+        return super().describe(images, options, keys)
+
+
+def test_a_failed_command_says_that_its_parts_stay_and_it_goes_on(photos: Path, tmp_path: Path) -> None:
+    said, out = io.StringIO(), tmp_path / "c.parquet"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made(Failing(wait_at=4), photos, out, report=Report(said))
+    assert f"2 of 4 parts stay in {out}.parts: the same command goes on." in said.getvalue()
+    again = Slow()
+    made(again, photos, out)
+    made(Slow(), photos, tmp_path / "whole.parquet")
+    assert again.calls < 6
+    assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+
+
+def test_a_failed_command_without_a_caption_leaves_nothing(photos: Path, tmp_path: Path) -> None:
+    said, out = io.StringIO(), tmp_path / "c.parquet"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made(Failing(wait_at=0), photos, out, report=Report(said))
+    bad = write_tar(tmp_path / "bad" / "0.tar", {f"{n}.png": b"no picture" for n in range(4)})
+    with pytest.raises(ValueError, match="none of its 4 rows is a usable picture"):
+        made(Slow(), bad, tmp_path / "d.parquet", report=Report(said))
+    assert "stay in" not in said.getvalue()
+    assert not list(tmp_path.glob("*.parquet*"))
 
 
 @pytest.mark.parametrize("parts_before", [0, 1, 3])

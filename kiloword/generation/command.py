@@ -111,8 +111,14 @@ def _write(
     finished = what_is_there(out, file) is not None and out.exists()
     with nullcontext() if finished else Lock(out, "writing", parts_of(out)):
         writer = CaptionWriter(out, file)
-        _fill(writer, every_row(source), describer, file.options, batch, workers, report)
-        made = writer.finish()
+        try:
+            _fill(writer, every_row(source), describer, file.options, batch, workers, report)
+            made = writer.finish()
+        except BaseException:
+            kept = writer.leave()
+            if kept:
+                report.say(f"{kept} of {writer.file.parts} parts stay in {writer.folder}: the same command goes on.")
+            raise
     if writer.skipped:
         report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the table.")
     if writer.repeated:

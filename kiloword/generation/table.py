@@ -160,6 +160,13 @@ class CaptionWriter:
             batches = whole.iter_batches(columns=["captions"])
             return whole.metadata.num_rows, sum(len(batch.column(0).flatten()) for batch in batches)
 
+    def leave(self) -> int:
+        """After a failure: the number of finished parts that stay; none without a caption, and their folder goes."""
+        kept = sum(self._path(number).is_file() for number in range(self.file.parts)) if self._contents else 0
+        if not kept and not self.finished:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return kept
+
     def _tables(self) -> Iterator[pa.Table]:
         """Of parts that hold pictures."""
         for number in range(self.file.parts):
