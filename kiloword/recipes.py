@@ -114,7 +114,7 @@ class OptimConfig(Settings):
     momentum: float = 0.95  # Muon's
     warmup: float = 0.05  # share of the steps, 2,000 steps at most; or number of steps when 1 or more
     final_lr: float = 0.0  # share of lr at the end of the cosine
-    clip: float = 1.0  # gradient norm; 0: no clipping
+    clip: float = 1.0  # largest norm of the gradient, which is scaled down to it; 0: gradients are not clipped
     explode: float = 100.0  # a step whose gradient norm is so many times the usual one is skipped; 0: only if no number
     scale_lr: float = 1.0  # factor for the head's scale and bias
     text_lr: float = 1.0  # factor for the text tower, which else forgets words before the image tower sees them

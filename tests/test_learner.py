@@ -312,6 +312,19 @@ def test_clipping() -> None:
     assert float(after.norm()) == pytest.approx(0.5, rel=1e-4)
 
 
+def test_clip_0_clips_nothing() -> None:
+    def after_a_step(clip: float) -> dict[str, Tensor]:
+        learned = learner("clip", dtype=torch.float32)
+        backward(learned, [batch(0, 8)])
+        report = Optimizer(learned, OptimConfig(clip=clip, eps=1.0, weight_decay=0), 1).step(0)
+        assert float(report["gradient_norm"]) > 1e-3
+        return {name: p.detach() for name, p in learned.named_parameters()}
+
+    off, far, near = (after_a_step(clip) for clip in (0, 1e12, 1e-3))
+    assert all(torch.equal(off[name], far[name]) for name in far)
+    assert not any(torch.equal(off[name], near[name]) for name in near if "head" in name)
+
+
 def test_scale_is_held_to_its_limit() -> None:
     head = learner("clip", dtype=torch.float32).model.head
     with torch.no_grad():
