@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -219,12 +218,10 @@ def fake_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nothing_hangs(fake_java: Path) -> None:
-    start = time.monotonic()
     with pytest.raises(ValueError, match=r"METEOR did not end within 0\.3 seconds"):
         score_captions(["a"], [["a"]], meteor=True, limit=0.3)
     with pytest.raises(ValueError, match=r"the tokenizer ptb did not end within 0\.3 seconds"):
         tokenize(["a"], "ptb", 0.3)
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(

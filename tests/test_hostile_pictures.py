@@ -9,13 +9,13 @@ import io
 import resource
 import struct
 import sys
-import time
 import zlib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from counting import calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -256,14 +256,13 @@ def exifs() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", exifs())
 def test_absurd_exif_costs_nothing(name: str) -> None:
     """The turn is applied where it can be read; nothing else of EXIF matters."""
-    start = time.process_time()
     raw = encode(noise(HIGH, WIDE), "JPEG", exif=exifs()[name])
-    found = [outcome(raw, decoder) for decoder in DECODERS]
+    found: list[Expected] = []
+    assert calls(lambda: found.extend(outcome(raw, decoder) for decoder in DECODERS)) < 20_000
     shapes = {pixels if isinstance(pixels, str) else pixels.shape for pixels in found}
     assert len(shapes) == 1
     assert shapes <= {(HIGH, WIDE, 3), (WIDE, HIGH, 3)}
     assert name not in ("60 kB", "a directory that is its own next") or shapes == {(WIDE, HIGH, 3)}
-    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 10_000), (10_000, 1), (1, 65_000), (3, 20_000)])
@@ -291,10 +290,12 @@ def test_animations_without_end_cost_one_frame() -> None:
     """1,000 frames of a GIF and 100 of a WebP: only the first is decoded."""
     gif = saved(Image.new("P", (2000, 2000)), "GIF")
     body, frame = gif[:-1], gif[gif.index(b",") : -1]
-    webp = saved(Image.new("RGB", (64, 64)), "WEBP", save_all=True, duration=1, append_images=[
-        Image.new("RGB", (64, 64), (n, 0, 0)) for n in range(100)])  # fmt: skip
-    start = time.process_time()
-    for raw in (body + frame * 1000 + b";", webp):
-        for decoder in DECODERS:
-            assert isinstance(outcome(raw, decoder), np.ndarray)
-    assert time.process_time() - start < 4
+    webps = [
+        saved(Image.new("RGB", (64, 64)), "WEBP", save_all=True, duration=1, append_images=[
+            Image.new("RGB", (64, 64), (n, 0, 0)) for n in range(frames)])
+        for frames in (1, 100)
+    ]  # fmt: skip
+    for decoder in DECODERS:
+        for few, many in ((gif, body + frame * 1000 + b";"), webps):
+            assert isinstance(outcome(many, decoder), np.ndarray)
+            assert calls(partial(outcome, many, decoder)) < calls(partial(outcome, few, decoder)) + 50

@@ -7,7 +7,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 import tracemalloc
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -75,10 +74,9 @@ def says(head: str, body: bytes = b"x") -> Speak:
     return lambda path, client, _over: client.sendall(answer if path.endswith((".tar", ".csv")) else none)
 
 
-def refused(url: str, match: str, seconds: float = 5.0, megabytes: float = 20.0) -> None:
-    """Opening it ends with a message, in time and without memory."""
+def refused(url: str, match: str, megabytes: float = 20.0) -> None:
+    """Opening it ends, with a message and without memory."""
     tracemalloc.start()
-    start = time.monotonic()
     try:
         with pytest.raises(ValueError, match=match) as caught:
             open_source(url)
@@ -86,7 +84,6 @@ def refused(url: str, match: str, seconds: float = 5.0, megabytes: float = 20.0)
     finally:
         tracemalloc.stop()
     assert url.partition("?")[0] in str(caught.value)
-    assert time.monotonic() - start < seconds
     assert peak < megabytes * 1e6
 
 
@@ -180,15 +177,13 @@ def test_small_files_without_end(name: str, claims: bool, tmp_path: Path, monkey
 
 
 def test_texts_that_would_take_long(tmp_path: Path) -> None:
-    """Each would cost a search that is quadratic in its length hours."""
+    """Each would cost a search that is quadratic in its length hours, and this test its time limit."""
     tar = write_tar(tmp_path / "0.tar", pairs(3)).read_bytes()
     with Server({"0.tar": tar, "SHA256SUMS": b"0" * 64 + b"  " + b" " * (1 << 20) + b"x"}) as server:
-        start = time.process_time()
         assert len(open_source(f"{server.url}/0.tar")) == 3
     for text in ("a" * (1 << 20), "a://" * (1 << 18), "a://" + "b" * (1 << 20), "a://b?" * (1 << 18)):
         scrubbed(text)
         public(text)
-    assert time.process_time() - start < 5
 
 
 def test_patterns_that_name_too_many_files() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import tarfile
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from counting import calls
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tars import picture
@@ -154,11 +154,11 @@ HARM = {
 
 @pytest.mark.parametrize("name", HARM)
 def test_damage_ends_the_tar_with_a_word(tmp_path: Path, name: str) -> None:
-    start = time.process_time()
+    (tmp_path / "x.tar").write_bytes(GOOD + HARM[name] + GOOD + END)
+    assert calls(lambda: scan(tmp_path / "x.tar")) < 5000
     source = source_of(tmp_path, GOOD + HARM[name] + GOOD + END)
     assert outcomes(source) == {"good": "good"}
     assert "damaged at byte" in source.notes[0]
-    assert time.process_time() - start < 2
 
 
 def test_headers_that_say_nothing_end_too(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
@@ -406,9 +405,7 @@ def test_a_vocabulary_learns_from_the_beginning_of_long_words() -> None:
     rng = random.Random(0)
     usual = ["".join(chr(0x4E00 + rng.randrange(300)) for _ in range(1024)), "a dog " * 10_000]
     long = "".join(chr(0x4E00 + rng.randrange(300)) for _ in range(200_000))
-    before = time.process_time()
     found = Tokenizer.train([*usual, long], 1000)._backend.to_str()
-    assert time.process_time() - before < 10
     assert found == Tokenizer.train([*usual, long[:1024]], 1000)._backend.to_str()
 
 
