@@ -34,7 +34,7 @@ Speak = Callable[[str, socket.socket, threading.Event], None]
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_REMOTE", "retries=0 timeout=0.2 backoff=0 ahead=0")
+    monkeypatch.setenv("KILOWORD_REMOTE", "retries=0 timeout=10 backoff=0 ahead=0")
     monkeypatch.setenv("no_proxy", "*")
 
 
@@ -135,15 +135,21 @@ ENDLESS = {
 }
 
 
+IMPATIENT = "retries=0 timeout=0.2 backoff=0 ahead=0"
+LATE = r"no answer in 0.8 s|no byte came in time"  # on a loaded machine a server may pause for longer than 0.2 s
+
+
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_headers_without_end(kind: str) -> None:
+def test_headers_without_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", IMPATIENT)
     with raw(ENDLESS[kind]) as url:
-        refused(f"{url}/0.tar", r"no answer in 0.8 s|more than 100 headers|more than 65536 bytes")
+        refused(f"{url}/0.tar", rf"{LATE}|more than 100 headers|more than 65536 bytes")
 
 
 @pytest.mark.parametrize("kind", ["chunk size", "trailers"])
-def test_chunks_without_end(kind: str, tmp_path: Path) -> None:
+def test_chunks_without_end(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is opened well; its body is hostile."""
+    monkeypatch.setenv("KILOWORD_REMOTE", IMPATIENT)
 
     def speak(path: str, client: socket.socket, over: threading.Event) -> None:
         client.sendall(CHUNKED if path == "/0.tar" else b"HTTP/1.1 404 none\r\nContent-Length: 0\r\n\r\n")
@@ -153,7 +159,7 @@ def test_chunks_without_end(kind: str, tmp_path: Path) -> None:
             drip(b"0\r\n", b"X: y\r\n", 0)(path, client, over)
 
     with raw(speak) as url:
-        refused(f"{url}/0.tar", "no answer in 0.8 s")
+        refused(f"{url}/0.tar", LATE)
 
 
 @pytest.mark.parametrize("name", ["SHA256SUMS", "classnames.txt", "0.tar.kwindex"])

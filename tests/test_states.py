@@ -277,7 +277,6 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_strangers_state_is_damaged_and_no_more(tmp_path: Path, what: str) -> None:
     """With the right checksums: no traceback, no endless reading, nothing allocated; the state before is taken."""

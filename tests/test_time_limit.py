@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -56,7 +57,6 @@ def loader(source: Shards, workers: int, given_up: set[time_limit.Row]) -> Loade
 def test_a_slow_row_is_replaced(source: Shards, workers: int) -> None:
     pytest.importorskip("simplejpeg")
     given_up: set[time_limit.Row] = set()
-    start = time.monotonic()
     batches = list(loader(source, workers, given_up).batches(0, 3))
     assert given_up == {(0, SLOW)}
     assert [(s.row, s.key, s.reason) for b in batches for s in b.skipped] == [
@@ -68,7 +68,6 @@ def test_a_slow_row_is_replaced(source: Shards, workers: int) -> None:
         assert np.array_equal(one.images, other.images)
         assert np.array_equal(one.texts.ids, other.texts.ids)
         assert one.skipped == other.skipped
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -98,7 +97,7 @@ def test_the_thread_ends_with_the_batches(source: Shards) -> None:
     batches = eval_batches(source, 32, batch=4)
     next(batches)
     batches.close()  # type: ignore[attr-defined]
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
     assert threading.active_count() == before
@@ -119,6 +118,8 @@ def test_an_interrupted_reader_ends_its_thread() -> None:
     def make(step: int) -> int:
         for row in range(100):
             with time_limit.decoding(row):
+                if row == 3:  # the main thread waits for this batch
+                    os.kill(os.getpid(), signal.SIGALRM)
                 time.sleep(0.02)
         return step
 
@@ -126,7 +127,6 @@ def test_an_interrupted_reader_ends_its_thread() -> None:
         raise KeyboardInterrupt
 
     threads, before = set(threading.enumerate()), signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
         with pytest.raises(KeyboardInterrupt):
             next(in_order(make, range(3), 0, apart=True))

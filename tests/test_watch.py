@@ -268,7 +268,6 @@ def values(value: object) -> str:
     return json.dumps(dict.fromkeys(row(1), value) | {"step": 30}) + "\n"
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
 @pytest.mark.parametrize("harm", [endless, pipe, lambda path: os.truncate(path, 1 << 26), lambda path: path.unlink()])
 def test_a_strangers_files_are_read_as_far_as_they_have_an_end(
