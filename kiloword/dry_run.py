@@ -59,7 +59,7 @@ def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> tup
     if recipe.init is not None:
         make_learner(recipe, method, options.trust_code)
     loader = make_loader(recipe, source, method, tokenizer, options)
-    check_val(recipe, tokenizer, source)
+    check_val(recipe, open_val(recipe), tokenizer, source)
     share = recipe.batch // loader.ranks
     parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
     loader.workers, loader.rank, loader.ranks = 0, loader.rank * parts, loader.ranks * parts

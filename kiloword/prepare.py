@@ -60,6 +60,7 @@ class Run:
     skipped_in_a_row: int = 0
     since_row: SinceRow = field(default_factory=SinceRow)
     lock: Lock | None = None  # of rank 0
+    val: Source | None = None  # the validation data, once it is open
 
 
 def open_sources(recipe: Recipe) -> Source:

@@ -38,7 +38,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             check(recipe)
             pieces = micro_batches(recipe)
-            open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours of training
+            val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
             run = prepare(
                 recipe,
                 Path(out),
@@ -47,7 +47,8 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
                 options=options,
             )
             with error_kept(run.out):
-                check_val(recipe, run.tokenizer, run.loader.source)
+                check_val(recipe, val, run.tokenizer, run.loader.source)
+            run.val = val if run.recipe.model.image.size == recipe.model.image.size else None  # scenes are drawn by it
         with error_kept(run.out), Saver(run, options.keep_states) as saver:
             _loop(run, saver, pieces, options, stop)
         return run.out / "model"

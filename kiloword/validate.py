@@ -33,7 +33,7 @@ def validate(run: Run) -> dict[str, float]:
     from kiloword.api import Matcher
     from kiloword.sharing import sharing
 
-    source = open_val(run.recipe)
+    run.val = source = open_val(run.recipe) if run.val is None else run.val
     assert source is not None
     asks = "questions" in run.learner.method.needs
     names = ("accuracy",) if asks else ("text_retrieval_recall@1", "image_retrieval_recall@1")
@@ -54,15 +54,15 @@ def _judged(matcher: Matcher, source: Source, train: Source, asks: bool) -> dict
     return evaluate(matcher, "vqa" if asks else "retrieval", source, **options)
 
 
-def check_val(recipe: Recipe, tokenizer: Tokenizer, source: Source) -> None:
+def check_val(recipe: Recipe, val: Source | None, tokenizer: Tokenizer, source: Source) -> None:
     """Evaluate two rows of the recipe's validation data by a small stand-in model, before hours of training.
 
-    Args: tokenizer of the run; source: its training data.
+    Args: val: the validation data, as `open_val` opens it; tokenizer of the run; source: its training data.
     Raises: ValueError for data that the validation of the run would refuse.
     """
     from kiloword.api import Matcher
 
-    if (val := open_val(recipe)) is None:
+    if val is None:
         return
     asks = "questions" in preset(recipe.method, recipe.settings).needs
     method, small = preset("vqa" if asks else "clip"), sizes()["debug"]

@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from kiloword import guard as guarding
-from kiloword import recipes, saving, validate
+from kiloword import prepare, recipes, saving, validate
+from kiloword.data.sources import open_source
 from kiloword.guard import Guard, is_bad
 from kiloword.log import read_metrics
 from kiloword.optim import Optimizer
 from kiloword.recipes import OptimConfig, Recipe
 from kiloword.train import Options, train
+from kiloword.types import Source
 
 LR, SCENES = 0.002, 72
 
@@ -31,7 +33,13 @@ def recipe(**optim: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+def opened() -> list[str]:
+    """Validation data that `run` opened."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, opened: list[str]) -> tuple[Path, list[int]]:
     """A run of nine steps, four an epoch, and the steps after which it saved."""
     out, saved = tmp_path_factory.mktemp("run"), list[int]()
     save = saving.Saver.save
@@ -40,10 +48,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
         saved.append(self.run.step)
         save(self)
 
+    def noted_source(src: str, size: int | None = None) -> Source:
+        opened.append(src)
+        return open_source(src, size)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving.Saver, "save", noted)
+        patch.setattr(prepare, "open_source", noted_source)
         train(recipe(), out, options=Options(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
     return out, saved
+
+
+def test_validation_data_is_opened_once_a_run(run: tuple[Path, list[int]], opened: list[str]) -> None:
+    rows = read_metrics(run[0] / "metrics.jsonl")
+    assert sum("val/image_retrieval_recall@1" in row for row in rows) == 3
+    assert opened == ["scenes:val?n=12"]
 
 
 def test_rows_come_when_they_should(run: tuple[Path, list[int]]) -> None:
