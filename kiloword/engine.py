@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from kiloword import parallel
 from kiloword.learner import Learner
-from kiloword.model import Model
+from kiloword.model import Model, first_values
 from kiloword.towers.blocks import Block, CrossBlock
 from kiloword.towers.decoder import Layer
 
@@ -110,7 +110,7 @@ def shard(learner: Learner, half: bool = False) -> None:
     # features may be views of a tower's tokens; nothing here writes into them
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     model = learner.model
-    mesh = init_device_mesh(next(model.parameters()).device.type, (parallel.ranks(),))
+    mesh = init_device_mesh(model.mean.device.type, (parallel.ranks(),))
     # what passes between blocks stays as autocast has it
     bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     kept = {p for p in model.parameters() if p.dim() < 2} | set(model.head.parameters())
@@ -132,17 +132,48 @@ def units(model: Model) -> list[nn.Module]:
     return [*blocks, *layers]
 
 
+def materialise(learner: Learner, seed: int) -> None:
+    """Give sharded towers that were built without storage that of their shards, and first values: those of ddp.
+
+    Each rank makes them whole, one parameter at a time. Nothing to do for towers that have storage.
+
+    Raises: ValueError, on all ranks, naming a parameter whose first values are not the same on all.
+    """
+    model = learner.model
+    bare = [name for name, p in model.named_parameters() if p.is_meta]
+    model._apply(lambda x: torch.empty_like(x, device=model.mean.device) if x.is_meta else x)  # type: ignore[no-untyped-call]
+    parameters, norms = dict(model.named_parameters()), {}
+    for name, values in first_values(model, seed, bare):
+        parallel.fill(parameters[name], values)
+        norms[f"model.{name}"] = _norm(values)
+    _compare(norms)
+
+
 def check_same(module: nn.Module) -> None:
-    """That every rank holds the same weights. Raises: ValueError naming a parameter that differs."""
-    if parallel.ranks() == 1:
+    """That every rank holds the same weights: to be called before they are sharded, too, which none holds then.
+
+    Raises: ValueError, on all ranks, naming a parameter that differs. Those without storage are left to `materialise`.
+    """
+    if parallel.ranks() > 1:
+        held = {n: p.detach() for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)}
+        _compare({name: _norm(p) for name, p in held.items()})
+
+
+def _norm(x: Tensor) -> float:
+    """In fp64, of which no whole copy is made. A plain number: small tensors kept among large ones fragment memory."""
+    return float(torch.stack([part.double().norm() for part in torch.split(x.flatten(), BUCKET)]).norm())
+
+
+def _compare(norms: dict[str, float]) -> None:
+    """Norms by parameter against those of the other ranks. Raises: as `check_same`."""
+    if not norms:
         return
-    named = [(name, p.detach()) for name, p in module.named_parameters() if not isinstance(p, DTensor)]
-    norms = torch.stack([p.double().norm() for _, p in named]).nan_to_num()
-    most, least = (parallel.extreme_over_ranks(norms, which) for which in ("most", "least"))
-    differing = [name for (name, _), other in zip(named, (most != least).tolist(), strict=True) if other]
+    found = torch.tensor(list(norms.values()), dtype=torch.float64).nan_to_num()
+    most, least = (parallel.extreme_over_ranks(found, which) for which in ("most", "least"))
+    differing = [name for name, other in zip(norms, (most != least).tolist(), strict=True) if other]
     if differing:
         raise ValueError(
-            f"{differing[0]} is not the same on all ranks ({len(differing)} of {len(named)} parameters differ): start "
+            f"{differing[0]} is not the same on all ranks ({len(differing)} of {len(norms)} parameters differ): start "
             "all of them with one version of kiloword and torch, from the same files."
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,17 +26,21 @@ if TYPE_CHECKING:
 class Model(nn.Module):
     """Pictures and texts to features and scores.
 
-    Args: more: further towers that a method asks for (decoders); saved and sharded like the two.
+    Args: more: further towers that a method asks for (decoders); saved and sharded like the two. bare: the two get no
+    storage.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, config: ModelConfig, head: Head, more: Mapping[str, nn.Module] | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, head: Head, more: Mapping[str, nn.Module] | None = None, bare: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
-        self.image_tower = ImageTower(config.image)
-        self.text_tower = TextTower(config.text)
+        with _storage(bare):
+            self.image_tower = ImageTower(config.image)
+            self.text_tower = TextTower(config.text)
         self.head = head
         self.more = nn.ModuleDict(more or {})
         self.register_buffer("mean", torch.tensor(config.preprocess.mean).view(3, 1, 1), persistent=False)
@@ -85,9 +90,12 @@ class Model(nn.Module):
         return torch.cat(rows)
 
 
-def build(config: ModelConfig, method: Method, seed: int = 0) -> Model:
-    """A fresh model of a method."""
-    model = _empty(config, method)
+def build(config: ModelConfig, method: Method, seed: int = 0, bare: bool = False) -> Model:
+    """A fresh model of a method.
+
+    Args: bare: towers and decoders get no storage (torch's meta device); `engine.materialise` gives it to their shards.
+    """
+    model = _empty(config, method, bare)
     initialise(model, seed)
     return model
 
@@ -98,21 +106,41 @@ def shapes(config: ModelConfig, method: Method) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in _empty(config, method).state_dict().items()}
 
 
-def _empty(config: ModelConfig, method: Method) -> Model:
+def _empty(config: ModelConfig, method: Method, bare: bool = False) -> Model:
     config = method.shape(config)
-    return Model(config, method.head(config), {name: make(config) for name, make in method.towers.items()})
+    with _storage(bare):
+        more = {name: make(config) for name, make in method.towers.items()}
+    return Model(config, method.head(config), more, bare)
+
+
+def _storage(bare: bool) -> AbstractContextManager[object]:
+    """Where parameters are made: as usual, or without storage."""
+    return torch.device("meta") if bare else nullcontext()
 
 
 @torch.no_grad()
 def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Fill every parameter from a generator keyed by its name, so that all models start equal where names are.
+    """Fill every parameter that has storage as `first_values` says.
 
-    Args: prefix: what stands before the names of `module`'s parameters.
     Raises: ValueError for a parameter that has no initial value.
     """
+    parameters = {name: p for name, p in module.named_parameters() if not p.is_meta}
+    for name, values in first_values(module, seed, parameters, prefix):
+        parameters[name].copy_(values)
+
+
+def first_values(module: nn.Module, seed: int, names: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Parameters' names and whole first values, single precision on the CPU, one after the other.
+
+    Each comes from a generator keyed by its name, so that all models start equal where names are.
+
+    Args: names: of parameters of `module`, which may be sharded; prefix: what stands before them.
+    Raises: ValueError for a parameter of `module` that has no initial value.
+    """
     rules = _rules(module)
-    for name, parameter in module.named_parameters():
-        _fill(parameter, rules[name], key(seed, prefix + name))
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    for name in names:
+        yield name, _values(shapes[name], rules[name], key(seed, prefix + name))
 
 
 def _rules(module: nn.Module) -> dict[str, Init]:
@@ -133,11 +161,10 @@ def _rules(module: nn.Module) -> dict[str, Init]:
     return rules
 
 
-def _fill(parameter: Tensor, init: Init, seed: int) -> None:
-    values = torch.full(parameter.shape, init.mean)  # single precision on the CPU, whatever the parameter is
-    if init.std:
-        values += init.std * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
-    parameter.copy_(values)
+def _values(shape: torch.Size, init: Init, seed: int) -> Tensor:
+    if not init.std:
+        return torch.full(shape, init.mean)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(init.std).add_(init.mean)
 
 
 def initial(module: nn.Module) -> dict[str, Init]:
@@ -148,7 +175,7 @@ def initial(module: nn.Module) -> dict[str, Init]:
     if isinstance(module, nn.LayerNorm | nn.GroupNorm):
         return {"weight": Init(1.0), "bias": Init()}
     if isinstance(module, nn.Linear | nn.Conv2d):
-        fan_in = module.weight[0].numel()
+        fan_in = module.weight.shape[1:].numel()
         return {"weight": Init(std=fan_in**-0.5), "bias": Init()}
     return {}
 

@@ -77,6 +77,15 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if sharded(x) else x  # type: ignore[attr-defined]
 
 
+@torch.no_grad()
+def fill(x: Tensor, values: Tensor) -> None:
+    """Copy whole values into what this rank holds of a tensor: its rows of a sharded one, as FSDP cuts them."""
+    if sharded(x):
+        parts = values.chunk(ranks())  # fewer than ranks where rows are few
+        values = parts[rank()] if rank() < len(parts) else values[:0]
+    local(x).copy_(values)
+
+
 def extreme_over_ranks(x: Tensor, which: Literal["most", "least"]) -> Tensor:
     """The largest or smallest of each number over ranks, without gradient."""
     if ranks() == 1:

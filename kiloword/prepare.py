@@ -122,8 +122,9 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
     file = run_file(recipe, source)
     check_same_run(out, file, options.extend)
-    learner, started = make_learner(recipe, method, options.trust_code)
-    learner.to(device)
+    bare = options.parallel == "fsdp" and parallel.ranks() > 1
+    learner, started = make_learner(recipe, method, options.trust_code, bare)
+    learner._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]
     spread(learner, recipe, options)
     loader = make_loader(recipe, source, method, tokenizer, options)
     main = parallel.rank() == 0
@@ -192,7 +193,9 @@ def spread(learner: Learner, recipe: Recipe, options: Options) -> None:
     activations.recompute(learner.model, options.checkpointing)
     activations.compile(learner.model, options.compile)
     if options.parallel == "fsdp":
+        engine.check_same(learner)  # before no rank holds a whole matrix
         engine.shard(learner, half=recipe.precision == "bf16")
+        engine.materialise(learner, recipe.seed)
 
 
 def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: Options) -> Loader:
@@ -246,9 +249,13 @@ def _order(recipe: Recipe, source: Source) -> Order:
     return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
 
 
-def make_learner(recipe: Recipe, method: Method, trust_code: bool = False) -> tuple[Learner, str]:
-    """The learner with its first weights, and a sentence about those that were loaded (empty when all are new)."""
-    model = build(recipe.model, method, recipe.seed)
+def make_learner(recipe: Recipe, method: Method, trust_code: bool = False, bare: bool = False) -> tuple[Learner, str]:
+    """The learner with its first weights, and a sentence about those that were loaded (empty when all are new).
+
+    Args: bare: towers may lack storage (see `model.build`). They have it where a model folder fills them, and where a
+    method of one's own builds them, which may need numbers.
+    """
+    model = build(recipe.model, method, recipe.seed, bare and recipe.init is None and ":" not in recipe.method)
     started = "" if recipe.init is None else start.load(model, recipe, trust_code)
     learner = Learner(model, method, recipe.chunk)
     initialise(learner.terms, recipe.seed, "terms.")

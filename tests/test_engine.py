@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from threads import over_threads
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kiloword import activations, engine, parallel
 from kiloword.accumulate import backward
+from kiloword.draw import key
 from kiloword.learner import Learner
+from kiloword.methods import preset
 from kiloword.optim import SETTLED, USUAL, Average, Optimizer
+from kiloword.options import Options, Parallel
 from kiloword.planning import allocated
-from kiloword.recipes import MUON, OptimConfig
+from kiloword.prepare import make_learner, spread
+from kiloword.recipes import MUON, OptimConfig, Recipe, default
 from kiloword.verify import learner, over_ranks
 from kiloword.verify_batch import batch
 
@@ -71,22 +76,76 @@ def save_trained(folder: Path) -> None:
             save_file({name: x.clone() for name, x in found.items()}, folder / f"{way}.safetensors")
 
 
-def differ_in_one(folder: Path) -> None:
+def differing_in_one() -> str:
+    """What `check_same` says when the last rank's copy of one bias is another one."""
     module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     for p in module.parameters():
         nn.init.ones_(p)
     engine.check_same(module)
-    if parallel.rank() == 1:
+    if parallel.rank() == parallel.ranks() - 1:
         nn.init.zeros_(module["b"].bias)
-    with pytest.raises(ValueError, match=r"^b\.bias is not the same on all ranks \(1 of 4"):
+    with pytest.raises(ValueError, match="start all of them with one version") as said:
         engine.check_same(module)
-    (folder / str(parallel.rank())).touch()
+    return str(said.value)
 
 
-@pytest.mark.slow
-def test_ranks_that_hold_different_weights_are_refused(tmp_path: Path) -> None:
-    over_ranks(2, differ_in_one, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+def test_ranks_that_hold_different_weights_are_refused() -> None:
+    for said in over_threads(3, differing_in_one):
+        assert said.startswith("b.bias is not the same on all ranks (1 of 4 parameters differ)")
+
+
+def recipe(**changes: Any) -> Recipe:
+    return replace(default("sycoca", "debug", ("scenes",)), freeze="text", precision="fp64", **changes)
+
+
+def prepared(own: Recipe, way: Parallel) -> Learner:
+    """A learner as training begins with it."""
+    found, _ = make_learner(own, preset(own.method), bare=way == "fsdp")
+    spread(found, own, Options(parallel=way))
+    return found
+
+
+def local_start() -> dict[str, tuple[Tensor, bool, bool]]:
+    """Of every parameter what this rank holds as fsdp begins, whether it learns, whether it is sharded."""
+    made = make_learner(recipe(), preset("sycoca"), bare=True)[0]
+    stored = {name for name, p in made.named_parameters() if not p.is_meta}
+    assert all(name.startswith(("model.head.", "terms.")) for name in stored)
+    found = prepared(recipe(), "fsdp")
+    assert not any(b.is_meta for b in found.buffers())
+    return {
+        n: (parallel.local(p.detach()), p.requires_grad, isinstance(p, DTensor)) for n, p in found.named_parameters()
+    }
+
+
+def test_fsdp_begins_with_the_shards_of_the_weights_of_ddp() -> None:
+    """Bit for bit, though no rank ever has all of a tower; over 3 ranks, whose shards are uneven, some empty."""
+    whole = dict(prepared(recipe(), "ddp").named_parameters())
+    ranks = over_threads(3, local_start)
+    for name, p in whole.items():
+        held, learns, sharded = zip(*(start[name] for start in ranks), strict=True)
+        assert set(learns) == {p.requires_grad}
+        assert len(set(sharded)) == 1
+        for mine in [torch.cat(held)] if sharded[0] else held:
+            assert torch.equal(mine, p), name
+    assert sum(sharded for _, _, sharded in ranks[0].values()) > 20
+
+
+def sharded_otherwise(way: str) -> str:
+    """What the last rank, which starts from another seed, and all others are told before the first step."""
+    own = recipe(seed=parallel.rank() // 2)
+    made, _ = make_learner(own, preset("sycoca"), bare=way == "built bare")
+    with pytest.raises(ValueError, match="is not the same on all ranks") as said:
+        spread(made, own, Options(parallel="fsdp"))
+    return str(said.value)
+
+
+@pytest.mark.parametrize("way", ["built bare", "built whole"])
+def test_matrices_are_compared_before_they_are_sharded(way: str) -> None:
+    """The head alone is made alike, so that nothing but what is sharded differs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kiloword.model.key", lambda seed, name: key(seed if "tower" in name else 0, name))
+        for said in over_threads(3, partial(sharded_otherwise, way)):
+            assert said.startswith("model.image_tower.")
 
 
 def in_half(folder: Path) -> None:
