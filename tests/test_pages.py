@@ -11,7 +11,15 @@ import torch
 from pages import plots, sections
 from tars import encode, noise
 
-from kiloword.evaluation import caption_page, hierarchy_page, prompts_page, reconstruction_page, uncertainty_page
+from kiloword.evaluation import (
+    caption_page,
+    command,
+    hierarchy_page,
+    prompts_page,
+    reconstruction_page,
+    uncertainty_page,
+)
+from kiloword.evaluation import spectrum as spectrum_page
 from kiloword.evaluation.calibration import Bins
 from kiloword.evaluation.caption_page import Told
 from kiloword.evaluation.caption_truth import Judged, Statement
@@ -388,3 +396,59 @@ def test_the_page_of_hierarchies(monkeypatch: pytest.MonkeyPatch) -> None:
     hierarchy_page.report({"m": values}, "d", {"m": truth})
     assert calls[-1][1][2][1] == ("HierarCaps", [("a thing", False), ("an animal", False), ("a dog", True)])
     assert list(sections(hierarchy_page.report({"m": {}}, "d", {"m": {}}))) == [""]
+
+
+# Spectrum
+
+
+def test_the_page_of_spectra(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = plots(monkeypatch, spectrum_page, "line_plot")
+    values = {"effective_rank": 1.75, "dimensions": 3.0, "vectors": 1200.0}
+    values |= {"singular_value@1": 4.0, "singular_value@2": 1.0, "singular_value@3": 1e-13}
+    page = sections(spectrum_page.report({"m": values}, "d"))
+    assert page["Effective rank"].tables == [
+        [["model", "effective rank", "dimensions", "vectors"], ["m", "1.8", "3", "1200"]]
+    ]
+    assert [args[0] for _, args in calls] == [{"m": [(1.0, 4.0), (2.0, 1.0)]}, {"m": [(1.0, 1.0), (2.0, 0.25)]}]
+    assert list(page)[1:] == ["Effective rank", "Singular values", "Against the largest"]
+
+
+# What the verb prints
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.0000"),
+        (0.01, "0.0100"),
+        (0.00999, "0.00999"),
+        (-0.005, "-0.005"),
+        (12.34567, "12.3457"),
+        (1e-9, "1e-09"),
+    ],
+)
+def test_small_values_keep_digits_that_count(value: float, text: str) -> None:
+    assert command.number(value) == text
+
+
+def test_eval_prints_a_column_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Values that a task keeps from the screen are left out, one that a model lacks is a dash."""
+    command._print("spectrum", {"one": {"effective_rank": 2.0, "singular_value@3": 1.0}})
+    assert capsys.readouterr().out.splitlines() == ["effective_rank".ljust(36) + " 2.0000"]
+    found = {"one": {"effective_rank": 2.0}, "a long name": {"effective_rank": 0.001, "vectors": 5.0}}
+    command._print("spectrum", found)
+    assert capsys.readouterr().out.splitlines() == [
+        " " * 36 + "         one a long name",
+        "effective_rank".ljust(36) + "      2.0000       0.001",
+        "vectors".ljust(36) + "           -      5.0000",
+    ]
+    command._print("retrieval", {"a": {"x" * 40: 1.0, "y": 2.0}})
+    assert capsys.readouterr().out.splitlines() == ["x" * 40 + " 1.0000", "y" + " " * 40 + "2.0000"]
+
+
+def test_labels_tell_models_apart() -> None:
+    assert command.labels(["runs/a/model", "b/"]) == ["a", "b"]
+    assert command.labels(["x/a/model", "y/a/model"]) == ["x/a/model", "y/a/model"]
+    assert command.labels(["model"]) == ["model"]
+    with pytest.raises(ValueError, match="one model is named twice: a, a"):
+        command.labels(["a", "a"])
