@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from kiloword.muon import orthogonal
 from kiloword.planning import papers, parameters, step
 from kiloword.planning.advice import Planner
 from kiloword.planning.command import planner_of
-from kiloword.planning.measure import CASES, Case, batch_of, compare, method_of
+from kiloword.planning.measure import CASES, Case, Measured, batch_of, compare, method_of
 from kiloword.planning.memory import Layout
 from kiloword.planning.peak import compare_peak
 from kiloword.planning.shapes import Kernels, Lengths, Load
@@ -73,6 +74,18 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
 def test_formulas_agree_with_a_real_step(case: Case) -> None:
     check(case)
+
+
+def test_measuring_keeps_no_graph() -> None:
+    measured = Measured(Case("siglip", "debug", 4))
+    before = len(objects())
+    assert measured.activations() > 0
+    assert len(objects()) == before
+
+
+def objects() -> list[torch.Tensor]:
+    gc.collect()
+    return [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
 
 
 @pytest.mark.slow

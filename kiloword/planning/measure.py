@@ -152,6 +152,7 @@ class Measured:
         counts, saved = self.learner.counts([piece]), list[weakref.ReferenceType[Tensor]]()
 
         def keep(x: Tensor) -> Tensor:
+            x = x.detach()  # a result that its own graph holds would keep that graph for ever
             saved.append(weakref.ref(x))
             return x
 
