@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import os
 import re
 import shutil
@@ -315,6 +316,7 @@ def test_few_open_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str], free: int, wanted: int
 ) -> None:
     """Too few to start a worker, and too few for a batch of tensors, which a worker finds out."""
+    gc.collect()  # sources of other tests close their files
     with monkeypatch.context() as patch:
         most = len(os.listdir("/proc/self/fd")) + free
         patch.setattr(steps.resource, "getrlimit", lambda what: (most, most))

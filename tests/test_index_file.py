@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,3 +156,15 @@ def test_blocks_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {source.key(row) for row in range(0, len(source), 100)} <= {f"{n:05d}" for n in range(ROWS)}
     assert source._block.cache_info().currsize == 2
     assert len(os.listdir("/proc/self/fd")) <= opened + 3
+
+
+def test_few_files_may_be_open(tmp_path: Path) -> None:
+    """Fewer are kept open; no sample is bad for it."""
+    source = Shards("data", sorted(many(tmp_path / "data", 150, 2).glob("*.tar")))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, hard))
+    try:
+        source = pickle.loads(pickle.dumps(source))
+        assert captions(source) == [["0"], ["1"]] * 150
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -16,15 +16,20 @@ def folder() -> Path:
     return Path(os.environ.get("KILOWORD_CACHE") or Path.home() / ".cache" / "kiloword")
 
 
+def fallback(data: str, suffix: str, inside: str) -> str:
+    """The place in the cache folder `inside` of the file made from `data`. Strings: paths are slow for 40,000 files."""
+    name = hashlib.blake2b(os.fsencode(os.path.abspath(data)), digest_size=12).hexdigest()
+    return f"{inside}/{name}-{os.path.basename(data)}{suffix}"
+
+
 def places(data: Path, suffix: str) -> list[Path]:
     """Where the file made from `data` may be, best first.
 
     A folder whose mode lacks write permission is left alone by root too.
     """
-    name = hashlib.blake2b(os.fsencode(os.path.abspath(data)), digest_size=12).hexdigest()
-    beside, fallback = data.with_name(data.name + suffix), folder() / f"{name}-{data.name}{suffix}"
+    beside, kept = data.with_name(data.name + suffix), Path(fallback(str(data), suffix, str(folder())))
     writable = bool(data.parent.stat().st_mode & 0o222) and os.access(data.parent, os.W_OK)
-    return [beside, fallback] if writable or beside.exists() else [fallback]
+    return [beside, kept] if writable or beside.exists() else [kept]
 
 
 def write(data: Path, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import resource
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.data.index import open_header
-from kiloword.data.index_file import BLOCK, PARTS, Header, Index, IndexFile
+from kiloword.data import catalogue
+from kiloword.data.index_file import BLOCK, PARTS, Index, IndexFile
 from kiloword.data.local_tar import LocalTar, index_as_it_was
 from kiloword.data.questions import question_in
 from kiloword.data.remote_file import Piece, RemoteFile
@@ -25,7 +26,8 @@ from kiloword.data.remote_index import open_remote_index
 from kiloword.data.sample import MAX_IMAGE, MAX_TEXT, check_size, make_record, parse_captions, parse_label
 from kiloword.types import BadSample, Record
 
-_OPEN = 128  # tars, and their indexes, that a process keeps open at once
+_OPEN = 128  # tars, each with its index, that a process keeps open at once, where its limit of open files allows
+_SHARE = 6  # of that limit: a third for one source
 _BLOCKS = 512  # of indexes that it keeps in memory, 50 kB each: more than the order of rows mixes (see `sampler`)
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,8 @@ class Shards:
             raise ValueError(f"{name}: no tars. Expected at least one, as img2dataset writes them.")
         self.name, self.tars = name, list(tars)
         self.classnames, self.templates = classnames, templates
-        headers = [_open_header(tar) for tar in self.tars]
+        self.remote = any(isinstance(tar, RemoteFile) for tar in self.tars)  # tars come over the network
+        headers = catalogue.headers(self.tars)
         self._ends = list(accumulate(h.samples for h in headers))
         self.notes = [f"{tar}: {h.note}" for tar, h in zip(self.tars, headers, strict=True) if h.note]
         for note in self.notes:
@@ -63,9 +66,11 @@ class Shards:
         self._open_caches()
 
     def _open_caches(self) -> None:
-        self._index = lru_cache(_OPEN)(self._index_of)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = _OPEN if limit == resource.RLIM_INFINITY else min(_OPEN, max(2, limit // _SHARE))
+        self._index = lru_cache(most)(self._index_of)
         self._block = lru_cache(_BLOCKS)(self._block_of)
-        self._file = lru_cache(_OPEN)(self._file_of)
+        self._file = lru_cache(most)(self._file_of)
 
     def _index_of(self, shard: int, damaged: bool = False) -> IndexFile:
         tar = self.tars[shard]
@@ -135,11 +140,6 @@ class Shards:
         """
         return [] if self.remote else [self._part(row, part) for part in PARTS]
 
-    @property
-    def remote(self) -> bool:
-        """Whether tars come over the network."""
-        return any(isinstance(tar, RemoteFile) for tar in self.tars)
-
     def pieces(self, row: int) -> list[Piece]:
         """What one row needs from the network."""
         shard, index, local = self._locate(row)
@@ -183,10 +183,6 @@ class Shards:
         """The last sample of a cut tar lacks members because of the cut."""
         note = self._index(shard).header.note
         return f" (the tar is {note})" if note and row == self._ends[shard] - 1 else ""
-
-
-def _open_header(tar: Path | RemoteFile) -> Header:
-    return open_remote_index(tar).header if isinstance(tar, RemoteFile) else open_header(tar)
 
 
 def _fingerprint(tars: Sequence[Path | RemoteFile], contents: Sequence[str]) -> str:

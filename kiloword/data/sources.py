@@ -92,9 +92,9 @@ def _tars(folder: Path) -> list[Path]:
     """The tars right in a folder: 2.tar before 10.tar."""
     if not folder.is_dir():
         return []
-    return sorted(
-        (p for p in folder.iterdir() if p.suffix == ".tar" and p.is_file()), key=lambda path: natural(path.name)
-    )
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if Path(entry.name).suffix == ".tar" and entry.is_file()]
+    return [folder / name for name in sorted(names, key=natural)]
 
 
 def _shards(src: str, tars: list[Path]) -> Shards:
