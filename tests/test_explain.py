@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFont
+from sheets import holds
 from torch import Tensor, nn
 
 from kiloword.api import Matcher
@@ -23,8 +24,8 @@ from kiloword.heads import Single
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.recipes import HeadConfig, ImageConfig, ModelConfig, ModelFile, sizes
-from kiloword.report.inside import TOP, file_names, write
-from kiloword.report.overlay import Row, TokenMap, figure, overlay, wrap
+from kiloword.report.inside import TOP, _large, file_names, write
+from kiloword.report.overlay import SIDE, SMALL, Row, TokenMap, figure, overlay, square, wrap
 from kiloword.types import Features
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
@@ -258,6 +259,23 @@ def test_files_of_score_explain(tmp_path: Path) -> None:
         assert [t["share"] for t in pair["top"]] == pytest.approx(sorted(weights.mean(0), reverse=True)[:TOP])
         assert pair["top"][0]["place"] == weights.mean(0).argmax()
         assert any(f"entropy {pair['entropy']:.2f}" in line for line in lines)
+
+
+def test_figures_hold_the_image_and_the_maps_of_every_text(tmp_path: Path) -> None:
+    model, path = matcher(mixed=3), picture(tmp_path / "a.jpg", 300, 300)
+    write(tmp_path / "out", model, [path], CAPTIONS[:2])
+    found, large = model.explain(path, CAPTIONS[:2]), _large(model, path)
+    assert found.tokens is not None
+    with Image.open(tmp_path / "out" / "a.png") as png:
+        sheet = png.convert("RGB")
+    assert holds(sheet, square(large, 130))
+    texts = json.loads((tmp_path / "out" / "weights.json").read_text())["pictures"][0]["texts"]
+    for t, text in enumerate(texts):
+        assert holds(sheet, overlay(large, found.maps[0, t].view(found.grid).numpy(), SIDE))
+        for one in text["top"]:
+            looks = found.tokens[0, one["place"]].view(found.grid).numpy()
+            assert holds(sheet, overlay(large, looks, SMALL))
+    assert not holds(sheet, overlay(large, np.arange(9.0).reshape(3, 3), SIDE))
 
 
 def test_patches_that_are_mixed_are_named_by_their_place(tmp_path: Path) -> None:

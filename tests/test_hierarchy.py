@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,7 @@ from kiloword.evaluation.hierarchy_levels import (
     uncertainty_by_level,
     wrong_texts,
 )
+from kiloword.evaluation.hierarchy_page import report
 from kiloword.evaluation.hierarchy_paths import (
     mean_root,
     measure,
@@ -460,6 +462,36 @@ def test_verb_writes_numbers_and_a_page(tmp_path: Path) -> None:
     for said in ("clip, traversal, root empty", "texts: level 1 in level 0", "level of pictures", "Examples of prolip"):
         assert said in html, said
     assert html.count('class="ladder"') == 16
+
+
+def test_levels_are_whole_numbers_on_the_page() -> None:
+    found = {"a": {f"text_chain_uncertainty@{k}": 3.0 - k for k in range(3)} | {"text_chain_uncertainty_order": 1.0}}
+    html = report(found, "scenes", {"a": {}})
+    ticks = re.findall(r'text-anchor="middle">([^<]*)<', html)
+    assert ticks == ["0", "1", "2"]
+
+
+def test_no_more_is_held_at_once_than_the_limits_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, images, root = gaussians(23), gaussians(40, seed=1), gaussians(1, seed=2)
+    held: list[int] = []
+
+    def noted(score: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noting(*args: Features) -> Tensor:
+            out = score(*args)
+            held.append(out.numel())
+            return out
+
+        return noting
+
+    monkeypatch.setattr(hierarchy_paths, "PANEL", 100)
+    radius_paths(noted(cosine), images, texts, radii(texts, root))
+    traversals(noted(cosine), images, texts, root["vec"])
+    assert max(held) == 4 * 23  # as many images as fit into a panel
+    held.clear()
+    monkeypatch.setattr(hierarchy_paths, "PAIRS", 600)  # of 6 dimensions
+    monkeypatch.setattr(hierarchy_paths, "log_inclusion", noted(log_inclusion))
+    most_inclusive(images, texts)
+    assert 300 < max(held) <= 600
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sheets import holds
 
 from kiloword import masked_images
 from kiloword.api import Matcher
@@ -21,11 +22,12 @@ from kiloword.data.tokenizer import Tokenizer
 from kiloword.methods import preset
 from kiloword.model import build
 from kiloword.recipes import HeadConfig, ImageConfig, ModelFile, sizes
-from kiloword.reconstruct import mim_settings, reconstruct
-from kiloword.report.inside import _cut, write
-from kiloword.report.inside_words import possible
-from kiloword.report.overlay import font_for, wrap
-from kiloword.report.sheet import WIDTH, Block, Panel, Strip, sheet
+from kiloword.reconstruct import fill, mim_settings, reconstruct
+from kiloword.report import inside_words
+from kiloword.report.inside import _cut, _large, write
+from kiloword.report.inside_words import LARGE, WORD, possible
+from kiloword.report.overlay import font_for, overlay, square, wrap
+from kiloword.report.sheet import HEAD, WIDTH, Block, Panel, Strip, sheet
 
 CAPTIONS = ["a red circle", "two blue squares", ""]
 IMAGE = ImageConfig(size=48, patch=16, width=32, depth=1, heads=2, mlp=64)  # 9 patches
@@ -80,6 +82,52 @@ def test_numbers_and_files(tmp_path: Path) -> None:
                 (painted,) = reconstruct(model.model, pixels, hidden, [none], mim_settings(model))
                 true = masked_images.pixels(model.model, pixels, hidden, norm_pix=False)
             assert losses["from no caption"] == pytest.approx(float((painted - true).abs().mean()), rel=1e-4)
+
+
+def test_sheets_hold_the_image_and_what_decoders_do_with_it(tmp_path: Path) -> None:
+    model, path = matcher(), picture(tmp_path / "a.jpg", 300, 300)
+    write(tmp_path / "out", model, [path], CAPTIONS[:1], what=["words", "gradcam", "masks", "reconstruction"])
+    with Image.open(tmp_path / "out" / "a-inside.png") as png:
+        sheet = png.convert("RGB")
+    large = _large(model, path)
+    assert holds(sheet, square(large, HEAD))
+    for found in json.loads((tmp_path / "out" / "inside.json").read_text())["pictures"][0]["texts"]:
+        spoken = np.array(found["masks"]["speaks_of"])
+        maps = [*found["gradcam"].values(), spoken - spoken.min()]
+        for looks in maps:
+            assert holds(sheet, overlay(large, np.reshape(looks, (3, 3)), LARGE))
+        for word in found["words"][:-1]:  # the end is not drawn
+            assert holds(sheet, overlay(large, np.reshape(word["map"], (3, 3)), WORD))
+        hidden = torch.tensor([found["reconstruction"]["hidden"]])
+        image, settings = model.pixels([path]), mim_settings(model)
+        with torch.no_grad():
+            guide = model.tokenizer.encode([found["text"]], model.model.config.text)
+            (painted,) = reconstruct(model.model, image, hidden, [guide], settings)
+            filled = fill(model.model, image, hidden, painted)[0].permute(1, 2, 0).numpy()
+        for panel in (filled, image[0].permute(1, 2, 0).numpy()):
+            assert holds(sheet, Image.fromarray(panel).resize((LARGE, LARGE), Image.Resampling.NEAREST))
+
+
+def test_a_painting_worse_than_one_colour_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    panel = inside_words.Panel
+
+    def noted(shown: Image.Image, name: str, note: str = "") -> Panel:
+        notes.append(note)
+        return panel(shown, name, note)
+
+    monkeypatch.setattr(inside_words, "Panel", noted)
+    path = picture(tmp_path / "a.jpg")
+    write(tmp_path, matcher(), [path], ["red"], what=["reconstruction"])
+    assert sum(bool(re.match(r"L1 [\d.]+, a flat colour [\d.]+$", note)) for note in notes) == 2  # random weights
+    notes.clear()
+
+    def perfect(model: Any, images: torch.Tensor, hidden: torch.Tensor, guides: list[Any], settings: Any) -> list[Any]:
+        return [masked_images.pixels(model, images, hidden, norm_pix=False)] * len(guides)
+
+    monkeypatch.setattr(inside_words, "reconstruct", perfect)
+    write(tmp_path, matcher(), [path], ["red"], what=["reconstruction"])
+    assert notes.count("L1 0.000") == 2
 
 
 def test_only_what_is_asked_for(tmp_path: Path) -> None:

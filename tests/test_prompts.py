@@ -25,6 +25,7 @@ from kiloword.evaluation import prompts as choosing
 from kiloword.evaluation.bprw import combined
 from kiloword.evaluation.prompt_options import PromptOptions, Way
 from kiloword.evaluation.prompts import Pictures, Prompts, choose, filtered, labelled, least, nearest
+from kiloword.evaluation.prompts_page import Class, report
 from kiloword.experiments import bprw as experiment
 from kiloword.gaussian import variance_sum
 from kiloword.heads import Head
@@ -181,6 +182,21 @@ def test_filter_keeps_the_least_uncertain() -> None:
     kept = [n for n, value in enumerate(weights(found)["0"]) if value > 0]
     assert kept == sorted(doubt.argsort()[:2].tolist())
     assert found["kept"] == 2
+
+
+def test_top_k_keeps_half_of_the_prompts_unless_told_otherwise() -> None:
+    assert zeroshot("topk")["kept"] == 3  # of five
+    assert zeroshot("filter") == zeroshot("filter", coeff=1.0) != zeroshot("filter", coeff=-0.5)
+
+
+def test_the_page_explains_what_it_shows_alone() -> None:
+    plain = report({"a": {"acc1": 0.5}}, "photos", {"a": {}})
+    assert "nats" not in plain
+    assert "Weights" not in plain
+    classes = [Class("cat", [("a cat", 0.7), ("one cat", 0.3)], [])]
+    weighed = {"a": {"acc1": 0.5, "entropy": 0.6}, "b": {"acc1": 0.4}}
+    page = report(weighed, "photos", {"a": {"classes": classes, "way": "bprw"}})
+    assert "Weights of a class&#x27;s prompts sum to 1. Entropies are in nats." in page
 
 
 @pytest.mark.parametrize("shots", [0, 5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from kiloword.cli import main
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.reconstruction import Judge, values
+from kiloword.evaluation.reconstruction import Judge, report, values
 from kiloword.evaluation.wrong_captions import wrong_captions
 from kiloword.masking import MaskSettings
 from kiloword.methods import preset
@@ -314,3 +315,65 @@ def test_verb_writes_numbers_and_a_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert page.count("<img") == 8 * 5
     assert "a wrong caption" in page
     assert "true patch" not in page
+
+
+NOTES = {
+    "norm_pix": "those of the true patch",
+    "apart": "Each model hides what it finds the caption to speak of",
+    "unread": "Trained without text",
+    "flat": "no better than one flat colour",
+}
+
+
+def page_of(models: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Its sections by heading. Args: by model: what it is (read, norm_pix, l1)."""
+    found, shown = {}, {}
+    for model, is_ in models.items():
+        losses = {"none": [is_.get("l1", 0.5)] * 2, "mean_colour": [0.8, 0.8]}
+        if is_.get("read", True):
+            losses |= {"right": [is_.get("l1", 0.5)] * 2, "wrong": [0.7, 0.9]}
+        if is_.get("norm_pix"):
+            losses["own_mean"] = [0.6, 0.6]
+        found[model] = {k: v for mask in ("attentive", "random") for k, v in values(losses, mask)}
+        shown[model] = {"examples": [], "norm_pix": is_.get("norm_pix", False), "truth": False}
+    parts = re.split(r"<h2[^>]*>(.*?)</h2>", report(found, "photos", shown))
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def places(sections: dict[str, str], note: str) -> list[str]:
+    return [heading for heading, html in sections.items() if NOTES[note] in html]
+
+
+def test_notes_stand_where_they_hold() -> None:
+    attentive, random = "What the right caption speaks of most is hidden", "Random patches are hidden"
+    one = page_of({"a": {}})
+    assert not [note for note in NOTES if places(one, note)]
+    two = page_of({"a": {"norm_pix": True}, "b": {"read": False}})
+    assert places(two, "apart") == [attentive]  # its patches differ from model to model, the random ones do not
+    assert [heading for heading in two if "– a" in heading] == places(two, "norm_pix")
+    assert not places(two, "unread")  # one of them reads
+    assert places(page_of({"b": {"read": False}}), "unread") == [attentive, random]
+
+
+def test_a_reconstruction_worse_than_one_colour_is_remarked() -> None:
+    both = ["What the right caption speaks of most is hidden", "Random patches are hidden"]
+    assert places(page_of({"a": {"l1": 0.9}}), "flat") == both
+    assert places(page_of({"a": {"l1": 0.9, "read": False}}), "flat") == both
+    given = page_of({"a": {"l1": 0.7, "norm_pix": True}, "b": {"l1": 0.7}})  # a knows each patch's true mean
+    assert places(given, "flat") == both
+    for html in (given[heading] for heading in both):
+        assert re.findall(r"(\w): painted from its caption.*true mean \(L1 0.7000, against 0.6000\)", html) == ["a"]
+
+
+def test_the_verb_warns_of_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=4", 32))  # random weights
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["attentive", "random"]
+    assert all(NOTES["flat"] in record.getMessage() for record in caplog.records)
+    caplog.clear()
+
+    def perfect(model: Any, images: Tensor, hidden: Tensor, guides: list[Texts], settings: Any) -> list[Tensor]:
+        return [masked_images.pixels(model, images, hidden, norm_pix=False)] * len(guides)
+
+    monkeypatch.setattr("kiloword.evaluation.reconstruction.reconstruct", perfect)
+    evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=4", 32))
+    assert not caplog.records

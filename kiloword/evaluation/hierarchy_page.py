@@ -81,7 +81,7 @@ def _uncertainty(found: Found) -> str:
                 ]
                 for model in lines
             ]
-            html += line_plot(lines, f"level of {name}", "mean sum of variances")
+            html += line_plot(lines, f"level of {name}", "mean sum of variances", whole_x=True)
             html += table(spread, [name, "Spearman with level", "falls within chains (tau)"], digits=3)
     return html
 

@@ -100,7 +100,11 @@ def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[s
         classes: list[Class] = more.get("classes", [])
         if classes:
             sections.append((f"Prompts of {model}, by {more['way']}", _weights(classes) + _cards(classes)))
-    intro = f"Zero-shot classification of {data}. Weights of a class's prompts sum to 1; entropies are in nats."
+    intro = f"Zero-shot classification of {data}."
+    if any(more.get("classes") for more in shown.values()):
+        intro += " Weights of a class's prompts sum to 1."
+    if "entropy" in columns:
+        intro += " Entropies are in nats."
     return page("Zero-shot classification by prompts", intro, sections)
 
 

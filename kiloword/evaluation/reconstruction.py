@@ -6,6 +6,7 @@ The paper has no such numbers; that the right caption is the best guide is what 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from kiloword import masked_images, masking
 from kiloword.data.reading import EvalBatch
 from kiloword.draw import key, uniform
 from kiloword.evaluation.features import batches_in_turns, inference
-from kiloword.evaluation.reconstruction_page import SHOWN, Example, report
+from kiloword.evaluation.reconstruction_page import SHOWN, Example, report, worse_than_flat
 from kiloword.evaluation.wrong_captions import wrong_captions
 from kiloword.reconstruct import fill, mean_colour, mim_settings, reconstruct, speaks_of
 from kiloword.towers.image import unfold
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 __all__ = ["report", "run"]
+
+log = logging.getLogger(__name__)
 
 MASKS = ("attentive", "random")
 GUIDES = ("right", "wrong", "none")
@@ -56,6 +59,8 @@ def run(
     trained without text paints the same whatever is said: it has `_none` alone. One trained on pixels less each
     patch's mean is given mean and deviation of the true patches, and beside it stands `_own_mean`: that mean alone.
 
+    A model that paints worse than one flat colour is warned about.
+
     Raises: ValueError for a model without an image decoder, and for data without two pictures that differ in captions.
     """
     judge = Judge(matcher)
@@ -72,8 +77,11 @@ def run(
     if shown is not None:
         shown.update(examples=judge.examples, norm_pix=judge.settings.norm_pix, truth=hasattr(source, "relevance"))
     yield "pictures", float(len(wrong))
-    for mask in judge.losses:
-        yield from values(judge.losses[mask], mask)
+    for mask, losses in judge.losses.items():
+        metrics = dict(values(losses, mask))
+        if worse := worse_than_flat(metrics, mask):
+            log.warning("%s patches: %s", mask, worse)
+        yield from metrics.items()
 
 
 def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, float]]:

@@ -23,6 +23,9 @@ MASKS = {
 }
 
 
+FLAT = {"own_mean": "each patch's true mean", "mean_colour": "the mean of the patches that are seen"}
+
+
 @dataclass(frozen=True)
 class Example:
     """One picture with hidden patches, painted from several guides."""
@@ -71,10 +74,28 @@ def _numbers(found: Mapping[str, Mapping[str, float]], mask: str) -> str:
     head_of_pairs = ["picture by picture", "against", "right is better in", "L1 more than by right", "± standard error"]
     unread = "" if known else paragraph("Trained without text: it paints the same whatever the caption.")
     own = mask == "attentive" and len(found) > 1
+    flat = "".join(paragraph(f"{m}: {said}") for m, values in found.items() if (said := worse_than_flat(values, mask)))
     note = paragraph(
         "Each model hides what it finds the caption to speak of: compare models where random patches are hidden."
     )
-    return table(rows, head, digits=4) + (note if own else "") + (table(known, head_of_pairs) if known else unread)
+    return (
+        table(rows, head, digits=4) + flat + (note if own else "") + (table(known, head_of_pairs) if known else unread)
+    )
+
+
+def worse_than_flat(values: Mapping[str, float], mask: str) -> str:
+    """A sentence where a model paints no better than one flat colour, "" where it does. Args: metrics by name."""
+    losses = {name: values.get(f"reconstruction_l1_{name}@{mask}") for name in (*NAMES, *FLAT)}
+    guide = next((name for name in NAMES if losses[name] is not None), "none")
+    ours = losses[guide]
+    for name, what in FLAT.items():
+        flat = losses[name]
+        if ours is not None and flat is not None and ours >= flat:
+            return (
+                f"painted from {NAMES[guide]}, hidden patches are no better than one flat colour, {what} "
+                f"(L1 {ours:.4f}, against {flat:.4f})."
+            )
+    return ""
 
 
 def _compared(model: str, values: Mapping[str, float], other: str, mask: str) -> list[Cell]:

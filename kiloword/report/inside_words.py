@@ -16,7 +16,15 @@ from kiloword.draw import uniform
 from kiloword.evaluation.features import inference
 from kiloword.explain_words import END, explain_words
 from kiloword.gradcam import GradCam, gradcam
-from kiloword.reconstruct import fill, mask_settings, masked_by_caption, mim_settings, reconstruct, speaks_of
+from kiloword.reconstruct import (
+    fill,
+    mask_settings,
+    masked_by_caption,
+    mean_colour,
+    mim_settings,
+    reconstruct,
+    speaks_of,
+)
 from kiloword.report.covered import covered
 from kiloword.report.overlay import Floats, Pixels, overlay, square
 from kiloword.report.sheet import Panel, Strip
@@ -175,12 +183,18 @@ def _painted(asked: Asked, i: int, t: int, hidden: Tensor) -> tuple[list[Panel],
         painted = dict(zip(guides, reconstruct(model, image, hidden, packed, settings), strict=True))
         true = masked_images.pixels(model, image, hidden, norm_pix=False)
         losses = {name: float(masked_images.distance(one, true).mean()) for name, one in painted.items()}
+        flat = mean_colour(model.normalise(image).float(), hidden, model.config.image.patch)
+        worst = float(masked_images.distance(flat, true).mean())
         filled = {name: _pixels(fill(model, image, hidden, one)[0]) for name, one in painted.items()}
     side = model.config.image.size // model.config.image.patch
     cover = _grid(masking.as_bool(hidden, side**2)[0], (side, side))
     panels = [Panel(_cover(_pixels(image[0]), cover), "what it sees")]
-    panels += [Panel(_enlarged(filled[name]), name, f"L1 {losses[name]:.3f}") for name in guides]
+    panels += [Panel(_enlarged(filled[name]), name, _l1(losses[name], worst)) for name in guides]
     return [*panels, Panel(_enlarged(_pixels(image[0])), "the picture")], losses
+
+
+def _l1(loss: float, flat: float) -> str:
+    return f"L1 {loss:.3f}{f', a flat colour {flat:.3f}' if loss >= flat else ''}"
 
 
 def _guides(texts: Sequence[str], t: int) -> dict[str, str]:

@@ -36,19 +36,20 @@ def line_plot(
     log_y: bool = False,
     *,
     log_x: bool = False,
+    whole_x: bool = False,
     smooth: int = 0,
 ) -> str:
     """A line plot with axes, ticks and, for more than one series, a legend.
 
     Args: series name -> (x, y) points in the order of drawing, at most 6 series; a non-finite y breaks its line;
-    log_x and log_y make an axis logarithmic; smooth > 1 draws the mean of that many neighbours over a faint line of
-    the points.
+    log_x and log_y make an axis logarithmic; whole_x has ticks at whole numbers only (levels, counts); smooth > 1
+    draws the mean of that many neighbours over a faint line of the points.
     Errors: ValueError for no finite point, too many series, or values of 0 or less on a logarithmic axis.
     """
     _check(series, log_x, log_y)
     finite = [point for points in series.values() for point in points if math.isfinite(point[1])]
     across = [p[0] for p in finite]
-    x = log_axis(across) if log_x else linear_axis(across, widen=False)
+    x = log_axis(across) if log_x else linear_axis(across, widen=False, whole=whole_x)
     y = (log_axis if log_y else linear_axis)([p[1] for p in finite])
     lines = "".join(_series(i, points, x, y, smooth) for i, points in enumerate(series.values()))
     label = escape(_summary(series, x_label, y_label))
@@ -60,12 +61,15 @@ def line_plot(
     )
 
 
-def linear_axis(values: Sequence[float], widen: bool = True) -> Axis:
-    """An axis over the values with about five ticks at 1, 2 or 5 times a power of ten; widen it to whole ticks."""
+def linear_axis(values: Sequence[float], widen: bool = True, whole: bool = False) -> Axis:
+    """An axis over the values with about five ticks at 1, 2 or 5 times a power of ten; widen it to whole ticks.
+
+    Args: whole: ticks at whole numbers only.
+    """
     low, high = min(values), max(values)
     if low == high:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    step = _step(high - low)
+    step = max(_step(high - low), 1.0) if whole else _step(high - low)
     if widen:
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     first = math.ceil(low / step - 1e-9)
