@@ -13,10 +13,11 @@ import tyro
 from tyro.conf import Positional, arg
 
 from kiloword import __version__, launch
-from kiloword.addresses import public, scrubbed
+from kiloword.addresses import scrubbed
 from kiloword.cli_eval import GENERATE, evaluate
 from kiloword.cli_score import score
 from kiloword.cli_watch import watch
+from kiloword.cli_words import interruption, settled
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import Options as MineOptions
 from kiloword.sentences import sentence_of
@@ -250,14 +251,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(__version__)
         return
     try:
-        argv = [public(word) for word in argv]
         with guarded(), _met():
-            _run(argv)
+            _run(settled(argv, app._subcommands))
     except BrokenPipeError:  # `kiloword ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        warn("kiloword: interrupted.")
+    except KeyboardInterrupt as e:
+        warn(f"kiloword: {interruption(argv, e)}")
         raise SystemExit(130) from None
     except Exception as e:
         said = sentence_of(e)
@@ -278,20 +278,7 @@ def _met() -> AbstractContextManager[object]:
     return met()
 
 
-def _check_words(argv: Sequence[str]) -> None:
-    """Raises: ValueError for an empty word, which as a path would be the current directory."""
-    flag = "kiloword"
-    for n, word in enumerate(argv):
-        name, _, value = word.partition("=")
-        flag = name if word.startswith("--") or (n == 0 and name) else flag
-        if not (value if "=" in word and word.startswith("--") else word):
-            raise ValueError(
-                f"{flag} got an empty value, perhaps of an unset shell variable: expected something there."
-            )
-
-
 def _run(argv: Sequence[str]) -> None:
-    _check_words(argv)
     if argv[:1] == ["train"]:
         from kiloword.cli_train import main as run_train
 

@@ -41,7 +41,6 @@ def score(
     """
     from kiloword.api import load
 
-    texts = tuple(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in texts)  # of any locale
     images = _files(images)
     _check(texts)
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code)

@@ -52,16 +52,16 @@ class Train:
     batch: int = 128  # pictures, over all ranks
     micro: int = 0  # pictures a micro-batch; 0: a rank's whole share
     chunk: int = 0  # rows and columns of pairs a block; 0: chosen
-    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
+    precision: Literal["fp64", "fp32", "bf16"] = "fp32"  # of the arithmetic; weights stay in fp32 under bf16
     freeze: Literal["none", "image", "text"] = "none"  # a tower that stays as it is
     init: str | None = None  # model folder to start from; brings its towers and picture size
     captions: int | Literal["one", "all"] = "one"  # of a picture in a batch: one (redrawn each epoch), all, or a number
-    decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
+    decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"  # of image files; the others are faster
     weights: tuple[float, ...] = ()  # how often each of several --data comes in an epoch
     together: int = 1  # consecutive rows that stand in a batch together (groups of hard negatives)
     vocab: int = 4096  # most entries of the tokenizer that is trained on the captions
     bad_share: float = 0.01  # stop when a larger share of the rows is bad
-    seed: int = 0
+    seed: int = 0  # of first weights, order and augmentation
     dry_run: bool = False  # say what would run, and stop
     options: Annotated[Options, arg(name="")] = field(default_factory=Options)
     optim: OptimConfig = field(default_factory=OptimConfig)

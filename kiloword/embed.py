@@ -23,7 +23,7 @@ from kiloword.interop.teachers import Teacher, open_teacher
 from kiloword.lock import Lock
 from kiloword.log import PLAIN_EVERY_S
 from kiloword.recipes import DataConfig
-from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
+from kiloword.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
 from kiloword.terminal import say
 from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped, Source
@@ -157,9 +157,11 @@ def _fill(
             report.add(len(some.rows) + len(some.skipped), sum(map(len, some.captions)), share()[1])
             yield made
 
-    for n, made in enumerate(part_by_part(todo, batch, make)):
-        if writer is not None:
-            writer.write(numbers[n], _rows(writer, made, report))
+    with interruptible(todo, len(source)) as written:
+        for n, made in enumerate(part_by_part(todo, batch, make)):
+            if writer is not None:
+                writer.write(numbers[n], _rows(writer, made, report))
+                written.append(todo[n])
 
 
 def _rows(writer: SideWriter, made: list[Batch], report: Report) -> Rows:

@@ -32,6 +32,16 @@ def write_atomic(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def utf8(text: str, errors: str = "surrogateescape") -> str:
+    """A word of the system as UTF-8: where the locale is another, Python decodes its bytes to lone surrogates.
+
+    Args: errors: what becomes of bytes that are not UTF-8, as of `bytes.decode`.
+    """
+    with suppress(UnicodeEncodeError):  # surrogates of another kind: from Python, not from the system
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", errors)
+    return text
+
+
 def write_json(path: Path, value: Any) -> None:
     """As `write_atomic`."""
     write_atomic(path, json_bytes(value))

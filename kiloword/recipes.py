@@ -30,19 +30,19 @@ class ImageConfig(Settings):
 
     size: int = 224  # pixels a side
     patch: int = 16  # pixels a side of a patch; must divide size
-    width: int = 768
-    depth: int = 12
-    heads: int = 12
+    width: int = 768  # of a token
+    depth: int = 12  # number of blocks
+    heads: int = 12  # of attention in each block
     mlp: int = 3072  # hidden width of the MLP
     stem: Literal["linear", "conv"] = "linear"  # linear: one strided convolution; conv: a few 3x3 ones before it
-    stem_bias: bool = False
-    class_token: bool = True
+    stem_bias: bool = False  # whether the convolution that makes the patches has a bias
+    class_token: bool = True  # a learned token before the patches
     extra_tokens: int = 0  # learned tokens after the class token: registers, mixture tokens
     uncertainty_token: bool = False  # one more, before the patches, that a Gaussian's variance is read from
     mask_token: bool = False  # a learned token that can replace patches; only where a method trains it
     pre_norm: bool = True  # layer norm before the first block (CLIP)
-    activation: Activation = "gelu"
-    norm_eps: float = 1e-5
+    activation: Activation = "gelu"  # of the MLP
+    norm_eps: float = 1e-5  # of the layer norms
     init_std: float = 0.0  # of positions and tokens; 0: width^-1/2
 
 
@@ -51,20 +51,20 @@ class TextConfig(Settings):
     """The text tower."""
 
     context: int = 77  # longest caption in tokens, start and end included
-    vocab: int = 49408
-    width: int = 512
-    depth: int = 12
-    heads: int = 8
-    mlp: int = 2048
-    causal: bool = True
+    vocab: int = 49408  # rows of the token embedding; a tokenizer that is trained on the data sets it
+    width: int = 512  # of a token
+    depth: int = 12  # number of blocks
+    heads: int = 8  # of attention in each block
+    mlp: int = 2048  # hidden width of the MLP
+    causal: bool = True  # whether a token sees only those before it
     pad_to_context: bool = False  # emit pads as real tokens (towers trained with visible padding: SigLIP)
     extra_tokens: tuple[str, ...] = ()  # appended after the end token: "unc", "cls", "pad"
     class_place: Literal["next", "last"] = "next"  # position of "cls": behind the text, or the context's last always
     class_sees_itself: bool = True  # False with extra tokens (pad, cls): the shifted mask of open_clip's first CoCa
     norm_words: bool = True  # False: the final norm is the class token's alone, decoders read words without (open_clip)
     special: dict[str, int] = field(default_factory=lambda: dict(OWN_SPECIAL))  # the tokenizer's ids that are no words
-    activation: Activation = "gelu"
-    norm_eps: float = 1e-5
+    activation: Activation = "gelu"  # of the MLP
+    norm_eps: float = 1e-5  # of the layer norms
     init_std: float = 0.0  # of token embeddings and positions; 0: the CLIP values 0.02 and 0.01
 
 
@@ -72,22 +72,22 @@ class TextConfig(Settings):
 class HeadConfig(Settings):
     """From tower tokens to features to scores."""
 
-    dim: int = 512
+    dim: int = 512  # of the embedding
     image_pool: Literal["cls", "mean", "max", "map", "attentional"] = "cls"  # attentional: CoCa's learned queries
     pool_queries: int = 256  # attentional: what captions are read from; one more is for the vector
     pool_width: int = 0  # attentional: of the queries; 0: the image tower's
     pool_heads: int = 8  # attentional
-    text_pool: Literal["last", "mean", "max"] = "last"
-    image_projection: bool = True
-    text_projection_bias: bool = False
+    text_pool: Literal["last", "mean", "max"] = "last"  # what a text is read from: its last token, or all
+    image_projection: bool = True  # whether a linear layer follows the pooling
+    text_projection_bias: bool = False  # whether the linear layer behind the pooling has a bias
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess(Settings):
     """From any picture to what the image tower was trained on."""
 
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # of each channel of pixels in [0, 1]
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)  # of each channel of pixels in [0, 1]
     resize: Literal["shortest", "squash"] = "shortest"  # shortest: resize then centre crop
 
 
@@ -105,12 +105,12 @@ class OptimConfig(Settings):
 
     name: Literal["adamw", "muon"] = "adamw"  # muon: hidden matrices by Muon, the rest by AdamW
     lr: float = 1e-3  # of AdamW's parameters
-    muon_lr: float = 0.02
+    muon_lr: float = 0.02  # of Muon's matrices
     weight_decay: float = 0.1  # AdamW's matrices; never 1-D parameters, embeddings and positions
-    muon_weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    muon_weight_decay: float = 0.0  # of Muon's matrices
+    beta1: float = 0.9  # AdamW's decay of the mean gradient
+    beta2: float = 0.95  # AdamW's decay of the mean squared gradient
+    eps: float = 1e-8  # AdamW's, beside the root of the mean squared gradient
     momentum: float = 0.95  # Muon's
     warmup: float = 0.05  # share of the steps, 2,000 steps at most; or number of steps when 1 or more
     final_lr: float = 0.0  # share of lr at the end of the cosine

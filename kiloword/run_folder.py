@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from kiloword import parallel
 from kiloword.addresses import scrubbed
 from kiloword.data.digest import sampled, whole
 from kiloword.data.side import SideTable, TableFile
-from kiloword.files import SaveError, write_json
+from kiloword.files import SaveError, utf8, write_json
 from kiloword.methods import preset
 from kiloword.recipes import ModelConfig, Recipe, Settings, read_config
 from kiloword.sentences import sentence_of
@@ -115,7 +115,7 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     if not (out / "config.json").is_file():
         raise ValueError(f"--out {out} holds a run that lacks its config.json: put it back, or choose another folder.")
     there = read_config(out / "config.json", RunFile)
-    differences = _differences(asdict(there), asdict(file))
+    differences = _differences(_utf8(asdict(there)), _utf8(asdict(file)))
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     differences = {k: v for k, v in differences.items() if k not in free and not k.startswith("model")}
     if "data_fingerprint" in differences:
@@ -129,13 +129,30 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     shown = "; ".join(f"{k.removeprefix('recipe.')} is {a!r} there, {b!r} here" for k, (a, b) in differences.items())
     longer = set(differences) == {"recipe.steps"} and steps >= done
     hint = " Use --extend to run it for another length." if longer else ""
+    raise ValueError(
+        f"--out {out} holds another run: {_cause(differences)}{shown}. Choose another folder, or repeat its settings."
+        f"{hint}"
+    )
+
+
+def _cause(differences: Mapping[str, Any]) -> str:
+    """What digests that differ mean; empty where only settings do."""
     if "data_fingerprint" in differences:
-        hint += " The data is not what the run began with: a file is missing, new, cut or replaced."
-    elif differences.keys() & set(CONTENTS):
-        hint += " The data is not what the run began with: images or texts were replaced by others of the same size."
-    elif "features" in differences:
-        hint += " A feature store was replaced at its path by features of another model."
-    raise ValueError(f"--out {out} holds another run: {shown}. Choose another folder, or repeat its settings.{hint}")
+        return "the data is not what the run began with (a file is missing, new, cut or replaced); "
+    if differences.keys() & set(CONTENTS):
+        return "the data is not what the run began with (images or texts were replaced by others of the same size); "
+    if "features" in differences:
+        return "a feature store was replaced at its path by features of another model; "
+    return ""
+
+
+def _utf8(value: Any) -> Any:
+    """Plain values with their texts as they are in a locale of UTF-8."""
+    if isinstance(value, dict):
+        return {_utf8(k): _utf8(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [_utf8(v) for v in value]
+    return utf8(value) if isinstance(value, str) else value
 
 
 def _differences(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:

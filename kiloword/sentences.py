@@ -8,6 +8,16 @@ WORKER = (
 )
 
 
+def article(noun: str) -> str:
+    """A noun with its article: "an int", "a str"."""
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: "1 figure", "2 figures"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def sentence_of(error: BaseException) -> str | None:
     """What a user can mend, in a sentence; None for what wants a traceback."""
     said = str(error).strip()

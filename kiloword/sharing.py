@@ -151,6 +151,24 @@ def missing_parts(writer: PartWriter | None, what: str) -> tuple[list[int], list
     return [number for number, _ in found], [rows for _, rows in found]
 
 
+@contextmanager
+def interruptible(todo: Sequence[range], rows: int) -> Iterator[list[range]]:
+    """An interruption (Ctrl-C) inside says how much of a table is kept; the caller adds each part that it wrote.
+
+    Args: todo: rows of the parts to be written; rows: of the whole table.
+    """
+    written: list[range] = []
+    try:
+        yield written
+    except KeyboardInterrupt:
+        if not is_first():
+            raise
+        kept = rows - sum(map(len, todo)) + sum(map(len, written))
+        raise KeyboardInterrupt(
+            f"{kept:,} of {rows:,} rows are kept, the same command goes on with the others."
+        ) from None
+
+
 def part_by_part(
     parts: Sequence[range], batch: int, make: Callable[[list[range]], Iterator[Made]]
 ) -> Iterator[list[Made]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -13,11 +15,12 @@ import pytest
 from tars import pairs, picture, write_tar
 
 from kiloword import __version__
-from kiloword.cli import main
+from kiloword.cli import app, main
 from kiloword.cli_train import Train
 from kiloword.log import read_metrics
 from kiloword.options import Options
-from kiloword.recipes import sizes
+from kiloword.planning.request import Plan
+from kiloword.recipes import AugmentConfig, OptimConfig, sizes
 
 RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3", "--vocab", "300"]
 
@@ -70,15 +73,50 @@ def test_help_names_every_verb_and_says_what_it_does(capsys: pytest.CaptureFixtu
         assert re.search(rf"\b{verb} \w+", said), verb
 
 
+def options_in(said: str) -> dict[str, str]:
+    """Every option of a help page -> the text beside it, without its values and its default."""
+    entries: list[list[str]] = [[]]
+    for line in said.splitlines():
+        words = line.strip("\u2502| ")
+        entries += [[]] if re.match(r"--?\w", words) or not words else []
+        entries[-1].append(words)
+    options = {}
+    values = r"(?:\{[^}]*\}|[A-Z]+\b|[\[\]|. ])*"
+    for words in map(" ".join, entries):
+        if match := re.match(rf"(?:-h, )?--([\w.-]+)(?:[ ,|]+--[\w.-]+)*\s*{values}(.*)", words):
+            options[match[1]] = match[2].partition("(default")[0].partition("(required")[0]
+    return options
+
+
+def names_of(verb: str) -> set[str]:
+    """Options of a verb, as its signature or its dataclasses declare them."""
+    inside = {"options": "", "optim": "optim.", "augment": "augment."}
+    if (taken := {"train": Train, "plan": Plan}.get(verb)) is None:
+        parameters = inspect.signature(app._subcommands[verb].target).parameters.values()
+        plain = [p.name for p in parameters if not re.search("Positional|Options|Trust", str(p.annotation))]
+        return {name.strip("_").replace("_", "-") for name in plain}
+    names = {f.name for f in dataclasses.fields(taken)}
+    for group, kind in (("options", Options), ("optim", OptimConfig), ("augment", AugmentConfig)):
+        names |= {inside[group] + f.name for f in dataclasses.fields(kind)} if group in names else set()
+    return {name.replace("_", "-") for name in names - {"model", *inside}}
+
+
 @pytest.mark.parametrize("verb", VERBS.split())
 def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(help_of(capsys, verb)) > 60
+    """Every option is there, with a text."""
+    with pytest.raises(SystemExit) as end:
+        main([verb, "--help"])
+    assert not end.value.code
+    options = options_in(capsys.readouterr().out)
+    assert names_of(verb) | {"help"} <= options.keys()
+    bare = [name for name, text in options.items() if not re.search("[a-z]{3}", text)]
+    assert [name for name in bare if not name.startswith("model.text.special.")] == []  # ids by name
 
 
 def test_help_of_train_has_defaults_of_the_method_and_size(capsys: pytest.CaptureFixture[str]) -> None:
     said = help_of(capsys, "train", "siglip", "--size", "b32")
     assert "--settings.bias FLOAT initial; the logit is scale * cosine + bias (default: -10.0)" in said
-    assert "--model.image.width INT (default: 768)" in said
+    assert "--model.image.width INT of a token (default: 768)" in said
 
 
 def test_nothing_is_help_too(capsys: pytest.CaptureFixture[str]) -> None:

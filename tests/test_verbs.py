@@ -184,6 +184,19 @@ def test_how_a_command_ends(
     assert capsys.readouterr().err == shown
 
 
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What no user can mend is no message with exit code 2: it goes through `main`, and Python prints it whole."""
+
+    def buggy() -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("kiloword.describe.sizes_table", buggy)
+    with pytest.raises(KeyError, match="a bug") as error:
+        main(["sizes"])
+    assert any(place.name == "buggy" for place in error.traceback)
+    assert capsys.readouterr().err == ""
+
+
 def test_only_several_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process asks for no other; of two, each runs inside `peers.met`."""
     met: list[str] = []

@@ -50,8 +50,8 @@ class Patience:
         if self.tried > self.config.retries:
             times = "once" if self.tried == 1 else f"{self.tried} times"
             raise Unreachable(
-                f"{self.address}: {fault} (tried {times}). Check the network and the server; the same command goes "
-                "on from there. More patience: KILOWORD_REMOTE='retries=8 timeout=60'."
+                f"{self.address}: {fault} (tried {times}). Check the network and the server, then start the same "
+                "command again. More patience: KILOWORD_REMOTE='retries=8 timeout=60'."
             )
         share = 0.5 + key(self.address.url, self.tried, os.getpid()) / 2**64
         wait = min(self.config.backoff * 2 ** (self.tried - 1), _LONGEST) * share

@@ -122,6 +122,9 @@ def _print(task: str, found: Mapping[str, Found]) -> None:
             say(" ".join([f"{name:{first}s}", *(f"{value:>{width}s}" if len(found) > 1 else value for value in shown)]))
 
 
+ROUNDING = 1e-12  # what is smaller is shown as 0
+
+
 def number(value: float) -> str:
     """A value with four digits after the point, or, where these would hide it, three that count."""
-    return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.3g}"
+    return f"{value:.4f}" if abs(value) < ROUNDING or abs(value) >= 0.01 else f"{value:.3g}"

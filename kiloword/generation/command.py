@@ -16,7 +16,7 @@ from kiloword.generation.table import CaptionFile, CaptionWriter, Rows, columns,
 from kiloword.interop.captioners import Describer, open_captioner
 from kiloword.lock import Lock
 from kiloword.recipes import DataConfig
-from kiloword.sharing import alone, is_first, missing_parts, part_by_part, share, together
+from kiloword.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
 from kiloword.terminal import say
 from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped, Source
@@ -149,9 +149,11 @@ def _fill(
             report.add(len(some.rows) + len(some.skipped), sum(map(len, made.captions)), share()[1])
             yield made
 
-    for n, made in enumerate(part_by_part(todo, batch, make)):
-        if writer is not None:
-            writer.write(numbers[n], _together(writer, made, report))
+    with interruptible(todo, len(source)) as written:
+        for n, made in enumerate(part_by_part(todo, batch, make)):
+            if writer is not None:
+                writer.write(numbers[n], _together(writer, made, report))
+                written.append(todo[n])
 
 
 def _together(writer: CaptionWriter, made: list[Rows], report: Report) -> Rows:

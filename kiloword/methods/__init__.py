@@ -19,12 +19,14 @@ import re
 import sys
 import typing
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any
 
 from kiloword import recipes
 from kiloword.method import Method, Piece
 from kiloword.ranges import check
 from kiloword.recipes import parse
+from kiloword.sentences import article
 
 LONGEST = 1000  # characters of a method's name with its pieces
 FILES = {"pcme++": "pcmepp"}  # where the name is no Python name; else "-" becomes "_"
@@ -64,7 +66,7 @@ def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
 
 def _checked(name: str, made: Any) -> Method:
     if not isinstance(made, Method):
-        raise ValueError(f"{name} returned a {type(made).__name__}: expected a kiloword.method.Method.")
+        raise ValueError(f"{name} returned {article(type(made).__name__)}: expected a kiloword.method.Method.")
     return made
 
 
@@ -143,8 +145,7 @@ def _python(name: str) -> str:
 
 def _own(name: str) -> tuple[Callable[..., Method], type | None]:
     module_name, _, function = name.partition(":")
-    if not all(word.isidentifier() for word in (*module_name.split("."), function)):
-        raise ValueError(f"the method {name!r} is no module:preset: expected names of Python, such as mine:preset.")
+    _check_module(name, module_name, function)
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # as `python -m` does; the installed command looks beside itself only
@@ -157,7 +158,7 @@ def _own(name: str) -> tuple[Callable[..., Method], type | None]:
         ) from e
     if not callable(make):
         raise ValueError(
-            f"{name} is a {type(make).__name__}: expected a function that returns a kiloword.method.Method."
+            f"{name} is {article(type(make).__name__)}: expected a function that returns a kiloword.method.Method."
         )
     parameters = list(inspect.signature(make).parameters)
     kind = _hints(make).get(parameters[0]) if parameters else None
@@ -167,6 +168,19 @@ def _own(name: str) -> tuple[Callable[..., Method], type | None]:
             "dataclass, or take no argument."
         )
     return make, kind
+
+
+def _check_module(name: str, module: str, function: str) -> None:
+    """Raises: ValueError for what names no module, such as the path of a file, with what to write instead."""
+    path = PurePath(module)
+    stem = path.stem if path.suffix == ".py" else path.name
+    if module == stem and all(word.isidentifier() for word in (*module.split("."), function)):
+        return
+    folder = f" with PYTHONPATH={str(path.parent)!r}" if path.parent != PurePath(".") else ""
+    hint = f", here perhaps {stem}:{function or 'preset'}{folder}" if stem.isidentifier() else ""
+    raise ValueError(
+        f"the method {name!r} is not module:preset: expected the names of a Python module and a function in it{hint}."
+    )
 
 
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class Plan:
     """
 
     size: str = "b16"  # of the towers (`kiloword sizes`)
-    gpus: int = 1
+    gpus: int = 1  # number of GPUs
     batch: int = 1024  # pictures, over all GPUs
     samples: float = 0.0  # pictures seen in all, 12.8e9 is understood; must be given
     gpu: str = "h200"  # h200, h100, a100-80, a100-40, 4090, cpu, or custom
@@ -29,19 +29,19 @@ class Plan:
     bandwidth: float | None = None  # GB/s that one GPU sends to others
     utilisation: float = 0.4  # share of those FLOP/s that all arithmetic reaches; padding is never counted
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # auto: the fastest that fits
-    checkpointing: Literal["auto", "none", "whole", "selective"] = "auto"
+    checkpointing: Literal["auto", "none", "whole", "selective"] = "auto"  # as of `train`; auto: what is fastest
     micro: int = 0  # pictures a micro-batch; 0: the most that fit
     chunk: int = 0  # rows and columns of pairs a block; 0: chosen
-    precision: Literal["fp64", "fp32", "bf16"] = "bf16"
+    precision: Literal["fp64", "fp32", "bf16"] = "bf16"  # of the arithmetic
     tokens: float = 20.0  # mean length of a caption, start and end included
     captions: int = 0  # a picture; 0: one, or six where the method takes all (one and five made ones)
     teacher: int = 768  # width of the features that methods with mined positives read
-    views: str | None = None  # these six as of `train`
-    positives: str | None = None
-    pair_loss: str | None = None
-    pooling: str | None = None
-    uncertainty: str | None = None
-    terms: tuple[str, ...] = ()
+    views: str | None = None  # as of `train`
+    positives: str | None = None  # as of `train`
+    pair_loss: str | None = None  # as of `train`
+    pooling: str | None = None  # as of `train`
+    uncertainty: str | None = None  # as of `train`
+    terms: tuple[str, ...] = ()  # as of `train`
     json: Path | None = None  # write all figures there
     optim: OptimConfig = field(default_factory=OptimConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -15,6 +15,7 @@ from kiloword.files import write_atomic, write_json
 from kiloword.report.inside_words import Asked, Found, What, looked, possible
 from kiloword.report.overlay import SIDE, Pixels, Row, TokenMap, figure
 from kiloword.report.sheet import Block, sheet
+from kiloword.sentences import count
 from kiloword.towers.image import extra
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _write_maps(
         pictures.append({"picture": str(path), "figure": file, "texts": pairs})
         lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
     write_json(folder / "weights.json", {"about": found.about, "maps": maps, "tokens": names, "pictures": pictures})
-    return [*lines, f"{len(images)} figures and weights.json: {folder}"]
+    return [*lines, f"{count(len(images), 'figure')} and weights.json: {folder}"]
 
 
 def file_names(images: Sequence[Path]) -> list[str]:

@@ -1,0 +1,143 @@
+"""Words of a command line: verbs, methods and texts as people write them, and what an interruption keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tars import picture
+from torch import Tensor
+
+from kiloword import embed
+from kiloword.cli import app, main
+from kiloword.cli_words import settled
+from kiloword.data.side_writer import SideWriter
+from kiloword.data.sources import open_source
+from kiloword.evaluation.command import number
+from kiloword.methods import find, preset
+from kiloword.sentences import count
+
+
+class Ones:
+    """A teacher to whom all is one."""
+
+    size, resize, fingerprint = 8, "shortest", "ones"
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        return torch.ones(len(images), 1)
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        return torch.ones(len(texts), 1)
+
+
+RUN = ("--batch", "8", "--size", "debug", "--vocab", "300")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [("trian siglip --data scenes --out x", "train"), ("evla m retrieval", "eval"), ("methdos", "methods")],
+)
+def test_a_verb_that_is_misspelled(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, *words.split())
+    assert said.startswith(f"kiloword: unknown verb '{words.split()[0]}': expected one of train, ")
+    assert said.endswith(f"Did you mean {meant}?\n")
+    assert "--" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("mine.py:preset", "here perhaps mine:preset."),
+        ("../mine:preset", "here perhaps mine:preset with PYTHONPATH='..'."),
+        ("some/folder/mine.py:preset", "here perhaps mine:preset with PYTHONPATH='some/folder'."),
+        ("mi-ne:preset", "a function in it."),
+    ],
+)
+def test_a_method_named_by_its_file(name: str, hint: str) -> None:
+    with pytest.raises(ValueError) as error:
+        find(name)
+    assert str(error.value).endswith(hint)
+
+
+def test_what_a_function_returned_has_its_article(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_articles.py").write_text("def number():\n    return 3\ndef text():\n    return ''\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, kind in (("number", "an int"), ("text", "a str")):
+        with pytest.raises(ValueError, match=f"returned {kind}: expected"):
+            preset(f"own_articles:{name}")
+
+
+def test_numbers_and_nouns() -> None:
+    assert [count(n, "figure") for n in (0, 1, 2)] == ["0 figures", "1 figure", "2 figures"]
+    assert [number(x) for x in (1.16e-17, 0.0, 0.0012345, 0.5)] == ["0.0000", "0.0000", "0.00123", "0.5000"]
+
+
+def test_texts_are_utf8_in_any_locale_and_paths_stay() -> None:
+    ascii_locale = "caf\udcc3\udca9"  # as Python decodes the word in a locale of ASCII
+    words = ["score", ascii_locale, "--images", ascii_locale, "--texts", ascii_locale, ascii_locale, "\udcff"]
+    expected = ["score", ascii_locale, "--images", ascii_locale, "--texts", "caf\u00e9", "caf\u00e9", "\ufffd"]
+    assert settled(words, app._subcommands) == expected
+    assert settled(["train", f"--settings.compose.merge={ascii_locale}"], ["train"])[1].endswith("=caf\u00e9")
+
+
+@pytest.mark.parametrize("first", ["caf\udcc3\udca9", "caf\u00e9"])
+def test_a_run_goes_on_in_another_locale(first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bytes of the path are the same, its text is not."""
+    folder = tmp_path / "caf\u00e9"
+    folder.mkdir()
+    for n in range(8):
+        (folder / f"{n}.png").write_bytes(picture(n))
+        (folder / f"{n}.txt").write_text(f"thing {n}")
+    second = "caf\u00e9" if first != "caf\u00e9" else "caf\udcc3\udca9"
+    for steps, name in ((1, first), (2, second)):
+        words = ["clip", "--data", tmp_path / name, *RUN, "--steps", steps, "--extend", "--out", tmp_path / "run"]
+        main(["train", *map(str, words)])
+    assert "goes on from step 1 of 2" in capsys.readouterr().err
+
+
+def test_an_interrupted_embed_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = 0
+
+    def write(self: SideWriter, *args: Any) -> None:
+        nonlocal written
+        if written == 2:
+            raise KeyboardInterrupt
+        written += 1
+        real(self, *args)
+
+    real = SideWriter.write
+    monkeypatch.setattr(SideWriter, "write", write)
+    with pytest.raises(KeyboardInterrupt, match=r"^8 of 12 rows are kept, the same command goes on with the others\.$"):
+        embed.embed(Ones(), open_source("scenes?n=12"), tmp_path / "features", part=4)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "shown"),
+    [
+        ("embed m --data d --out o", "8 of 12 rows are kept.", "interrupted: 8 of 12 rows are kept."),
+        ("eval m retrieval --data d", "", "interrupted: no results were written."),
+        ("sizes", "", "interrupted."),
+    ],
+)
+def test_interruptions_say_what_is_kept(
+    words: str, error: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*args: Any, **named: Any) -> None:
+        raise KeyboardInterrupt(*([error] if error else []))
+
+    for place in ("kiloword.embed.main", "kiloword.evaluation.command.main", "kiloword.describe.sizes_table"):
+        monkeypatch.setattr(place, interrupt)
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert end.value.code == 130
+    assert capsys.readouterr().err == f"kiloword: {shown}\n"
