@@ -27,6 +27,7 @@ from kiloword.sharing import alone, interruptible, is_first, missing_parts, part
 from kiloword.terminal import say
 from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped, Source
+from kiloword.watch.pace import duration
 
 PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
 
@@ -262,10 +263,10 @@ class Report:
         if self.out is None or (not self._live and now - self._spoke < PLAIN_EVERY_S and self.done < self.rows):
             return
         self._spoke, seconds = now, max(now - self._begun, 1e-9)
-        eta = int(seconds / self.done * (self.rows - self.done))
+        left = seconds / self.done * (self.rows - self.done)
         line = (
             f"row {self.done:,}/{self.rows:,}  {self.done / seconds:,.0f} pictures/s  "
-            f"{self.captions / seconds:,.0f} captions/s  ETA {eta // 60}:{eta % 60:02d}"
+            f"{self.captions / seconds:,.0f} captions/s  ETA {duration(left)}"
         )
         start, end = ("\r", "") if self._live else ("", "\n")
         say(line.ljust(self._width), to=self.out, start=start, end=end)

@@ -8,6 +8,7 @@ from typing import TextIO
 
 from kiloword.log import PLAIN_EVERY_S
 from kiloword.terminal import say
+from kiloword.watch.pace import duration
 
 
 class Bar:
@@ -31,7 +32,7 @@ class Bar:
         self._spoke = now
         rate = done / max(now - self._start, 1e-9)
         left = (of - done) / max(rate, 1e-9)
-        line = f"{self.what} {done / of:4.0%}  {_short(rate)} {self.unit}/s  ETA {int(left // 60)}:{int(left % 60):02d}"
+        line = f"{self.what} {done / of:4.0%}  {_short(rate)} {self.unit}/s  ETA {duration(left)}"
         if self.live:
             say(line.ljust(60), to=self.out, start="\r", end="\n" if last else "")
         else:
