@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 LEAST, MOST = -40.0, 20.0  # where the bias is looked for
 STEPS = (1.0, 0.1, 0.02)  # of the grids, each around the best of the one before
 EDGE, NOTHING = 0.5, 1e-5  # this near to the ends, or at such a loss, nearly all pairs are of one kind
+ABOVE = (
+    "A bias above 0 takes a pair of cosine 0 for a match; where few pairs match, it ends below 0. Where positives are "
+    "mined, are the thresholds too low? `kiloword mine SRC --side DIR --out OUT --calibrate` proposes some."
+)
 CLOSE = 1e-4  # where descent ends
 
 
@@ -40,7 +44,7 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
     first, last = (_losses(learner, inputs, bias, [value])[0] for value in (before, found))  # leaves the bias found
     said = f"bias {before:.4g} -> {found:.4g} ({how} over {len(inputs)} batches, loss {first:.4g} -> {last:.4g})"
     if last > NOTHING and LEAST + EDGE < found < MOST - EDGE:
-        return said
+        return said if found <= 0 else f"{said}. {ABOVE}"
     which = "no" if found < 0 else "every"
     return (
         f"{said}. The bias alone does it, as nearly {which} pair matches, so there is little to learn: do the "

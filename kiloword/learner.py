@@ -13,7 +13,7 @@ from kiloword.method import Method
 from kiloword.model import Model
 from kiloword.parallel import ranks, sum_over_ranks
 from kiloword.pools import AttentionalPool, at_least_float
-from kiloword.types import Batch, Encoded, Features, Total
+from kiloword.types import Batch, Encoded, Features, Pairs, Positives, Total
 
 
 @dataclass
@@ -30,6 +30,25 @@ class Replay:
             (f[k] * g).sum() for f, gs in ((images, self.images), (texts, self.texts)) for k, g in gs.items()
         ]
         return torch.stack([*by_features, *((p * g).sum() for p, g in self.weights)]).sum()
+
+
+class _Counted:
+    """Positives that count the pairs which match without being annotated; a loss may ask for all blocks repeatedly."""
+
+    def __init__(self, positives: Positives) -> None:
+        self.positives, self.pairs = positives, 0
+        self.mined: Tensor | float = 0.0
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        found = self.positives(pairs)
+        self.mined = self.mined + ((found > 0) & ~pairs.annotated).sum().double()
+        self.pairs += found.numel()
+        return found
+
+    def share(self) -> Tensor:
+        """Of all ranks' pairs, in this rank's part: the parts add up."""
+        mined = torch.as_tensor(self.mined)
+        return mined / sum_over_ranks(mined.new_tensor(float(self.pairs)))
 
 
 class Learner(nn.Module):
@@ -67,6 +86,8 @@ class Learner(nn.Module):
     def pair_loss(self, images: Features, texts: Features) -> dict[str, Tensor]:
         """Shares that add up over ranks: "pair", the mean pair loss, and with views what `_apart` says.
 
+        With mined positives also "mined_share": of all pairs, those that match though the data does not name them.
+
         Args: as `pair_inputs` makes them.
         """
         if self.method.pair_weight == 0:
@@ -75,8 +96,11 @@ class Learner(nn.Module):
             pairs = Blocks(self.model.head, images, gather_features(texts), self.chunk)
             positives = self.method.positives
             positives = positives.bind(pairs) if hasattr(positives, "bind") else positives
-            total = self.method.pair_loss(pairs, positives)
+            counted = _Counted(positives) if getattr(self.method.positives, "mined", False) else None
+            total = self.method.pair_loss(pairs, counted or positives)
             shares = {"pair": total.sum / sum_over_ranks(total.count)}
+            if counted is not None:
+                shares["mined_share"] = counted.share()
             if self.method.views:
                 shares |= self._apart(pairs, total, images["mineable"])
         return shares

@@ -25,6 +25,11 @@ class Balanced:
     positives: Positives
     sums: Tensor | None = None  # [T]
 
+    @property
+    def mined(self) -> bool:
+        """Whether they are mined."""
+        return getattr(self.positives, "mined", False)
+
     def bind(self, pairs: PairBlocks) -> Balanced:
         """The same positives, with the sums of these pairs."""
         sums = torch.empty(0)

@@ -91,6 +91,7 @@ def step_of(n: int) -> int:
         ("slower", {"pairs_per_s": lambda n: 900 if 200 <= n < 300 else 1500}, 210, 313, "900 pairs/s, 40% fewer"),
         ("scale", {"scale": lambda n: min(100.0, 50.0 + n)}, 69, None, "sits at its limit 100"),
         ("gradient norm", {"gradient_norm": lambda n: 1.0 if n < 300 else 4.0}, 310, None, "4.0 times what it was"),
+        ("mined positives", {"mined_share": lambda n: 0.3 if 5 <= n < 9 else 0.01}, 5, 13, "30.0% .* --calibrate"),
         ("memory", {"memory": lambda n: 2000.0 + 5 * n}, 99, None, "still grows"),
     ],
 )

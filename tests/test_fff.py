@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from threads import over_threads
 from torch import Tensor
 
 from kiloword import parallel, recipes
+from kiloword.accumulate import backward
 from kiloword.bias_search import search
 from kiloword.checkpoint import read_tensors
 from kiloword.heads import Head, Single
@@ -108,6 +110,35 @@ def test_mined_positives_are_those_of_the_equation(which: str, forced: bool) -> 
     assert expected[~own].any()
     assert not expected.all()
     assert bool(expected[own].all()) == (forced or which in ("all", "image_image"))  # S_ii is 1 of the picture itself
+
+
+def share_reported(name: str, pieces: int) -> float | None:
+    """What a step says of this rank's half of a batch, or of all of it where there is one rank."""
+    share = 16 // parallel.ranks()
+    mine = batch(parallel.rank() * share, (parallel.rank() + 1) * share, method=name)
+    report = backward(learner(name, chunk=5), mine.split(pieces))
+    return float(report["mined_share"]) if "mined_share" in report else None
+
+
+@pytest.mark.parametrize("name", ["fff", "siglip+mined"])
+def test_a_step_reports_the_share_of_mined_pairs(name: str) -> None:
+    """Of all pairs, however they are cut into blocks, micro-batches and ranks."""
+    made, some = learner(name), batch(method=name)
+    pairs = Pairs(torch.empty(0), torch.empty(0), *made.pair_inputs(made.encode(some), some))
+    pairs.annotated = pairs.images["position"][:, None] == pairs.texts["position"]
+    pairs.logits = torch.zeros(pairs.annotated.shape)
+    matching = made.method.positives(pairs) > 0
+    expected = float((matching & ~pairs.annotated).double().mean())
+    assert 0 < expected < 1
+    found = [share_reported(name, 1), share_reported(name, 4), *over_threads(2, lambda: share_reported(name, 2))]
+    assert found == pytest.approx([expected] * 4)
+
+
+def test_only_mined_positives_are_counted_also_when_they_are_balanced() -> None:
+    assert share_reported("siglip+exact", 1) is None
+    balanced, plain = learner("siglip+mined"), batch(method="siglip+mined")
+    balanced.method = preset("siglip+mined", {"mined": {"balance": True}})
+    assert float(backward(balanced, [plain])["mined_share"]) == pytest.approx(share_reported("siglip+mined", 1))
 
 
 def test_each_term_finds_pairs_that_no_other_does() -> None:
@@ -262,8 +293,11 @@ def test_grid_and_gradient_agree_and_nothing_else_changes(method: str) -> None:
         said = search(made, itertools.cycle(batch(method=method).split(2)), how, 2)
         after = made.state_dict()
         assert [k for k, v in after.items() if not torch.equal(v, before[k])] == ["model.head.bias"]
-        assert re.fullmatch(rf"bias -10 -> \S+ \({how} over 2 batches, loss \S+ -> \S+\)", said)
         found[how] = float(after["model.head.bias"])
+        words, _, above = said.partition("). ")
+        assert re.match(rf"bias -10 -> \S+ \({how} over 2 batches, loss \S+ -> [^ )]+", words)
+        assert above.startswith("A bias above 0 ") == (found[how] > 0)
+        assert bool(above) == (found[how] > 0)
     assert found["grid"] == pytest.approx(found["gradient"], abs=1e-3)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from pages import Section, plots, sections
 
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources import open_data
-from kiloword.embed import embed
+from kiloword.embed import Report, embed
 from kiloword.methods.fff import Mined
 from kiloword.mining import analyses, main, output, results
 from kiloword.mining import page as mining_page
@@ -383,6 +385,47 @@ def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
         assert row["by_it"] or row["by_ii"] or row["by_tt"]
 
 
+def judged_page(c: Corpus, mined: Mined, **options: Any) -> tuple[str, dict[str, Section]]:
+    """What a search of a corpus says on the terminal, and its page."""
+    some = Options(gallery=0, batch=9, device="cpu", **options)
+    judged = results.judge(c, {"captions": c}, some.over(mined), some, ("drawn", "oracle"), None)
+    page = mining_page.page(judged, output.chosen(judged, None), lambda row: b"")
+    return "\n".join(output.summary(judged)), sections(page)
+
+
+@pytest.mark.parametrize(("p1", "many"), [(0.99, False), (1e-4, True)])
+def test_mining_that_makes_many_pairs_positive_warns(p1: float, many: bool) -> None:
+    c = random_corpus(0)
+    said, page = judged_page(c, Mined(p1=p1, p2=0.999, p3=0.999))
+    warned = re.search(r"warning: (\S+)% of all pairs are mined as positives", said)
+    assert bool(warned) == many == ("Warning: " in page["Mined pairs"].text)
+    if warned:
+        share = len(literal(c, Mined(p1=p1, p2=0.999, p3=0.999))) / (len(c.captions) * (len(c.keys) - 1))
+        assert float(warned[1]) == pytest.approx(100 * share, abs=0.06)
+
+
+def test_calibrated_thresholds_are_explained_as_they_came_about() -> None:
+    """Five of nine pictures are copies, so that p2 is capped, and p3 is not."""
+    c = random_corpus(1)
+    c.images[:5] = c.images[0]
+    _, page = judged_page(c, Mined(), calibrate=True, false_rate=0.1)
+    words = "\n".join(section.text for section in page.values())
+    assert re.search(r"p2 is 0\.999, the highest that identical features surely exceed: \d+(\.\d)?% of random", words)
+    assert "p3 is the S_tt that only 0.1 of random pairs exceed" in words
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_captions_that_occur_once_are_not_listed_as_frequent(repeats: bool) -> None:
+    c = random_corpus(2)
+    if repeats:
+        c.captions[-1] = c.captions[0]
+    _, page = judged_page(c, Mined())
+    tables = [table for section in page.values() for table in section.tables if table[0] == ["caption", "times"]]
+    assert tables == ([[["caption", "times"], [c.captions[0], "2"]]] if repeats else [])
+    words = "\n".join(section.text for section in page.values())
+    assert (f"Each of {len(c.captions)} captions occurs once." in words) != repeats
+
+
 def test_a_corpus_without_pairs_is_refused() -> None:
     with pytest.raises(ValueError, match="there are no pairs to mine"):
         random_pairs(corpus(np.zeros((2, 2), np.float32), [np.ones((1, 2)), np.ones((1, 2))]), 0)
@@ -416,6 +459,19 @@ def test_progress_says_rate_and_time_left(capsys: pytest.CaptureFixture[str]) ->
     assert "100%" in said
     assert "ETA 0:00" in said
     assert said.count("\n") == 1  # plain lines come seldom
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(65, "1:05"), (3 * 3600 + 7 * 60 + 5, "3:07:05"), (99 * 3600, "4d 03h")])
+def test_time_left_is_said_as_training_says_it(seconds: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half is done after so many seconds, by mining and by `embed`."""
+    screen, now = io.StringIO(), 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    bar, report = Bar("pairs", "pairs", screen), Report(screen)
+    report.start(10, 10)
+    now = float(seconds)
+    bar(5, 10)
+    report.add(5, 5)
+    assert [line.partition("ETA ")[2].strip() for line in screen.getvalue().splitlines()] == [said, said]
 
 
 class Colours:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -131,6 +131,7 @@ class MinedPositives:
     """Positives by eq. 2. Pairs that cannot be judged (composed examples, features unknown) match if annotated."""
 
     settings: Mined
+    mined: ClassVar[bool] = True  # logged as a share of all pairs
 
     def __call__(self, pairs: Pairs) -> Tensor:
         """[i, t] in {0, 1}."""

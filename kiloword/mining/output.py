@@ -19,7 +19,7 @@ from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.page import page
 from kiloword.mining.pairs import TERMS, Found, by_term
 from kiloword.mining.pictures import Pair, Shown
-from kiloword.mining.results import WHOLE, Results, as_json, flags, terms, thresholds
+from kiloword.mining.results import WHOLE, Results, as_json, flags, terms, thresholds, warning
 from kiloword.terminal import say
 
 WIDE, BEST = 6, 5  # captions that fit many pictures, and pictures shown of each
@@ -133,6 +133,7 @@ def summary(results: Results) -> list[str]:
         f"{len(results.corpus.keys):,} pictures, {len(results.corpus.captions):,} captions, teacher {results.teacher}",
         f"mined {found.mined.whole:,} of {found.pairs:,} pairs, {mean:.3g} a picture",
     ]
+    lines += [f"warning: {many}"] if (many := warning(found)) else []
     for name in (WHOLE, *TERMS):
         row = table[name]
         judged = [f"{what} {row[what]:.3f}" for what in ("precision", "recall") if row[what] is not None]

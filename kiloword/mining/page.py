@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from torch import Tensor
 
 from kiloword import report
-from kiloword.mining.calibrate import DIGITS, FLOOR, Choice
+from kiloword.mining.calibrate import DIGITS, FLOOR, NEARLY_SAME, Choice
 from kiloword.mining.corpus import Floats
 from kiloword.mining.pictures import Picture, Shown, mined_pairs, term_rule, wide_captions
-from kiloword.mining.results import WHOLE, Group, Results, flags, terms, thresholds
+from kiloword.mining.results import WHOLE, Group, Results, flags, terms, thresholds, warning
 from kiloword.report.histogram import bins, doubling
 from kiloword.report.words import duration, percent
 
@@ -88,6 +89,7 @@ def _mined(results: Results) -> str:
     share = [float(v) for v in 100 * np.histogram(counts, edges)[0] / len(counts)]
     parts = [
         report.table(rows, header, strong=1, digits=3),
+        *([report.paragraph(f"Warning: {many}")] if (many := warning(found)) else []),
         report.paragraph(_words_of_mined(results)),
         report.histogram({"mined": share}, edges, "mined captions, at least", "% of pictures", even=True),
     ]
@@ -154,16 +156,26 @@ def _words_of_thresholds(results: Results) -> str:
         f"{name.replace('_text', chr(39))} {value:g}" for name, value in thresholds(results.settings).items()
     )
     if options.calibrate:
-        rate = f"{options.false_rate:g} of random pairs exceed"
+        settings, sample, rate = results.settings, results.sample, f"{options.false_rate:g} of random pairs exceed"
+        same = [_nearly_same("p2", "S_ii", settings.p2, sample.ii, rate)]
+        same.append(_nearly_same("p3", "S_tt", settings.p3, sample.tt, rate))
         return (
             f"Calibrated: {values}. p1 is the mean S_it of the annotated pairs, {mean:.4f}, from where the paper "
-            f"starts, but at least what only {rate}; p2 and p3 are what only {rate}; p1' is what all but {FLOOR:.0%} "
-            "of the annotated pairs exceed. Values given on the command line stand."
+            f"starts, but at least what only {rate}; {'; '.join(same)}; p1' is what all but {FLOOR:.0%} of the "
+            "annotated pairs exceed, at most p1. Values given on the command line stand."
         )
     return (
         f"Given: {values}. The paper's are 0.27, 0.92, 0.99 and 0.24, for a teacher whose annotated pairs score 0.29 "
         f"on average; this one's score {mean:.3f}. Where that differs much, --calibrate fits them."
     )
+
+
+def _nearly_same(name: str, score: str, value: float, random: Tensor, rate: str) -> str:
+    """How calibration came to p2 or p3."""
+    if value < NEARLY_SAME:
+        return f"{name} is the {score} that only {rate}"
+    above = percent(float((random > value).float().mean()))
+    return f"{name} is {value:g}, the highest that identical features surely exceed: {above} of random pairs do, too"
 
 
 def _similarities(results: Results) -> str:
@@ -234,14 +246,12 @@ def _captions(results: Results) -> str:
     for name, one in groups.items():
         title = "" if len(groups) == 1 else f"{name}: "
         said = f"{title}the most frequent of {one.captions:,} captions; {one.repeated:,} repeat an earlier one"
-        rows: list[list[str | float | int | None]] = [[text, count] for text, count in one.frequent[:SHOWN]]
-        parts.append(
-            report.table(
-                rows,
-                ["caption", "times"],
-                caption=said,
-            )
-        )
+        repeated = [(text, count) for text, count in one.frequent[:SHOWN] if count > 1]
+        rows: list[list[str | float | int | None]] = [[text, count] for text, count in repeated]
+        none = report.paragraph(f"{title}Each of {one.captions:,} captions occurs once.")
+        parts.append(report.table(rows, ["caption", "times"], caption=said) if rows else none)
+    if not any(one.repeated for one in groups.values()):
+        return "".join(parts)
     frequencies = {n: [(float(i), float(c)) for i, (_, c) in enumerate(g.frequent, 1)] for n, g in groups.items()}
     parts.append(report.line_plot(frequencies, "the 100 most frequent captions", "times"))
     return "".join(parts)

@@ -19,6 +19,7 @@ from kiloword.mining.options import Options
 from kiloword.mining.origin import Truths
 from kiloword.mining.progress import Bar
 from kiloword.sharing import is_first
+from kiloword.watch.rule import LIMITS
 
 WHOLE = "eq. 2"
 
@@ -119,6 +120,17 @@ def flags(settings: Mined, prefix: str = "--settings.") -> str:
     named = [] if settings.teacher == "teacher" else [f"{prefix}teacher {settings.teacher}"]
     values = (f"{prefix}{name.replace('_', '-')} {value:g}" for name, value in thresholds(settings).items())
     return " ".join([*values, *named])
+
+
+def warning(found: pairs.Found) -> str:
+    """A sentence where so many pairs are mined that a positive tells little; else empty."""
+    share = found.mined.whole / max(found.pairs, 1)
+    if share <= LIMITS.mined[0]:
+        return ""
+    return (
+        f"{share:.1%} of all pairs are mined as positives, so a positive tells little. Raise the thresholds, or fit "
+        "them to the teacher with --calibrate and a lower --false-rate."
+    )
 
 
 def thresholds(settings: Mined) -> dict[str, float]:

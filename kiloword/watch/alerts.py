@@ -11,7 +11,7 @@ from typing import Any
 
 from kiloword.watch.rule import About, Rule
 from kiloword.watch.rules_feeding import DataWait, MemoryGrowth, SkippedSamples, Slower, Truncated
-from kiloword.watch.rules_learning import BadSteps, Falling, GradientNorm, LossSpike, ScaleAtLimit
+from kiloword.watch.rules_learning import BadSteps, Falling, GradientNorm, LossSpike, ManyMined, ScaleAtLimit
 
 __all__ = ["About", "Alert", "Alerts", "alerts"]
 
@@ -80,5 +80,5 @@ class _State:
 
 
 def _rules(about: About) -> list[Rule]:
-    learning = [BadSteps(), LossSpike(), GradientNorm(), ScaleAtLimit(about), Falling()]
+    learning = [BadSteps(), LossSpike(), GradientNorm(), ScaleAtLimit(about), Falling(), ManyMined()]
     return [*learning, DataWait(), Slower(), SkippedSamples(about), Truncated(), MemoryGrowth()]

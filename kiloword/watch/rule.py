@@ -34,6 +34,7 @@ class Limits:
     memory: tuple[float, float] = (0.1, 0.0)  # growth since the first quarter, if it grew in each quarter
     memory_quarter: float = 0.02  # least growth of each quarter
     memory_rows: int = 100  # rows before memory is judged
+    mined: tuple[float, float] = (0.05, 0.04)  # share of all pairs that are mined as positives
     patience: int = 5  # rows that must be calm before an alert ends
 
 

@@ -33,6 +33,20 @@ class BadSteps(Rule):
         )
 
 
+class ManyMined(Rule):
+    name, over = "mined positives", "few pairs are mined as positives now."
+    begin, end = LIMITS.mined
+
+    def measure(self, row: Row) -> float | None:
+        return number(row, "mined_share")
+
+    def says(self, value: float) -> str:
+        return (
+            f"{value:.1%} of all pairs are mined as positives, so a positive tells the model little. Do the thresholds "
+            "fit the teacher? `kiloword mine SRC --side DIR --out OUT --calibrate` proposes some."
+        )
+
+
 class LossSpike(Rule):
     """Against the median of a few rows before; noise is what the loss moves from row to row, whatever its trend."""
 
