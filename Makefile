@@ -45,7 +45,7 @@ check: $(FULL)
 
 check-all: $(FULL)
 	@echo '== slow tests (pytest -m slow, $(JOBS) processes)'
-	@$(THREADS) $(BIN)/python -m pytest -n $(JOBS) -m slow --timeout 1800
+	@$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 1800
 
 env: $(FULL)
 

@@ -37,7 +37,7 @@ import kiloword.embed
 import kiloword.generation.command
 from kiloword import cli, recipes
 from kiloword.checkpoint import save_model
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.tokenizer import Tokenizer, clip_tokenizer
 from kiloword.interop import folder as imports
 from kiloword.interop.open_clip import Imported, Report
 from kiloword.log import read_metrics
@@ -285,6 +285,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     kiloword.embed.PART = kiloword.generation.command.PART = 6  # rows a part: two of them
+    if "import" in (args.verbs or ["import"]):
+        words = clip_tokenizer()  # once for all forks: it takes as long as all the rest
+        imports.tokenizer = lambda config, weights: words
     base = (args.out or Path(tempfile.mkdtemp(prefix="crash-"))) / "crash"
     base.mkdir(parents=True)
     os.environ["KILOWORD_CACHE"] = str(base / "cache")

@@ -196,7 +196,7 @@ def memory(contestant: Side, batch: Given, args: argparse.Namespace) -> int:
         storage = x.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage.nbytes()
-        return x
+        return x.detach()  # not x: a graph that holds its own results is never freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), cast(args):
         contestant.loss(batch)
