@@ -665,6 +665,26 @@ def test_a_full_disk_with_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "b.part").exists()
 
 
+@pytest.mark.parametrize("lock", ["piece", "index"])
+def test_a_lock_ends_although_a_process_forked_meanwhile_lives(tmp_path: Path, lock: str) -> None:
+    """A data worker inherits the descriptors that other threads have open; closing them here alone frees nothing."""
+    context = get_context("fork")
+    over = context.Event()
+    worker = context.Process(target=over.wait)
+    if lock == "piece":
+        path, held = tmp_path / "a", Cache(tmp_path).opened("a", 3, lambda fd: os.pwrite(fd, b"abc", 0))
+    else:
+        path, held = tmp_path / "a.lock", remote_index._locked(tmp_path / "a")
+    with held:
+        worker.start()
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        over.set()
+        worker.join()
+
+
 def test_rows_are_fetched_before_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILOWORD_REMOTE", "backoff=0.01 ahead=12")
     files = shards(tmp_path / "data", 8, rows=6)
