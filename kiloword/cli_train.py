@@ -55,7 +55,9 @@ class Train:
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"  # of the arithmetic; weights stay in fp32 under bf16
     freeze: Literal["none", "image", "text"] = "none"  # a tower that stays as it is
     init: str | None = None  # model folder to start from; brings its towers and picture size
-    captions: int | Literal["one", "all"] = "one"  # of a picture in a batch: one (redrawn each epoch), all, or a number
+    captions: int | Literal["one", "all"] = (
+        "one"  # of an image (vqa: answers) in a batch: one, redrawn each epoch, all, N
+    )
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"  # of image files; the others are faster
     weights: tuple[float, ...] = ()  # how often each of several --data comes in an epoch
     together: int = 1  # consecutive rows that stand in a batch together (groups of hard negatives)
@@ -99,14 +101,16 @@ def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
 def main(argv: Sequence[str]) -> None:
     """`kiloword train METHOD ...`. Raises: ValueError for a recipe that cannot be."""
     words = asked(argv, "train siglip --out runs/first")
-    args, settings = words.read(_train(words.method, words.flags))
-    from kiloword import start
+    usual = _defaults(words.method, words.flags)
+    args, settings = words.read(_train(usual))
+    from kiloword import effects, start
     from kiloword.dry_run import rehearse
     from kiloword.prepare import open_sources, with_length
     from kiloword.train import train
 
     recipe = recipe_of(words.method, args, settings)
     start.check(recipe)
+    effects.check(recipe, usual, args.options.trust_code)
     source = open_sources(recipe)
     recipe = with_length(recipe, len(source), args.steps, args.epochs, args.samples)
     if args.dry_run:
@@ -117,9 +121,8 @@ def main(argv: Sequence[str]) -> None:
         say(f"model: {folder}")
 
 
-def _train(method: str, argv: Sequence[str]) -> Train:
-    """The defaults that method, size, data and init imply."""
-    base = _defaults(method, argv)
+def _train(base: Recipe) -> Train:
+    """The flags whose defaults a recipe has."""
     return Train(
         size=base.size,
         optim=base.optim,
@@ -132,6 +135,7 @@ def _train(method: str, argv: Sequence[str]) -> Train:
 
 
 def _defaults(method: str, argv: Sequence[str]) -> Recipe:
+    """The recipe that method, size, data and init imply."""
     data = values_of(argv, "--data") or ("scenes",)
     size, init = ((values_of(argv, flag) or (None,))[0] for flag in ("--size", "--init"))
     if init is None:

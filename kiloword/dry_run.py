@@ -91,7 +91,7 @@ def describe(file: RunFile, source: Source, out: Path, options: Options) -> list
         *_wrapped("optimizer", settings_of(recipe.optim)),
         *_wrapped("augment", settings_of(recipe.data.augment) or "none"),
         f"out        {out}{' (resumes)' if (out / 'state').is_dir() else ''}",
-        *(f"note       {note}" for note in effects.notes(recipe)),
+        *(f"note       {note}" for note in effects.notes(recipe, options)),
     ]
 
 

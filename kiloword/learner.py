@@ -13,6 +13,7 @@ from kiloword.method import Method
 from kiloword.model import Model
 from kiloword.parallel import ranks, sum_over_ranks
 from kiloword.pools import AttentionalPool, at_least_float
+from kiloword.recipes import ModelConfig
 from kiloword.types import Batch, Encoded, Features, Pairs, Positives, Total
 
 
@@ -146,3 +147,11 @@ class Learner(nn.Module):
         weighted = [self.method.terms[name][0] * out[name] for name in self.terms]
         out["loss"] = torch.stack([self.method.pair_weight * out["pair"], *weighted]).sum() * ranks()
         return out
+
+
+def learner_of(config: ModelConfig, method: Method) -> Learner:
+    """The learner of a method without content: shapes alone, on torch's meta device."""
+    with torch.device("meta"):
+        shaped = method.shape(config)
+        model = Model(shaped, method.head(shaped), {name: make(shaped) for name, make in method.towers.items()})
+        return Learner(model, method)

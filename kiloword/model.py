@@ -137,13 +137,13 @@ def first_values(module: nn.Module, seed: int, names: Iterable[str], prefix: str
     Args: names: of parameters of `module`, which may be sharded; prefix: what stands before them.
     Raises: ValueError for a parameter of `module` that has no initial value.
     """
-    rules = _rules(module)
+    rules = rules_of(module)
     shapes = {name: p.shape for name, p in module.named_parameters()}
     for name in names:
         yield name, _values(shapes[name], rules[name], key(seed, prefix + name))
 
 
-def _rules(module: nn.Module) -> dict[str, Init]:
+def rules_of(module: nn.Module) -> dict[str, Init]:
     """How each parameter of a module starts, by name. Raises: ValueError for one of which no module says it."""
     rules: dict[str, Init] = {}
     for path, part in module.named_modules():

@@ -155,7 +155,7 @@ def _fill(run: Run, started: str, options: Options) -> None:
     if parallel.rank() == 0 and 0 < run.step == steps_done(run.out / "state"):
         drop_old(run.out / "state", options.keep_states)  # a run that was killed before it did leaves one too many
     if run.step == 0:
-        _begin(run, started, effects.notes(run.recipe))
+        _begin(run, started, effects.notes(run.recipe, options))
     engine.check_same(run.learner)
     run.log = open_log(run.out, run.recipe, run.step, options, run.learner.model.head.log_limit)
 

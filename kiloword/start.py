@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,7 +141,7 @@ def _read(folder: str, model: Model, trust: Trust) -> _Brought:
     """Weights of a folder with positions and tokens as `model` has them."""
     old, new = _shape(folder, trust), model.config
     brought = _Brought(read_tensors(Path(folder) / "model.safetensors"))
-    if not _same_scale(folder, model, brought.weights, trust):
+    if not same_scale(folder, model, brought.weights, trust):
         brought.weights = {k: v for k, v in brought.weights.items() if k not in ("head.log_scale", "head.bias")}
     _add_tokens(brought, old, new)  # the class token's position is still there
     _resize(brought, old, new)
@@ -157,7 +157,7 @@ def _read(folder: str, model: Model, trust: Trust) -> _Brought:
     return brought
 
 
-def _same_scale(folder: str, model: Model, weights: Mapping[str, Tensor], trust: Trust) -> bool:
+def same_scale(folder: str, model: Model, weights: Container[str], trust: Trust) -> bool:
     """Whether the model's scale means what the folder's does: not of distances, nor beside a bias that is not there."""
     file = read_model_file(folder)
     method = method_of(file, folder, trust)

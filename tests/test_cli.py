@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,52 @@ def test_dry_run_refuses_what_training_would(
     assert end.value.code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+IDLE = [
+    (
+        ["clip", "--model.head.pool-queries", "8"],
+        "--model.head.pool-queries is 8, but clip builds the same model with 256",
+    ),
+    (
+        ["llip", "--model.image.extra-tokens", "3"],
+        "--model.image.extra-tokens is 3, but llip builds the same model with 0",
+    ),
+    (["llip+compose", "--model.head.image-pool", "max"], "--model.head.image-pool is max, but llip+compose builds"),
+    (["prolip", "--model.text.no-causal"], "--model.text.causal is False, but prolip builds the same model with True"),
+    (
+        ["clip", "--optim.name", "adamw", "--optim.muon-lr", "0.1"],
+        "--optim.muon-lr is 0.1, which counts with --optim.name",
+    ),
+    (["clip", "--augment.blur-sigma", "1", "3"], "which counts with --augment.blur above 0 alone"),
+    (["siglip", "--init", "MODEL", "--settings.scale", "5"], ""),
+    (["clip", "--init", "MODEL", "--settings.scale", "5"], "--settings.scale is 5.0, but head.log_scale comes from"),
+    (["clip", "--model.head.pool-queries", "8", "--model.head.image-pool", "attentional"], ""),
+    (["llip", "--model.head.text-pool", "mean", "--settings.scale", "5", "--augment.crop", "0.5"], ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), IDLE, ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else ""
+)
+def test_settings_that_change_nothing_are_refused(
+    words: list[str], told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(model) if word == "MODEL" else word for word in words]
+    rest = RUN[:2] + RUN[4:] if "--init" in words else RUN
+    with pytest.raises(SystemExit) if told else nullcontext():
+        run("train", *words, *rest, "--out", tmp_path / "out", "--dry-run")
+    said = capsys.readouterr()
+    assert told in said.err
+    assert bool(told) == ("Omit what changes nothing." in said.err) == (not said.out)
+
+
+def test_sharding_over_one_process_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("train", "clip", *RUN, "--out", tmp_path / "out", "--dry-run", "--parallel", "fsdp")
+    assert (
+        "note       --parallel fsdp shards nothing in one process: start several by torchrun."
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("words", [["--views", "compose", "--views", "mixup"], ["--side=a", "--side", "b"]])

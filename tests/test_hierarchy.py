@@ -395,8 +395,11 @@ def np_picture(source: SceneParts, row: int):  # type: ignore[no-untyped-def]
     return Image.fromarray(source.record(row).image)
 
 
-def test_models_without_gaussians_have_one_root() -> None:
+def test_models_without_gaussians_have_one_root(capsys: pytest.CaptureFixture[str]) -> None:
     found = evaluate(matcher("clip"), "hierarchy", "scenes:test?n=9")
+    assert "note" not in capsys.readouterr().err
+    assert evaluate(matcher("clip"), "hierarchy", "scenes:test?n=9", includes="h") == found
+    assert "note: --includes and --eps change nothing here" in capsys.readouterr().err
     assert not [name for name in found if "uncertainty" in name or "inclusive" in name or "image" in name]
     assert {f"traversal_empty_{name}" for name in ROOTED} < set(found)
     with pytest.raises(ValueError, match="csd need a model with uncertainty"):

@@ -20,7 +20,7 @@ from kiloword import engine, parallel
 from kiloword.accumulate import backward
 from kiloword.cli import main
 from kiloword.draw import Draw
-from kiloword.learner import Learner
+from kiloword.learner import Learner, learner_of
 from kiloword.methods import names, preset
 from kiloword.model import build
 from kiloword.muon import orthogonal
@@ -115,7 +115,7 @@ def planner(words: str) -> Planner:
 
 @pytest.mark.parametrize("method", names())
 def test_parameters_are_those_of_a_real_model_and_every_term_is_known(method: str) -> None:
-    shapes = step.learner_of(sizes()["debug"], preset(method))
+    shapes = learner_of(sizes()["debug"], preset(method))
     real = build(sizes()["debug"], preset(method))
     assert parameters.total(shapes) == sum(p.numel() for p in real.parameters())
     assert sum(parameters.parts(shapes).values()) == parameters.total(shapes)
@@ -135,7 +135,7 @@ def test_padded_pairs_cost_what_is_published(size: str, gflop: float) -> None:
 
 
 def test_newton_schulz_is_counted_as_torch_counts_it() -> None:
-    learner = step.learner_of(sizes()["debug"], preset("siglip"))
+    learner = learner_of(sizes()["debug"], preset("siglip"))
     optim = OptimConfig(name="muon")
     shapes: list[tuple[int, int]] = []
     for block in [*learner.model.image_tower.blocks, *learner.model.text_tower.blocks]:
@@ -214,7 +214,7 @@ def send(folder: str) -> None:
         with Sent() as sent:
             backward(learner, batch.split(pieces), partial(torch.autocast, "cpu", enabled=precision == "bf16"), reducer)
         share = Load(8, Lengths.of(batch.texts), Kernels())
-        layout, shapes = Layout(2, way, "none", pieces), step.learner_of(config, method)
+        layout, shapes = Layout(2, way, "none", pieces), learner_of(config, method)
         planned = traffic(shapes, OptimConfig(), precision, share, layout, 16)
         found.append((way, pieces, name, precision, 2 * sum(planned.values()), sent.bytes))
     if rank == 0:

@@ -37,6 +37,8 @@ from kiloword.evaluation.hierarchy_paths import (
     traversals,
 )
 from kiloword.gaussian import variance_sum
+from kiloword.sharing import is_first
+from kiloword.terminal import warn
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
@@ -51,8 +53,8 @@ def run(
     matcher: Matcher,
     source: Source,
     *,
-    includes: Includes = "inc",
-    eps: float = 0.0,
+    includes: Includes | None = None,
+    eps: float | None = None,
     nearest: Nearest = "cosine",
     batch: int = 64,
     workers: int = 0,
@@ -61,12 +63,13 @@ def run(
 ) -> Values:
     """Judge by chains of captions (json `hierarchies`, scenes) and by pictures of several levels (HierarImgs, scenes).
 
-    Args: includes, eps: by what a caption includes a picture most, see `most_inclusive`; nearest: what the steps of a
-    traversal go by, "cosine" or "csd" (Gaussian models).
+    Args: includes, eps: by what a caption includes a picture most, see `most_inclusive`; None: "inc" and 0; nearest:
+    what the steps of a traversal go by, "cosine" or "csd" (Gaussian models).
     Raises: ValueError for options out of range, and where the data has neither, or has levels of pictures alone and
     the model no uncertainty.
     """
-    check_includes(includes, eps)
+    by: tuple[Includes, float] = ("inc" if includes is None else includes, 0.0 if eps is None else eps)
+    check_includes(*by)
     bad = [] if skipped is None else skipped
     page: dict[str, Any] = {} if shown is None else shown
     stored = read(source)
@@ -75,7 +78,9 @@ def run(
         texts = matcher.encode_text(chains.texts)
         truth = _truth(source, chains)
         yield from _official(matcher, images, texts, chains, truth, page)
-        yield from _traversals(matcher, images, texts, chains, truth, (includes, eps), nearest, page)
+        yield from _traversals(matcher, images, texts, chains, truth, by, nearest, page)
+        if "log_var" not in texts and (includes, eps) != (None, None) and is_first():
+            warn("note: --includes and --eps change nothing here: they compare Gaussians, and this model has none.")
         if "log_var" in texts:
             yield from _text_levels(texts, chains, truth, page)
         page |= {"chains": chains, "source": source, "truth": truth}

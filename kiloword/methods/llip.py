@@ -9,7 +9,7 @@ from kiloword.contextual import Mixture
 from kiloword.heads import Head, Single
 from kiloword.losses import sigmoid_loss
 from kiloword.method import Method, Piece
-from kiloword.recipes import ModelConfig, sizes
+from kiloword.recipes import ModelConfig, only, sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Settings(Mixture):
 
 def preset(settings: Settings) -> Method:
     def head(config: ModelConfig) -> Head:
-        return Head(contextual.pooling(config, settings), scale=settings.scale, bias=settings.bias)
+        return Head(contextual.pooling(config, only(settings, Mixture)), scale=settings.scale, bias=settings.bias)
 
     return Method(
         name="llip",

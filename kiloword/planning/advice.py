@@ -8,13 +8,13 @@ from functools import cached_property
 from kiloword.data.views.mix import LARGE
 from kiloword.data.views.mix import share as composed_share
 from kiloword.data.views.settings import MixingSettings
-from kiloword.learner import Learner
+from kiloword.learner import Learner, learner_of
 from kiloword.method import Method
 from kiloword.planning.cards import NODE, Card
 from kiloword.planning.memory import Layout, memory
 from kiloword.planning.request import Plan
 from kiloword.planning.shapes import Kernels, Lengths, Load, text_length
-from kiloword.planning.step import Step, learner_of, step_of
+from kiloword.planning.step import Step, step_of
 from kiloword.planning.traffic import EXPOSED, traffic
 
 CAPTIONS = 6  # of methods that take all: a raw one and five made ones (arXiv:2405.10286)

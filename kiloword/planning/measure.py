@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kiloword import recipes
 from kiloword.accumulate import backward, precision_of
 from kiloword.activations import recompute
-from kiloword.learner import Learner
+from kiloword.learner import Learner, learner_of
 from kiloword.method import Method
 from kiloword.model import build
 from kiloword.optim import Optimizer
@@ -178,7 +178,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def planned(measured: Measured) -> dict[str, float]:
     """The same figures by the plan's formulas, and with "peak" all that a GPU holds but the allowances."""
     case, device = measured.case, "cuda" if measured.device.startswith("cuda") else "cpu"
-    learner = step.learner_of(measured.config, measured.method)
+    learner = learner_of(measured.config, measured.method)
     kernels = Kernels.of(case.precision, device == "cuda")
     share, teacher = load_of(measured.batch, kernels, case.captions), TEACHER if measured.method.needs else 0
     texts = share.texts.texts

@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_iter
 from kiloword import recipes
 from kiloword.accumulate import precision_of
 from kiloword.activations import recompute
-from kiloword.learner import Learner
+from kiloword.learner import Learner, learner_of
 from kiloword.model import Model
 from kiloword.planning import memory
 from kiloword.planning.measure import Case, batch_of, load_of, method_of
 from kiloword.planning.shapes import Kernels
-from kiloword.planning.step import learner_of
 from kiloword.types import Batch, Texts
 
 STAYS = ("weights", "optimizer states", "average of weights", "pictures")  # whatever a step does

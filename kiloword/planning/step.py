@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from kiloword.learner import Learner
-from kiloword.method import Method
 from kiloword.model import Model
 from kiloword.optim import STACKED, groups
 from kiloword.planning.heads import head
@@ -16,17 +13,9 @@ from kiloword.planning.pairs import pair_work
 from kiloword.planning.shapes import Load
 from kiloword.planning.terms import KINDS, SCORES, term_work
 from kiloword.planning.towers import image_tower, text_tower
-from kiloword.recipes import ModelConfig, OptimConfig
+from kiloword.recipes import OptimConfig
 
 ROUNDS = 5  # of Muon's Newton-Schulz iteration: the default of `optim.orthogonal`
-
-
-def learner_of(config: ModelConfig, method: Method) -> Learner:
-    """The learner of a method without content: shapes alone, on torch's meta device."""
-    with torch.device("meta"):
-        shaped = method.shape(config)
-        model = Model(shaped, method.head(shaped), {name: make(shaped) for name, make in method.towers.items()})
-        return Learner(model, method)
 
 
 def encoding(model: Model, load: Load) -> list[Work]:
