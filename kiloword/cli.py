@@ -154,6 +154,8 @@ def data(
     source: Positional[str],
     png: Path | None = None,
     digest: bool = False,
+    as_: Annotated[str | None, arg(name="as")] = None,
+    size: str = "tiny",
 ) -> None:
     """Look at a data set before training on it: kiloword data stats photos/train --png samples.png
 
@@ -161,12 +163,20 @@ def data(
         what: index (make the byte-offset indexes), check (decode every sample, name the bad), stats.
         source: what `train --data` takes.
         png: with stats, write a picture of samples here.
+        as_: with stats and png, draw the examples that training this method would see, augmented and composed.
+        size: with as, the size whose defaults hold, as of train.
         digest: with index, digest all images and texts of tars (reads them once); resumed runs compare it.
     """
     from kiloword.data import inspect
 
-    if inspect.main(what, source, png, digest):
+    if as_ is not None and (what != "stats" or png is None):
+        raise ValueError("--as draws what training would see: expected data stats SRC --as METHOD --png FILE.")
+    if inspect.main(what, source, png if as_ is None else None, digest):
         raise SystemExit(1)
+    if as_ is not None and png is not None:
+        from kiloword.preview import draw
+
+        say(draw(source, as_, size, png))
 
 
 @app.command

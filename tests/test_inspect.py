@@ -9,9 +9,12 @@ import pytest
 from PIL import Image
 from tars import encode, noise, pairs, picture, write_tar
 
+from kiloword.cli import main as cli
+from kiloword.data import contact
 from kiloword.data.contact import contact_sheet
 from kiloword.data.inspect import check, main, stats
 from kiloword.data.sources import open_source
+from kiloword.preview import draw
 from kiloword.types import Skipped
 
 
@@ -101,3 +104,71 @@ def test_contact_sheet_shows_the_pictures(tmp_path: Path) -> None:
     write_tar(tmp_path / "y.tar", {"b.png": b"", "b.txt": b"x"})
     with pytest.raises(ValueError, match="none of the samples"):
         contact_sheet(open_source(str(tmp_path / "y.tar")), tmp_path / "c.png")
+
+
+@pytest.fixture
+def red_and_blue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+    colours = {n: [200, 10, 10] if n % 2 else [10, 10, 200] for n in range(24)}
+    members = {}
+    for n, colour in colours.items():
+        members[f"{n:02}.png"] = encode(np.broadcast_to(np.uint8(colour), (40, 60, 3)).copy())
+        members[f"{n:02}.txt"] = b"all red\nvery red" if n % 2 else b"all blue\nvery blue"
+    return str(write_tar(tmp_path / "data" / "0.tar", members))
+
+
+def tiles(png: Path) -> list[np.ndarray]:
+    """The images of a sheet of examples; tiny's are squares of 180 pixels there."""
+    with Image.open(png) as sheet:
+        pixels = np.asarray(sheet).astype(int)
+    return [pixels[y + 3 : y + 177, x + 3 : x + 177] for y in range(16, 1184, 296) for x in range(16, 1536, 256)]
+
+
+def mixed(tile: np.ndarray) -> bool:
+    """Whether there is much red and much blue in it."""
+    return all(
+        0.2 < share < 0.8 for share in ((tile[..., 0] > tile[..., 2]).mean(), (tile[..., 2] > tile[..., 0]).mean())
+    )
+
+
+def test_examples_are_drawn_as_a_method_sees_them(
+    red_and_blue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: dict[str, list[str]] = {}
+    for method in ("clip-c", "clip"):
+        texts = shown.setdefault(method, [])
+        write = contact._tile
+
+        def noted(sheet, corner, image, text, captions, texts=texts, write=write):  # type: ignore[no-untyped-def]
+            texts.append(text)
+            write(sheet, corner, image, text, captions)
+
+        monkeypatch.setattr(contact, "_tile", noted)
+        cli(["data", "stats", red_and_blue, "--as", method, "--png", str(tmp_path / f"{method}.png")])
+        monkeypatch.undo()
+        monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
+    said = capsys.readouterr().out
+    composed = [text.startswith("composed: ") for text in shown["clip-c"]]
+    assert f"24 examples as clip-c at size tiny sees them, {sum(composed)} composed" in said
+    assert 0 < sum(composed) < 24
+    halves = [mixed(tile) for tile in tiles(tmp_path / "clip-c.png")]
+    both = [" and " in text and "red" in text and "blue" in text for text in shown["clip-c"]]
+    assert any(both)
+    assert halves == both
+    assert not any(mixed(tile) for tile in tiles(tmp_path / "clip.png"))
+    assert not any(" and " in text for text in shown["clip"])
+
+
+def test_all_captions_of_an_example_are_drawn(red_and_blue: str, tmp_path: Path) -> None:
+    one, all_ = tmp_path / "clip.png", tmp_path / "siglip.png"
+    draw(red_and_blue, "fff", "debug", all_)
+    draw(red_and_blue, "siglip", "debug", one)
+    assert one.read_bytes() != all_.read_bytes()
+
+
+@pytest.mark.parametrize("words", [["check", "--png", "a.png"], ["stats"]])
+def test_as_without_a_file_to_draw_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli(["data", words[0], "scenes?n=4", "--as", "clip", *words[1:]])
+    assert end.value.code == 2
+    assert "expected data stats SRC --as METHOD --png FILE" in capsys.readouterr().err

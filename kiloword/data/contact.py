@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from kiloword.draw import key
 from kiloword.files import write_atomic
 from kiloword.types import BadSample, Record, Source
 
-_COLUMNS, _ROWS = 6, 4
+_COLUMNS, TILES = 6, 24
 _TILE, _PICTURE, _GAP = (240, 280), (240, 180), 16  # pixels: width and height, gap between tiles
 _LINES, _LINE, _FONT = 5, 17, 13  # caption lines, pixels a line, font size
 _INK, _FAINT, _EDGE = (20, 20, 20), (130, 130, 130), (215, 215, 215)
@@ -25,16 +25,24 @@ def contact_sheet(source: Source, path: Path) -> None:
 
     Errors: ValueError when no sample is readable, or the file cannot be written.
     """
-    shown = list(_readable(source))
+    shown = [(picture, _caption(source, record), len(record.captions)) for picture, record in _readable(source)]
     if not shown:
         raise ValueError(f"{source.name}: none of the samples that were tried is readable.")
+    draw_tiles(shown, path)
+
+
+def draw_tiles(shown: Sequence[tuple[Image.Image, str, int]], path: Path) -> None:
+    """Writes a PNG of images, each with a text below it, and how many captions it stands for.
+
+    Errors: ValueError when the file cannot be written.
+    """
     rows = -(-len(shown) // _COLUMNS)
     size = (_GAP + _COLUMNS * (_TILE[0] + _GAP), _GAP + rows * (_TILE[1] + _GAP))
     sheet = Image.new("RGB", size, "white")
-    for place, (picture, record) in enumerate(shown):
+    for place, (picture, text, captions) in enumerate(shown):
         row, column = divmod(place, _COLUMNS)
         corner = (_GAP + column * (_TILE[0] + _GAP), _GAP + row * (_TILE[1] + _GAP))
-        _tile(sheet, corner, picture, _caption(source, record), len(record.captions))
+        _tile(sheet, corner, picture, text, captions)
     file = io.BytesIO()
     sheet.save(file, "PNG")
     write_atomic(path, file.getvalue())
@@ -44,7 +52,7 @@ def _readable(source: Source) -> Iterator[tuple[Image.Image, Record]]:
     """Samples in an order that the fingerprint decides; at most ten times as many are tried as are shown."""
     rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "contact sheet")))
     found = 0
-    for row in rng.permutation(len(source))[: 10 * _COLUMNS * _ROWS].tolist():
+    for row in rng.permutation(len(source))[: 10 * TILES].tolist():
         try:
             record = source.record(row)
             picture = Image.fromarray(decode(record.image, at_least=max(_PICTURE)))
@@ -52,7 +60,7 @@ def _readable(source: Source) -> Iterator[tuple[Image.Image, Record]]:
             continue
         yield picture, record
         found += 1
-        if found == _COLUMNS * _ROWS:
+        if found == TILES:
             return
 
 

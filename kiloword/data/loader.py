@@ -110,6 +110,11 @@ class Loader:
         Errors: ValueError when no replacement for a bad row can be read, a side table does not cover every row,
         or a row is bad whose truth is asked for.
         """
+        examples, seeds, skipped = self.examples(step)
+        return self._pack(examples, seeds, self.rank * len(examples), skipped)
+
+    def examples(self, step: int) -> tuple[list[Example], list[int], list[Skipped]]:
+        """What this rank's share of a batch is packed of: examples with all views applied, their seeds, bad samples."""
         if self._ahead:
             self._ahead.at(step)
         epoch, rows = self.order.batch_rows(step)
@@ -124,7 +129,7 @@ class Loader:
                 example = view(example, reader, draw)
             examples.append(example)
             seeds.append(draw.sample_seed)
-        return self._pack(examples, seeds, self.rank * len(mine), reader.skipped)
+        return examples, seeds, reader.skipped
 
     def _truth(self, example: Example, row: int, rows: Rows) -> Tensor:
         """[captions, B] bool: of which pictures of the global batch each caption is true."""
