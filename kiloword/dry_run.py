@@ -43,13 +43,13 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
     """
     choose(options.device)
     with parallel.process_group(timeout_s=options.timeout):
-        file, batch, bad = _prepare(recipe, source, out, options)
+        file, batch, bad, notes = _prepare(recipe, source, out, options)
         if parallel.rank() == 0:
-            say(*describe(file, source, out, options), *_first_batch(batch, bad))
+            say(*describe(file, source, out, options), *notes, *_first_batch(batch, bad))
 
 
-def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> tuple[RunFile, Batch, int]:
-    """What `config.json` would say, this rank's part of the first batch, and bad samples met in it on all ranks."""
+def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> tuple[RunFile, Batch, int, list[str]]:
+    """What `config.json` would say, this rank's part of the first batch, bad samples in it of all ranks, and notes."""
     micro_batches(recipe)
     check_utf8(out)
     recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
@@ -66,7 +66,7 @@ def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> tup
     batch = next(loader.batches(0, 1))
     bad = BadRows(len(source), recipe.data.bad_share)
     bad.count(parallel.all_lists(batch.skipped))
-    return file, batch, len(bad)
+    return file, batch, len(bad), [f"note       {note}" for note in loader.notes]
 
 
 def describe(file: RunFile, source: Source, out: Path, options: Options) -> list[str]:

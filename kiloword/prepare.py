@@ -155,7 +155,7 @@ def _fill(run: Run, started: str, options: Options) -> None:
     if parallel.rank() == 0 and 0 < run.step == steps_done(run.out / "state"):
         drop_old(run.out / "state", options.keep_states)  # a run that was killed before it did leaves one too many
     if run.step == 0:
-        _begin(run, started, effects.notes(run.recipe, options))
+        _begin(run, started, [*effects.notes(run.recipe, options), *run.loader.notes])
     engine.check_same(run.learner)
     run.log = open_log(run.out, run.recipe, run.step, options, run.learner.model.head.log_limit)
 
@@ -172,7 +172,7 @@ def _claim(file: RunFile, tokenizer: Tokenizer, out: Path) -> Lock:
 def _begin(run: Run, started: str, notes: list[str]) -> None:
     """Before the first step: logs the notes and what the run starts from, and the method prepares.
 
-    Args: started: of `make_learner`; notes: of `effects`.
+    Args: started: of `make_learner`; notes: of `effects` and of the views.
     """
     for note in notes:
         run.log.say(f"note: {note}")

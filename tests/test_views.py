@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kiloword.cli import main
 from kiloword.data.mixture import Mixture
 from kiloword.data.views import (
     Compose,
@@ -318,6 +320,61 @@ def test_views_from_a_file_of_rewrites(tmp_path: Path) -> None:
     assert all(" and " in caption for captions in found for caption in captions)  # an unknown pair is joined
     with pytest.raises(ValueError, match=r"no row names two samples of rows, the first is \('k1', 'k0'\)"):
         Compose(ComposeSettings(rewrites=path)).bind(Rows(1))
+
+
+def rewritten(tmp_path: Path, partners: dict[str, str]) -> str:
+    """A file that has a caption for each of some pairs."""
+    own, others = list(partners), list(partners.values())
+    return parquet(tmp_path / "r.parquet", key=own, partner=others, caption=["both"] * len(own))
+
+
+@pytest.mark.parametrize("partner", ["random", "fixed"])
+def test_rewrites_that_hardly_any_pair_has_are_noted_with_their_share(tmp_path: Path, partner: Any) -> None:
+    """The share is that of many epochs; named partners that all have one are not noted."""
+    rows = Rows(8)
+    path = rewritten(tmp_path, {f"k{n}": f"k{n + 4}" for n in range(4)} | {"k4": "k0", "k0": "elsewhere"})
+    view = Compose(ComposeSettings(rho=1, partner=partner, rewrites=path)).bind(rows)
+    said = re.search(rf"r\.parquet has captions for (\S+)% of the pairs that partner {partner} makes", view.note or "")
+    assert said
+    some = [Draw(seed, 0, row) for seed in range(150) for row in range(8)]
+    used = np.mean([view(rows.example(d.row, d), rows, d).captions[0] == "both" for d in some])
+    assert float(said[1]) == pytest.approx(100 / 7, abs=0.01)  # 4 of 28 pairs
+    assert 100 * used == pytest.approx(100 / 7, abs=4)
+
+
+def test_rewrites_of_named_partners_are_noted_only_where_few_have_one(tmp_path: Path) -> None:
+    rows, path = Rows(8), rewritten(tmp_path, {f"k{n}": f"k{n ^ 1}" for n in range(6)})
+    for away, noted in ((1, False), (3, True)):  # partners as in the file of rewrites, or others
+        named = parquet(
+            tmp_path / "p.parquet", key=[f"k{n}" for n in range(8)], partner=[f"k{n ^ away}" for n in range(8)]
+        )
+        view = Compose(ComposeSettings(partner="file", partner_file=named, rewrites=path)).bind(rows)
+        assert bool(view.note) == noted
+    assert "has captions for 0.00% of the pairs" in (view.note or "")
+    images = Compose(ComposeSettings(partner="file", partner_file=named, rewrites=path, parts="images")).bind(rows)
+    assert "is never used" in (images.note or "")
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_run_begins_with_the_notes_of_its_views(
+    dry: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = rewritten(tmp_path, {"train-000000": "train-000001"})
+    words = f"train clip-c --size debug --data scenes?levels=1&n=16 --steps 1 --batch 8 --out {tmp_path / 'out'}"
+    main(
+        [
+            *words.split(),
+            "--device",
+            "cpu",
+            "--workers",
+            "0",
+            "--settings.rewrites",
+            path,
+            *(["--dry-run"] if dry else []),
+        ]
+    )
+    said = "".join(capsys.readouterr())
+    assert said.count(f"{path} has captions for 0.83% of the pairs that partner random makes") == 1
 
 
 @pytest.mark.parametrize("name", VIEWS)

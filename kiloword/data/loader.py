@@ -91,6 +91,11 @@ class Loader:
         self._ahead = ahead_of(self.source, self._rows_of, self.order.batch)
         self._untouched = not self.train or not _changes(self.data.augment, natural)
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of the views before the first step."""
+        return [note for view in self.views if (note := getattr(view, "note", None))]
+
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """This rank's batches of the steps [start, stop); without end when stop is None.
 

@@ -58,6 +58,7 @@ class Rewrites:
     """What is said of pairs of examples, by their keys, in either order."""
 
     captions: dict[tuple[str, str], list[str]]
+    pairs: int  # of two samples that the source has, either order once
 
     @staticmethod
     def read(path: str, source: Source) -> Rewrites:
@@ -69,12 +70,25 @@ class Rewrites:
         for key, partner, caption in zip(*read_columns(path, ("key", "partner", "caption")), strict=True):
             found.setdefault((key, partner), []).append(caption)
         known = set(keys(source))
-        if not any(a in known and b in known for a, b in found):
+        pairs = {frozenset(pair) for pair in found if known.issuperset(pair)}
+        if not pairs:
             first = next(iter(found), ("", ""))
             raise ValueError(
                 f"{path}: no row names two samples of {source.name}, the first is {first}. Was it made of other data?"
             )
-        return Rewrites(found)
+        return Rewrites(found, sum(len(pair) == 2 for pair in pairs))
+
+    def share(self, source: Source, partners: Sequence[int] | None) -> float:
+        """The share of a source's rows whose partner is one for whom something was written, [0, 1].
+
+        Args: partners: the row of each row's partner, negative for none; None: any other row, all alike.
+        """
+        if partners is None:
+            rows = len(source)
+            return min(1.0, 2 * self.pairs / max(rows * (rows - 1), 1))
+        all_keys = keys(source)
+        mixed = [(all_keys[own], all_keys[other]) for own, other in enumerate(partners) if other >= 0]
+        return sum(bool(a and b and self.of(a, b)) for a, b in mixed) / max(len(mixed), 1)
 
     def of(self, key: str, partner: str) -> list[str]:
         """Captions of a pair, [] where nothing was written."""

@@ -33,6 +33,7 @@ from kiloword.recipes import AugmentConfig
 from kiloword.types import Example, Fetch, Source
 
 LARGE = 3_500_000  # rows: CC3M is below, CC12M and RedCaps above
+FEW = 0.5  # share of composed examples with a rewrite; below, a note says so
 RHO = {"small": 0.3, "large": 0.15}
 
 
@@ -83,6 +84,7 @@ class _WithPartner(_Mix):
     settings: PartnerSettings
     partner: Partner | None = None
     rewrites: Rewrites | None = None
+    note: str | None = None  # what a user should know before the run, after `bind`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,9 +92,13 @@ class _WithPartner(_Mix):
 
     def bind(self, source: Source) -> _WithPartner:
         """The view that knows the data set. Raises: ValueError for files that cannot be used, or are of other data."""
-        path = self.settings.rewrites
-        rewrites = None if path is None else Rewrites.read(path, source)
-        return replace(self, partner=Partner(self.settings).bind(source), rewrites=rewrites)
+        path, partner = self.settings.rewrites, Partner(self.settings).bind(source)
+        if path is None:
+            return replace(self, partner=partner)
+        rewrites = Rewrites.read(path, source)
+        rows = None if partner.rows is None else partner.rows.tolist()
+        used = 0.0 if self.settings.parts == "images" else rewrites.share(source, rows)
+        return replace(self, partner=partner, rewrites=rewrites, note=_few(self.settings, used))
 
     def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
         """The partner, augmented by draws of its own: not with the crop and mirror of the example."""
@@ -104,6 +110,19 @@ class _WithPartner(_Mix):
         if said:
             return [said[n % len(said)] for n in range(len(example.captions))]
         return super()._captions(example, other, own_first)
+
+
+def _few(settings: PartnerSettings, used: float) -> str | None:
+    """A note where rewrites are used for less than FEW of the composed examples."""
+    if used >= FEW:
+        return None
+    if settings.parts == "images":
+        return f"{settings.rewrites} is never used: with parts images, captions stay as they are. Leave rewrites out."
+    return (
+        f"{settings.rewrites} has captions for {used:.2%} of the pairs that partner {settings.partner} makes; the "
+        f"others are joined by {settings.merge!r}. To use them, name each sample's partner: partner file with "
+        "partner_file."
+    )
 
 
 @dataclass(frozen=True)
