@@ -205,7 +205,7 @@ def test_killed_and_run_again_gives_the_same_file(photos: Path, tmp_path: Path, 
 
 
 def _wait_for(there: Any) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 200
     while not there():
         assert time.monotonic() < end
         time.sleep(0.01)
