@@ -7,20 +7,25 @@ import os
 import pickle
 import shutil
 import tarfile
+import tracemalloc
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tars import pairs, picture, write_tar
 
 from kiloword.data import index as index_module
+from kiloword.data import mixture
 from kiloword.data.index import open_index
 from kiloword.data.inspect import check
 from kiloword.data.mixture import mix
 from kiloword.data.shards import Shards
 from kiloword.data.sources import expand, open_source
+from kiloword.draw import key as draw_key
 from kiloword.types import BadSample, Record, Source
 
 
@@ -310,6 +315,22 @@ def test_an_empty_class_name_moves_no_other(tmp_path: Path, names: str, line: in
     (tmp_path / "classnames.txt").write_text(names)
     with pytest.raises(ValueError, match=f"classnames.txt: line {line} is empty"):
         open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.97])
+def test_the_part_of_a_mixture_is_that_of_a_permutation(share: float) -> None:
+    """Written out; of many rows it takes little more than 4 bytes a row, and its own."""
+    rows = 1_000_003
+    source: Any = type("Many", (), {"fingerprint": "x", "__len__": lambda self: rows})()
+    rng = np.random.Generator(np.random.Philox(draw_key("x", "part of a mixture")))
+    permutation, count = rng.permutation(rows), round(share * rows)
+    for epoch in (0, 1, 2, 5):
+        expected = np.sort(permutation[(epoch * count + np.arange(count)) % rows])
+        tracemalloc.start()
+        part = mixture._part(source, share, epoch)
+        assert tracemalloc.get_traced_memory()[1] < 4.1 * (rows + count)
+        tracemalloc.stop()
+        assert np.array_equal(part, expected)
 
 
 def test_mixture_counts_every_row_as_its_weight_says(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,11 +92,15 @@ def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
     return sources[0] if weights == [1.0] else Mixture(sources, weights)
 
 
-def _part(source: Source, share: float, epoch: int) -> NDArray[np.int64]:
+def _part(source: Source, share: float, epoch: int) -> NDArray[np.integer[Any]]:
     """[round(share N)] rows, ascending so that reading stays sequential."""
     count = round(share * len(source))
     if not count:
         return np.empty(0, np.int64)
     rng = np.random.Generator(np.random.Philox(draw_key(source.fingerprint, "part of a mixture")))
-    permutation = rng.permutation(len(source))
-    return np.sort(permutation[(epoch * count + np.arange(count)) % len(source)])
+    rows = np.arange(len(source), dtype=np.int32 if len(source) < 1 << 31 else np.int64)
+    rng.shuffle(rows)  # in place, the same for both types: the order of hundreds of millions of rows takes gigabytes
+    start = epoch * count % len(source)
+    part = np.concatenate([rows[start : start + count], rows[: max(0, start + count - len(source))]])
+    part.sort()
+    return part
