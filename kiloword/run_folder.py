@@ -136,7 +136,9 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
 
 
 def _cause(differences: Mapping[str, Any]) -> str:
-    """What digests that differ mean; empty where only settings do."""
+    """What digests that differ mean; empty where settings say why."""
+    if "recipe.data.sources" in differences:
+        return ""
     if "data_fingerprint" in differences:
         return "the data is not what the run began with (a file is missing, new, cut or replaced); "
     if differences.keys() & set(CONTENTS):
@@ -151,7 +153,7 @@ def _utf8(value: Any) -> Any:
     if isinstance(value, dict):
         return {_utf8(k): _utf8(v) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        return [_utf8(v) for v in value]
+        return type(value)(_utf8(v) for v in value)
     return utf8(value) if isinstance(value, str) else value
 
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tars import pairs, picture, write_tar
@@ -111,6 +112,16 @@ def test_score_in_five_lines(place: Path) -> None:
     found: dict[str, object] = {}
     exec(code, found)
     assert found["scores"].shape == found["chances"].shape == (1, 2)  # type: ignore[attr-defined]
+
+
+def test_own_data_is_trained_on_and_the_model_used(place: Path) -> None:
+    code = python("Train on your own")
+    for large, small in (("steps=2000, batch=128", "steps=1, batch=4"), ('"tiny"', '"debug"')):
+        assert large in code
+        code = code.replace(large, small)
+    found: dict[str, Any] = {"dataset": [(str(place / f"{n}.png"), f"thing {n}") for n in range(4)]}
+    exec(code, found)
+    assert found["model"].score([str(place / "0.png")], ["a thing", "another"]).shape == (1, 2)
 
 
 def test_own_method_conforms(place: Path) -> None:
