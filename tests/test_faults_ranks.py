@@ -177,17 +177,15 @@ def test_a_dry_run_of_several_ranks_is_said_once(tmp_path: Path) -> None:
 
 
 def test_sigterm_to_all_ranks_saves(tmp_path: Path) -> None:
-    """As Kubernetes and SLURM do. The time from the signal to the end is printed: the grace that it takes."""
+    """As Kubernetes and SLURM do."""
     flags = words(tmp_path, "--workers", 1)
     with started([*flags, "--steps", "100000"], 2) as processes:
         while not (rows := read_metrics(tmp_path / "metrics.jsonl")) or rows[-1]["step"] < 3:
             assert all(process.poll() is None for process in processes)
             time.sleep(0.05)
-        start = time.monotonic()
         for process in processes:
             process.send_signal(signal.SIGTERM)
         (code, said), (other, quiet) = (ended(process) for process in processes)
-        print(f"{time.monotonic() - start:.1f} s")
     assert (code, other, quiet) == (143, 143, "")
     found = load_state(tmp_path / "state", pytest.fail)
     assert found is not None
