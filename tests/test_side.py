@@ -484,7 +484,7 @@ def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: 
     go_on(2, Fake())
     with pytest.raises(
         ValueError,
-        match="replaced at its path by features of another model; .* of the model fake .* of the model other ",
+        match=r"replaced at its path by features of another model; .* of the model fake .* of the model other ",
     ):
         go_on(3, Fake("other"))
 
