@@ -90,16 +90,14 @@ def test_texts_are_utf8_in_any_locale_and_paths_stay() -> None:
     assert settled(["train", f"--settings.compose.merge={ascii_locale}"], ["train"])[1].endswith("=caf\u00e9")
 
 
-@pytest.mark.parametrize("first", ["caf\udcc3\udca9", "caf\u00e9"])
-def test_a_run_goes_on_in_another_locale(first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_in_another_locale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The bytes of the path are the same, its text is not."""
     folder = tmp_path / "caf\u00e9"
     folder.mkdir()
     for n in range(8):
         (folder / f"{n}.png").write_bytes(picture(n))
         (folder / f"{n}.txt").write_text(f"thing {n}")
-    second = "caf\u00e9" if first != "caf\u00e9" else "caf\udcc3\udca9"
-    for steps, name in ((1, first), (2, second)):
+    for steps, name in ((1, "caf\udcc3\udca9"), (2, "caf\u00e9")):
         words = ["clip", "--data", tmp_path / name, *RUN, "--steps", steps, "--extend", "--out", tmp_path / "run"]
         main(["train", *map(str, words)])
     assert "goes on from step 1 of 2" in capsys.readouterr().err
