@@ -61,16 +61,16 @@ def draw(seed: int, count: int) -> list[Row]:
         for unit_name, unit in operators.units(ast.parse(file.read_text())):
             if kinds := Counter(kind for kind, _, _ in operators.sites(unit)):
                 functions[stratum(path)].append((path, unit_name, kinds))
-    strata, rows = [name for name in STRATA if name], []
+    strata = [name for name in STRATA if name]
+    rows: list[tuple[int, Row]] = []
     for index, name in enumerate(strata):
         pick = random.Random(f"{seed} {name}")
         share = count // len(strata) + (index < count % len(strata))
-        for path, function, kinds in pick.sample(functions[name], share):
+        for place, (path, function, kinds) in enumerate(pick.sample(functions[name], share)):
             kind = pick.choice(sorted(kinds))
-            rows.append(
-                {"stratum": name, "path": path, "unit": function, "kind": kind, "nth": pick.randrange(kinds[kind])}
-            )
-    return rows
+            about = {"stratum": name, "path": path, "unit": function, "kind": kind, "nth": pick.randrange(kinds[kind])}
+            rows.append((place, about))
+    return [row for _, row in sorted(rows, key=lambda numbered: numbered[0])]  # strata in turns
 
 
 def key(row: Row) -> str:
