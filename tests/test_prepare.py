@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kiloword import activations, engine, meter, parallel, prepare, recipes
+from kiloword import activations, engine, launch, meter, parallel, prepare, recipes
 from kiloword.lock import Lock
 from kiloword.methods import preset
 from kiloword.options import Options
@@ -116,6 +117,25 @@ def test_frozen_towers(freeze: Any, towers: set[str]) -> None:
     assert next(learner.parameters()).dtype.itemsize == 4
     double, _ = make_learner(recipe(precision="fp64"), preset("siglip", {}))
     assert all(p.dtype.itemsize == 8 for p in double.parameters())
+
+
+def test_an_optimizer_gets_the_scales_that_there_are() -> None:
+    for method, count in (("siglip", 2), ("clip", 1)):
+        head = make_learner(recipe(method), preset(method, {}))[0].model.head
+        assert [id(p) for p in head.scales()] == [id(p) for p in (head.log_scale, head.bias)[:count]]
+
+
+def test_torchrun_is_told_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file that it names, by its own keys; where none is named, or it cannot be written, nothing happens."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    launch.explain("Nobody asks.")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
+    launch.explain("Nowhere to write.")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    launch.explain("Rank 1 ended.")
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert told["message"] == told["extraInfo"]["py_callstack"] == "Rank 1 ended."
+    assert int(told["extraInfo"]["timestamp"]) > 1.7e9
 
 
 def test_the_slowest_rank_is_what_all_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -305,6 +306,23 @@ def test_class_data_in_clip_benchmarks_layout(tmp_path: Path) -> None:
         assert isinstance(source, Shards)
         assert (source.classnames, source.templates) == (["cat", "red fox"], ["a photo of a {c}."])
         assert source.labels.tolist() == [1, 0] == [source.record(row).label for row in range(2)]
+
+
+def test_samples_without_a_class_have_label_minus_1(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", {"a.png": picture(), "a.cls": b"2", "b.png": picture()})
+    source = open_source(str(tmp_path / "0.tar"))
+    assert source.labels.tolist() == [2, -1]  # type: ignore[attr-defined]
+
+
+def test_what_a_tar_says_of_all_its_members_holds_for_each(tmp_path: Path) -> None:
+    """A global pax header; a member's own header comes before it."""
+    with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"path": "all.png"}) as tar:
+        for name, own in (("a.png", {}), ("b.png", {"path": "own.png"})):
+            info = tarfile.TarInfo(name)
+            info.size, info.pax_headers = len(picture()), own
+            tar.addfile(info, io.BytesIO(picture()))
+    source = open_source(str(tmp_path / "0.tar"))
+    assert [source.key(row) for row in range(len(source))] == ["all", "own"]
 
 
 @pytest.mark.parametrize(("names", "line"), [("", 1), ("cat\n\ndog\n", 2)])
