@@ -12,15 +12,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from kiloword.model import build
+from kiloword.planning.heads import image_head, text_head
 from kiloword.planning.layers import Memory, block, cross_block
-from kiloword.planning.measure import Case, compare
+from kiloword.planning.measure import Case, compare, method_of
 from kiloword.planning.shapes import Kernels, Lengths, Sequences
-from kiloword.planning.towers import image_tower, text_tower
-from kiloword.recipes import ImageConfig, TextConfig
+from kiloword.planning.towers import image_tower, patches, text_tower
+from kiloword.recipes import ImageConfig, TextConfig, sizes
 from kiloword.towers.blocks import Block, CrossBlock
-from kiloword.towers.image import ImageTower
+from kiloword.towers.image import ImageTower, extra
 from kiloword.towers.text import TextTower
-from kiloword.types import Texts
+from kiloword.types import Features, Texts
 
 KERNELS = Kernels.of("fp32", cuda=False)
 WIDTH, HEADS, MLP = 8, 2, 24
@@ -117,3 +119,21 @@ def test_a_whole_step(case: Case) -> None:
     found = compare(case)
     assert found["flops"][0] == found["flops"][1]
     assert found["activations"][0] == pytest.approx(found["activations"][1], rel=0.006)
+
+
+@pytest.mark.parametrize("method", ["siglip", "prolip", "prolip-released", "llip"])
+def test_a_head(method: str) -> None:
+    """From tokens to all features that learn."""
+    model = build(sizes()["debug"], method_of(method))
+    config = model.config
+    tail = [config.text.special["end"], *(config.text.special[name] for name in config.text.extra_tokens)]
+    texts = Texts.pack([[1] * n + tail for n in (3, 5, 4)])
+    words = rows(len(texts.ids), config.text.width)
+    tokens = rows(2, extra(config.image) + patches(config.image), config.image.width)
+
+    def joined(features: Features) -> Tensor:
+        return torch.cat([value.flatten() for value in features.values() if value.requires_grad])
+
+    image, text = image_head(model, 2, KERNELS), text_head(model, Lengths.of(texts), KERNELS)
+    assert (text.forward, text.backward) == flops(lambda: joined(model.head.text(words, texts)))
+    assert (image.forward, image.backward) == flops(lambda: joined(model.head.image(tokens)))
