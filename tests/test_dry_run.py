@@ -13,6 +13,7 @@ from safetensors import safe_open
 from tars import picture
 
 import kiloword.train as loop
+from kiloword import validate
 from kiloword.cli import main
 from kiloword.methods import names
 
@@ -155,3 +156,17 @@ def test_a_short_run_that_waited_for_data_says_so(
     monkeypatch.setattr(loop, "MOSTLY", limit)
     train("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path)
     assert ("% of the time of this run was spent waiting for data: raise --workers" in capsys.readouterr().err) == says
+
+
+def test_a_few_bad_rows_of_the_validation_data_are_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation omits them, so the check before the first step looks for others."""
+    images = folder(tmp_path / "images", "bare")
+    for n in range(40):
+        (images / f"{n}.txt").write_text(f"thing {n}")
+    for n in (0, 1, 10):  # the first by name
+        (images / f"{n}.png").write_bytes(b"no image")
+    monkeypatch.setattr(validate, "TRIED", 8)
+    train("clip", "--data", "scenes?n=64", "--val", images, *SMALL, "--out", tmp_path / "run", "--dry-run")
+    monkeypatch.setattr(validate, "TRIED", 1)
+    with pytest.raises(SystemExit):
+        train("clip", "--data", "scenes?n=64", "--val", images, *SMALL, "--out", tmp_path / "run", "--dry-run")
