@@ -11,8 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kiloword import activations, engine, launch, meter, parallel, prepare, recipes
+from kiloword.checkpoint import read_tensors
 from kiloword.lock import Lock
 from kiloword.methods import preset
 from kiloword.options import Options
@@ -117,6 +120,18 @@ def test_frozen_towers(freeze: Any, towers: set[str]) -> None:
     assert next(learner.parameters()).dtype.itemsize == 4
     double, _ = make_learner(recipe(precision="fp64"), preset("siglip", {}))
     assert all(p.dtype.itemsize == 8 for p in double.parameters())
+
+
+def test_tensors_are_read_only_of_a_file_that_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+    assert read_tensors(path)["a"].tolist() == [1.0, 1.0]
+    path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged .* copy it again"):
+        read_tensors(path)
+    save_file({"a": torch.ones(2, dtype=torch.int64)}, path)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        read_tensors(path)
 
 
 def test_an_optimizer_gets_the_scales_that_there_are() -> None:

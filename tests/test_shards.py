@@ -314,6 +314,26 @@ def test_samples_without_a_class_have_label_minus_1(tmp_path: Path) -> None:
     assert source.labels.tolist() == [2, -1]  # type: ignore[attr-defined]
 
 
+def test_rows_of_a_mixture_are_named_as_in_their_own_source() -> None:
+    """By their number where a source names none."""
+
+    class Bare:
+        name, fingerprint = "bare", "f"
+
+        def __len__(self) -> int:
+            return 3
+
+        def record(self, row: int) -> Record:
+            return Record(str(row), b"", [])
+
+    class Named(Bare):
+        def key(self, row: int) -> str:
+            return f"n{row}"
+
+    both = mix([Bare(), Named()])
+    assert sorted(both.key(row) for row in range(6)) == ["0", "1", "2", "n0", "n1", "n2"]  # type: ignore[attr-defined]
+
+
 def test_what_a_tar_says_of_all_its_members_holds_for_each(tmp_path: Path) -> None:
     """A global pax header; a member's own header comes before it."""
     with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"path": "all.png"}) as tar:
