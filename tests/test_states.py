@@ -393,7 +393,7 @@ def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: 
 
     slowly(monkeypatch, until_two_steps_later)
     train(recipe(6), out, options=replace(EVERY, save_every=3, keep_states=9))
-    assert seen == [5, 6]
+    assert seen in ([5, 6], [6, 6])  # the sixth step may end while the first save looks at the fifth
     for step in (3, 6):
         one, other = ((tmp_path / run / "state" / f"step-{step:09d}.json").read_text() for run in ("whole", "slow"))
         assert one == other  # checksums of the tensors among it
