@@ -55,9 +55,8 @@ class Train:
     precision: Literal["fp64", "fp32", "bf16"] = "fp32"  # of the arithmetic; weights stay in fp32 under bf16
     freeze: Literal["none", "image", "text"] = "none"  # a tower that stays as it is
     init: str | None = None  # model folder to start from; brings its towers and picture size
-    captions: int | Literal["one", "all"] = (
-        "one"  # of an image (vqa: answers) in a batch: one, redrawn each epoch, all, N
-    )
+    # of an image (vqa: answers) in a batch: one, redrawn each epoch, all, N
+    captions: int | Literal["one", "all"] = "one"
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"  # of image files; the others are faster
     weights: tuple[float, ...] = ()  # how often each of several --data comes in an epoch
     together: int = 1  # consecutive rows that stand in a batch together (groups of hard negatives)
