@@ -50,7 +50,7 @@ def test_a_file_in_the_working_folder_is_found() -> None:
         ("bare", "takes 'settings' of no known type: annotate it"),
         ("positives", "Pairs is no class of settings"),
         ("undefined", "takes 'settings' of no known type: annotate it"),
-        ("number", "returned a int: expected a kiloword.method.Method"),
+        ("number", "returned an int: expected a kiloword.method.Method"),
         ("missing", "no attribute 'missing'"),
     ],
 )
