@@ -16,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kiloword.data import work
+
 FUZZ = Path(__file__).parents[1] / "fuzz"
 NAMES = ("tar index", "pictures", "captions", "configs")
 
@@ -24,6 +26,7 @@ NAMES = ("tar index", "pictures", "captions", "configs")
 def readers() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FUZZ))
+        patch.setattr(work, "SMALL", 256)  # as importing the readers does, but not for the tests of other files
         yield importlib.import_module("readers")
 
 

@@ -6,6 +6,10 @@ import json
 import os
 import re
 import signal
+import sys
+import threading
+import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,9 +208,15 @@ def test_an_interruption(server: Guarded, tmp_path: Path, capfd: pytest.CaptureF
 
     asked: list[Any] = []
 
+    def waits() -> bool:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return any(at.f_code.co_name == "result" for at, _ in traceback.walk_stack(frame))  # of a future
+
     def answer(request: Any) -> None:
         if not asked:
             asked.append(request)
+            while not waits():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
         request.close_connection = True
 
