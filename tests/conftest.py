@@ -14,6 +14,16 @@ torch.set_num_threads(1)
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests with the longest time limit come first, so that no process ends alone with one of minutes."""
+    items.sort(key=lambda item: -_limit(item) if item.get_closest_marker("slow") else 0)
+
+
+def _limit(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0]) if mark else 0
+
+
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or fills the cache of this machine."""
