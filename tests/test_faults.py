@@ -468,8 +468,14 @@ def test_the_folder_goes_while_the_run_goes(
 ) -> None:
     """What is saved later is whole: nothing of the lost folder is needed."""
     out = tmp_path / "out"
+
+    def remove() -> None:
+        while not (out / "state/step-000000002.json").exists():  # a save in flight would write into the folder again
+            time.sleep(0.01)
+        shutil.rmtree(out)
+
     with monkeypatch.context() as patch:
-        at_step(patch, 3, lambda: shutil.rmtree(out))
+        at_step(patch, 3, remove)
         said = ends(train(out, "--save-every", 1))
     assert f"cannot write {out}/metrics.jsonl" in said
     goes_on(train(out), out)
