@@ -131,7 +131,7 @@ def test_fsdp_begins_with_the_shards_of_the_weights_of_ddp() -> None:
 
 
 def sharded_otherwise(way: str) -> str:
-    """What the last rank, which starts from another seed, and all others are told before the first step."""
+    """The error of the last rank, which starts from another seed, and of all others before the first step."""
     own = recipe(seed=parallel.rank() // 2)
     made, _ = make_learner(own, preset("sycoca"), bare=way == "built bare")
     with pytest.raises(ValueError, match="is not the same on all ranks") as said:

@@ -1,4 +1,4 @@
-"""Ranks beside their collectives: signs of life, who is at fault, and an end that all of them learn of."""
+"""Ranks beside their collectives: heartbeats, who is at fault, and an end that all of them learn of."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
-    parser.add_argument("--tests", type=int, default=lines.MOST, help="at most so many tests a mutant")
+    parser.add_argument("--tests", type=int, default=lines.MOST, help="most tests of a mutant")
     parser.add_argument("--budget", type=float, default=60, help="seconds of processor time a mutant")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutate", help="map, rows and scratch files")
     parser.add_argument("--map", action="store_true", help="record the lines of new and changed test files, and end")

@@ -17,7 +17,7 @@ class Folder:
     """The pictures of one folder, by name; folders inside it are not searched.
 
     The fingerprint is of names and sizes. `classnames`, `templates`: of class data (.cls), else None.
-    Errors: ValueError when the folder holds no pictures.
+    Errors: ValueError when the folder holds no images.
     """
 
     natural = True

@@ -63,9 +63,9 @@ def run(
 ) -> Values:
     """Judge by chains of captions (json `hierarchies`, scenes) and by pictures of several levels (HierarImgs, scenes).
 
-    Args: includes, eps: by what a caption includes a picture most, see `most_inclusive`; None: "inc" and 0; nearest:
+    Args: includes, eps: by what a caption includes an image most, see `most_inclusive`; None: "inc" and 0; nearest:
     what the steps of a traversal go by, "cosine" or "csd" (Gaussian models).
-    Raises: ValueError for options out of range, and where the data has neither, or has levels of pictures alone and
+    Raises: ValueError for options out of range, and where the data has neither, or has levels of images alone and
     the model no uncertainty.
     """
     by: tuple[Includes, float] = ("inc" if includes is None else includes, 0.0 if eps is None else eps)

@@ -109,11 +109,11 @@ def traversals(
 
 
 def most_inclusive(images: Features, texts: Features, by: Includes = "inc", eps: float = 0.0) -> Tensor:
-    """The text that includes each picture most: [I] int64, of I and N Gaussians; the sum over dimensions.
+    """The text that includes each image most: [I] int64, of I and N Gaussians; the sum over dimensions.
 
     Args: by: "inc", inc of eq. 3, by which the authors' code ranks; "h", H of eq. 4, which the paper names; eps: as of
     `log_inclusion`. At eps 0 and the small variances of trained models H is about the squared distance over the sum of
-    the variances, greatest for the narrowest text that is wider than the picture: the specific ones, not the general.
+    the variances, greatest for the narrowest text that is wider than the image: the specific ones, not the general.
     Inc falls with the distance. At eps -10 or less distances hardly count: H takes the widest text, inc the narrowest.
 
     Raises: ValueError for another `by`, or an eps outside -100 to 20.

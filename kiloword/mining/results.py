@@ -123,7 +123,7 @@ def flags(settings: Mined, prefix: str = "--settings.") -> str:
 
 
 def warning(found: pairs.Found) -> str:
-    """A sentence where so many pairs are mined that a positive tells little; else empty."""
+    """A warning where more than a few percent of all pairs are mined as positives; otherwise empty."""
     share = found.mined.whole / max(found.pairs, 1)
     if share <= LIMITS.mined[0]:
         return ""
