@@ -36,7 +36,7 @@ from kiloword import cli, launch, train  # noqa: F401 (train is loaded once, for
 from kiloword.log import read_metrics
 from kiloword.state.folder import newest, states
 
-TIMED = ("pairs_per_s", "data_wait", "slowest_data_wait", "memory", "save_s", "time", "restarts")
+TIMED = ("pairs_per_s", "loader_pairs_per_s", "data_wait", "slowest_data_wait", "memory", "save_s", "time", "restarts")
 PATIENCE_S = 600.0  # for one run on a loaded machine
 ALONE_S = 60.0  # that ranks get to notice the death of another one
 

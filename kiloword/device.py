@@ -1,10 +1,15 @@
-"""Where a model computes."""
+"""Where a model computes, and how batches get there."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
+from torch import Tensor
+
+from kiloword.types import Batch
 
 
 def choose(asked: str) -> str:
@@ -25,3 +30,26 @@ def choose(asked: str) -> str:
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def on_device(batches: Iterator[Batch], device: torch.device, pieces: int) -> Iterator[tuple[Batch, list[Batch]]]:
+    """Each batch, and its micro-batches on the device.
+
+    They are split on the host, where that waits for nothing. On a GPU a stream of their own copies them, while the step
+    before still computes: the host is ahead of it, as long as nothing in a step waits for the GPU.
+    """
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    for batch in batches:
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            micro = [piece.to(device) for piece in batch.split(pieces)]
+        if stream:
+            torch.cuda.current_stream(device).wait_stream(stream)
+            for piece in micro:
+                piece.each(_used_here)
+        yield batch, micro
+
+
+def _used_here(x: Tensor) -> Tensor:
+    """Its memory is not given to another tensor before the current stream is done with it."""
+    x.record_stream(torch.cuda.current_stream(x.device))
+    return x

@@ -133,12 +133,12 @@ class Log:
 
     def _line(self, values: dict[str, Any]) -> str:
         left = self._pace.seconds(self.steps - values["step"])
-        wait = values.get("slowest_data_wait", values["data_wait"])
+        wait, made = values.get("slowest_data_wait", values["data_wait"]), values.get("loader_pairs_per_s")
         parts = [
             f"step {values['step']}/{self.steps}",
             f"loss {values['loss']:.3f}" if "loss" in values else "loss ?",
             f"{values['pairs_per_s']:.0f} pairs/s",
-            f"data wait {wait:.0%}",
+            f"data wait {wait:.0%}" + (f" (loader makes {made:.0f}/s)" if made else ""),
             f"ETA {duration(left)}",
         ]
         if "epoch" in values:

@@ -30,6 +30,7 @@ class Meter:
     def _restart(self) -> None:
         """Of rates."""
         self._pairs, self._wait, self._save, self._start = 0, 0.0, 0.0, time.perf_counter()
+        self._read, self._made = 0, 0.0  # pairs that came from the loader, seconds that one worker took for them
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time spent waiting for them is data wait."""
@@ -43,6 +44,7 @@ class Meter:
             if batch is None:
                 return
             self.run.since_row.captions += len(batch.texts)
+            self._read, self._made = self._read + len(batch), self._made + batch.made_s
             yield batch
 
     @contextmanager
@@ -90,11 +92,16 @@ class Meter:
         row["lr"] = run.recipe.optim.lr * schedule(run.step - 1, run.recipe.steps, run.recipe.optim)
         row["pairs_per_s"] = self._pairs * parallel.ranks() / seconds
         row["data_wait"] = self._wait / seconds
+        row["loader_pairs_per_s"] = self._loader_rate()
         row |= self._over_ranks(seconds)
         row |= {"skipped": len(run.bad), "truncated": run.truncated, "skipped_steps": run.skipped_steps}
         run.since_row = SinceRow()
         self._restart()
         return row
+
+    def _loader_rate(self) -> float:
+        """Pairs a second that the loaders of all ranks could make, were they never waited for."""
+        return self._read * max(self.run.loader.workers, 1) * parallel.ranks() / max(self._made, 1e-9)
 
     def _over_ranks(self, seconds: float) -> dict[str, Any]:
         """Captions since the last row, of all ranks; peak memory and seconds of saving, the most of any rank.

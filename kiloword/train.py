@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kiloword import parallel, peers
 from kiloword.accumulate import backward, precision_of
-from kiloword.device import choose, cores
+from kiloword.device import choose, cores, on_device
 from kiloword.guard import Guard
 from kiloword.meter import Meter
 from kiloword.options import Options as Options
@@ -63,9 +63,10 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
         run.log.say(f"{run.out} was finished at step {run.step}: nothing to do.")
     elif run.step:
         run.log.say(f"{run.out} goes on from step {run.step} of {recipe.steps}.")
-    for batch in meter.timed(stop.batches(run.loader.batches(run.step, recipe.steps), run.step)):
+    batches = run.loader.batches(run.step, recipe.steps, pin=run.device.type == "cuda")
+    for batch, micro in on_device(meter.timed(stop.batches(batches, run.step)), run.device, pieces):
         _count(run, batch)
-        report = backward(run.learner, batch.to(run.device).split(pieces), precision, run.reducer)
+        report = backward(run.learner, micro, precision, run.reducer)
         report |= run.optimizer.step(run.step, report["loss"])
         model.head.clamp_()
         run.average.update(run.learner, run.step, report["skipped_step"])

@@ -129,12 +129,12 @@ class Texts:
         a, b = int(starts[0]), int(starts[-1])
         return Texts(self.ids[a:b], starts - a, int(starts.diff().max()) if end > first else 0)
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Texts:
+        """The same texts with every tensor changed."""
+        return replace(self, ids=change(self.ids), starts=change(self.starts))
+
     def to(self, device: torch.device | str) -> Texts:
-        return replace(
-            self,
-            ids=self.ids.to(device, non_blocking=True),
-            starts=self.starts.to(device, non_blocking=True),
-        )
+        return self.each(lambda x: x.to(device, non_blocking=True))
 
 
 @dataclass
@@ -151,6 +151,7 @@ class Batch:
     text_side: dict[str, Tensor] = field(default_factory=dict)  # [T, ...]
     questions: Texts | None = None  # for VQA: fused with the picture by the text tower
     skipped: list[Skipped] = field(default_factory=list)
+    made_s: float = 0.0  # seconds that the loader took to make it
 
     def __len__(self) -> int:
         return len(self.images)
@@ -179,22 +180,27 @@ class Batch:
             questions=None if self.questions is None else self.questions.cut(i, j),
         )
 
-    def to(self, device: torch.device | str) -> Batch:
-        def move(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
-
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor changed."""
         return replace(
             self,
-            images=move(self.images),
-            texts=self.texts.to(device),
-            image_of_text=move(self.image_of_text),
-            seeds=move(self.seeds),
-            position=move(self.position),
-            composed=move(self.composed),
-            image_side={k: move(v) for k, v in self.image_side.items()},
-            text_side={k: move(v) for k, v in self.text_side.items()},
-            questions=None if self.questions is None else self.questions.to(device),
+            images=change(self.images),
+            texts=self.texts.each(change),
+            image_of_text=change(self.image_of_text),
+            seeds=change(self.seeds),
+            position=change(self.position),
+            composed=change(self.composed),
+            image_side={k: change(v) for k, v in self.image_side.items()},
+            text_side={k: change(v) for k, v in self.text_side.items()},
+            questions=None if self.questions is None else self.questions.each(change),
         )
+
+    def to(self, device: torch.device | str) -> Batch:
+        return self.each(lambda x: x.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """In page-locked memory, from which a GPU copies while the host goes on. (A DataLoader calls this.)"""
+        return self.each(Tensor.pin_memory)
 
 
 @dataclass

@@ -384,6 +384,7 @@ def test_train_with_settings_and_validation(tmp_path: Path, capsys: pytest.Captu
         "gradient_norm",
         "pairs_per_s",
         "data_wait",
+        "loader_pairs_per_s",
         "skipped",
         "truncated",
         "skipped_steps",

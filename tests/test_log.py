@@ -20,6 +20,7 @@ from kiloword.log import Log, SinceRow, read_metrics
 from kiloword.meter import Meter
 from kiloword.optim import schedule
 from kiloword.recipes import OptimConfig
+from kiloword.types import Batch, Texts
 from kiloword.watch.alerts import About
 from kiloword.watch.pace import Pace, duration
 
@@ -132,7 +133,7 @@ class Clock:
     def batches(self) -> Iterator[Any]:
         for texts in (30, 34):
             self.now += 1.0  # the loader's
-            yield SimpleNamespace(texts=range(texts))
+            yield Batch(torch.zeros(16, 1), Texts.pack([[1]] * texts), *[torch.zeros(0)] * 4, made_s=4.0)
 
 
 @pytest.fixture
@@ -152,6 +153,7 @@ def measuring(clock: Clock) -> Meter:
         order=Order(64, 16),
         learner=SimpleNamespace(model=SimpleNamespace(head=head)),
         device=torch.device("cpu"),
+        loader=SimpleNamespace(workers=2),
         bad=[],
         truncated=5,
         skipped_steps=0,
@@ -177,6 +179,7 @@ def test_rates_leave_validation_out_and_count_saving(clock: Clock) -> None:
     found = measured(clock)
     assert found["pairs_per_s"] == 32 / 8
     assert found["data_wait"] == 2 / 8
+    assert found["loader_pairs_per_s"] == 2 * 32 / (4 + 4)  # two workers, 4 s a batch
     assert found["save_s"] == 4
     assert found["captions"] == 64
     assert found["lr"] == 0.5 * schedule(1, 100, OptimConfig())
@@ -199,3 +202,4 @@ def test_of_several_ranks_the_slowest_tells(clock: Clock, monkeypatch: pytest.Mo
     assert found["memory"] == 1e6
     assert found["save_s"] == 4
     assert found["pairs_per_s"] == 2 * 32 / 8
+    assert found["loader_pairs_per_s"] == 2 * 2 * 32 / 8

@@ -25,7 +25,7 @@ from kiloword.recipes import AugmentConfig, Recipe
 from kiloword.stopping import stop_signals
 from kiloword.train import Options, train
 
-TIMED = ("pairs_per_s", "data_wait", "slowest_data_wait", "save_s", "memory", "time", "restarts")
+TIMED = ("pairs_per_s", "loader_pairs_per_s", "data_wait", "slowest_data_wait", "save_s", "memory", "time", "restarts")
 EVERY = Options(log_every=1, save_every=4, quiet=True)
 
 

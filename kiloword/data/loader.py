@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -96,17 +97,17 @@ class Loader:
         """What a user should know of the views before the first step."""
         return [note for view in self.views if (note := getattr(view, "note", None))]
 
-    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+    def batches(self, start: int = 0, stop: int | None = None, pin: bool = False) -> Iterator[Batch]:
         """This rank's batches of the steps [start, stop); without end when stop is None.
 
+        Args: pin: in page-locked memory, for a GPU.
         Errors: see `batch`; LoaderStopped when a worker died or stalled.
         """
         steps = count(start) if stop is None else range(start, stop)
         if self._ahead:
             self._ahead.stop = stop
-        return in_order(
-            self.batch, steps, self.workers, self.timeout, self.given_up, getattr(self.source, "from_files", False)
-        )
+        apart = getattr(self.source, "from_files", False)
+        return in_order(self.batch, steps, self.workers, self.timeout, self.given_up, apart, pin)
 
     def batch(self, step: int) -> Batch:
         """This rank's share of the global batch of one step.
@@ -115,8 +116,11 @@ class Loader:
         Errors: ValueError when no replacement for a bad row can be read, a side table does not cover every row,
         or a row is bad whose truth is asked for.
         """
+        began = time.perf_counter()
         examples, seeds, skipped = self.examples(step)
-        return self._pack(examples, seeds, self.rank * len(examples), skipped)
+        batch = self._pack(examples, seeds, self.rank * len(examples), skipped)
+        batch.made_s = time.perf_counter() - began
+        return batch
 
     def examples(self, step: int) -> tuple[list[Example], list[int], list[Skipped]]:
         """What this rank's share of a batch is packed of: examples with all views applied, their seeds, bad samples."""

@@ -40,11 +40,13 @@ def in_order(
     timeout: float = 300,
     given_up: set[Row] | None = None,
     apart: bool = False,
+    pin: bool = False,
 ) -> Iterator[Item]:
     """`make(step)` for every step, in order, made ahead by `workers` processes (0: in this one).
 
     A row that a reader decodes for too long (see `time_limit`) joins `given_up`, and what was being made is made again
-    without it. Args: apart: without workers, make in a thread of its own, so that this one can see what is late.
+    without it. Args: apart: without workers, make in a thread of its own, so that this one can see what is late; pin:
+    items come in page-locked memory (their `pin_memory`).
     Errors: a ValueError of `make` comes out as it was raised, lack of memory or a file's error as a sentence;
     LoaderStopped when a worker died or took longer than `timeout` seconds for one step. (One that dies while nothing is
     waited for raises DataLoader's RuntimeError wherever this process is: `sentence_of` knows it.)
@@ -52,7 +54,8 @@ def in_order(
     rest, open_steps, given_up = iter(steps), deque[int](), set() if given_up is None else given_up
     while True:
         try:
-            for item in _attempt(make, _noted(rest, open_steps), workers, timeout, TimeLimit(workers, given_up), apart):
+            limit = TimeLimit(workers, given_up)
+            for item in _attempt(make, _noted(rest, open_steps), workers, timeout, limit, apart, pin):
                 open_steps.popleft()
                 yield item
             return
@@ -68,7 +71,13 @@ def _noted(steps: Iterator[int], into: deque[int]) -> Iterator[int]:
 
 
 def _attempt(
-    make: Callable[[int], Item], steps: Iterable[int], workers: int, timeout: float, limit: TimeLimit, apart: bool
+    make: Callable[[int], Item],
+    steps: Iterable[int],
+    workers: int,
+    timeout: float,
+    limit: TimeLimit,
+    apart: bool,
+    pin: bool,
 ) -> Iterator[Item]:
     """As `in_order`. Raises: Late, with what is late in `limit.given_up`."""
     if workers:
@@ -80,6 +89,7 @@ def _attempt(
         num_workers=workers,
         timeout=min(POLL_S, timeout) if workers else 0,
         worker_init_fn=_start_worker if workers else None,
+        pin_memory=pin,
         generator=torch.Generator(),  # otherwise making an iterator would draw from the global one
     )
     items = iter(loader)
