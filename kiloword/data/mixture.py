@@ -87,7 +87,7 @@ def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
     if len(weights) != len(sources):
         raise ValueError(f"{len(weights)} weights for {len(sources)} sources: give one each, or none.")
     for source, weight in zip(sources, weights, strict=True):
-        if not (math.isfinite(weight) and weight * len(source) >= 0.5):
+        if not (math.isfinite(weight) and round(weight * len(source)) >= 1):
             raise ValueError(f"weight {weight:g} of {source.name} takes none of its {len(source):,} rows.")
     return sources[0] if weights == [1.0] else Mixture(sources, weights)
 
