@@ -1,0 +1,123 @@
+"""Recipes: sizes are the field's, defaults depend on method, size and data as documented, settings are validated."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from kiloword import recipes
+from kiloword.recipes import FIELD, MUON, PHOTOS, DataConfig, ModelFile, default, only, parse, read_config, sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(f"{n}{patch}", f"ViT-{n.upper() if n != 'g' else n}-{patch}") for n, patch in
+     (("s", 16), ("b", 32), ("b", 16), ("l", 16), ("l", 14), ("h", 14), ("g", 14))],
+)  # fmt: skip
+def test_sizes_are_those_of_open_clip(size: str, name: str) -> None:
+    spec = importlib.util.find_spec("open_clip")
+    if spec is None or spec.origin is None:
+        pytest.skip("open_clip is not installed")
+    known = json.loads((Path(spec.origin).parent / "model_configs" / f"{name}.json").read_text())
+    image, text, ours = known["vision_cfg"], known["text_cfg"], sizes()[size]
+    width = image["width"]
+    expected = {"size": 224, "patch": image["patch_size"], "width": width, "depth": image["layers"]}
+    expected |= {"heads": width // image.get("head_width", 64), "mlp": int(width * image.get("mlp_ratio", 4))}
+    assert {k: v for k, v in asdict(ours.image).items() if k in expected} == expected
+    names = {"context_length": "context", "vocab_size": "vocab", "width": "width", "layers": "depth", "heads": "heads"}
+    assert {theirs: asdict(ours.text)[own] for theirs, own in names.items()} == text
+    assert ours.text.mlp == 4 * ours.text.width
+    assert ours.head.dim == known["embed_dim"]
+
+
+def test_small_sizes_fit_their_images_and_heads() -> None:
+    for size in ("debug", "tiny"):
+        image, text = sizes()[size].image, sizes()[size].text
+        assert image.size % image.patch == image.width % image.heads == text.width % text.heads == 0
+    parameters = {name: c.image.width * c.image.depth for name, c in sizes().items()}
+    assert list(parameters.values()) == sorted(parameters.values())
+
+
+@pytest.mark.parametrize("drawn", [("scenes",), ("scenes:train", "scenes?n=7")])
+@pytest.mark.parametrize("photos", [("a.tar",), ("scenes", "a.tar"), ("scenes.tar",)])
+def test_defaults_follow_method_size_and_data(drawn: tuple[str, ...], photos: tuple[str, ...]) -> None:
+    small, large = default("siglip", "tiny", drawn), default("siglip", "b32", drawn)
+    assert (small.steps, small.batch, small.precision, small.optim) == (1000, 64, "bf16", MUON)
+    assert (large.steps, large.batch, large.precision, large.optim) == (1000, 1024, "fp32", FIELD)
+    assert small.data == large.data == DataConfig(sources=drawn)
+    small, large = default("siglip", "debug", photos), default("siglip", "b32", photos)
+    assert (small.steps, small.batch, small.precision) == (2000, 128, "fp32")
+    assert small.optim == replace(MUON, weight_decay=0.3, ema=0.998)
+    assert small.data.augment.drop_words > 0
+    assert (large.steps, large.batch, large.optim, large.data.augment) == (2000, 1024, FIELD, PHOTOS)
+    assert default("fff", "b32", photos).data.captions == "all"
+    assert default("siglip") == default("siglip", "tiny", ("scenes",))
+    assert default("").method == ""
+    with pytest.raises(ValueError, match="unknown size 'huge': expected one of debug, tiny, s16, "):
+        default("siglip", "huge")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"method": "clip", "size": "tiny", "bacth": 7}, "bacth: "),
+        (
+            {"method": "clip", "batch": "many", "steps": "few", "seed": "x", "micro": "y"},
+            "batch: .*; steps: |steps: .*; ",
+        ),
+        ([], "it: "),
+    ],
+)
+def test_plain_data_that_is_no_recipe(value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        parse(value, recipes.Recipe)
+    assert str(error.value).count(": ") <= 3
+    assert str(error.value).endswith(".")
+
+
+def test_a_class_without_a_schema_is_no_class_of_settings() -> None:
+    @dataclass
+    class Own:
+        what: Any = None
+        a_thread: "threading.Thread | None" = None  # type: ignore[name-defined]  # noqa: F821, UP037
+
+    with pytest.raises(ValueError, match="Own is no class of settings: expected fields of plain data"):
+        parse({}, Own)
+
+
+def test_a_file_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, file = tmp_path / "config.json", ModelFile(method="clip", settings={}, model=sizes()["debug"])
+    path.write_bytes(TypeAdapter(ModelFile).dump_json(file))
+    assert read_config(path, ModelFile) == file
+    size = path.stat().st_size
+    monkeypatch.setattr(recipes, "LARGEST", size)
+    assert read_config(path, ModelFile) == file
+    monkeypatch.setattr(recipes, "LARGEST", size - 1)
+    with pytest.raises(ValueError, match=rf"config\.json cannot be used: it has more than {size - 1} bytes\."):
+        read_config(path, ModelFile)
+    monkeypatch.undo()
+    path.write_text(json.dumps({**asdict(file), "model": {**asdict(file.model), "head": {"dim": 0}}}))
+    with pytest.raises(ValueError, match=r"config\.json cannot be used: model\.head\.dim is 0"):
+        read_config(path, ModelFile)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="It was damaged, or written by another version"):
+        read_config(path, ModelFile)
+
+
+def test_settings_of_a_part_are_those_that_it_knows() -> None:
+    @dataclass
+    class Part:
+        a: int = 1
+
+    @dataclass
+    class Whole:
+        a: int = 7
+        b: int = 8
+
+    assert only(Whole(), Part) == Part(7)
