@@ -1,0 +1,185 @@
+"""What ranks say to each other, by threads as ranks; and the group that a process joins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from threads import over_threads
+
+from kiloword import launch, parallel, peers, sharing
+
+
+def said() -> dict[str, Any]:
+    rank = parallel.rank()
+    x = torch.tensor([float(rank), 5.0 - rank], requires_grad=True)
+    total = parallel.sum_over_ranks(x)
+    extremes = {which: parallel.extreme_over_ranks(x, which) for which in ("most", "least")}  # type: ignore[arg-type]
+    assert not any(y.requires_grad for y in (total, *extremes.values()))
+    assert x.tolist() == [rank, 5.0 - rank]
+    parallel.wait()
+    return {
+        "ranks": parallel.ranks(),
+        "sum": total.tolist(),
+        **{which: y.tolist() for which, y in extremes.items()},
+        "any": parallel.any_rank(rank == 1, False, True),
+        "whole": parallel.add_up(rank + 1),
+        "items": parallel.all_lists([rank] * rank),
+        "nothing": parallel.all_lists([]),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_numbers_and_lists_of_all_ranks(ranks: int) -> None:
+    last = ranks - 1
+    expected = {
+        "ranks": ranks,
+        "sum": [sum(range(ranks)), sum(5.0 - r for r in range(ranks))],
+        "most": [last, 5],
+        "least": [0, 5 - last],
+        "any": (ranks > 1, False, True),
+        "whole": ranks * (ranks + 1) // 2,
+        "items": [1, 2, 2] if ranks == 3 else [],
+        "nothing": [],
+    }
+    assert over_threads(ranks, said) == [expected] * ranks
+
+
+def test_a_process_alone_is_rank_0_of_1() -> None:
+    assert said() == over_threads(1, said)[0]
+    assert (parallel.rank(), parallel.ranks()) == (0, 1)
+
+
+class Met:
+    """Stands for `Peers`."""
+
+    rank, ranks, group_store, abrupt = 1, 2, "store", False
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def gather(self, timeout_s: float) -> None:
+        self.calls.append(("gather", timeout_s))
+
+    def ended(self, error: Exception) -> Exception:
+        self.calls.append("ended")
+        return RuntimeError(f"all: {error}")
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> Met:
+    made = Met()
+
+    @contextmanager
+    def meeting(timeout_s: float) -> Iterator[Met]:
+        made.calls.append(("met", timeout_s))
+        yield made
+
+    def note(name: str) -> Any:
+        return lambda *given, **named: made.calls.append((name, *given, *named.items()))
+
+    monkeypatch.setattr(peers, "met", meeting)
+    monkeypatch.setattr(launch, "adopt", lambda: 2)
+    names = ("init_process_group", "barrier", "destroy_process_group")
+    monkeypatch.setattr(parallel, "dist", SimpleNamespace(is_initialized=lambda: False, **{n: note(n) for n in names}))
+    monkeypatch.setattr(torch.cuda, "set_device", note("set_device"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "card", "more_s"), [("cpu", "gloo", None, 0), ("cuda", "cpu:gloo,cuda:nccl", 3, 60)]
+)
+def test_a_process_joins_and_leaves(
+    met: Met, monkeypatch: pytest.MonkeyPatch, device: str, backend: str, card: int | None, more_s: int
+) -> None:
+    """NCCL, which aborts the process, waits longer than the ranks wait for each other."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with parallel.process_group(device, 77):
+        met.calls.append("inside")
+    about = {"store": "store", "rank": 1, "world_size": 2, "timeout": timedelta(seconds=77 + more_s)}
+    assert met.calls == [
+        *([("set_device", card)] if card is not None else []),
+        ("met", 77),
+        ("gather", 77),
+        ("init_process_group", backend, *about.items()),
+        "inside",
+        ("barrier",),
+        ("destroy_process_group",),
+    ]
+    assert met.abrupt == (device == "cuda")
+
+
+def test_an_error_is_told_before_the_connections_close(met: Met) -> None:
+    with pytest.raises(RuntimeError, match="all: one"), parallel.process_group():
+        raise ValueError("one")
+    assert met.calls[-2:] == ["ended", ("destroy_process_group",)]
+    assert ("barrier",) not in met.calls
+
+
+def test_a_single_process_and_one_that_has_joined_join_nothing(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel.dist, "is_initialized", lambda: True)
+        with parallel.process_group():
+            pass
+    monkeypatch.setattr(launch, "adopt", lambda: 1)
+    with parallel.process_group("cuda"):
+        pass
+    assert met.calls == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_ranks_that_share_a_command_the_first_alone_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    calls: list[Any] = []
+
+    @contextmanager
+    def group(device: str) -> Iterator[None]:
+        calls.append(device)
+        yield
+
+    monkeypatch.setattr(launch, "adopt", lambda: 2)
+    monkeypatch.setattr(parallel, "process_group", group)
+    monkeypatch.setattr(parallel, "rank", lambda: rank)
+    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+    monkeypatch.setattr(peers, "wait", calls.append)
+    with sharing.together("cuda"):
+        assert sharing.share() == (rank, 2)
+        assert not sharing.lockstep()
+        print("out")
+        sys.stderr.write("err")
+    assert sharing.share() == (0, 1)
+    assert calls == ["cuda", "at the end of the command"]
+    assert tuple(capsys.readouterr()) == (("out\n", "err") if rank == 0 else ("", ""))
+    print("again")
+    assert capsys.readouterr().out == "again\n"
+    monkeypatch.setattr(launch, "adopt", lambda: 1)
+    with sharing.together("cuda:1"):
+        print("alone")
+    assert capsys.readouterr().out == "alone\n"
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interruption_says_how_much_is_kept(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr(parallel, "rank", lambda: rank)
+    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+    todo = [range(2000, 2010), range(2010, 2013)]
+
+    def cut() -> None:
+        with sharing.sharing(), sharing.interruptible(todo, 3000) as written:
+            written.append(todo[1])
+            raise KeyboardInterrupt("typed")
+
+    with pytest.raises(KeyboardInterrupt) as end:
+        cut()
+    said = "2,990 of 3,000 rows are kept, the same command goes on with the others."
+    assert str(end.value) == ("typed" if rank else said)
+    with sharing.interruptible(todo, 3000) as written:
+        assert written == []
