@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -319,6 +320,42 @@ def test_page_has_the_published_figures_and_every_command() -> None:
         assert f"kiloword plan {setting.command}\n" in text
 
 
-@pytest.mark.slow
 def test_page_is_what_its_command_prints() -> None:
     assert PAGE.read_text() == papers.page()
+
+
+def printed(text: str) -> dict[str, list[list[str]]]:
+    """What `plan` prints: a table's title -> its rows, cut where two spaces are."""
+    found: dict[str, list[list[str]]] = {}
+    for part in text.split("\n\n"):
+        title, *lines = part.splitlines()
+        found[title.partition(":")[0]] = [re.split(r"\s{2,}", line.strip()) for line in lines[1:]]
+    return found
+
+
+def test_tables_say_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Muon, micro-batches and checkpointing, so that every row is there; figures of the file from the step itself."""
+    words = "siglip --size tiny --gpus 2 --batch 64 --micro 8 --gpu 4090 --checkpointing whole --precision fp32"
+    main(["plan", *words.split(), "--samples", "1e9", "--json", str(tmp_path / "plan.json")])
+    shown, said = printed(capsys.readouterr().out), json.loads((tmp_path / "plan.json").read_text())
+    asked = planner(words)
+    best, again = said["options"][0], said["options"][0]["done_again"]
+    step, images, total = asked.options()[0].step, 32 * 1e9, asked.options()[0].step.total
+    assert sum(w["forward"] + w["backward"] for w in best["work"]) + sum(again.values()) == pytest.approx(total)
+    assert list(again.values()) == [step.again, step.replayed, step.optimizer]
+    assert all(again.values())
+    parts = [(n, m / 1e6) for n, m in said["parameters"].items() if m]
+    assert shown["parameters"] == [[n, f"{m:.2f}"] for n, m in [*parts, ("total", sum(m for _, m in parts))]]
+    rows = [[w["name"], w["group"], f"{w['forward'] / images:.3g}", f"{w['backward'] / images:.3g}",
+             f"{100 * (w['forward'] + w['backward']) / total:.1f}"] for w in best["work"]]  # fmt: skip
+    rows += [[n, f"{v / images:.3g}", f"{100 * v / total:.1f}"] for n, v in again.items()]
+    assert shown["arithmetic of a pair"] == [*rows, ["total", f"{total / images:.4g}", "100.0"]]
+    held = [*best["memory"].items()]
+    assert shown["memory of a GPU"][:-1] == [[n, f"{v / 2**30:.3f}"] for n, v in held]
+    assert shown["memory of a GPU"][-1] == ["total", f"{sum(v for _, v in held) / 2**30:.2f}"]
+    assert shown["traffic of a GPU and step"] == [[n, f"{v / 1e6:.1f}"] for n, v in best["traffic"].items()]
+    rates = [f"{64 / o['seconds']:,.0f}" for o in said["options"]]
+    days = [1e9 / (64 / o["seconds"]) / 86400 for o in said["options"]]
+    assert [row[-3:] for row in shown["alternatives"]] == [
+        [rate, f"{d:.2f}", f"{48 * d:,.0f}"] for rate, d in zip(rates, days, strict=True)
+    ]

@@ -78,10 +78,10 @@ def _image_pool(pool: ImagePool, config: ImageConfig, images: float, length: flo
 
 
 def _map(pool: MapPool, config: ImageConfig, images: float, places: float, kernels: Kernels) -> Work:
-    """Keys and values of all patches, one query; then an MLP on one vector a picture."""
+    """Keys and values of all patches, the query of one probe; then an MLP on one vector a picture."""
     width, mlp, a, r = config.width, pool.mlp.fc.out_features, kernels.product, kernels.stream
     keys, attended = linear(images * places, width, 2 * width), 4 * images * places * width
-    rest = linear(images, width, width) + 2 * linear(images, width, mlp)
+    rest = linear(1 + images, width, width) + 2 * linear(images, width, mlp)
     kept = images * places * width * 3 * a + images * (width * (r + 3 * a) + 2 * mlp * a)
     return outside(keys + attended + rest, kept)
 

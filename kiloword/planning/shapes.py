@@ -91,10 +91,8 @@ class Lengths:
         return replace(self, texts=self.texts * part, tokens=self.tokens * part, squares=self.squares * part)
 
     def scaled(self, factor: float) -> Lengths:
-        """As many texts, each so much longer."""
-        return Lengths(
-            self.texts, self.tokens * factor, self.squares * factor**2, self.longest * factor, self.together * factor
-        )
+        """As many texts of so many times their tokens; attention that pads still pads to the longest before."""
+        return replace(self, tokens=self.tokens * factor, squares=self.squares * factor**2)
 
     def sequences(self, kernels: Kernels) -> Sequences:
         """As attention within texts sees them."""
