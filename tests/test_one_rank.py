@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def rank(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Peers]:
     """Makes a rank of three in one store; its threads do not run."""
     root = HashStore()
+    root.set_timeout(timedelta(seconds=1))  # for what nobody sets
     monkeypatch.setattr(peers, "meet", lambda rank, hosts, timeout_s: root)
     monkeypatch.setattr(peers, "claim", lambda store, rank: None)
     idle = SimpleNamespace(start=lambda: None, join=lambda timeout: None)

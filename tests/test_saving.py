@@ -1,0 +1,155 @@
+"""What a save waits for and says, without a run: jobs that the test finishes, a clock that it moves."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kiloword import parallel, saving
+from kiloword.files import SaveError
+from kiloword.saving import LONG_S, Saver, _outcome, _write
+from kiloword.state.shards import Part, Stored
+
+
+class Clock:
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.ends: dict[float, Any] = {}
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for at in [at for at in self.ends if at <= self.now]:
+            self.ends.pop(at)()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(saving, "time", clock)
+    return clock
+
+
+def saver(lines: list[str]) -> Saver:
+    return Saver(SimpleNamespace(out=Path("run"), log=SimpleNamespace(say=lines.append)), keep=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(LONG_S - 1, 0), (LONG_S + 1, 1), (5 * LONG_S, 1)])
+def test_a_long_wait_for_the_disk_is_said_once(clock: Clock, seconds: float, lines: int) -> None:
+    said: list[str] = []
+    one = saver(said)
+    with one:
+        one._job = job = Future()
+        assert one.writing
+        clock.ends[seconds] = lambda: job.set_result({})
+    assert not one.writing
+    assert clock.now == pytest.approx(seconds, abs=0.1)
+    assert said == [f"waiting for 60 s already for {Path('run', 'state')} to be written."] * lines
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_all_have_written_rank_0_makes_a_state_of_the_parts(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Of every rank's files; the others wait for it with a job of their own, which does nothing."""
+    made: list[dict[str, str]] = []
+    monkeypatch.setattr(parallel, "rank", lambda: rank)
+    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+    monkeypatch.setattr(parallel, "all_lists", lambda mine: [*mine, {"b": "2"}])
+    monkeypatch.setattr(parallel, "any_rank", lambda *mine: mine)
+    one = saver([])
+    one.advance()  # nothing is in flight
+    one._job, one._then = Future(), lambda files: made.append(files) or files
+    one._job.set_result({"a": "1"})
+    one.advance()
+    assert one._then is None
+    assert one._job is not None
+    one._job.result(60)
+    assert made == ([{"a": "1", "b": "2"}] if rank == 0 else [])
+    one.advance()
+    assert one._job is None
+    monkeypatch.setattr(parallel, "all_lists", lambda mine: [*mine, "the disk of rank 1 is full."])
+    one._job = Future()
+    one._job.set_result({})
+    with pytest.raises(SaveError, match="the disk of rank 1 is full"):
+        one.advance()
+    assert one._job is None
+    one._pool.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error", "finished"),
+    [
+        (1, None, True),
+        (2, None, True),
+        (1, ValueError(), True),
+        (2, ValueError(), False),
+        (1, KeyboardInterrupt(), False),
+    ],
+)
+def test_what_is_in_flight_at_an_end(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, error: BaseException | None, finished: bool
+) -> None:
+    monkeypatch.setattr(parallel, "ranks", lambda: ranks)
+    monkeypatch.setattr(parallel, "any_rank", lambda *mine: mine)
+    monkeypatch.setattr(parallel, "all_lists", lambda mine: mine)
+    one = saver([])
+
+    def run() -> None:
+        with one:
+            one._job = Future()
+            one._job.set_result({})
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(type(error)):
+            run()
+    assert (one._job is None) == finished
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        one._pool.submit(dict)
+
+
+def test_the_first_error_is_told_not_that_of_the_save_behind_it() -> None:
+    def run() -> None:
+        with saver([]) as one:
+            one._job = Future()
+            one._job.set_exception(SaveError("second"))
+            raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first") as told:
+        run()
+    assert not isinstance(told.value, SaveError)
+
+
+def test_what_a_job_says() -> None:
+    for error, said in ((SaveError("full."), "full."), (KeyError("k"), "cannot save (KeyError: 'k'). What was there")):
+        job: Future[dict[str, str]] = Future()
+        job.set_exception(error)
+        assert str(_outcome(job)).startswith(said)
+
+
+def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    """The message names a weight rather than a moment of the optimizer."""
+    folder = tmp_path / "state" / "step-000000007"
+    bad, good = torch.tensor([1.0, float("nan")]), torch.ones(2)
+    values = {"average/a": bad, "learner/b": good, "learner/c": bad, "optimizer/d": bad, "optimizer/e": good}
+    part = Part(values, dict.fromkeys(values, (0,)))
+    with pytest.raises(SaveError, match=r"^learner/c is NaN or infinite \(3 tensors of step-000000007\), which is not"):
+        _write(tmp_path, folder, part, 0, 1)
+    assert not folder.exists()
+    part = Part(dict.fromkeys(values, good), part.offsets)
+    (file,) = _write(tmp_path, folder, part, 2, 12)
+    assert file == "shard-00003-of-00012.safetensors"
+    stored = Stored([folder / file], {})
+    assert {name: x.tolist() for name, x in zip(values, stored.whole(list(values)), strict=True)} == {
+        name: [1.0, 1.0] for name in values
+    }

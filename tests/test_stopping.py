@@ -1,0 +1,127 @@
+"""What signals ask of a run, and where they end it at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kiloword import parallel, peers
+from kiloword.stopping import ENDING, Stop, Stopped, stop_signals
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+
+@pytest.mark.parametrize(("asked", "code"), [((), 2), ((15,), 143), ((1, 15), 129)])
+def test_the_code_is_that_of_the_first_signal(asked: tuple[int, ...], code: int) -> None:
+    stop = Stop()
+    assert not stop()
+    for number in asked:
+        stop.handle(number, None)
+    assert stop() == bool(asked)
+    assert stop.stopped("why").code == code
+    assert str(stop.stopped("why")) == "why"
+    assert Stopped("why").code == 2
+
+
+def test_a_state_is_asked_for_once() -> None:
+    stop = Stop()
+    assert not stop.state_asked()
+    stop.handle(signal.SIGUSR1, None)
+    assert not stop()
+    assert [stop.state_asked(), stop.state_asked()] == [True, False]
+
+
+def test_a_second_ctrl_c_ends_at_once_except_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Stop()
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        stop.handle(number, None)
+    with pytest.raises(KeyboardInterrupt):
+        stop.handle(signal.SIGINT, None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    stop.handle(signal.SIGINT, None)
+
+
+def test_a_signal_ends_what_needs_no_saving_where_it_stands() -> None:
+    stop, reached = Stop(), list[str]()
+
+    def work() -> None:
+        with stop.at_once("nothing to save."):
+            try:
+                stop.handle(signal.SIGTERM, None)
+            except Exception:  # as code of sources and methods does
+                reached.append("caught")
+            reached.append("after")
+
+    with pytest.raises(Stopped, match=r"^nothing to save\.$") as end:
+        work()
+    assert (reached, end.value.code) == ([], 143)
+    with pytest.raises(Stopped), stop.at_once("not begun."):
+        reached.append("inside")
+    assert reached == []
+    other = Stop()
+    with pytest.raises(KeyError), other.at_once("no signal came."):
+        raise KeyError
+    other.handle(signal.SIGTERM, None)  # behind it a signal waits for the end of the step
+
+
+def batches(stop: Stop, at: int) -> Iterator[str]:
+    for n in range(4):
+        if n == at:
+            stop.handle(signal.SIGTERM, None)
+        yield f"batch {n}"
+
+
+@pytest.mark.parametrize(("ranks", "at", "count"), [(1, 2, 2), (2, 2, 4), (1, 9, 4)])
+def test_a_single_rank_stops_while_it_waits_for_data(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, at: int, count: int
+) -> None:
+    """Several go on: their state is saved by all together, after a step."""
+    stop, places = Stop(), list[str]()
+    monkeypatch.setattr(parallel, "ranks", lambda: ranks)
+    monkeypatch.setattr(peers, "at", places.append)
+    assert list(stop.batches(batches(stop, at), 5)) == [f"batch {n}" for n in range(count)]
+    waiting = [f"waiting for its data of step {n}" for n in range(6, 7 + count)]
+    inside = [f"in step {n}" for n in range(6, 6 + count)]
+    assert places[::2] == waiting
+    assert places[1::2] == inside
+
+
+def test_a_signal_in_a_step_waits_for_its_end() -> None:
+    stop = Stop()
+    for _ in stop.batches(iter("ab"), 0):
+        stop.handle(signal.SIGTERM, None)
+    assert stop.asked == [signal.SIGTERM]  # the second batch is not waited for
+
+
+def test_signals_are_handled_and_left_as_they_were() -> None:
+    before = {s: signal.getsignal(s) for s in (*ENDING, signal.SIGUSR1)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a shell's background job, which still is stopped by SIGINT
+        with stop_signals() as stop:
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                signal.raise_signal(number)
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.asked == [signal.SIGINT, signal.SIGTERM]
+            assert stop.state_asked()
+        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_another_thread_than_the_main_one_handles_none() -> None:
+    def inside() -> bool:
+        with stop_signals() as stop:
+            return any(signal.getsignal(s) == stop.handle for s in ENDING)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(inside).result()
