@@ -89,3 +89,12 @@ def test_errors_are_sentences() -> None:
         share(np.arange(10), 0, 4)
     with pytest.raises(ValueError, match="does not divide over 2 ranks of 3 micro-batches; use a multiple of 6"):
         share(np.arange(10), 0, 2, 0, 3)
+
+
+def test_data_are_permuted_whole_up_to_a_limit() -> None:
+    """The limit included; one row more, and groups of blocks are."""
+    whole, exactly, above = (Order(600, 20, seed=1, full=full, block=8, group=4) for full in (10**6, 600, 599))
+    rows = [[order.batch_rows(step)[1].tolist() for step in range(30)] for order in (whole, exactly, above)]
+    assert rows[0] == rows[1] != rows[2]
+    assert sorted(row for batch in rows[2] for row in batch) == list(range(600))
+    assert [len(set(np.array(batch) // 8)) <= 2 * 4 for batch in rows[2]] == [True] * 30, "of one or two groups each"

@@ -107,10 +107,7 @@ def _expanded(column: pa.Array) -> int:
 
 def is_embedded(table: Path, column: str) -> bool:
     """Whether a column holds pictures rather than paths. Errors: ValueError when it could hold neither."""
-    schema = pa.parquet.read_schema(table)
-    if schema.names.count(column) != 1:
-        raise ValueError(f"{table} has {schema.names.count(column)} columns named {column}. Expected one.")
-    kind = schema.field(column).type
+    kind = pa.parquet.read_schema(table).field(column).type
     if not pa.types.is_struct(kind):
         return _is_bytes(kind)
     inner = [field for field in kind if field.name == "bytes"]

@@ -1,0 +1,315 @@
+"""Data that cannot be used, and what is said of it: each refusal that no other test provokes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tars import noise, pairs, picture, write_tar
+
+from kiloword.data import embedded, folder, reading, tables
+from kiloword.data import index as index_module
+from kiloword.data.cleaning import siglip
+from kiloword.data.embedded import Embedded, arrow_errors
+from kiloword.data.extra_captions import with_captions
+from kiloword.data.folder import Folder
+from kiloword.data.index_file import COLUMNS, Header, make_index, open_file, write_index
+from kiloword.data.loader import Loader
+from kiloword.data.own import Own
+from kiloword.data.question_tables import open_table
+from kiloword.data.reading import eval_batches, name_of, read, read_picture
+from kiloword.data.roles import Roles
+from kiloword.data.sampler import Order
+from kiloword.data.scenes import ScenesSource, open_scenes
+from kiloword.data.scenes import sample as scene_sample
+from kiloword.data.scenes import source as scene_source
+from kiloword.data.scenes.settings import parse_settings
+from kiloword.data.shard_sets import text_lines
+from kiloword.data.shards import Shards
+from kiloword.data.tokenizer import Tokenizer, siglip_tokenizer_from
+from kiloword.data.transforms import TrainTransform
+from kiloword.data.transforms import read as read_image
+from kiloword.data.views.pictures import halves
+from kiloword.draw import Draw
+from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.types import BadSample, NoCaption, Record
+
+
+def reason(read: Callable[[], object]) -> str:
+    with pytest.raises(BadSample) as caught:
+        read()
+    return str(caught.value)
+
+
+class Rows:
+    """A row is what it is read as: a record's captions, or an error."""
+
+    name, fingerprint = "rows", "f"
+
+    def __init__(self, *rows: Any) -> None:
+        self.rows, self.asked = rows, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def record(self, row: int) -> Record:
+        self.asked += 1
+        if isinstance(self.rows[row], BaseException):
+            raise self.rows[row]
+        return Record(f"k{row}", noise(8, 8, row), list(self.rows[row]))
+
+
+def test_captions_of_the_web_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    assert siglip("A dog, plain!") == "a dog plain"
+    with pytest.raises(ValueError, match=r"caption 'a &amp; b' needs the package ftfy"):
+        siglip("a &amp; b")
+
+
+def test_errors_of_the_disk_stay_errors_of_the_disk() -> None:
+    with pytest.raises(FileNotFoundError), arrow_errors(Path("x")):
+        raise FileNotFoundError(errno.ENOENT, "gone")
+    with pytest.raises(ValueError, match=r"x cannot be read as a table: bad magic$"), arrow_errors(Path("x")):
+        raise OSError("bad magic\nand more")
+    with pytest.raises(ValueError, match=r"x cannot be read as a table: ArrowInvalid$"), arrow_errors(Path("x")):
+        raise pa.ArrowInvalid("")
+
+
+def test_laid_out_images_that_are_cut_or_of_another_table_are_laid_out_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"image": [b"one", b"", b"three"], "caption": ["a", "b", "c"]}), path)
+    print_ = tables.fingerprint(path)
+    first = Embedded(path, "image", print_)
+    whole = first.path.read_bytes()
+    for harmed in (b"", whole[:50], whole[1:], whole[:-1], whole[:-40] + b"x" * 8 + whole[-32:], whole[:-1] + b"!"):
+        first.path.write_bytes(harmed)
+        assert [Embedded(path, "image", print_).read(row) for row in range(3)] == [b"one", b"", b"three"]
+        assert first.path.read_bytes() == whole
+    assert len(set(Embedded(path, "image", print_).digests().tolist())) == 3
+    with pytest.raises(ValueError, match="x is damaged: 2 and 3 rows where there should be as many"):
+        embedded.check_rows(Path("x"), 2, 3)
+
+
+def test_a_damaged_row_does_not_hide_that_captions_match() -> None:
+    """Nor is its key told as the example."""
+    source, path = Rows(BadSample("damaged"), ["own"], ["own"]), "table.parquet"
+    pq.write_table(
+        pa.table({"key": ["k1"], "caption": ["more"]}), path := str(Path(os.environ["KILOWORD_CACHE"]).parent / path)
+    )
+    assert with_captions(source, [path]).record(1).captions == ["own", "more"]
+    pq.write_table(pa.table({"key": ["other"], "caption": ["more"]}), path)
+    with pytest.raises(ValueError, match=r"none of the 3 pictures of rows: its keys are such as 'other', .* as 'k1'"):
+        with_captions(source, [path])
+
+
+def test_folders_without_images_and_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"holds no pictures \(\.jpg, \.jpeg, \.png, \.webp, \.bmp\)"):
+        Folder("x", tmp_path)
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.txt").write_bytes(b"a dog")
+    source = Folder("x", tmp_path)
+    assert source.stored(0) == [picture(), b"a dog", None, None]
+
+    def refuse(path: Path, what: str, most: int) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(folder, "read_whole", refuse)
+    assert reason(lambda: source.record(0)) == "a.png cannot be read (Permission denied)"
+
+
+def test_a_long_first_line_of_an_index(tmp_path: Path) -> None:
+    """As of hundreds of thousands of samples."""
+    table = np.full((2, COLUMNS), -1, np.int64)
+    table[:, -1] = (1, 2)
+    for length in (3000, 4096, 5000, 40_000):
+        header = Header(size=9, mtime_ns=1, samples=2, digest="", note="n" * length)
+        with (tmp_path / "x").open("wb") as file:
+            write_index(file, make_index(header, table, b"ab"))
+        opened = open_file(tmp_path / "x")
+        assert opened is not None
+        assert opened.header.note == "n" * length
+        assert [key for block in [opened.block(0)] if block for key in (block.key(0), block.key(1))] == ["a", "b"]
+
+
+def test_an_index_that_stays_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source: Any = Shards("x", [write_tar(tmp_path / "0.tar", pairs(2))])
+
+    class Damaged:
+        header = source._index(0).header
+
+        def block(self, number: int) -> None:
+            return None
+
+    asked: list[bool] = []
+
+    def damaged(shard: int, damaged: bool = False) -> Any:
+        asked.append(damaged)
+        return Damaged()
+
+    monkeypatch.setattr(source, "_index_of", damaged)
+    source._open_caches()
+    assert reason(lambda: source.record(0)) == "the index of 0.tar is damaged again and again"
+    assert asked == [False, True]
+    with pytest.raises(ValueError, match=r"list\.txt is not UTF-8"):
+        text_lines("list.txt", b"\xff\n")
+    with pytest.raises(ValueError, match="holds no pictures"):
+        index_module.scan(write_tar(tmp_path / "1.tar", {"a.txt": b"x"}))
+
+
+def test_rows_without_captions_are_replaced_and_named() -> None:
+    source, tokenizer = Rows([], ["a dog"], ["a cat"], ["a cow"]), Tokenizer.train(["a dog"] * 9, 262)
+    text = TextConfig(context=8, vocab=tokenizer.vocab)
+    loader = Loader(source, Order(4, 2, seed=1), DataConfig(), text, 8, tokenizer)
+    skipped = [one for step in range(2) for one in loader.batch(step).skipped]
+    assert [(one.row, one.key, one.reason) for one in skipped] == [(0, "row 0", "no caption")]
+
+
+def test_bad_samples_of_ones_own_data_keep_their_reason() -> None:
+    class Mine:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, row: int) -> tuple[Any, Any]:
+            if row:
+                raise (BadSample("mine"), MemoryError("no room"), KeyError("x" * 300))[row - 1]
+            return b"encoded", "a dog"
+
+    source = Own(Mine(), fingerprint="f")
+    assert (source.fingerprint, source.key(3), source.captions(0)) == ("f", "3", ["a dog"])
+    assert reason(lambda: source.record(1)) == "mine"
+    with pytest.raises(MemoryError, match="no room"):
+        source.record(2)
+    assert reason(lambda: source.record(3)) == f"KeyError: '{'x' * 189}"
+
+
+def test_a_drive_is_asked_four_times_and_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(reading.time, "sleep", waits.append)
+    source = Rows(
+        OSError(errno.ESTALE, "stale"),
+        OSError(errno.ENOENT, "gone"),
+        MemoryError("full"),
+        NoCaption(Record("k", b"", [])),
+    )
+    assert (reason(lambda: read(source, 0)), source.asked) == ("OSError: [Errno 116] stale", 4)
+    assert waits == [0.1, 0.4, 1.0]
+    assert (reason(lambda: read(source, 1)), source.asked) == ("FileNotFoundError: [Errno 2] gone", 5)
+    with pytest.raises(MemoryError, match="full"):
+        read(source, 2)
+    assert reason(lambda: read(source, 3)) == "no caption"
+    assert read_picture(source, 3).key == "k"
+    assert (name_of(source, 2), len(waits)) == ("row 2", 3)
+    with pytest.raises(ValueError, match="a batch of 0 pictures; expected at least 1"):
+        eval_batches(source, 8, batch=0)
+
+
+def test_tables_of_questions(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "zero.png").write_bytes(b"")
+    rows = b"a.png,what?,yes\nzero.png,what?,no\na.png,\xff,no\nb.png,what?,no\na.png,too,many,cells\n"
+    (tmp_path / "x.csv").write_bytes(b"image,question,answer\n" + rows)
+    source = open_table("x", tmp_path / "x.csv")
+    assert [source.key(row) for row in range(5)] == ["a#0", "zero#1", "a#2", "b#3", "malformed 0"]
+    assert (source.record(0).captions, source.stored(0), source.stored(4)) == (["yes"], [picture()], [])
+    assert [reason(lambda row=row: source.record(row)) for row in range(1, 5)] == [  # type: ignore[misc]
+        "the picture has zero bytes",
+        "caption is not UTF-8",
+        "picture cannot be read: b.png (No such file or directory)",
+        "line has 4 columns, expected 3: a.png,too,many,cells",
+    ]
+    for row in (-1, 5):
+        with pytest.raises(IndexError, match=f"row {row} of 5"):
+            source.record(row)
+    (tmp_path / "x.csv").write_bytes(b"image,question,answer\n")
+    with pytest.raises(ValueError, match="has no rows"):
+        open_table("x", tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_bytes(b"image,caption\na.png,\xff\n")
+    plain = open_table("x", tmp_path / "x.csv")
+    for row in (-1, 1):
+        with pytest.raises(IndexError, match=f"row {row} of 1"):
+            plain.captions(row)
+    pq.write_table(
+        pa.table({"image": ["a.png"], "caption": pa.array([b"\xff"]).cast(pa.binary())}), tmp_path / "x.parquet"
+    )
+    assert reason(lambda: open_table("x", tmp_path / "x.parquet").captions(0)) == "caption is not UTF-8"
+
+
+def test_images_from_paths_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"picture .*none\.png cannot be read: No such file or directory"):
+        read_image(tmp_path / "none.png")
+    (tmp_path / "bad.png").write_bytes(b"text")
+    with pytest.raises(ValueError, match=r"picture .*bad\.png cannot be used: not a picture"):
+        read_image(tmp_path / "bad.png")
+
+
+def test_squashing_keeps_the_whole_image() -> None:
+    wide = np.zeros((10, 30, 3), np.uint8)
+    wide[:, :15] = 255
+    squashed = TrainTransform(8, AugmentConfig(), "squash")(wide, Draw(1, 0, 0))
+    assert squashed.shape == (3, 8, 8)
+    assert squashed[:, :, 0].min() > 200 > 50 > squashed[:, :, -1].max()
+    half = halves(squashed[:, :, :1], squashed[:, :, -1:], side_by_side=True, squash=True)
+    assert half.equal(squashed[:, :, -1:]), "of one pixel the second image has all"
+
+
+def test_scenes_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="has questions in place of captions"):
+        ScenesSource(parse_settings("scenes?task=vqa"))
+    assert len(open_scenes("scenes?task=vqa&n=5")) == 5
+    source = ScenesSource(parse_settings("scenes:val?n=3&wrong=1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(scene_source, "matches", lambda query, scene: True)
+        with pytest.raises(
+            ValueError, match="scenes: nothing false can be said of row 1; ask for a larger n or wrong=0"
+        ):
+            source.captions(1)
+    changed: list[int] = []
+    real = scene_sample._changed
+
+    def note(row: Any, attribute: int, rng: np.random.Generator) -> Any:
+        changed.append(attribute)
+        return real(row, attribute, rng)
+
+    monkeypatch.setattr(scene_sample, "_changed", note)
+    monkeypatch.setattr(scene_sample, "_admitted", lambda s, rows: np.zeros(len(rows), bool))
+    rows, selection = source.rows, source.settings.selection
+    with pytest.raises(ValueError, match="scenes: no free near-duplicate left for near=0"):
+        scene_sample._neighbour(selection, rows, np.random.default_rng(1), set())
+    runs = [changed[start : start + 100] for start in range(0, 1000, 100)]
+    assert all(len(set(run)) == 1 for run in runs)
+    assert [(run[0] - changed[0]) % 6 for run in runs] == [n % 6 for n in range(10)]
+
+
+def test_tokenizers_that_are_none() -> None:
+    own = Tokenizer.train(["a dog"] * 9, 270)
+    with pytest.raises(ValueError, match="a context of 2 tokens leaves no room for words"):
+        own.cut(["a"], TextConfig(context=2, vocab=270))
+    assert own.cut(["a", "dogs dogs"], TextConfig(context=4, vocab=270)) == {1: (4, 2)}
+    with pytest.raises(ValueError, match=r"this tokenizer\.json holds another kind"):
+        siglip_tokenizer_from(own.to_bytes().decode())
+    for template in ({"single": []}, {"single": 3}, {"special_tokens": {"start": {"ids": []}}, "single": []}, []):
+        with pytest.raises(ValueError, match=r"this tokenizer\.json was not written by kiloword"):
+            Roles.read({"post_processor": template}, 300)
+    with pytest.raises(ValueError, match="special ids far from its 300 words"):
+        Roles.read({"post_processor": {"special_tokens": {"start": {"ids": [316]}}, "single": [{}]}}, 300)
+
+    class Panics:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
+            raise KeyboardInterrupt if texts == ["stop"] else ValueError("no token for x")
+
+    tokenizer: Any = own
+    tokenizer._backend = Panics()
+    with pytest.raises(
+        ValueError, match=r"the tokenizer cannot read captions \(no token for x\): its tokenizer.json is"
+    ):
+        own.encode(["x"], TextConfig(context=9, vocab=270))
+    with pytest.raises(KeyboardInterrupt):
+        own.encode(["stop"], TextConfig(context=9, vocab=270))
