@@ -9,7 +9,8 @@ import pytest
 from runs import Row, row, write
 
 from kiloword.cli import main
-from kiloword.watch.mirror import Mirror, Place, what_is_new
+from kiloword.watch.mirror import Mirror, Mirrors, Place, in_training, what_is_new
+from kiloword.watch.runs import Watched
 
 
 def test_what_is_new_to_the_mirror() -> None:
@@ -93,3 +94,44 @@ def test_without_tensorboard_the_extra_is_named(
     assert "pip install 'kiloword[log]'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="tensorboard is not installed"):
         Mirror(out, tmp_path / "events")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_run_has_a_folder_of_its_own_name(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard (the extra `log`) is not installed")
+    folders = {name: write(tmp_path / name, [row(1), row(2)]) for name in ("one", "two")}
+    runs = [Watched(folders["one"], "../runs/one"), Watched(folders["two"], "/")]
+    mirrors = Mirrors(tmp_path / "events")
+    mirrors.update(runs)
+    write(folders["one"], [row(1), row(2), row(3)])
+    mirrors.update(runs)
+    assert {p.name for p in (tmp_path / "events").iterdir()} == {"runs-one", "run"}
+    assert [len(events(tmp_path / "events" / name)["loss"]) for name in ("runs-one", "run")] == [3, 2]
+    assert len(list((tmp_path / "events" / "runs-one").glob("events.out.*"))) == 1  # one writer goes on
+    Mirrors(None).update(runs)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--tensorboard .*file cannot be written: "):
+        Mirrors(tmp_path / "file").update(runs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_training_goes_on_without_a_mirror_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard (the extra `log`) is not installed")
+    said: list[str] = []
+    out = write(tmp_path / "run", [row(1)])
+    update = in_training(out, said.append)
+    update()
+    write(out, [row(1), row(2)])
+    update()
+    assert len(events(out / "tensorboard")["loss"]) == 2
+    assert said == []
+    bare = write(tmp_path / "bare", [row(1)])
+    (bare / "tensorboard").touch()
+    update = in_training(bare, said.append)
+    update()
+    (bare / "tensorboard").unlink()
+    update()
+    (line,) = said
+    assert line.startswith("TensorBoard's events cannot be written (")
+    assert line.endswith("): the run goes on without.")
+    assert not (bare / "tensorboard").exists()

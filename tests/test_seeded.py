@@ -21,7 +21,7 @@ from kiloword.data.tokenizer import Tokenizer
 from kiloword.data.views.mix import Compose, Cutmix, Mixup, Stylistic
 from kiloword.data.views.partner import another, cycle
 from kiloword.data.views.settings import ComposeSettings, CutmixSettings, MixupSettings, StylisticSettings
-from kiloword.draw import Draw
+from kiloword.draw import Draw, key, uniform
 from kiloword.recipes import AugmentConfig, DataConfig, sizes
 from kiloword.types import BadSample, Record
 
@@ -238,3 +238,24 @@ def test_a_seed_draws_what_it_always_did(what: Any) -> None:
 def test_a_seed_shows_what_it_always_did(what: Any) -> None:
     """Up to what versions of the libraries differ by."""
     assert np.allclose(what(), DRAWN[what.__name__], rtol=0, atol=1.5)
+
+
+def mixed(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014), in whole numbers."""
+    mask = (1 << 64) - 1
+    x = ((x ^ (x >> 30 & 0x3FFFFFFFF)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def test_uniforms_are_those_of_splitmix() -> None:
+    """Numbers of a row depend on its seed, the purpose and their place alone; 24 bits of each."""
+    seeds = [0, 1, 12345678901234567, (1 << 63) - 1]
+    drawn = uniform(torch.tensor(seeds), "mask", 5)
+    for seed, row in zip(seeds, drawn.tolist(), strict=True):
+        place = [mixed(n + (key("mask") & 0x7FFFFFFF)) for n in range(5)]
+        assert row == [(mixed(mixed(seed ^ at)) >> 16 & 0xFFFFFF) / 2**24 for at in place]
+    assert key("mask") == int.from_bytes(hashlib.blake2b(b"smask", digest_size=8).digest(), "little") & (2**63 - 1)
+    assert key(3, "a") == int.from_bytes(hashlib.blake2b(b"i3\x1fsa", digest_size=8).digest(), "little") & (2**63 - 1)
+    assert Draw(1, 2, 3).sample_seed == key(1, 2, 3, "sample")
+    assert Draw(1, 2, 3).rng("flip").random() == np.random.Generator(np.random.Philox(key(1, 2, 3, "flip"))).random()

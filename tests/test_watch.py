@@ -22,7 +22,7 @@ from kiloword.log import Log, read_metrics
 from kiloword.watch import command
 from kiloword.watch.command import Runs
 from kiloword.watch.page import View, page
-from kiloword.watch.plot import Series, plot, short
+from kiloword.watch.plot import Series, _labels, _range, plot, short
 from kiloword.watch.rows import NAMES, Reader, smoothed, thinned
 from kiloword.watch.runs import Watched, find
 
@@ -178,7 +178,19 @@ def test_thinned_and_smoothed_against_their_definitions() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (1.5, "1.50"), (-12.34, "-12.3"), (1234.4, "1234"), (0.00123, "1.2e-3"), (98765, "98.8k"), (3e9, "3G")],
+    [
+        *(
+            (0, "0"),
+            (1.5, "1.50"),
+            (-12.34, "-12.3"),
+            (1234.4, "1234"),
+            (0.00123, "1.2e-3"),
+            (98765, "98.8k"),
+            (3e9, "3G"),
+        ),
+        *((0.01, "0.01"), (0.009999, "1.0e-2"), (9999.4, "9999"), (1e4, "10k"), (999_600, "1000k"), (1e6, "1M")),
+        *((2.5e12, "2.5T"), (9.9996e14, "1000T"), (-4e-12, "-4.0e-12"), (10.0, "10.0"), (100.0, "100")),
+    ],
 )
 def test_short_numbers(value: float, text: str) -> None:
     assert short(value) == text
@@ -377,3 +389,90 @@ def test_without_colours_runs_differ_by_their_marks(tmp_path: Path, monkeypatch:
     assert "\x1b[3" not in said
     assert said.count("*") > 10
     assert said.count("+") > 10
+
+
+FRAME = """\
+* a  siglip b32  running  step 50/100 (50%)  ETA 0:05  loss 0.20  lr 5.0e-4  epoch 0.50  100 pairs/s
+  data wait 1%  memory 2.5 GB  3 bad samples  0 captions cut  2 steps skipped  1 restarts
+  ! skipped steps since step 41: 2 of the last steps had a loss or gradient that is no number or explodes, and
+    were skipped. If it goes on: a smaller --optim.lr, a longer --optim.warmup, or --precision fp32.
++ b  siglip b32  finished  step 40/40 (100%)  loss 0.25  epoch 0.40  100 pairs/s  data wait 1%  0 bad samples
+  0 captions cut  0 restarts
+  over: data wait
+
+loss                                                    val/image_retrieval_recall@1
+   10.0|+                                                  0.55|
+       |+                                                      |
+       | +                                                     |
+       | ++                                                    |                                             *
+       |   ++++                                                |
+   0.20|       ++++++++++++++++++++++++++++++*********     0.45|
+        1                                           50          1                                           50
+gradient_norm                                           pairs_per_s
+   1.10|                                                    110|
+       |                                                       |
+       |                                                       |+++++++++++++++++++++++++++++++++++++*********
+       |+++++++++++++++++++++++++++++++++++++*********         |
+       |                                                       |
+   0.90|                                                   90.0|
+        1                                           50          1                                           50
+7 more curves: a larger window shows them, or choose by --curves"""
+
+
+def two_runs(folder: Path) -> list[Watched]:
+    """One with skipped steps at its end, and one that is over and had waited for data."""
+    more = {"lr": 5e-4, "bias": -1.0, "memory": 2500.0, "scale": 10.0, "skipped": 3, "restarts": 1}
+    rows = [row(n, **more, skipped_steps=2 * (n > 40)) for n in range(1, 51)]
+    write(folder / "a", [*rows, {"step": 50, "val/image_retrieval_recall@1": 0.5, "val/loss": 1.0}])
+    write(folder / "b", [row(n, slowest_data_wait=0.01 if n > 18 else 0.5) for n in range(1, 41)], steps=40)
+    return seen(folder)
+
+
+def test_a_frame_in_full(tmp_path: Path) -> None:
+    """What matters most first, as much as the window holds, and how much it does not."""
+    runs = two_runs(tmp_path)
+    assert page(runs, View(width=110, height=26)).plain.split("\n") == FRAME.split("\n")
+    names = ["gradient_norm", "pairs_per_s", "data_wait", "slowest_data_wait", "lr", "scale", "bias", "memory"]
+    free = page(runs, View(width=64)).plain.split("\n")
+    titles = [line for line in free if line in (*names, "skipped_steps", "loss", "val/image_retrieval_recall@1")]
+    assert titles == ["loss", "val/image_retrieval_recall@1", *names, "skipped_steps"]
+    small = page(runs, View(width=110, height=16, curves=("b", "lr", "val"))).plain.split("\n")
+    assert len(small) <= 16
+    assert "2 more curves: a larger window shows them, or choose by --curves" in small
+
+
+def test_what_ended_and_what_failed_is_told(tmp_path: Path) -> None:
+    runs = two_runs(tmp_path)
+    (tmp_path / "b" / "error.json").write_text('{"error": "no\\u001b room"}')
+    for run in runs:
+        run.update()
+    (line,) = [at for at in page(runs, View(width=110)).plain.split("\n") if at.startswith("+ b")]
+    assert line.startswith("+ b  siglip b32  failed  0 min ago  step 40/40 (100%)")
+    assert "  ! the run ended with an error: no\\x1b room\n" in page(runs, View(width=110)).plain
+    changed = (tmp_path / "b" / "error.json").stat().st_mtime
+    assert [runs[1].state(changed + s)[1] for s in (7199, 7200, -5)] == ["120 min ago", "2 h ago", "0 min ago"]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "silence"),
+    [([], 60), ([5.0] * 50, 60), ([10.0] * 50, 100), ([1.0] * 95 + [90.0] * 5, 180), ([1.0] * 300 + [50.0] * 200, 500)],
+)
+def test_silence_is_judged_by_the_pauses_of_the_last_rows(tmp_path: Path, gaps: list[float], silence: float) -> None:
+    times = np.concatenate([[1000.0], 1000.0 + np.cumsum(gaps)])
+    (run,) = seen(write(tmp_path, [row(n, time=float(t)) for n, t in enumerate(times, 1)], steps=1000))
+    now = (tmp_path / "metrics.jsonl").stat().st_mtime
+    assert [run.state(now + silence + s)[0] for s in (-1, 1)] == ["running", "silent"]
+
+
+def test_a_spike_is_cut_where_the_usual_values_end() -> None:
+    usual = np.linspace(0, 1, 19)
+    assert _range(np.append(usual[:-1], 100.0)) == (0.0, 100.0, False)  # too few to know what is usual
+    values = np.append(np.linspace(0, 1, 199), 100.0)
+    high = float(np.quantile(values, 0.98))
+    assert _range(values) == (0.0, pytest.approx(1.5 * high), True)
+    assert _range(np.append(np.linspace(0, 1, 199), 4.0)) == (0.0, 4.0, False)
+    assert _range(np.array([2.0, 2.0])) == (pytest.approx(1.8), pytest.approx(2.2), False)
+    assert _range(np.array([0.0])) == (-1.0, 1.0, False)
+    assert _range(np.array([1000.0, 1000.9]))[:2] == (pytest.approx(899.91), pytest.approx(1100.99))
+    assert _range(np.array([1000.0, 1001.1]))[:2] == (1000.0, 1001.1)
+    assert _labels(1.0001, 1.0002) == ("1.0002", "1.0001")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class About:
     max_scale: float | None = None  # limit of the head's scale
 
 
-class Rule:
+class Rule(ABC):
     """`measure` takes every row in order and returns how bad it is, or None where the row does not tell."""
 
     name: str
@@ -59,12 +60,13 @@ class Rule:
     end: float
     patience = LIMITS.patience
 
+    @abstractmethod
     def measure(self, row: Row) -> float | None:
-        raise NotImplementedError
+        """How bad the row is."""
 
+    @abstractmethod
     def says(self, value: float) -> str:
         """The sentence for the row just measured."""
-        raise NotImplementedError
 
 
 class Restart:
