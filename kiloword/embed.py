@@ -27,7 +27,7 @@ from kiloword.sharing import alone, interruptible, is_first, missing_parts, part
 from kiloword.terminal import say
 from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped, Source
-from kiloword.watch.pace import duration
+from kiloword.watch.pace import duration, per_second
 
 PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
 
@@ -265,8 +265,8 @@ class Report:
         self._spoke, seconds = now, max(now - self._begun, 1e-9)
         left = seconds / self.done * (self.rows - self.done)
         line = (
-            f"row {self.done:,}/{self.rows:,}  {self.done / seconds:,.0f} pictures/s  "
-            f"{self.captions / seconds:,.0f} captions/s  ETA {duration(left)}"
+            f"row {self.done:,}/{self.rows:,}  {per_second(self.done / seconds)} pictures/s  "
+            f"{per_second(self.captions / seconds)} captions/s  ETA {duration(left)}"
         )
         start, end = ("\r", "") if self._live else ("", "\n")
         say(line.ljust(self._width), to=self.out, start=start, end=end)

@@ -21,7 +21,7 @@ from kiloword.recipes import Recipe
 from kiloword.terminal import say
 from kiloword.watch.alerts import About, Alerts
 from kiloword.watch.mirror import in_training
-from kiloword.watch.pace import Pace, duration
+from kiloword.watch.pace import Pace, duration, per_second
 from kiloword.watch.rows import Reader
 
 PLAIN_EVERY_S = 10.0  # without a terminal, a line at most this often
@@ -137,8 +137,8 @@ class Log:
         parts = [
             f"step {values['step']}/{self.steps}",
             f"loss {values['loss']:.3f}" if "loss" in values else "loss ?",
-            f"{values['pairs_per_s']:.0f} pairs/s",
-            f"data wait {wait:.0%}" + (f" (loader makes {made:.0f}/s)" if made else ""),
+            f"{per_second(values['pairs_per_s'])} pairs/s",
+            f"data wait {wait:.0%}" + (f" (loader makes {per_second(made)}/s)" if made else ""),
             f"ETA {duration(left)}",
         ]
         if "epoch" in values:

@@ -22,7 +22,7 @@ from kiloword.optim import schedule
 from kiloword.recipes import OptimConfig
 from kiloword.types import Batch, Texts
 from kiloword.watch.alerts import About
-from kiloword.watch.pace import Pace, duration
+from kiloword.watch.pace import Pace, duration, per_second
 
 ABOUT = About(batch=10)
 
@@ -119,6 +119,19 @@ def test_time_left_follows_the_recent_rate() -> None:
 )
 def test_durations(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(0.0, "0"), (0.134, "0.13"), (2.96, "3"), (9.949, "9.9"), (9.96, "10"), (1523.4, "1,523")]
+)
+def test_rates(rate: float, text: str) -> None:
+    assert per_second(rate) == text
+
+
+def test_the_rate_of_a_slow_run_is_not_rounded_to_nothing() -> None:
+    screen = io.StringIO()
+    Log(None, 1000, out=screen, about=ABOUT).progress(row(10, pairs_per_s=0.134))
+    assert "  0.13 pairs/s  " in screen.getvalue()
 
 
 class Clock:

@@ -32,6 +32,11 @@ class Pace:
         return None if self.rate is None else steps * self.batch / self.rate
 
 
+def per_second(rate: float) -> str:
+    """1,234, 56, 7.8, 0.4 or 0.012: two digits where the rate is below 10, as of a large model on a CPU."""
+    return f"{rate:,.0f}" if rate >= 9.95 else f"{rate:.2g}"
+
+
 def duration(seconds: float | None) -> str:
     """7:05, 3:07:05 or 12d 03h; "?" where it is not known."""
     if seconds is None:

@@ -12,7 +12,7 @@ import numpy as np
 from rich.text import Text
 
 from kiloword.terminal import shown
-from kiloword.watch.pace import duration
+from kiloword.watch.pace import duration, per_second
 from kiloword.watch.plot import MARKS, STYLES, Dots, Series, plot, short
 from kiloword.watch.rows import smoothed
 from kiloword.watch.runs import Watched
@@ -89,7 +89,7 @@ def _parts(run: Watched) -> list[Part]:
         if name in run.columns:
             parts.append((words.format(short(float(last[name]))), ""))
     if run.pace.rate is not None:
-        parts.append((f"{run.pace.rate:,.0f} pairs/s", ""))
+        parts.append((f"{per_second(run.pace.rate)} pairs/s", ""))
     return [part for part in parts + _counts(run) if part[0]]
 
 

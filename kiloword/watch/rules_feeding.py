@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 
+from kiloword.watch.pace import per_second
 from kiloword.watch.rule import LIMITS, About, Restart, Row, Rule, Span, number
 from kiloword.watch.windows import Thinned, Window
 
@@ -109,7 +110,8 @@ class Slower(Rule):
 
     def says(self, value: float) -> str:
         return (
-            f"{self.window.median:.0f} pairs/s, {value:.0%} fewer than this run's usual {self.blocks.median:.0f}: "
+            f"{per_second(self.window.median)} pairs/s, {value:.0%} fewer than this run's usual "
+            f"{per_second(self.blocks.median)}: "
             "something else uses the machine or its disk, it throttles, or the data come slower (see data wait)."
         )
 
