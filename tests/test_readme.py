@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from tars import pairs, picture, write_tar
 
+from kiloword import parallel
 from kiloword.cli import main
 from kiloword.methods import names
+from kiloword.prepare import micro_batches
+from kiloword.recipes import Recipe
 from kiloword.verify import verify
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +100,25 @@ def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) 
         words.append("--judge.no-meteor")  # Java takes seconds to start
     main(words)
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "-m kiloword train" in line])
+def test_ranks_and_micro_batches_cut_the_batch_into_equal_parts(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the batch of the README, which the few images here do not fill."""
+    words = shlex.split(command)
+    recipes: list[Recipe] = []
+
+    def keep(recipe: Recipe, *rest: Any) -> Path:
+        recipes.append(recipe)
+        return Path()
+
+    monkeypatch.setattr("kiloword.train.train", keep)
+    main(words[words.index("kiloword") + 1 :])
+    ranks = int(words[words.index("--nproc-per-node") + 1])
+    monkeypatch.setattr(parallel, "ranks", lambda: ranks)
+    assert micro_batches(recipes[0]) > 1
 
 
 def test_make_knows_its_targets() -> None:
