@@ -1,0 +1,212 @@
+"""Feature stores and embedded tables as files: damage that is no flipped byte, and what stays unwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from kiloword.data.side import INDEX, Part, SideTable, TableFile, checksum, part_path
+from kiloword.data.side_writer import Rows, SideWriter
+from kiloword.data.views.partner import similar
+from kiloword.types import BadSample, Example, Record, Skipped
+
+
+def about(**changes: Any) -> TableFile:
+    given = {
+        "name": "teacher", "dim": 2, "teacher": "t", "teacher_fingerprint": "tf", "precision": "fp32", "dtype": "fp32",
+        "data": "d", "fingerprint": "f", "contents": ("f pictures", "f captions"), "rows": 5, "part": 2,
+    }  # fmt: skip
+    return TableFile(**given | changes)  # type: ignore[arg-type]
+
+
+def rows(writer: SideWriter, number: int, captions: int = 2) -> Rows:
+    """Row n has the features (n, 1) and captions (n, 2), (n, 3)."""
+    made = Rows()
+    for row in writer.rows_of(number):
+        key = f"k{row}".encode()
+        writer.is_new(key.decode(), bytes([row] * 16))
+        made.keys.append(key)
+        made.captions.append([f"{row} {n}" for n in range(captions)])
+        made.images.append(np.array([[row, 1]], np.float32))
+        made.texts.append(np.array([[row, 2 + n] for n in range(captions)], np.float32).reshape(-1, 2))
+    return made
+
+
+def store(folder: Path, **changes: Any) -> SideTable:
+    writer = SideWriter(folder, about(**changes))
+    for number in writer.missing:
+        writer.write(number, rows(writer, number))
+    return writer.finish()
+
+
+def test_parts_hold_their_rows_and_the_last_one_the_rest(tmp_path: Path) -> None:
+    table = store(tmp_path / "t")
+    assert (len(table), table.file.parts, table.keys) == (5, 3, ["k0", "k1", "k2", "k3", "k4"])
+    assert table.images().tolist() == [[row, 1] for row in range(5)]
+    assert table.texts().tolist() == [[row, 2 + n] for row in range(5) for n in range(2)]
+    assert table.text_means().tolist() == [[row, 2.5] for row in range(5)]
+    assert table.starts.tolist() == [0, 2, 4, 6, 8, 10]
+    assert table.captions[3:5] == ["1 1", "2 0"]
+    assert sorted(path.name for path in (tmp_path / "t").iterdir()) == [
+        "index.npy", "part-00000.arrow", "part-00001.arrow", "part-00002.arrow", "table.json",
+    ]  # fmt: skip
+    example = Example("k3", 3, torch.zeros(3, 1, 1), ["3 1", "unknown", "3 0"])
+    table.join(example)
+    assert example.image_side["teacher"].tolist() == [3, 1]
+    assert example.text_side["teacher"].tolist() == [[3, 3], [0, 0], [3, 2]]
+    assert example.image_side["teacher.texts"].tolist() == pytest.approx([2, 5 / 3])
+
+
+def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> None:
+    writer = SideWriter(tmp_path, about())
+    part = rows(writer, 0)
+    part.skipped.append(Skipped(1, "k1", "damaged"))
+    writer.write(0, part)
+    assert writer.skipped == part.skipped
+    assert not (tmp_path / INDEX).exists()
+    again = SideWriter(tmp_path, about())
+    assert (again.missing, again.skipped) == ([1, 2], part.skipped)
+    assert not again.is_new("k0", bytes(16))
+    assert (again.repeated, again.is_new("new", bytes(16))) == (1, True)
+    for row, content in ((0, b"x" * 16), (1, bytes(16))):
+        with pytest.raises(ValueError, match=f"two pictures of d have the key 'k{row}' and differ"):
+            again.is_new(f"k{row}", content)
+    with pytest.raises(ValueError, match=r"is not finished\. The same `kiloword embed`"):
+        SideTable(tmp_path)
+    for name, value, said in (
+        ("teacher_fingerprint", "other", r"holds other features: there teacher t \(tf\), here teacher t \(other\)"),
+        ("contents", ("g pictures",), r"there data d \(f\), here data d \(f\)"),
+        ("name", "n", "there name teacher, here name n"),
+        ("dim", 3, "there dim 2, here dim 3"),
+        ("precision", "bf16", "there precision fp32, here precision bf16"),
+        ("dtype", "fp16", "there dtype fp32, here dtype fp16"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            SideWriter(tmp_path, about(**{name: value}))
+    assert SideWriter(tmp_path, about(part=4)).file.part == 2, "goes on with the parts that are there"
+
+
+def test_no_features_are_no_table(tmp_path: Path) -> None:
+    writer = SideWriter(tmp_path, about(rows=2))
+    writer.write(0, Rows(skipped=[Skipped(0, "k", "first"), Skipped(1, "k", "second")]))
+    with pytest.raises(ValueError, match="d: none of its 2 rows is a usable picture, the first because: first"):
+        writer.finish()
+    writer.skipped.clear()
+    with pytest.raises(ValueError, match=r"is a usable picture\.$"):
+        writer.finish()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is no side table: choose another --out"):
+        SideWriter(tmp_path / "other", about())
+
+
+def test_images_without_captions_have_no_mean(tmp_path: Path) -> None:
+    writer = SideWriter(tmp_path, about(rows=2, dtype="fp16"))
+    writer.write(0, rows(writer, 0, captions=0))
+    table = writer.finish()
+    assert table.text_means().tolist() == [[0, 0], [0, 0]]
+    assert (table.images().dtype, table.texts().shape) == (np.float16, (0, 2))
+
+
+def written(path: Path, change: Any) -> None:
+    """A part whose batch and meta data are changed; the checksum fits."""
+    with pa.ipc.open_file(pa.OSFile(str(path))) as reader:
+        batch, meta = reader.get_batch(0), json.loads(reader.schema.metadata[b"kiloword"])
+    batch = change(batch, meta)
+    meta.setdefault("crc", checksum(batch.columns))
+    schema = batch.schema.with_metadata({b"kiloword": json.dumps(meta)})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as out:
+        out.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
+
+
+def test_parts_that_are_none(tmp_path: Path) -> None:
+    table = store(tmp_path / "t")
+    path, schema = part_path(tmp_path / "t", 0), table.file.schema()
+    whole = path.read_bytes()
+    for change, said in (
+        (lambda batch, meta: batch.rename_columns([*"abcde"]), "has other columns than its table.json says"),
+        (lambda batch, meta: (meta.pop("table"), batch)[1], "is damaged"),
+        (lambda batch, meta: (meta.pop("skipped"), batch)[1], "is damaged"),
+    ):
+        written(path, change)
+        with pytest.raises(ValueError, match=said):
+            Part(path, schema)
+    path.unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        Part(path, schema)
+    path.mkdir()
+    with pytest.raises(ValueError, match="is damaged"):
+        Part(path, schema)
+    path.rmdir()
+    path.write_bytes(whole)
+    assert Part(path, schema).whole()
+    written(path, lambda batch, meta: (meta.update(crc=meta["crc"] + 1), batch)[1])
+    assert not Part(path, schema).whole()
+    again = SideTable(tmp_path / "t")
+    with pytest.raises(ValueError, match=r"part-00000\.arrow is damaged"):
+        again.images()
+
+
+def test_indexes_that_are_none(tmp_path: Path) -> None:
+    store(tmp_path / "t")
+    index = tmp_path / "t" / INDEX
+    good = np.load(index)
+    for wrong in (good.astype(np.int64), good[0], good[:1], good[None]):
+        np.save(index, wrong)
+        with pytest.raises(ValueError, match=r"index\.npy is no index of a side table\. Remove that file"):
+            SideTable(tmp_path / "t")
+    for raw in (b"", b"no array"):
+        index.write_bytes(raw)
+        with pytest.raises(ValueError, match=r"index\.npy is damaged\. Remove that file"):
+            SideTable(tmp_path / "t")
+
+
+@pytest.mark.parametrize("where", ["images", "texts"])
+def test_features_that_are_nan_are_named(tmp_path: Path, where: str) -> None:
+    writer = SideWriter(tmp_path, about(rows=2))
+    part = rows(writer, 0)
+    getattr(part, where)[1][0, 0] = np.nan
+    writer.write(0, part)
+    table = writer.finish()
+    table.join(Example("k0", 0, torch.zeros(3, 1, 1), ["0 0"]))
+    with pytest.raises(ValueError, match="has features of k1 that are no numbers"):
+        table.join(Example("k1", 1, torch.zeros(3, 1, 1), ["1 0"]))
+    with pytest.raises(ValueError, match="has features that are NaN or infinite"):
+        table.images()
+
+
+class Keys:
+    """Rows k0 to k4, of which some are bad."""
+
+    name, fingerprint = "keys", "f"
+
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 5
+
+    def record(self, row: int) -> Record:
+        if row in self.bad:
+            raise BadSample("damaged")
+        return Record(f"k{row}", np.zeros((2, 2, 3), np.uint8), ["x"])
+
+
+def test_nearest_and_farthest_are_of_other_samples(tmp_path: Path) -> None:
+    """Means (n, 2.5): their angles are in order."""
+    table = store(tmp_path / "t")
+    assert similar(Keys(), table, farthest=False).tolist() == [1, 2, 3, 4, 3]
+    assert similar(Keys(), table, farthest=True).tolist() == [4, 4, 0, 0, 0]
+    assert similar(Keys(bad=(1,)), table, farthest=False).tolist() == [2, -1, 3, 4, 3]
+    with pytest.raises(ValueError, match="keys has one sample with an embedding"):
+        similar(Keys(bad=(0, 1, 2, 3)), table, farthest=False)
+    other = store(tmp_path / "u", rows=4)
+    with pytest.raises(ValueError, match="the partner table says nothing of 'k4' of keys"):
+        similar(Keys(), other, farthest=False)
+    assert similar(Keys(bad=(4,)), other, farthest=True).tolist() == [3, 3, 0, 0, -1]
