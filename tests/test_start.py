@@ -13,7 +13,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from kiloword import start
+from kiloword import recipes, start
 from kiloword.api import load
 from kiloword.checkpoint import load_model, read_model_file, save_model
 from kiloword.data.tokenizer import Tokenizer, siglip_tokenizer_from
@@ -229,3 +229,44 @@ def test_training_starts_with_a_longer_context(words: Tokenizer, tmp_path: Path)
     assert (model.text_tower.positions[-2:] == old[-2:]).all()
     assert (model.text_tower.positions[:20] == old[:20]).all()
     assert read_model_file(path).model.text.context == 32
+
+
+@pytest.mark.parametrize(
+    ("width", "patch", "size"),
+    [(30, 32, "debug"), (129, 14, "tiny"), (380, 32, "s16"), (768, 17, "b16"), (768, 30, "b32"), (1020, 14, "l14")],
+)
+def test_optimizer_and_batch_are_those_of_the_size_most_like_the_model(
+    monkeypatch: pytest.MonkeyPatch, width: int, patch: int, size: str
+) -> None:
+    """By the width of the image tower, then by its patches."""
+    model = replace(sizes()["b32"], image=replace(sizes()["b32"].image, width=width, patch=patch))
+    monkeypatch.setattr(start, "read_model_file", lambda path: ModelFile(method="clip", settings={}, model=model))
+    found = start.defaults("siglip", "folder", data=("a.tar",))
+    assert found == replace(recipes.default("siglip", size, ("a.tar",)), model=model, init="folder")
+    assert start.defaults("siglip", "folder", "tiny").size == "tiny"
+    start.check(found)
+    other = replace(model, image=replace(model.image, size=448), text=replace(model.text, context=64))
+    start.check(replace(found, model=other))
+    start.check(replace(recipes.default("siglip"), init=None))
+    other = replace(other, text=replace(other.text, pad_to_context=True), head=replace(other.head, dim=3))
+    with pytest.raises(ValueError) as error:
+        start.check(replace(found, model=other))
+    assert str(error.value) == (
+        "--model.text.pad-to-context is True, but False in folder; --model.head.dim is 3, but 512 in folder. "
+        "Of a model to start from, only the picture size and the context may change."
+    )
+    image = replace(model.image, width=1, depth=1, heads=1, mlp=1)
+    with pytest.raises(ValueError, match=r"image\.width.*image\.depth.*image\.heads is 1, but 12 in folder\. Of"):
+        start.check(replace(found, model=replace(model, image=image)))
+
+
+def test_what_is_loaded_is_counted_and_the_rest_named(words: Tokenizer, tmp_path: Path) -> None:
+    path = folder(words, "own", tmp_path)
+    said = begin("clip", path, words)[2]  # without the bias of SigLIP
+    count = len(load_model(path)[0].state_dict()) - 1
+    assert said == f"started from {path}: {count} tensors loaded; new: head.log_limit; left over: head.bias."
+    recipe = start.settle(start.defaults("siglip", str(path), "debug"), words)
+    wider = replace(recipe.model, text=replace(recipe.model.text, mlp=7), head=replace(recipe.model.head, dim=8))
+    model = build(wider, preset("siglip"), seed=0)
+    with pytest.raises(ValueError, match=r"or not the settings of siglip: .*here, .*there; .*; .* there\.$"):
+        start.load(model, replace(recipe, model=wider))
