@@ -7,7 +7,9 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +25,7 @@ from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources import open_data
 from kiloword.embed import Report, embed
 from kiloword.methods.fff import Mined
-from kiloword.mining import analyses, main, output, results
+from kiloword.mining import analyses, main, output, pictures, progress, results
 from kiloword.mining import page as mining_page
 from kiloword.mining.calibrate import Sample, calibrate, candidates, compare, exceeded_by, random_pairs
 from kiloword.mining.corpus import Corpus
@@ -328,7 +330,8 @@ def check_page(page: dict[str, Section], judged: results.Results, drawn: list[An
     mean = float(np.mean(c.annotated()))
     assert [float(row[0].split()[0]) for row in rows if row[0].endswith("(mean)")] == [pytest.approx(mean, abs=1e-2)]
     for row, choice in zip(rows, judged.choices, strict=True):
-        assert row[2] == f"{choice.random_above:.3%}"
+        assert row[1:3] == [percent(choice.annotated_above), f"{choice.random_above:.3%}"]
+        assert row[3] == (f"{choice.mined_per_picture:{',.0f' if choice.mined_per_picture >= 100 else '.3g'}}")
         assert row[4:] == ["–" if v is None else f"{v:.3f}" for v in (choice.precision, choice.recall)]
     ranks = judged.groups["captions"].ranks
     _, captions, pictures = page["Rank of the true caption"].tables[0]
@@ -344,6 +347,26 @@ def check_page(page: dict[str, Section], judged: results.Results, drawn: list[An
     heights = by_label["S_it, picture and caption"][0]
     assert set(heights) == {"annotated", "random"}
     assert all(sum(of) == pytest.approx(100) for of in heights.values())
+    one = judged.groups["captions"]
+    for label, series in (
+        ("S_it, picture and caption", {"annotated": c.annotated(), "random": judged.sample.it.numpy()}),
+        ("S_ii, two pictures", {"random": judged.sample.ii.numpy()}),
+        ("S_tt, caption and captions", {"random": judged.sample.tt.numpy()}),
+        ("mean similarity with its 100 nearest captions", {"captions": one.nearest}),
+        ("similarity among one picture's captions", {"captions": one.among}),
+        ("similarity of a picture", {"one caption": one.one, "mean of its captions": one.mean}),
+    ):
+        drawn_heights, edges, *_ = by_label[label]
+        assert list(drawn_heights) == list(series)
+        for name, values in series.items():
+            wanted = [100 * float(np.mean((values >= low) & (values < high))) for low, high in pairwise(edges)]
+            wanted[-1] += 100 * float(np.mean(values == edges[-1]))
+            assert drawn_heights[name] == pytest.approx(wanted), label
+    words = "\n".join(section.text for section in page.values())
+    assert f"{found.true:,} pairs ({percent(found.true / found.pairs)}) are true without being annotated" in words
+    assert f"On average: one caption {np.mean(one.one):.3f}; mean of its captions {np.mean(one.mean):.3f}." in words
+    assert f"Random: {len(judged.sample.it):,} pairs of a picture and a caption of another one" in words
+    assert f"{ranks.batches} random batches of {ranks.batch:,} pictures with one caption each." in words
     mined = by_label["mined captions, at least"]
     assert mined[0]["mined"] == pytest.approx((100 * np.histogram(counts, mined[1])[0] / len(counts)).tolist())
     for name, points in by_label["rank"][0].items():
@@ -523,3 +546,125 @@ def test_from_side_table_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(ValueError, match="is no side table"):
         main([src], tmp_path / "nothing", tmp_path / "no", options)
     assert not (tmp_path / "no").exists()
+
+
+def test_numbers_of_the_file_from_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spreads by numpy, seconds of each part by a clock that says when it is asked."""
+    c, _, truths = perfect("scenes?n=60&captions=2")
+    c.captions[3] = c.captions[0]  # type: ignore[index]
+    clock = iter([10.0, 11.0, 13.0, 17.0])
+    monkeypatch.setattr(results, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    options = Options(gallery=0, batch=20, device="cpu")
+    judged = results.judge(c, {"captions": c}, Mined(p1=0.1), options, ("data", "oracle"), truths)
+    assert judged is not None
+    said = results.as_json(judged)
+    assert said["seconds"] == {"calibration": 1.0, "search": 2.0, "analyses": 4.0}
+    assert said["memory_mb"] == pytest.approx(judged.memory_mb, rel=0.1)
+    assert 50 < judged.memory_mb < 100_000
+    counts, group = judged.found.per_picture.numpy(), judged.groups["captions"]
+    assert (said["pictures"], said["captions"], said["true_pairs"]) == (60, len(c.captions), judged.found.true)
+    assert said["pictures_without_mined"] == sum(n == 0 for n in counts.tolist())
+    of = said["analyses"]["captions"]
+    assert (of["captions"], of["repeated"]) == (len(c.captions), len(c.captions) - len(set(c.captions)))
+    assert (of["rank_batch"], of["rank_batches"]) == (20, 3)
+    assert of["own_caption_first"] == np.mean(group.ranks.captions <= 1)
+    assert of["own_picture_first"] == np.mean(group.ranks.pictures <= 1)
+    spreads = {"mined_per_picture": counts, **{name: getattr(judged.sample, name).numpy() for name in TERMS}}
+    found = {"mined_per_picture": said["mined_per_picture"], **said["similarity"]}
+    names = {"rank_of_own_caption": group.ranks.captions, "rank_of_own_picture": group.ranks.pictures}
+    names |= {"annotated_similarity": group.annotated, "nearest_captions_similarity": group.nearest}
+    names |= {"similarity_among_captions": group.among, "similarity_with_one_caption": group.one}
+    for name, values in {**spreads, **names, "similarity_with_mean_caption": group.mean}.items():
+        numbers = np.asarray(values, np.float64)
+        assert (found | of)[name] == {
+            "mean": pytest.approx(numbers.mean()), "std": pytest.approx(numbers.std()), "max": numbers.max(),
+            "q05": pytest.approx(np.percentile(numbers, 5)), "median": pytest.approx(np.median(numbers)),
+            "q95": pytest.approx(np.percentile(numbers, 95)),
+        }, name  # fmt: skip
+    assert results._spread([]) is None
+
+
+def test_examples_are_pairs_that_their_term_accepts() -> None:
+    c, _, truths = perfect("scenes?n=60&captions=2")
+    options = Options(gallery=5, batch=20, device="cpu")
+    judged = results.judge(c, {"captions": c}, Mined(p1=0.1), options, ("data", "oracle"), truths)
+    assert judged is not None
+    shown = output.chosen(judged, truths)
+    images, texts = c.images.astype(np.float64), c.texts.astype(np.float64)
+    assert set(shown.pairs) == set(TERMS)
+    for term, drawn in shown.pairs.items():
+        assert len({pair.picture for pair in drawn}) == len(drawn) <= 5
+        for pair in drawn:
+            own = texts[c.starts[pair.picture] : c.starts[pair.picture + 1]]
+            owner = c.owner[pair.caption]
+            wanted = {"it": images[pair.picture] @ texts[pair.caption], "ii": images[pair.picture] @ images[owner],
+                      "tt": (own @ texts[pair.caption]).mean()}  # fmt: skip
+            assert pair.scores == pytest.approx(wanted, abs=1e-6)
+            assert {"it": wanted["it"] > 0.1, "ii": wanted["ii"] > Mined().p2}.get(term, wanted["tt"] > Mined().p3)
+            assert pair.true == bool(truths.of(np.array([pair.caption]), np.array([pair.picture])))
+    assert len(shown.pairs["it"]) == 5
+    often = judged.found.per_text.tolist()
+    wide = [best for _, best in shown.wide]
+    captions = [caption for caption, _ in shown.wide]
+    assert [often[n] for n in captions] == sorted((often[n] for n in captions), reverse=True)
+    assert often[captions[0]] == max(often)
+    assert len({c.captions[n] for n in captions}) == len(captions) == output.WIDE
+    for caption, best in zip(captions, wide, strict=True):
+        scores = images @ texts[caption]
+        scores[c.owner[caption]] = -np.inf
+        assert [score for _, score, _ in best] == pytest.approx(sorted(scores, reverse=True)[: output.BEST], abs=1e-6)
+        assert all(scores[row] == pytest.approx(score, abs=1e-6) for row, score, _ in best)
+        assert [true for _, _, true in best] == [
+            bool(truths.of(np.array([caption]), np.array([row]))) for row, _, _ in best
+        ]
+
+    black = np.zeros((4, 4, 3), np.uint8)
+    cards = sections(pictures.mined_pairs(judged, shown, lambda row: black))[""].words
+    pair = shown.pairs["it"][0]
+    at = cards.index(f"“{c.captions[pair.caption]}”")
+    assert "Picture and caption alike: S_it > 0.1." in cards
+    assert cards[at - 2 : at] == ["the picture", "the caption’s picture"]
+    assert cards[at + 1] == " ".join(f"S_{name} {value:.2f}" for name, value in pair.scores.items())
+    assert cards[at + 2] == ("✓ true of the picture" if pair.true else "✗ not true of the picture")
+    assert cards[at + 3] == f"Its own: “{c.captions[c.starts[pair.picture]]}”"
+    unseen = next(iter(shown.pairs["it"])).picture
+    fewer = pictures.mined_pairs(judged, shown, lambda row: None if row == unseen else black)
+    assert fewer.count("<figure") < sum(map(len, shown.pairs.values()))
+    wide_words = sections(pictures.wide_captions(judged, shown, lambda row: black))[""].words
+    assert f"“{c.captions[captions[0]]} ({often[captions[0]]:,} pictures)”" in wide_words
+
+
+def test_candidates_of_p1_stand_around_the_mean_and_where_few_random_pairs_are() -> None:
+    annotated = np.array([0.1, 0.3, 0.5, 0.7], np.float64)
+    it = torch.arange(20_000) / 25_000
+    deviation = float(np.std(annotated))
+    wanted = {0.4 + step * deviation for step in (-1, -0.5, 0, 0.5, 1)}
+    wanted |= {float(it[20_000 - 1 - int(rate * 20_000)]) for rate in (1e-2, 1e-3, 1e-4)} | {0.123}
+    found = candidates(annotated, Sample(it, it, it, None), 0.123)
+    assert found == pytest.approx(sorted(wanted), abs=1.1e-4)
+    assert candidates(annotated, Sample(it, it, it, None), 1.0) == pytest.approx(sorted(wanted - {0.123}), abs=1.1e-4)
+
+
+class Window(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_of_progress_is_written_over_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, now = Window(), 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    bar = Bar("pairs", "pairs", screen)
+    assert not bar.spoke
+    said = []
+    for seconds, done in ((100.1, 1), (100.2, 50_000), (100.3, 60_000), (100.5, 100_000), (100.5, 200_000)):
+        now = seconds
+        bar(done, 200_000)
+        said.append(screen.getvalue())
+    assert bar.spoke
+    assert said[0] == ""
+    assert said[1] == "\rpairs  25%  250 k pairs/s  ETA 0:00".ljust(61)
+    assert said[2] == said[1]
+    assert said[4].endswith("\n")
+    assert said[4].count("\n") == 1
+    assert said[4].count("\r") == 3
+    assert [progress._short(n) for n in (999.4, 1e3, 2.5e6, 1e9)] == ["999", "1 k", "2.5 M", "1 G"]
