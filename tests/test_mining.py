@@ -384,6 +384,7 @@ def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     judged = results.judge(c, {"captions": c}, options.over(Mined()), options, ("drawn <scenes>", "oracle"), truths)
     output.write(tmp_path, judged, origin)
     check_page(sections((tmp_path / "report.html").read_text()), judged, pieces)
+    assert (tmp_path / "report.html").read_text().count('<figure class="plot">') == len(pieces)
     numbers = json.loads((tmp_path / "mine.json").read_text())
     page = (tmp_path / "report.html").read_text()
     assert numbers["thresholds"] == json.loads((tmp_path / "thresholds.json").read_text())

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from test_mining import LOW, random_corpus
+from threads import over_threads
 
 from kiloword import parallel
+from kiloword import sharing as sharing_of
 from kiloword.api import Matcher
 from kiloword.checkpoint import save_model
 from kiloword.data.side import SideTable
@@ -211,6 +213,24 @@ def test_two_ranks_find_and_write_what_one_process_does(tmp_path: Path) -> None:
     """Keys that repeat and rows that cannot be read fall to different ranks."""
     check(2, ("retrieval",), tmp_path)
     check_files(tmp_path)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_three_threads_find_what_one_process_does(lockstep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches in turns, of which a whole one cannot be read, and blocks of queries."""
+    names = ("shortlist", "spectrum")
+    alone = [judged(name) for name in names]
+    skipped: list[Skipped] = []
+    holes = evaluate(matcher("siglip"), "retrieval", Holes(), skipped=skipped, batch=5)
+
+    def work() -> tuple[list[Any], dict[str, float], list[Skipped]]:
+        bad: list[Skipped] = []
+        found = evaluate(matcher("siglip"), "retrieval", Holes(), skipped=bad, batch=5)
+        return [judged(name) for name in names], found, bad
+
+    monkeypatch.setattr(sharing_of, "_mode", sharing_of._Mode(on=True, lockstep=lockstep))
+    for found in over_threads(3, work):
+        assert found == (alone, holes, skipped)
 
 
 @pytest.mark.slow
