@@ -48,14 +48,13 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 def compile(model: Model, kind: Compile) -> None:
     """Compile each block, or each tower as a whole.
 
-    Packed rows are rounded up to a multiple of `towers.text.ROWS`, so that few shapes are met.
+    The numbers of packed rows and of places are symbols from the second batch on: other batches need no other graphs.
     """
     if kind == "none":
         return
     torch._dynamo.config.recompile_limit = max(RECOMPILE, torch._dynamo.config.recompile_limit)
     towers = [model.image_tower, model.text_tower, *model.more.values()]
     blocks = [m for m in model.modules() if isinstance(m, Block | CrossBlock)]
-    model.text_tower.few_shapes = True
     for part in blocks if kind == "blocks" else towers:
         _replace_forward(part, torch.compile(part.forward))
 

@@ -25,10 +25,9 @@ class Packing:
     tail: int = 0  # rows behind the S tokens that belong to no text; attention gives zeros there
 
     @staticmethod
-    def of(texts: Texts, multiple: int = 1, places: int = 1) -> Packing:
-        """Round the number of rows up to a multiple, and L to one of `places`, so that kernels see few shapes."""
+    def of(texts: Texts, multiple: int = 1) -> Packing:
+        """Round the number of rows up to a multiple, so that kernels see few shapes."""
         device, starts, longest = texts.ids.device, texts.starts, texts.longest
-        longest += -longest % places
         lengths = starts.diff()
         # output_size: the device need not tell how many tokens there are
         text = torch.repeat_interleave(torch.arange(len(texts), device=device), lengths, output_size=len(texts.ids))
@@ -126,8 +125,10 @@ def attention(
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, packing_q: Packing | None, packing_k: Packing | None, causal: bool
 ) -> Tensor:
+    """Kernels write no row behind the last sequence, neither of outputs nor of gradients: there must be none."""
     from torch.nn.attention.varlen import varlen_attn
 
+    assert not any(packing is not None and packing.tail for packing in (packing_q, packing_k))
     (starts_q, longest_q), (starts_k, longest_k) = _lengths(q, packing_q), _lengths(k, packing_k)
     shape = q.shape
     q = q if packing_q is not None else q.flatten(0, 1)

@@ -14,7 +14,6 @@ from kiloword.towers.blocks import Block, Init
 from kiloword.types import Texts
 
 ROWS = 256  # packed rows are a multiple of this where every shape costs
-PLACES = 16  # and the longest text, where code is compiled for it
 
 
 def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
@@ -27,8 +26,6 @@ def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
 
 class TextTower(nn.Module):
     """Texts -> tokens."""
-
-    few_shapes = False  # each new shape is compiled
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -69,8 +66,6 @@ class TextTower(nn.Module):
 
     def packing(self, texts: Texts) -> Packing:
         """Where the tokens of texts stand, in this tower and what works beside it."""
-        if self.few_shapes:
-            return Packing.of(texts, ROWS, PLACES)
         return Packing.of(texts, ROWS if _compiles_per_shape(texts.ids.device, self.tokens.dtype) else 1)
 
     def embed(self, texts: Texts, packing: Packing) -> Tensor:
