@@ -1,0 +1,321 @@
+"""What a path, a pattern, a column or an image in memory stands for: which is taken where several are there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from tars import noise, pairs, picture, write_tar
+
+from kiloword.data import inspect, shard_sets
+from kiloword.data.bad import BadRows, reasons
+from kiloword.data.extra_captions import CaptionTable, WithCaptions
+from kiloword.data.folder import Folder, is_picture
+from kiloword.data.hierarimgs.writer import _empty
+from kiloword.data.inputs import as_list, is_one, kind, prepare
+from kiloword.data.inspect import check, digest_all, local_tars
+from kiloword.data.questions import majority
+from kiloword.data.reading import captions_of, eval_batches
+from kiloword.data.sample import check_regular, parse_label, read_whole
+from kiloword.data.shard_sets import expand, natural
+from kiloword.data.sources import open_source
+from kiloword.data.tables import _several, column_names
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.transforms import EvalTransform
+from kiloword.data.views.files import Rewrites, read_columns
+from kiloword.recipes import TextConfig
+from kiloword.types import BadSample, Record, Skipped
+
+
+def test_patterns_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert expand("x-{08..10}-{1..2}.tar") == [f"x-{n}-{m}.tar" for n in ("08", "09", "10") for m in (1, 2)]
+    assert expand("{3..3}") == ["3"]
+    assert expand("plain {a}.tar") == ["plain {a}.tar"]
+    with pytest.raises(ValueError, match=r"the range \{3\.\.2\} is empty"):
+        expand("x{3..2}.tar")
+    monkeypatch.setattr(shard_sets, "_MOST", 6)
+    assert len(expand("{1..3}{1..2}")) == 6
+    with pytest.raises(ValueError, match=r"names 8 files\. Expected at most 6\."):
+        expand("{1..4}{1..2}")
+    assert sorted(["b2", "a10", "a9", "a", "9", "10", "a9b", "²"], key=natural) == [
+        "9", "10", "a", "a9", "a9b", "a10", "b2", "²",
+    ]  # fmt: skip
+
+
+def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tars go before images; tars in test/ count beside class names alone; a folder in place of a tar is none."""
+    (tmp_path / "a.PNG").write_bytes(picture())
+    (tmp_path / "a.txt").write_bytes(b"a dog")
+    (tmp_path / "dir.tar").mkdir()
+    images: Any = open_source(str(tmp_path))
+    assert isinstance(images, Folder)
+    assert (images.name, images.key(0), images.captions(0)) == (str(tmp_path), "a", ["a dog"])
+    for name in ("10.tar", "9.tar"):
+        write_tar(tmp_path / name, pairs(1, int(name[:-4])))
+    tars: Any = open_source(str(tmp_path))
+    assert [tars.key(row) for row in range(2)] == ["0009", "0010"]
+    one: Any = open_source(str(tmp_path / "9.tar"))
+    assert (len(one), one.name) == (1, str(tmp_path / "9.tar"))
+    assert len(open_source(str(tmp_path / "{9..10}.tar"))) == 2
+    with pytest.raises(ValueError, match=r"1 of 3 tars are missing, the first is .*11\.tar"):
+        open_source(str(tmp_path / "{9..11}.tar"))
+    with pytest.raises(ValueError, match=r"has no tars itself, but its folders .* have: name one of them"):
+        open_source(str(tmp_path.parent))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(open_source("~/9.tar")) == 1
+    for name, said in (("empty", "is an empty folder"), ("notes", "is a folder without tars or pictures")):
+        (tmp_path / name).mkdir()
+        (tmp_path / "notes" / "x.md").write_bytes(b"") if name == "notes" else None
+        with pytest.raises(ValueError, match=said):
+            open_source(str(tmp_path / name))
+    (tmp_path / "x.md").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"x\.md: unknown kind of file"):
+        open_source(str(tmp_path / "x.md"))
+    with pytest.raises(ValueError, match=r"none: no such file or folder"):
+        open_source(str(tmp_path / "none"))
+    os.mkfifo(tmp_path / "pipe.tar")
+    with pytest.raises(ValueError, match="is no regular file"):
+        open_source(str(tmp_path / "pipe.tar"))
+    names = ["a.jpg", "b.JPEG", ".a.jpg", "jpg", "a.jpg.txt", "a.gif", "x.webp"]
+    assert [is_picture(name) for name in names] == [True, True, False, False, False, False, True]
+
+
+def test_a_file_named_scenes_goes_before_the_drawn_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(open_source("scenes?n=3", 32)) == 3
+    assert open_source("scenes:val?n=3", 32).record(0).image.shape == (32, 32, 3)  # type: ignore[union-attr]
+    write_tar(tmp_path / "scenes" / "0.tar", pairs(2))
+    assert len(open_source("scenes")) == 2
+    with pytest.raises(ValueError, match="no such file"):
+        open_source("scenesque")
+
+
+def test_which_column_of_a_table_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    for name, text, said in (
+        ("x.csv", 'image,filepath,title,caption,captions\na.png,b,t,c,"[""s"", ""u""]"\n', ["s", "u"]),
+        ("x.csv", "filepath,title,caption\na.png,t,c\n", ["c"]),
+        ("x.csv", "filepath,title\na.png,[t]\n", ["[t]"]),
+        ("x.tsv", "image\tcaption, long\tcaption\na.png\tx\ty\n", ["y"]),
+        ("x.csv", '"image"\t"caption"\na.png\ty\n', ["y"]),
+        ("x.csv", "image,caption\tx\na.png,y\n", None),  # commas decide, and there is no caption
+    ):
+        (tmp_path / name).write_text(text)
+        if said is None:
+            with pytest.raises(ValueError, match="has the columns"):
+                open_source(str(tmp_path / name))
+        else:
+            assert open_source(str(tmp_path / name)).record(0).captions == said
+    (tmp_path / "x.csv").write_text("image,caption,caption\na.png,x,y\n")
+    with pytest.raises(ValueError, match="has 2 columns named caption"):
+        open_source(str(tmp_path / "x.csv"))
+    pq.write_table(pa.table({"b": [1], "a": [2]}), tmp_path / "x.parquet")
+    assert column_names(tmp_path / "x.parquet") == ["b", "a"]
+    several = ['["a"', '["a", 3]', "[]", ' ["b"]', "a\nb", '{"a": 1}']
+    assert [_several(text) for text in several] == [['["a"'], ['["a", 3]'], [], ["b"], ["a", "b"], ['{"a": 1}']]
+
+
+def test_tables_of_captions_by_key(tmp_path: Path) -> None:
+    keys, cells = ["k", "other", "k", "void"], [["b", None], None, [" c ", "b"], [None]]
+    pq.write_table(pa.table({"key": keys, "captions": cells}), tmp_path / "x.parquet")
+    table = CaptionTable(tmp_path / "x.parquet")
+    assert [table.captions(key) for key in ("k", "other", "void", "none")] == [["b", "c", "b"], [], [], []]
+    assert [table.first(key) for key in ("k", "other", "void", "none")] == ["b", "", "", None]
+    assert [key in table for key in ("k", "other", "void", "none")] == [True, False, False, False]
+    assert table.first_key == "k"
+    source: Any = WithCaptions(open_source(str(write_tar(tmp_path / "0.tar", pairs(1)))), [table])
+    assert (source.notes, source.natural, len(source)) == ([], True, 1)
+    assert source.name == f"{tmp_path / '0.tar'} + {tmp_path / 'x.parquet'}"
+    with pytest.raises(AttributeError):
+        source.unknown  # noqa: B018
+    alone = WithCaptions(source.source, [table], own=False)
+    for read in (alone.captions, alone.record):
+        with pytest.raises(BadSample, match="no caption"):
+            read(0)
+    pq.write_table(pa.table({"key": ["a", "b"], "partner": ["b", None]}), tmp_path / "y.parquet")
+    with pytest.raises(ValueError, match=r"y\.parquet: row 1 has no partner"):
+        read_columns(str(tmp_path / "y.parquet"), ("key", "partner"))
+    with pytest.raises(ValueError, match=r"y\.parquet has the columns key, partner: expected key, caption"):
+        read_columns(str(tmp_path / "y.parquet"), ("key", "caption"))
+    assert read_columns(str(tmp_path / "y.parquet"), ("key",)) == [["a", "b"]]
+
+
+def test_rewrites_count_pairs_once() -> None:
+    class Keyed:
+        name, fingerprint = "keyed", "f"
+
+        def __len__(self) -> int:
+            return 4
+
+        def key(self, row: int) -> str:
+            return "abcd"[row]
+
+        def record(self, row: int) -> Record:
+            raise BadSample("never read")
+
+    captions = {("a", "b"): ["x", "y"], ("b", "a"): ["z"], ("c", "d"): ["w"], ("a", "a"): ["own"]}
+    rewrites, source = Rewrites(captions, 2), Keyed()
+    assert rewrites.share(source, None) == 2 * 2 / (4 * 3)
+    assert rewrites.share(source, [1, 0, -1, 2]) == 1.0
+    assert rewrites.share(source, [1, 2, -1, 0]) == 1 / 3
+    assert rewrites.share(source, [-1] * 4) == 0.0
+    assert [rewrites.of(*pair) for pair in ("ab", "ba", "dc", "ad")] == [["x", "y"], ["z"], ["w"], []]
+    assert Rewrites(captions, 99).share(source, None) == 1.0
+
+
+def test_images_in_memory() -> None:
+    pixels = noise(9, 12)
+    tensor = torch.from_numpy(pixels).permute(2, 0, 1)
+    given = [Image.fromarray(pixels), pixels, tensor, tensor.float() / 255, tensor.double() / 255]
+    transform = EvalTransform(8)
+    prepared = prepare(given, transform)
+    assert prepared.shape == (5, 3, 8, 8)
+    assert all(torch.equal(one, prepared[0]) for one in prepared)
+    ready = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    assert prepare(ready, transform) is ready
+    assert [is_one(one) for one in (*given, "x", Path("x"), given, ready, pixels[None])] == [True] * 7 + [False] * 3
+    assert (as_list(pixels)[0] is pixels, len(as_list(ready)), as_list(given) is given) == (True, 2, True)
+    for wrong, said in (
+        (3, "got an int as images: expected"),
+        ([], "got no images: expected at least one"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            as_list(wrong)  # type: ignore[arg-type]
+    for one, said in (
+        ({}, "got a dict as image 4"),
+        (pixels[..., :2], r"image 4 is a uint8 array \[9, 12, 2\]"),
+        (pixels[0], "image 4 is a uint8 array"),
+        (pixels.astype(float), "image 4 is a float64 array"),
+        (pixels[:0], r"image 4 is a uint8 array \[0, 12, 3\]"),
+        (tensor[:2], r"image 4 is a torch.uint8 tensor \[2, 9, 12\]"),
+        (tensor.int(), "image 4 is a torch.int32 tensor"),
+        (tensor[:, :0], r"image 4 is a torch.uint8 tensor \[3, 0, 12\]"),
+        (tensor / 128, "with values from .* expected 0 to 1; the model normalises"),
+        (tensor / 255 - 0.5, "with values from -0.5 to"),
+        (tensor / 0, "with values from"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepare([one], transform, 4)
+    assert [kind(value) for value in ([], 3, b"")] == ["a list", "an int", "a bytes"]
+
+
+def test_paths_as_images(tmp_path: Path) -> None:
+    transform = EvalTransform(8)
+    (tmp_path / "a.png").write_bytes(picture())
+    assert prepare([str(tmp_path / "a.png"), tmp_path / "a.png"], transform).shape == (2, 3, 8, 8)
+    (tmp_path / "b.png").write_bytes(b"text")
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in (
+        ("", "is a folder: expected an image file"),
+        ("none", "cannot read image .*none: No such file"),
+        ("b.png", "cannot use image .*b.png: not a picture"),
+        ("pipe", "cannot use image .*pipe: it is no regular file"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepare([tmp_path / name], transform)
+    assert read_whole(tmp_path / "b.png", "it", 4) == b"text"
+    with pytest.raises(BadSample, match="it has 4 bytes, more than 3"):
+        read_whole(tmp_path / "b.png", "it", 3)
+    check_regular(tmp_path / "none")
+    with pytest.raises(ValueError, match="is no regular file"):
+        check_regular(tmp_path)
+    assert [parse_label(cls) for cls in (None, b"0", b" 12\n", b"9" * 18)] == [None, 0, 12, 10**18 - 1]
+    for wrong in (b"", b"-1", b"1.0", b"9" * 19):
+        with pytest.raises(BadSample, match="class index is not a whole number"):
+            parse_label(wrong)
+
+
+class Small:
+    """Rows that are read one by one; some have a label, some are bad."""
+
+    name, fingerprint = "small", "f"
+
+    def __len__(self) -> int:
+        return 7
+
+    def record(self, row: int) -> Record:
+        if row == 4:
+            raise BadSample("damaged")
+        return Record(
+            f"k{row}", noise(8, 8, row), [f"said {row}"] * (row != 6), row if row == 2 else None, {"row": row}
+        )
+
+
+def test_evaluation_in_parts() -> None:
+    batches = list(eval_batches(Small(), 4, batch=2, parts=[range(1, 4), range(5, 5), range(3, 7, 2)]))
+    assert [batch.rows for batch in batches] == [[1, 2], [3], [3, 5]]
+    assert [None if b.labels is None else b.labels.tolist() for b in batches] == [[-1, 2], None, None]
+    whole = list(eval_batches(Small(), 4))
+    assert [(b.rows, b.keys, len(b.images)) for b in whole] == [
+        ([0, 1, 2, 3, 5, 6], [f"k{n}" for n in (0, 1, 2, 3, 5, 6)], 6)
+    ]
+    assert (whole[0].captions[-1], whole[0].infos[-1]) == ([], {"row": 6})
+    assert whole[0].skipped == [Skipped(4, "row 4", "damaged")]
+    (bad,) = eval_batches(Small(), 4, parts=[range(4, 5)])
+    assert (bad.rows, bad.images.shape, bad.labels) == ([], (0, 3, 4, 4), None)
+    assert list(captions_of(Small(), 3)) == ["said 0", "said 2"], "every second row of 7, of which one is bad"
+    assert list(captions_of(Small(), 7)) == [f"said {n}" for n in (0, 1, 2, 3, 5)]
+
+
+def test_looking_at_a_data_set_in_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(inspect, "_CHUNK", 3)
+    assert check(Small()) == [Skipped(4, "4", "damaged")]
+    ranges = list(inspect._chunks(lambda source, rows: rows, Small(), 0))
+    assert ranges == [range(3), range(3, 6), range(6, 7)]
+    found = inspect.stats(Small(), 1)
+    assert (found.rows, found.captions, found.labels, len(found.bad)) == (7, [1, 1, 1, 1, 1, 0], {2: 1}, 1)
+    with pytest.raises(ValueError, match="small: --digest is for tars of this machine"):
+        local_tars(Small())
+    tar = write_tar(tmp_path / "0.tar", pairs(2))
+    plain: Any = open_source(str(tar))
+    assert (local_tars(plain), plain.digest) == ([tar], "")
+    digest = digest_all(str(tar), plain)
+    again: Any = open_source(str(tar))
+    assert len(digest) == 32
+    assert again.digest
+    (tmp_path / "x").mkdir()
+    for name in ("0.tar", ".lock"):
+        (tmp_path / "x" / name).write_bytes(b"")
+    _empty(tmp_path / "x")
+    assert os.listdir(tmp_path / "x") == [".lock"]
+
+
+def test_bad_rows_are_counted_up_to_their_share() -> None:
+    bad = BadRows(10, 0.3)
+    some = [Skipped(row, f"k{row}", "often" if row else "rare") for row in range(4)]
+    assert bad.count(some[:2]) == some[:2]
+    assert bad.count(some[1:3]) == some[2:3]
+    assert (len(bad), bad.rows_of("oft"), bad.rows_of("none")) == (3, [1, 2], [])
+    again = BadRows(10, 0.3)
+    again.load_state_dict(json.loads(json.dumps(bad.state_dict())))
+    with pytest.raises(
+        ValueError, match=r"4 of the data set's 10 rows are bad, more than the allowed 30\.00%: often \(3, s"
+    ):
+        again.count(some)
+    many = [Skipped(n, f"k{n}", reason) for n, reason in enumerate("aabbbcdddd")]
+    assert reasons(many) == "d (4, such as k6); b (3, such as k2); a (2, such as k0)"
+    assert majority([("x", "b"), ("x", "a"), ("y", "c"), (None, "c")]) == {"x": "a", "y": "c", None: "c"}
+
+
+def test_tokens_of_repeated_captions_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.train(["a dog runs", "a cat"] * 9, 280)
+    monkeypatch.setattr("kiloword.data.tokenizer.REMEMBERED", 3)
+    monkeypatch.setattr("kiloword.data.tokenizer.REMEMBERED_TOKENS", 6)
+    config = TextConfig(context=30, vocab=280)
+    long = "zebra crossing in the rain"
+    for captions in (["a dog"] * 2, ["a", long], ["b", "c"], ["d"], ["e", "a dog"]):
+        texts = tokenizer.encode(captions, config)
+        for n, caption in enumerate(captions):
+            ids = texts.ids[texts.starts[n] : texts.starts[n + 1]].tolist()
+            assert tokenizer.decode(ids) == caption
+        assert long not in tokenizer._known
+        assert len(tokenizer._known) <= 3 + 2
+    assert texts.longest == int(texts.starts.diff().max())
+    assert len(tokenizer.encode([], config)) == 0
