@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kiloword.model import Model
 
 FREE = (("image", "size"), ("text", "context"))  # what of the towers may be another
+MANY = 8  # tensors of one module, which a message then counts instead of naming each
 
 
 def defaults(method: str, init: str, size: str | None = None, data: tuple[str, ...] = ("scenes",)) -> Recipe:
@@ -120,11 +122,27 @@ def load(model: Model, recipe: Recipe, trust_code: bool = False) -> str:
     sizes = f" ({', '.join(brought.sizes)})" if brought.sizes else ""
     said = [
         f"started from {recipe.init}{sizes}: {len(known.keys() - brought.made)} tensors loaded",
-        f"new: {', '.join(new) or 'none'}",
-        f"left over: {', '.join(left) or 'none'}",
+        f"new: {_summary(new, known)}",
+        f"left over: {_summary(left, known)}",
         *brought.tokens,
     ]
     return "; ".join(said) + "."
+
+
+def _summary(names: Iterable[str], known: Iterable[str]) -> str:
+    """Names of tensors in a line. A module of more than MANY of them is named instead where none of it is known."""
+    shared = {prefix for name in known for prefix in _prefixes(name)}
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        module = next((prefix for prefix in _prefixes(name) if prefix not in shared), name)
+        modules.setdefault(module, []).append(name)
+    parts = ([f"{module} ({len(own)} tensors)"] if len(own) > MANY else own for module, own in modules.items())
+    return ", ".join(chain.from_iterable(parts)) or "none"
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """ "more.fuser.norm.weight" -> "more.fuser", "more.fuser.norm", "more.fuser.norm.weight"."""
+    return islice(accumulate(name.split("."), "{}.{}".format), 1, None)
 
 
 @dataclass

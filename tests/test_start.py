@@ -270,3 +270,13 @@ def test_what_is_loaded_is_counted_and_the_rest_named(words: Tokenizer, tmp_path
     model = build(wider, preset("siglip"), seed=0)
     with pytest.raises(ValueError, match=r"or not the settings of siglip: .*here, .*there; .*; .* there\.$"):
         start.load(model, replace(recipe, model=wider))
+
+
+def test_a_large_module_that_is_new_or_left_over_is_counted(words: Tokenizer, tmp_path: Path) -> None:
+    """A decoder has hundreds of tensors: their names were a line of 6,000 characters."""
+    model, recipe, said = begin("coca", folder(words, "clip", tmp_path / "clip"), words)
+    added = [name for name in model.state_dict() if name.startswith("more.text_decoder.")]
+    assert f"; new: more.text_decoder ({len(added)} tensors); left over: none" in said
+    save_model(tmp_path / "coca", model, words, ModelFile(method="coca", settings={}, model=recipe.model))
+    said = begin("clip", tmp_path / "coca", words)[2]
+    assert f"; new: none; left over: more.text_decoder ({len(added)} tensors)" in said
