@@ -60,3 +60,55 @@ def test_a_rank_is_there_once(port: int, monkeypatch: pytest.MonkeyPatch) -> Non
     meeting.claim(store, 0)
     with pytest.raises(ValueError, match=r"process \d+ on .+ is rank 1 already, perhaps of a torchrun that was killed"):
         meeting.claim(store, 1)
+
+
+class Calls:
+    """In place of TCPStore: what each call was for; the last one answers."""
+
+    def __init__(self, errors: list[str], clock: list[float]) -> None:
+        self.errors, self.clock, self.given = errors, clock, list[tuple[object, ...]]()
+
+    def __call__(self, *given: object, **named: object) -> object:
+        self.given.append(given)
+        assert named == {"wait_for_workers": False}
+        self.clock[0] += 10
+        if self.errors:
+            raise RuntimeError(self.errors.pop(0))
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.given.append((timeout,))
+
+
+@pytest.mark.parametrize(("timeout_s", "call_s"), [(600, 10), (3, 3)])
+def test_a_rank_calls_again_until_somebody_answers(
+    port: int, monkeypatch: pytest.MonkeyPatch, timeout_s: float, call_s: float
+) -> None:
+    clock, count = [0.0], 3 if timeout_s > 10 else 0
+    calls = Calls(["nobody"] * count, clock)
+    monkeypatch.setattr(meeting, "CALL_S", 10.0)
+    monkeypatch.setattr(meeting, "TCPStore", calls)
+    monkeypatch.setattr(meeting, "time", type("Clock", (), {"monotonic": staticmethod(lambda: clock[0])}))
+    assert meeting.meet(1, False, timeout_s) is calls
+    one = ("127.0.0.1", port, None, False, timedelta(seconds=call_s))
+    assert calls.given == [one] * (count + 1) + [(timedelta(seconds=timeout_s),)]
+    calls.errors = ["nobody"] * 100
+    before = clock[0]
+    with pytest.raises(ValueError, match="found nobody"):
+        meeting.meet(1, False, timeout_s)
+    assert clock[0] - before == (610 if timeout_s > 10 else 10)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [("bind: EADDRINUSE here", "another process has it"), ("Permission denied\nstack", "Permission denied")],
+)
+def test_the_rank_that_keeps_the_store_calls_once(
+    port: int, monkeypatch: pytest.MonkeyPatch, error: str, why: str
+) -> None:
+    monkeypatch.setattr(meeting, "TCPStore", Calls([error], [0.0]))
+    with pytest.raises(ValueError) as caught:
+        meeting.meet(0, True, 600)
+    assert str(caught.value) == (
+        f"the ranks cannot meet at port {port} of 127.0.0.1: {why}. Set MASTER_PORT to another, for all ranks."
+    )

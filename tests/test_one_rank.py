@@ -64,6 +64,39 @@ def rank(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Peers]:
     return make
 
 
+@pytest.mark.parametrize(
+    ("number", "agent", "hosts"), [(0, "", True), (0, "False", True), (0, "True", False), (1, "", False)]
+)
+def test_how_a_rank_begins(monkeypatch: pytest.MonkeyPatch, number: int, agent: str, hosts: bool) -> None:
+    """Rank 0 keeps the store where torchrun keeps none; a torchrun that starts again has names of its own in it."""
+    root, threads, met = HashStore(), list[dict[str, Any]](), list[Any]()
+    for name, value in launch.announced(number, 3, 12345).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
+    monkeypatch.setattr(peers, "meet", lambda *given: met.append(given) or root)
+    idle = SimpleNamespace(start=lambda: threads.append({"started": True}), join=threads.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(peers.threading, "Thread", lambda **named: threads.append(named) or idle)
+        one = Peers(77)
+    assert met == [(number, hosts, 77)]
+    assert (one.rank, one.ranks, one.timeout_s, one.abrupt, one._end) == (number, 3, 77, False, None)
+    assert [thread["target"] for thread in threads[:2]] == [one._live, one._watch]
+    assert all(thread["daemon"] for thread in threads[:2])
+    assert threads[2:] == [{"started": True}] * 2
+    assert root.get(f"kiloword/run/7/is/{number}").startswith(b"process ")
+    for store in (one._mine, one._store):
+        store.set("a", "b")
+        assert root.get("kiloword/run/7/a") == b"b"
+    one.group_store.set("a", "c")
+    assert root.get("kiloword/run/7/group/a") == b"c"
+    one.over()
+    assert one._leaving.is_set()
+    assert one._left.is_set()
+    assert threads[4:] == [blame.SILENT_S] * 2  # each is waited for, a while
+
+
 def ended(rank: Peers) -> End:
     return rank._read(rank._mine)
 
