@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from threads import over_threads
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from kiloword import activations, engine, parallel
@@ -25,7 +24,7 @@ from kiloword.options import Options, Parallel
 from kiloword.planning import allocated
 from kiloword.prepare import make_learner, spread
 from kiloword.recipes import MUON, OptimConfig, Recipe, default
-from kiloword.verify import learner, over_ranks
+from kiloword.verify import learner
 from kiloword.verify_batch import batch
 
 STEPS, PICTURES = 3, 15  # over 3 ranks, whose shards of a width of 32 are uneven
@@ -67,13 +66,6 @@ def seen(model: Learner) -> dict[str, Tensor]:
     """Features of pictures and texts: of the weights as they are now, whatever was gathered of others."""
     found = model.encode(batch(0, 3, method="sycoca"))
     return {"image": found.images["vec"], "text": found.texts["vec"]}
-
-
-def save_trained(folder: Path) -> None:
-    for way in ("ddp", "fsdp"):
-        found = trained(way)
-        if parallel.rank() == 0:
-            save_file({name: x.clone() for name, x in found.items()}, folder / f"{way}.safetensors")
 
 
 def differing_in_one() -> str:
@@ -148,25 +140,20 @@ def test_matrices_are_compared_before_they_are_sharded(way: str) -> None:
             assert said.startswith("model.image_tower.")
 
 
-def in_half(folder: Path) -> None:
-    """Gradients of fsdp, whose blocks are gathered in bf16, and of ddp, under autocast."""
-    for way in ("ddp", "fsdp"):
-        model = learner("prolip", dtype=torch.float32)
-        if way == "fsdp":
-            engine.shard(model, half=True)
-        first = 8 * parallel.rank()
-        autocast = partial(torch.autocast, "cpu", torch.bfloat16)
-        backward(model, [batch(first, first + 8, method="prolip")], autocast, engine.Reducer(model))
-        found = {name: parallel.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        if parallel.rank() == 0:
-            save_file({name: g.clone() for name, g in found.items()}, folder / f"{way}.safetensors")
+def in_half(way: str) -> dict[str, Tensor]:
+    """Gradients of fsdp, whose blocks are gathered in bf16, or of ddp, under autocast."""
+    model = learner("prolip", dtype=torch.float32)
+    if way == "fsdp":
+        engine.shard(model, half=True)
+    first = 8 * parallel.rank()
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    backward(model, [batch(first, first + 8, method="prolip")], autocast, engine.Reducer(model))
+    return {name: parallel.whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.slow
-def test_blocks_gathered_in_half_precision_compute_as_autocast_does(tmp_path: Path) -> None:
+def test_blocks_gathered_in_half_precision_compute_as_autocast_does() -> None:
     """To the rounding of sums: vectors are as they are under ddp, and matrices are cast alike."""
-    over_ranks(2, in_half, tmp_path)
-    ddp, fsdp = (load_file(tmp_path / f"{way}.safetensors") for way in ("ddp", "fsdp"))
+    ddp, fsdp = (over_threads(2, partial(in_half, way))[0] for way in ("ddp", "fsdp"))
     assert ddp.keys() == fsdp.keys()
     assert all(g.dtype == torch.float32 for g in fsdp.values())
     a, b = (torch.cat([found[name].flatten() for name in ddp]) for found in (ddp, fsdp))
@@ -174,15 +161,54 @@ def test_blocks_gathered_in_half_precision_compute_as_autocast_does(tmp_path: Pa
     assert float(a.norm()) == pytest.approx(float(b.norm()), rel=0.02)
 
 
-@pytest.mark.slow
-def test_three_ranks_move_the_weights_of_one(tmp_path: Path) -> None:
-    over_ranks(3, save_trained, tmp_path)
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_three_ranks_move_the_weights_of_one(way: str) -> None:
+    """Weights, averages, moments, norms and what is seen of the weights meanwhile, on every rank."""
     one = trained("ddp")
-    for way in ("ddp", "fsdp"):
-        found = load_file(tmp_path / f"{way}.safetensors")
+    for found in over_threads(3, partial(trained, way)):
         assert found.keys() == one.keys()
         for name, value in one.items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=f"{way}: {name}")
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_is_sharded_and_how(monkeypatch: pytest.MonkeyPatch, half: bool) -> None:
+    """Blocks and layers one by one, freed after their pass; the rest once a micro-batch. Vectors and the head stay."""
+    parts: list[tuple[nn.Module, dict[str, Any]]] = []
+    entries: list[tuple[nn.Module, str]] = []
+    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+    monkeypatch.setattr(engine, "init_device_mesh", lambda kind, shape: (kind, shape))
+    monkeypatch.setattr(engine, "fully_shard", lambda part, **how: parts.append((part, how)))
+    monkeypatch.setattr(engine, "register_fsdp_forward_method", lambda part, name: entries.append((part, name)))
+    made = learner("sycoca")
+    engine.shard(made, half=half)
+    model = made.model
+    *units, (last, rest) = parts
+    assert last is model
+    assert rest["reshard_after_forward"] is False
+    names = {id(part): name for name, part in model.named_modules()}
+    kinds = [names[id(part)].rpartition(".")[0] for part, _ in units]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "image_tower.blocks": 2,
+        "text_tower.blocks": 2,
+        **{f"more.{name}.layers": len(tower.layers) for name, tower in model.more.items()},
+    }
+    kept = {p for p in model.parameters() if p.dim() < 2} | set(model.head.parameters())
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for _, how in units:
+        assert how == {
+            "mesh": ("cpu", (2,)),
+            "mp_policy": policy if half else MixedPrecisionPolicy(),
+            "ignored_params": kept,
+        }
+    assert rest == {"mesh": ("cpu", (2,)), "reshard_after_forward": False, "ignored_params": kept}
+    assert {name for part, name in entries if part is model} == {"image_tokens", "encode_text"}
+    keyed = [part for part, _ in units if hasattr(part, "keys")]
+    assert [part for part, name in entries if name == "keys"] == keyed
+    parts.clear()
+    monkeypatch.setattr(parallel, "ranks", lambda: 1)
+    engine.shard(made)
+    assert parts == []
 
 
 def gradients_of(module: nn.Module, value: float) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,14 +150,16 @@ def test_of_ranks_that_share_a_command_the_first_alone_speaks(
     monkeypatch.setattr(parallel, "rank", lambda: rank)
     monkeypatch.setattr(parallel, "ranks", lambda: 2)
     monkeypatch.setattr(peers, "wait", calls.append)
+    ascii_locale = partial(open, encoding="ascii")
+    monkeypatch.setattr(sharing, "open", ascii_locale, raising=False)
     with sharing.together("cuda"):
         assert sharing.share() == (rank, 2)
         assert not sharing.lockstep()
-        print("out")
+        print("out \u00e9")
         sys.stderr.write("err")
     assert sharing.share() == (0, 1)
     assert calls == ["cuda", "at the end of the command"]
-    assert tuple(capsys.readouterr()) == (("out\n", "err") if rank == 0 else ("", ""))
+    assert tuple(capsys.readouterr()) == (("out \u00e9\n", "err") if rank == 0 else ("", ""))
     print("again")
     assert capsys.readouterr().out == "again\n"
     monkeypatch.setattr(launch, "adopt", lambda: 1)
