@@ -1,0 +1,245 @@
+"""What evaluation, scoring, mining and imports refuse, each with a message that names what came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tars import noise
+
+from kiloword.api import Matcher
+from kiloword.cli import main
+from kiloword.data.extra_captions import CaptionTable
+from kiloword.data.sources import open_source
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.evaluation import baseline, evaluate
+from kiloword.evaluation.caption import existing
+from kiloword.evaluation.features import Seen
+from kiloword.evaluation.probe_data import encoded
+from kiloword.evaluation.prompt_options import PromptOptions
+from kiloword.evaluation.retrieval import check_pairs
+from kiloword.evaluation.shortlist import shortlisted
+from kiloword.evaluation.vqa import _counted, _lines
+from kiloword.generation import Captioner, GenerationOptions
+from kiloword.generation.command import write_captions
+from kiloword.generation.trie import Trie
+from kiloword.interop.captioners import Ours, open_captioner
+from kiloword.interop.open_clip import _check
+from kiloword.interop.prolip import _check_folded
+from kiloword.methods import preset
+from kiloword.mining.calibrate import some
+from kiloword.model import build
+from kiloword.planning.cards import card
+from kiloword.ranges import check as check_ranges
+from kiloword.recipes import ModelConfig, OptimConfig, TextConfig, sizes
+from kiloword.report.histogram import bins
+from kiloword.sentences import sentence_of
+from kiloword.types import BadSample, Record, Skipped
+
+
+@cache
+def matcher(method: str = "siglip") -> Matcher:
+    return Matcher(
+        build(sizes()["debug"], preset(method), seed=0), Tokenizer.train(["a b c d"] * 3, 270), preset(method)
+    )
+
+
+class Plain:
+    """A source that can do no more than it must: no captions without their image."""
+
+    name, fingerprint = "plain", "plain"
+
+    def __init__(self, bad: tuple[int, ...] = (), captions: bool = True, label: Any = None) -> None:
+        self.bad, self.captioned, self.label = bad, captions, label
+
+    def __len__(self) -> int:
+        return 3
+
+    def key(self, row: int) -> str:
+        return f"k{row}"
+
+    def record(self, row: int) -> Record:
+        if row in self.bad:
+            raise BadSample(f"row {row} is broken")
+        return Record(f"k{row}", noise(8, 8, row), [f"caption {row}"] if self.captioned else [], self.label)
+
+
+ALL = (0, 1, 2)
+FEATURES = {"vec": torch.eye(2)}
+REFUSED: dict[str, Callable[[], object]] = {
+    "expected one text a picture": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
+    "plain has no captions for the colour baseline": lambda: [
+        *baseline.retrieve(Plain(captions=False), open_source("scenes?n=2"))
+    ],
+    "none of the first 2 rows is a readable picture": lambda: baseline.read(Plain(bad=ALL), 2),
+    "a shortlist of 0 items; expected at least 1": lambda: [
+        *shortlisted(matcher().score_pairs, FEATURES, FEATURES, torch.arange(2), 0)
+    ],
+    "a spectrum of 0 pictures; expected at least 2": lambda: evaluate(matcher(), "spectrum", Plain(), samples=0),
+    "0 usable vectors; a covariance needs at least 2": lambda: evaluate(matcher(), "spectrum", Plain(bad=ALL)),
+    "plain: 1 usable vectors": lambda: evaluate(matcher(), "spectrum", Plain(bad=(0, 2))),
+    "none of its 3 rows is a usable picture, the first because: row 0 is broken": lambda: evaluate(
+        matcher(), "retrieval", Plain(bad=ALL)
+    ),
+    "plain has no captions to retrieve with": lambda: evaluate(matcher(), "retrieval", Plain(captions=False)),
+    "retrieval got 0 pictures and 2 texts": lambda: check_pairs({"vec": torch.zeros(0, 2)}, FEATURES, torch.arange(2)),
+    "the row of one of the 2 pictures": lambda: check_pairs(FEATURES, FEATURES, torch.tensor([0, 2])),
+    "for each of the 2 texts": lambda: check_pairs(FEATURES, FEATURES, torch.arange(1)),
+    "--prompts.coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
+    "plain asks no questions": lambda: _counted(Plain(), 5),
+    "precision is 'fp16': expected fp32 or bf16": lambda: open_captioner("model", precision="fp16"),
+    "a batch of 0 pictures; expected at least 1": lambda: write_captions(
+        Ours(Captioner(matcher("coca").model, matcher("coca").tokenizer), "d"), Plain(), "none", GenerationOptions(),
+        batch=0,
+    ),
+    "a text of 32 tokens to choose from, but the text tower reads 31": lambda: Captioner(
+        matcher("coca").model, matcher("coca").tokenizer
+    ).rules(GenerationOptions(), Trie([tuple(range(5, 36))], torch.device("cpu"))),
+    "x holds torch.int64: expected floating-point weights": lambda: _check(
+        "B", {"a": torch.zeros(2)}, {"a": ("x", torch.zeros(2, dtype=torch.int64))}
+    ),
+    r"x has shape \[3\], but open_clip's B needs \[2\]": lambda: _check(
+        "B", {"a": torch.zeros(2)}, {"a": ("x", torch.zeros(3))}
+    ),
+    "none of these weights is one of open_clip's B": lambda: _check("B", {"a": torch.zeros(2)}, {}),
+    "no values to put into bins": lambda: bins([]),
+    "--flops is 0: expected a number above 0": lambda: card("h200", flops=0.0),
+    "--bandwidth is inf: expected a number above 0": lambda: card("h200", bandwidth=float("inf")),
+    "--lr is nan: expected 0 to 100; --beta1 is 1.0: expected 0 to below 1": lambda: check_ranges(
+        OptimConfig(lr=float("nan"), beta1=1.0)
+    ),
+    "^width is 65537: expected 1 to 65536.$": lambda: check_ranges(TextConfig(width=65537), ""),
+    "--steps is 0: expected at least 1": lambda: check_ranges(replace(recipe(), steps=0)),
+}  # fmt: skip
+
+
+def recipe() -> Any:
+    from kiloword.recipes import default
+
+    return default("siglip", "debug")
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_is_refused_with_a_message(said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        REFUSED[said]()
+
+
+def test_limits_themselves_are_allowed() -> None:
+    check_ranges(OptimConfig(lr=0.0, beta1=np.nextafter(1.0, 0.0), ema=1.0, scale_lr=1e4))
+    check_ranges(TextConfig(width=65536, context=3))
+    for name in ("flops", "memory", "bandwidth"):
+        assert card("h200", **{name: 1e-9}).name == "h200"
+    own = card("custom", flops=100, memory=2, bandwidth=3)
+    assert (own.flops, own.flops_fp32, own.memory, own.link, own.network) == (1e14, 1e14, 2 * 2**30, 3e9, 3e9)
+    assert card("a100-80", memory=1).flops == 312e12
+
+
+ERRORS: list[tuple[BaseException, str | None]] = [
+    (ValueError(" a sentence. "), "a sentence."),
+    (FileNotFoundError(2, "No such file", "x.tar"), "No such file: x.tar."),
+    (OSError("it broke"), "it broke."),
+    (MemoryError(), "out of memory: take a smaller --batch, or --micro."),
+    (MemoryError("9 GiB"), "out of memory (9 GiB): take a smaller --batch, or --micro."),
+    (RuntimeError("DataLoader (pid 3) exited. \nmore"), "a loader worker stopped: DataLoader (pid 3) exited. "),
+    (RuntimeError("another"), None),
+    (KeyError("ours"), None),
+    (type("OutOfMemoryError", (RuntimeError,), {})("CUDA is full.\nmore"), "CUDA is full. Take a smaller --micro"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "said"), ERRORS)
+def test_errors_in_the_words_of_a_user(error: BaseException, said: str | None) -> None:
+    found = sentence_of(error)
+    assert found is None if said is None else (found or "").startswith(said) and "\n" not in (found or "")
+
+
+def test_names_that_cannot_be_written_are_shown_around_the_letter() -> None:
+    name = "a" * 300 + "\udc80" + "b" * 100
+    with pytest.raises(UnicodeEncodeError) as caught:
+        name.encode()
+    said = sentence_of(caught.value) or ""
+    assert said.startswith(repr("a" * 200 + "\udc80" + "b" * 20))
+    assert "cannot be written as utf-8" in said
+
+
+def test_files_that_are_no_lists_of_answers(tmp_path: Path) -> None:
+    (tmp_path / "answers").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is not UTF-8: expected an answer a line"):
+        _lines(tmp_path / "answers")
+    (tmp_path / "answers").write_text("\n \n")
+    with pytest.raises(ValueError, match="is empty: expected an answer a line"):
+        _lines(tmp_path / "answers")
+    (tmp_path / "answers").write_text("\ufeffyes\n\n no \n")
+    assert _lines(tmp_path / "answers") == ["yes", "no"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["score", "model", "--texts", "a", "--images"], "holds no images: expected image files in it"),
+        (["data", "stats", "scenes?n=2", "--as", "siglip"], "expected data stats SRC --as METHOD --png FILE"),
+        (["watch"], "watch needs the folder of a run"),
+        (["eval", "model", "retrieval", "--data", "scenes?n=2", "--html", "x.html"], "has no page to write"),
+    ],
+)
+def test_command_lines_that_lack_something(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, str(tmp_path)] if words[-1] == "--images" else words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_source_that_reads_captions_with_their_images(tmp_path: Path) -> None:
+    """Its bad rows, and those of which the table knows nothing, are named."""
+    import pyarrow.parquet
+
+    table = pyarrow.table({"key": ["k0", "k2"], "caption": ["said 0", "said 2"]})
+    pyarrow.parquet.write_table(table, tmp_path / "said.parquet")
+    skipped: list[Skipped] = []
+    told = list(existing(Plain(bad=(2,)), CaptionTable(tmp_path / "said.parquet"), skipped))
+    assert [(one.row, one.key, one.caption, one.references) for one in told] == [(0, "k0", "said 0", ["caption 0"])]
+    assert [(one.row, one.reason) for one in skipped] == [(1, "not in the table of captions"), (2, "row 2 is broken")]
+
+
+def test_weights_of_prolip_that_are_whole_numbers(tmp_path: Path) -> None:
+    config: ModelConfig = sizes()["debug"]
+    seen: dict[str, torch.Tensor] = {}
+    for _ in range(20):  # each message names what is missing or of another shape
+        try:
+            _check_folded(config, seen)
+            break
+        except ValueError as error:
+            if "have no" in str(error):
+                names = str(error).removeprefix("these weights have no ").partition(": are")[0].split(" and no ")
+                seen |= {name: torch.zeros(1) for name in names}
+                continue
+            name, _, rest = str(error).partition(" has shape ")
+            seen[name] = torch.zeros(json.loads(rest.partition("says ")[2]))
+    whole = {name: value.long() for name, value in seen.items()}
+    with pytest.raises(ValueError, match=r"holds torch\.int64: expected floating-point weights"):
+        _check_folded(config, whole)
+
+
+def test_a_probe_needs_one_class_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Seen([0], ["k0"], {"vec": torch.ones(1, 2)}, [[]], torch.ones(1, 3))
+    monkeypatch.setattr("kiloword.evaluation.probe_data.seen", lambda *all_: iter([part]))
+    with pytest.raises(ValueError, match="plain has many labels a picture: a probe needs one class each"):
+        encoded(matcher(), Plain(), 2, 0)
+
+
+def test_some_of_many_items_are_drawn_by_a_number() -> None:
+    items = np.arange(100) * 3
+    drawn = some(items, 10, 7)
+    assert len(set(drawn.tolist()) & set(items.tolist())) == 10
+    assert drawn.tolist() == sorted(drawn.tolist()) == some(items, 10, 7).tolist() != some(items, 10, 8).tolist()
+    assert some(items, 100, 7) is items
