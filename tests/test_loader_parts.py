@@ -1,0 +1,209 @@
+"""The loader piece by piece: which rows come in place of bad ones, what a batch is packed of, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tars import noise
+
+from kiloword.data import loader as module
+from kiloword.data.loader import ATTEMPTS, Loader, Reader, _changes, _join
+from kiloword.data.sampler import Order
+from kiloword.data.tokenizer import Tokenizer
+from kiloword.draw import Draw
+from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.types import BadSample, Example, Fetch, Record
+
+TOKENIZER = Tokenizer.train(["row caption"] * 9, 280)
+
+
+@dataclass
+class Rows:
+    """Row n has n % 3 + 1 captions; what is read is noted."""
+
+    n: int
+    bad: tuple[int, ...] = ()
+    size: int = 8
+    name: str = "rows"
+    fingerprint: str = "f"
+    epochs: Any = None
+
+    def __post_init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def record(self, row: int) -> Record:
+        self.read.append(row)
+        if row in self.bad:
+            raise BadSample(f"bad {row % 2}")
+        return Record(
+            f"k{row}", noise(self.size, self.size, row), [f"row {row} caption {c}" for c in range(row % 3 + 1)]
+        )
+
+
+class Changing(Rows):
+    """Another source in every epoch."""
+
+    def at(self, epoch: int) -> Changing:
+        self.epochs = [*(self.epochs or []), epoch]
+        return Changing(self.n)
+
+
+def make(source: Any, batch: int = 4, augment: AugmentConfig | None = None, **more: Any) -> Loader:
+    data = DataConfig(captions=more.pop("captions", "all"), augment=augment or AugmentConfig())
+    text = TextConfig(context=30, vocab=280)
+    return Loader(source, Order(len(source), batch, 1), data, text, 8, TOKENIZER, seed=2, **more)
+
+
+def drops(example: Example, fetch: Fetch, draw: Draw) -> Example:
+    return replace(example, captions=[] if example.row == 3 else example.captions)
+
+
+def test_a_batch_says_what_belongs_to_whom() -> None:
+    whole = make(Rows(12)).batch(1)
+    rows = make(Rows(12)).order.batch_rows(1)[1].tolist()
+    counts = [row % 3 + 1 for row in rows]
+    assert whole.image_of_text.tolist() == [n for n, count in enumerate(counts) for _ in range(count)]
+    assert whole.seeds.tolist() == [Draw(2, 0, row).sample_seed for row in rows]
+    assert (whole.position.tolist(), whole.composed.tolist()) == ([0, 1, 2, 3], [False] * 4)
+    assert (whole.images.dtype, whole.questions, whole.image_side, whole.skipped) == (torch.uint8, None, {}, [])
+    assert 0 < whole.made_s < 600
+    second = make(Rows(12), rank=1, ranks=2).batch(1)
+    assert (second.position.tolist(), second.seeds.tolist()) == ([2, 3], whole.seeds.tolist()[2:])
+    assert torch.equal(second.images, whole.images[2:])
+    for n, row in enumerate(rows):
+        assert np.array_equal(whole.images[n].permute(1, 2, 0), noise(8, 8, row))
+    assert [len(b) for b in islice(make(Rows(12)).batches(), 7)] == [4] * 7, "without end"
+    assert len(list(make(Rows(12)).batches(2, 5))) == 3
+
+
+def test_what_replaces_a_bad_row_lies_outside_the_batch_where_it_can() -> None:
+    """Of a batch of half the rows; a larger one leaves too few."""
+    rows = np.arange(6)
+    for n, outside in ((12, True), (11, False)):
+        reader = Reader(make(Rows(n, bad=(0,))), Rows(n, bad=(0,)), rows)
+        found = {reader.readable(0, Draw(2, epoch, 0))[0].row for epoch in range(60)}
+        assert (min(found) >= 6) == outside
+        assert len(found) > 4
+        assert reader.skipped
+        assert {one.row for one in reader.skipped} == {0}
+
+
+def test_as_many_rows_are_tried_as_the_limit_says() -> None:
+    source = Rows(500, bad=tuple(range(500)))
+    reader = Reader(make(source), source, np.arange(4))
+    said = rf"rows: {ATTEMPTS + 1} rows in a row are bad: bad \d \(\d+, such as row \d+\); bad \d"
+    with pytest.raises(ValueError, match=said):
+        reader.example(3, Draw(2, 0, 3))
+    assert (len(source.read), source.read[0], reader.skipped) == (ATTEMPTS + 1, 3, [])
+
+
+def test_a_draw_moves_with_its_own_row_alone() -> None:
+    reader = Reader(make(Rows(50, bad=(3,))), Rows(50, bad=(3,)), np.arange(4))
+    own, drawn = reader.readable(3, Draw(2, 0, 3))
+    assert (drawn.row, drawn.seed, drawn.epoch) == (own.row, 2, 0)
+    partner, other = reader.readable(3, Draw(2, 0, 9))
+    assert other.row == 9
+    assert partner.row != 3
+    assert reader.readable(5, Draw(2, 0, 5))[1] == Draw(2, 0, 5)
+    assert len(reader) == 50
+
+
+def test_rows_of_an_epoch_are_made_once() -> None:
+    source = Changing(8)
+    loader = make(source)
+    for step in (0, 1, 2, 1, 3, 2, 4, 2, 0):
+        loader.batch(step)
+    assert source.epochs == [0, 1, 2, 0]  # two neighbours are kept
+    assert len(loader._epochs) <= 2
+    plain = Rows(8)
+    assert make(plain)._source_in(3) is plain
+
+
+def test_images_that_need_no_change_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    loader = make(Rows(4))
+    monkeypatch.setattr(loader, "_train", lambda image, draw: calls.append("train") or torch.zeros(1))
+    monkeypatch.setattr(loader, "_eval", lambda image: calls.append("eval") or torch.zeros(1))
+    fits = noise(8, 8)
+    same = loader.picture(fits, Draw(1, 0, 0))
+    fits[0, 0] = 9
+    assert same[:, 0, 0].tolist() == [9, 9, 9], "the same memory"
+    locked = noise(8, 8)
+    locked.flags.writeable = False
+    for other in (noise(8, 9), noise(9, 8), noise(8, 8).astype(np.int16), locked, b"encoded"):
+        loader.picture(other, Draw(1, 0, 0))
+    assert calls == ["train"] * 5
+    loader.train = False
+    loader.picture(b"encoded", Draw(1, 0, 0))
+    assert calls[5:] == ["eval"]
+    still = AugmentConfig(drop_words=0.5)
+    changes = ({"crop": 0.9}, {"flip": 0.1}, {"jitter": 0.1}, {"grayscale": 0.1}, {"blur": 0.1})
+    assert [_changes(replace(still, **change), True) for change in ({}, *changes)] == [False, *[True] * 5]
+    assert [_changes(replace(still, **change), False) for change in ({}, *changes)] == [*[False] * 3, *[True] * 3]
+    reader = Reader(make(Rows(4), augment=AugmentConfig(crop=0.5)), Rows(4), np.arange(4))
+    assert reader.crops
+    reader.loader.train = False
+    assert not reader.crops
+
+
+def test_words_are_dropped_in_training_alone() -> None:
+    said = [len(make(Rows(12), augment=AugmentConfig(drop_words=share), train=train).batch(0).texts.ids)
+            for share, train in ((0.0, True), (0.6, True), (0.6, False))]  # fmt: skip
+    assert said[1] < said[0] == said[2]
+
+
+def test_views_change_training_examples_alone_and_say_what_to_know() -> None:
+    def marks(example: Example, fetch: Fetch, draw: Draw) -> Example:
+        return replace(example, composed=True)
+
+    marks.note = "marked"  # type: ignore[attr-defined]
+    assert make(Rows(4), views=[marks, drops]).notes == ["marked"]
+    assert make(Rows(4), views=[marks]).batch(0).composed.tolist() == [True] * 4
+    assert make(Rows(4), views=[marks], train=False).batch(0).composed.tolist() == [False] * 4
+    with pytest.raises(ValueError, match="a view left k3 without a caption; it must keep at least one"):
+        make(Rows(4), views=[drops]).batch(0)
+    one = {"a": torch.ones(2)}
+    assert _join([one, one], torch.stack)["a"].shape == (2, 2)
+    with pytest.raises(ValueError, match=r"side features \['a'\] are missing for some rows"):
+        _join([one, {}], torch.stack)
+
+
+def test_settings_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Rows(8)
+    for settings, said in (
+        ({"ranks": 3}, "does not divide over 3 ranks"),
+        ({"captions": 0}, "0 captions a picture; expected at least 1"),
+        ({"truth": True}, "rows does not know which texts are true"),
+        ({"questions": True}, "rows asks no questions"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make(source, **settings)
+    order = Order(9, 4)
+    with pytest.raises(ValueError, match="rows has 8 rows, the order was made for 9"):
+        ordered(source, order)
+    parts: list[int] = []
+
+    class Noted:
+        def __init__(self, row: int, part: int) -> None:
+            parts.append(part)
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(module, "decoding", Noted)
+    make(source).batch(5)
+    assert parts == [0] * 4
+    make(Changing(8)).batch(5)
+    assert parts[4:] == [2] * 4
+
+
+def ordered(source: Any, order: Order) -> Loader:
+    return Loader(source, order, DataConfig(), TextConfig(context=9, vocab=280), 8, TOKENIZER)
