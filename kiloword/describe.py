@@ -109,10 +109,10 @@ def image_flops(config: ModelConfig) -> int:
     return stem + _blocks(image, patches + extra(image)) + 2 * image.width * config.head.dim
 
 
-def text_flops(config: ModelConfig, tokens: int = 0) -> int:
-    """Arithmetic of one caption's forward pass; tokens 0: as many as the context holds."""
+def text_flops(config: ModelConfig) -> int:
+    """Arithmetic of the forward pass of one caption that fills the context."""
     text = config.text
-    return _blocks(text, tokens or text.context) + 2 * text.width * config.head.dim
+    return _blocks(text, text.context) + 2 * text.width * config.head.dim
 
 
 def _blocks(tower: ImageConfig | TextConfig, tokens: int) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel  # the counter does not know the fused kernel of CPUs
@@ -19,7 +22,8 @@ from kiloword.describe import (
     slots,
     text_flops,
 )
-from kiloword.methods import names, preset
+from kiloword.device import cores
+from kiloword.methods import names, pieces, preset
 from kiloword.model import build
 from kiloword.recipes import sizes
 from kiloword.types import Texts
@@ -53,24 +57,48 @@ def test_arithmetic_is_what_torch_counts(size: str) -> None:
     side, context = config.image.size, config.text.context
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model.encode_image(torch.zeros(1, 3, side, side, dtype=torch.uint8))
-    assert image_flops(config) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert image_flops(config) == counter.get_total_flops()
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model.encode_text(Texts.pack([[1] * context]))
-    assert text_flops(config) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert text_flops(config) == counter.get_total_flops()
 
 
 def test_methods_name_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
     methods_table()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1 : 1 + len(names())]] == names()
-    assert "arXiv:2103.00020" in lines[1]
+    for line, name in zip(lines[1:], names(), strict=False):
+        filled = [word for word in slots(preset(name)).values() if word]
+        assert re.split(r"\s{2,}", line.strip()) == filled
+    found = {name: slots(preset(name)) for name in names()}
+    assert found["prolip"]["uncertainty"] == "gaussian"
+    assert found["vqa"]["pair loss"] == ""
+    assert found["clip-c"]["views"] == "compose"
+    assert found["llip"]["pooling"] == "contextual"
+    assert found["sycoca"]["terms"] == "caption, mim"
+    assert found["fff"]["captions"] == "all"
+    rows = {line.split()[0]: line for line in lines[2 + len(names()) :]}
+    assert all(re.split(r"\s{2,}", rows[name].strip()) == [name, p.slot, p.summary] for name, p in pieces().items())
 
 
 def test_sizes_name_every_size(capsys: pytest.CaptureFixture[str]) -> None:
     sizes_table()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:10]] == list(sizes())
-    assert "151.28" in next(line for line in lines if line.startswith("b32"))
+    for line, (name, config) in zip(lines[1:10], sizes().items(), strict=True):
+        image, text, both = image_flops(config), text_flops(config), image_flops(config) + text_flops(config)
+        towers = [f"{t.width} x {t.depth} / {t.heads}" for t in (config.image, config.text)]
+        millions, *work = f"{parameters(config) / 1e6:.2f}", *(f"{w / 1e9:.3g}" for w in (image, text, both))
+        numbers = (
+            config.image.size,
+            config.image.patch,
+            *towers,
+            config.text.context,
+            config.head.dim,
+            millions,
+            *work,
+        )
+        assert re.split(r"\s{2,}", line.strip()) == [name, *map(str, numbers)]
 
 
 def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +110,17 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "OMP_NUM_THREADS=3" in said
     assert machine()["devices"].startswith("cpu")
     assert ("hint: OMP_WAIT_POLICY=PASSIVE" in said) == (not torch.cuda.is_available())
+    assert machine()["cores"] == str(cores())
+    assert machine()["OpenMP"].split()[:2] == ["OMP_NUM_THREADS=3", "OMP_WAIT_POLICY=ACTIVE"]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores() + 1)
+    assert f"torch uses {cores() + 1} threads on {cores()} cores: set OMP_NUM_THREADS={cores()}." in hints()
+    monkeypatch.setattr(torch, "get_num_threads", cores)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert not any("OMP_" in hint for hint in hints())
+    for name in list(os.environ):
+        if name.startswith(("OMP_", "MKL_NUM")):
+            monkeypatch.delenv(name)
+    assert machine()["OpenMP"].startswith("as the library likes")
 
 
 def test_doctor_names_extras_present_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ from safetensors import safe_open
 from tars import picture
 
 import kiloword.train as loop
-from kiloword import validate
+from kiloword import dry_run, validate
 from kiloword.cli import main
 from kiloword.methods import names
+from kiloword.options import Options
+from kiloword.prepare import open_sources
+from kiloword.recipes import AugmentConfig, OptimConfig, default
+from kiloword.run_folder import run_file
 
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
 MORE = {"fff": ("--settings.positives", "annotated"), "llip": ("--views", "compose")}
@@ -78,6 +83,12 @@ def test_figures_are_those_of_the_run(method: str, tmp_path: Path, capsys: pytes
     assert shapes["text_tower.tokens"][0] == text["vocab"]
     total = int(plan["model"].split("debug, ")[1].split(" parameters")[0].replace(",", ""))
     assert total == sum(math.prod(shape) for shape in shapes.values())
+    parts = dict(re.findall(r"([a-z][a-z ]*) ([\d,]+)(?:,|$)", plan["model"].split(": ")[1].strip()))
+    counts: dict[str, int] = {}
+    for name, shape in shapes.items():
+        part = name.removeprefix("more.").split(".")[0].replace("_", " ")
+        counts[part] = counts.get(part, 0) + math.prod(shape)
+    assert {part: int(count.replace(",", "")) for part, count in parts.items()} == counts
     assert f"1 steps of 8 images, {rows[-1]['epoch']:.1f} epochs" in plan["length"]
     cut = f", {rows[0]['truncated']} cut" if rows[0]["truncated"] else ""
     assert plan["read"].strip() == f"8 images of the first batch, {rows[0]['captions']} captions{cut}"
@@ -170,3 +181,37 @@ def test_a_few_bad_rows_of_the_validation_data_are_no_reason(tmp_path: Path, mon
     monkeypatch.setattr(validate, "TRIED", 1)
     with pytest.raises(SystemExit):
         train("clip", "--data", "scenes?n=64", "--val", images, *SMALL, "--out", tmp_path / "run", "--dry-run")
+
+
+def test_settings_as_they_are_typed() -> None:
+    assert dry_run._listed({"a_b": 0.1 + 0.2, "c": (), "d": ("x", 2.0), "e": None, "f": "", "g": " x", "h": True}) == (
+        "a-b=0.3 c=none d=x,2 e=none f=none g=' x' h=True"
+    )
+    assert dry_run._flat({"a": {"b": {"c": 1}, "d": 2}, "e": {}}) == {"a.b.c": 1, "a.d": 2, "e": {}}
+    muon, adamw = (dry_run.settings_of(OptimConfig(name=name, clip=5.0, eps=1e-3)) for name in ("muon", "adamw"))
+    assert set(values(muon)) == {*dry_run.ALWAYS[OptimConfig].replace("_", "-").split(), "eps", "muon-lr"}
+    assert set(values(adamw)) == set(values(muon)) - {"muon-lr"}
+    assert dry_run.settings_of(AugmentConfig()) == ""
+    lines = list(dry_run._wrapped("name", "word " * 60))
+    assert [line[:11].strip() for line in lines] == ["name", *[""] * (len(lines) - 1)]
+    assert all(line[11:].startswith("word") for line in lines)
+    assert dry_run.WIDE - 5 < max(map(len, lines)) <= dry_run.WIDE
+
+
+def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    words = ("clip", "--data", "scenes?n=64", "--val", "scenes:test?n=7", *SMALL, "--out", out)
+    train(*words, "--micro", "2", "--precision", "bf16", "--dry-run")
+    plan = planned(capsys.readouterr().out)
+    assert plan["val"].strip().endswith(": 7 images")
+    assert plan["data"].strip() == "scenes?n=64: 64 images"
+    assert plan["ranks"].strip() == "1, 4 x 2 images each, checkpointing none, compile none, bf16"
+    assert plan["augment"].strip() == "none"
+    assert plan["out"].strip() == str(out)
+    (out / "state").mkdir(parents=True)
+    recipe = default("clip", "debug", ("scenes?n=64",))
+    source = open_sources(recipe)
+    file = run_file(recipe, source)
+    said = dry_run.describe(replace(file, model=recipe.model), source, out, Options())
+    assert f"out        {out} (resumes)" in said
+    assert not any(line.startswith("val ") for line in said)

@@ -96,12 +96,14 @@ REFUSED: dict[str, Callable[[], object]] = {
     "plain asks no questions": lambda: _counted(Plain(), 5),
     "precision is 'fp16': expected fp32 or bf16": lambda: open_captioner("model", precision="fp16"),
     "a batch of 0 pictures; expected at least 1": lambda: write_captions(
-        Ours(Captioner(matcher("coca").model, matcher("coca").tokenizer), "d"), Plain(), "none", GenerationOptions(),
-        batch=0,
+        describer("coca"), Plain(), "none", GenerationOptions(), batch=0
     ),
     "a text of 32 tokens to choose from, but the text tower reads 31": lambda: Captioner(
         matcher("coca").model, matcher("coca").tokenizer
     ).rules(GenerationOptions(), Trie([tuple(range(5, 36))], torch.device("cpu"))),
+    "longest is 40 tokens, but the text tower reads 31": lambda: describer("coca").check(GenerationOptions(longest=40)),
+    "this model answers questions": lambda: describer("vqa").check(GenerationOptions()),
+    "num is 0. Expected at least 1": lambda: describer("coca").check(GenerationOptions(num=0)),
     "x holds torch.int64: expected floating-point weights": lambda: _check(
         "B", {"a": torch.zeros(2)}, {"a": ("x", torch.zeros(2, dtype=torch.int64))}
     ),
@@ -118,6 +120,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     "^width is 65537: expected 1 to 65536.$": lambda: check_ranges(TextConfig(width=65537), ""),
     "--steps is 0: expected at least 1": lambda: check_ranges(replace(recipe(), steps=0)),
 }  # fmt: skip
+
+
+def describer(method: str) -> Ours:
+    return Ours(Captioner(matcher(method).model, matcher(method).tokenizer), "d")
 
 
 def recipe() -> Any:

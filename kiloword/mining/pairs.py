@@ -141,7 +141,7 @@ def _numbers(rows: list[slice]) -> Tensor:
 def _nothing(corpus: Corpus, most: int) -> Found:
     n = len(corpus.keys)
     scores = {name: torch.full((n, most), -torch.inf) for name in TERMS}
-    empty = torch.full((n, most), -1, dtype=torch.int64)
+    empty = torch.full((n, most), -1)
     return Found(empty, scores, torch.zeros(n, dtype=torch.int64), torch.zeros(len(corpus.captions), dtype=torch.int64))
 
 
