@@ -50,11 +50,16 @@ def is_free(path: Path) -> bool:
         return True
 
 
+def opened_in(folder: Path) -> list[str]:
+    """The files in a folder that this process has open."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return [target for link in links if link.is_symlink() and (target := os.readlink(link)).startswith(f"{folder}/")]
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_open(tmp_path: Path) -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
     yield
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_in(tmp_path) == []
 
 
 @contextmanager
