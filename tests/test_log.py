@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from kiloword import log as logging
 from kiloword import meter, parallel
 from kiloword.data.sampler import Order
-from kiloword.log import Log, SinceRow, read_metrics
+from kiloword.log import Log, SinceRow, open_log, read_metrics
 from kiloword.meter import Meter
 from kiloword.optim import schedule
-from kiloword.recipes import OptimConfig
+from kiloword.options import Options
+from kiloword.recipes import OptimConfig, default
 from kiloword.types import Batch, Texts
 from kiloword.watch.alerts import About
 from kiloword.watch.pace import Pace, duration, per_second
@@ -132,6 +135,67 @@ def test_the_rate_of_a_slow_run_is_not_rounded_to_nothing() -> None:
     screen = io.StringIO()
     Log(None, 1000, out=screen, about=ABOUT).progress(row(10, pairs_per_s=0.134))
     assert "  0.13 pairs/s  " in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("rank", "to", "scale"), [(0, "file", 100.0), (0, "tensorboard", None), (1, "tensorboard", 100.0)]
+)
+def test_rank_0_alone_keeps_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, to: Any, scale: float | None
+) -> None:
+    """It knows from which scale on to warn, and hands its rows to TensorBoard where that is asked for."""
+    abouts: list[About] = []
+    monkeypatch.setattr(parallel, "rank", lambda: rank)
+    monkeypatch.setattr(logging, "Alerts", lambda about: abouts.append(about) or SimpleNamespace(add=lambda row: []))
+    monkeypatch.setattr(logging, "in_training", lambda out, say: lambda: (out / "mirrored").touch())
+    base = default("siglip", "debug")
+    recipe = replace(base, batch=24, steps=70, data=replace(base.data, bad_share=0.25))
+    limit = None if scale is None else torch.tensor(scale).log()
+    log = open_log(tmp_path, recipe, 3, Options(log_to=to, quiet=scale is None), limit)
+    log.row(row(4))
+    assert log.steps == 70
+    assert log.quiet == (rank == 1 or scale is None)
+    assert (tmp_path / "metrics.jsonl").exists() == (rank == 0)
+    assert (tmp_path / "mirrored").exists() == (rank == 0 and to == "tensorboard")
+    if rank == 0:
+        about = abouts[0]
+        assert (about.batch, about.bad_share) == (24, 0.25)
+        assert about.max_scale == (None if scale is None else pytest.approx(scale))
+
+
+def test_a_log_that_cannot_be_kept(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a pipe: expected a file of metrics, or none\. Remove it"):
+        Log(tmp_path / "metrics.jsonl", 10)
+    log = Log(tmp_path / "gone" / "metrics.jsonl", 10, quiet=True)
+    with pytest.raises(ValueError, match=r"cannot write .*metrics\.jsonl: No such file.*The last state is kept"):
+        log.row(row(1))
+
+
+def test_what_steps_reported_is_kept_with_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number in its own precision; captions of all ranks, which rank 0 counts on."""
+    monkeypatch.setattr(parallel, "add_up", lambda mine: 10 * mine)
+    since = SinceRow([{"loss": torch.tensor(0.1, dtype=kind)} for kind in (torch.float64, torch.bfloat16)], 7)
+    state = json.loads(json.dumps(since.state_dict()))
+    assert state["captions"] == 70
+    for rank, captions in ((0, 70), (1, 0)):
+        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        again = SinceRow()
+        again.load_state_dict(state, torch.device("meta" if rank else "cpu"))
+        assert again.captions == captions
+        assert [report["loss"].dtype for report in again.reports] == [torch.float64, torch.bfloat16]
+        assert {report["loss"].device.type for report in again.reports} == {"meta" if rank else "cpu"}
+        if not rank:
+            assert again.reports == since.reports
+
+
+def test_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3_000_000 if device.index == 1 else 0)
+    assert meter.peak_memory(torch.device("cuda", 1)) == 3
+    monkeypatch.setattr(meter.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2_000_000))
+    for platform, megabytes in (("linux", 2048), ("darwin", 2)):  # kilobytes, bytes
+        monkeypatch.setattr(meter.sys, "platform", platform)
+        assert meter.peak_memory(torch.device("cpu")) == megabytes
 
 
 class Clock:
