@@ -159,7 +159,7 @@ def test_a_store_that_is_gone_ends_the_run(
         assert (one._end.rank, one._end.code) == (-1, 2)
         assert one._deadline == clock.now + LEAVE_S
         one._exit()
-        assert ("nothing answers at 127.0.0.1:12345" in capsys.readouterr().err) == (number < 2)
+        assert ("kiloword: nothing answers at 127.0.0.1:12345" in capsys.readouterr().err) == (number < 2)
     assert codes == [2, 2, 2]
     one = rank(1)
     one._leaving.wait = lambda seconds: one._leaving.set()  # type: ignore[assignment,func-returns-value,misc]
@@ -440,6 +440,10 @@ def test_a_single_rank_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "adopt", lambda: 1)
     with peers.met() as made:
         assert made is None
+
+
+def test_an_end_names_the_rank_at_fault_if_there_is_one() -> None:
+    assert [str(End(rank, "why.", 0)) for rank in (-1, 0, 3)] == ["why.", "rank 0: why.", "rank 3: why."]
 
 
 def test_waiting_for_something_to_become_true(clock: Clock) -> None:

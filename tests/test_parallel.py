@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from threads import over_threads
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from kiloword import launch, parallel, peers, sharing
 
@@ -55,6 +57,28 @@ def test_numbers_and_lists_of_all_ranks(ranks: int) -> None:
 def test_a_process_alone_is_rank_0_of_1() -> None:
     assert said() == over_threads(1, said)[0]
     assert (parallel.rank(), parallel.ranks()) == (0, 1)
+
+
+def shards(rows: int) -> tuple[list[list[float]], list[list[float]]]:
+    """This rank's rows of a sharded table as `fill` and as torch cut them."""
+    values, mesh = torch.arange(2.0 * rows).view(rows, 2), init_device_mesh("cpu", (parallel.ranks(),))
+    sharded = [distribute_tensor(x, mesh, [Shard(0)]) for x in (torch.zeros_like(values), values)]
+    parallel.fill(sharded[0], values)
+    assert torch.equal(parallel.whole(sharded[0]), values)
+    plain = torch.zeros_like(values)
+    parallel.fill(plain, values)
+    assert torch.equal(parallel.whole(plain), values)
+    mine, torchs = (parallel.local(x).tolist() for x in sharded)
+    return mine, torchs
+
+
+@pytest.mark.parametrize("rows", [2, 4, 7])
+def test_rows_of_a_sharded_table_are_those_that_torch_cuts(rows: int) -> None:
+    """Ranks get none where rows are few."""
+    found = over_threads(3, lambda: shards(rows))
+    assert all(mine == torchs for mine, torchs in found)
+    assert sum(len(mine) for mine, _ in found) == rows
+    assert (found[2][0] == []) == (rows < 5)
 
 
 class Met:

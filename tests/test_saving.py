@@ -153,3 +153,31 @@ def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
     assert {name: x.tolist() for name, x in zip(values, stored.whole(list(values)), strict=True)} == {
         name: [1.0, 1.0] for name in values
     }
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_state_exists_once_all_of_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: bool) -> None:
+    """Rows before it (where there are any), then the model, then the numbers; old states go last."""
+    folder, calls = tmp_path / "state" / "step-000000004", list[Any]()
+    folder.mkdir(parents=True)
+    (folder / "a").touch()
+    if rows:
+        (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setattr(saving, "sync", lambda path: calls.append(("sync", path.name)))
+    monkeypatch.setattr(saving, "Stored", lambda files, numbers: (files, numbers))
+    monkeypatch.setattr(saving, "write_model", lambda run, file, stored: calls.append(("model", file.steps, stored)))
+    monkeypatch.setattr(saving, "write_numbers", lambda *given: calls.append(("numbers", *given)))
+    monkeypatch.setattr(saving, "drop_old", lambda *given: calls.append(("drop", *given)))
+    run: Any = SimpleNamespace(out=tmp_path)
+    file: Any = SimpleNamespace(steps=4)
+    assert saving._commit(run, folder, file, {"n": 1}, 3, {"a": "x"}) == {"a": "x"}
+    assert calls == [
+        *([("sync", "metrics.jsonl")] if rows else []),
+        ("model", 4, ([folder / "a"], {"n": 1})),
+        ("numbers", tmp_path / "state", 4, {"a": "x"}, {"n": 1}),
+        ("drop", tmp_path / "state", 3),
+    ]
+    calls.clear()
+    with pytest.raises(SaveError, match=r"b of another rank is not here: --out must be a folder that all ranks share"):
+        saving._commit(run, folder, file, {}, 3, {"a": "x", "b": "y"})
+    assert calls == []
