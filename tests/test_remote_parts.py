@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import io
 import os
+import threading
 import time
 import urllib.error
 from email.message import Message
@@ -310,7 +311,11 @@ def test_a_long_indexing_says_how_far_it_is(
     for n in range(3):
         write_tar(tmp_path / f"{n}.tar", pairs(2))
     monkeypatch.setattr(remote, "_SAY", -1.0)
+    makers: list[str] = []
+    monkeypatch.setattr(remote, "open_remote_index", lambda tar: makers.append(threading.current_thread().name))
     open_source(f"file://{tmp_path}/")
+    assert len(makers) == 3
+    assert "MainThread" not in makers, "several at once"
     said = capsys.readouterr().err
     assert [f"{n} of 3 tars are indexed" in said for n in (0, 1, 2, 3)] == [False, True, True, True]
 
