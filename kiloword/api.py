@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kiloword.data.inputs import Images, OneImage, as_list, is_one, kind, prepare
 from kiloword.data.transforms import EvalTransform
-from kiloword.evaluation.features import chunks, encode_texts, inference, join
+from kiloword.evaluation.features import IMAGES, TEXTS, chunks, encode_texts, inference, join
 from kiloword.evaluation.zeroshot import Templates, classifier
 from kiloword.explain import Explanation, Maps, explain, together
 from kiloword.gaussian import Form, csd_matrix, inclusion_matrix, variance_sum
@@ -95,7 +95,7 @@ class Matcher:
         """Pictures as the model wants them: uint8 [I, 3, H, W], on its device; errors as of `encode_image`."""
         return prepare(as_list(images), self._transform).to(self._device)
 
-    def encode_image(self, images: Pictures, batch: int = 64) -> Features:
+    def encode_image(self, images: Pictures, batch: int = IMAGES) -> Features:
         """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1; of one image [...] and [D].
 
         Raises: ValueError for what is not an image, or a file that cannot be read as one.
@@ -107,7 +107,7 @@ class Matcher:
                 parts.append(self.model.encode_image(pixels.to(self._device))[1])
         return _alone(join(parts)) if is_one(images) else join(parts)
 
-    def encode_text(self, texts: str | Sequence[str], batch: int = 256) -> Features:
+    def encode_text(self, texts: str | Sequence[str], batch: int = TEXTS) -> Features:
         """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1; of one string [...] and [D]."""
         if isinstance(texts, str):
             return _alone(encode_texts(self.model, self.tokenizer, [texts], batch))

@@ -17,7 +17,7 @@ from kiloword.evaluation.caption_metrics import Scored, check_programs, score, v
 from kiloword.evaluation.caption_options import CaptionOptions
 from kiloword.evaluation.caption_page import Shown, Told, report
 from kiloword.evaluation.caption_truth import elsewhere, judge_caption, summary
-from kiloword.evaluation.features import batches_in_turns
+from kiloword.evaluation.features import IMAGES, batches_in_turns
 from kiloword.generation.options import GenerationOptions
 from kiloword.sharing import is_first
 from kiloword.terminal import warn
@@ -43,7 +43,7 @@ def run(
     captions: Path | None = None,
     generate: GenerationOptions | None = None,
     judge: CaptionOptions | None = None,
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 Made = TypeVar("Made")
+IMAGES, TEXTS = 64, 256  # encoded at a time
 
 
 def rows(features: Features, which: slice) -> Features:
@@ -60,7 +61,7 @@ def inference(model: Model) -> Iterator[None]:
         model.train(training)
 
 
-def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], batch: int = 256) -> Features:
+def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], batch: int = TEXTS) -> Features:
     """Features of T captions, every value [T, ...], on the model's device."""
     device = next(model.parameters()).device
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import join, seen
+from kiloword.evaluation.features import IMAGES, join, seen
 from kiloword.evaluation.hierarchy_chains import Chains, Stored, complete, gather, read
 from kiloword.evaluation.hierarchy_levels import (
     included,
@@ -56,7 +56,7 @@ def run(
     includes: Includes | None = None,
     eps: float | None = None,
     nearest: Nearest = "cosine",
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,

@@ -10,9 +10,11 @@ from torch import Tensor
 from kiloword.evaluation.calibration import defined, spearman
 from kiloword.evaluation.features import chunks
 from kiloword.evaluation.hierarchy_chains import Chains
-from kiloword.evaluation.hierarchy_paths import Truth
+from kiloword.evaluation.hierarchy_paths import JUDGED, Truth
 from kiloword.gaussian import inclusion, log_inclusion, rows
 from kiloword.types import Features
+
+TRIES = 8  # next chains that may give a wrong text
 
 
 def kendall(values: Tensor) -> Tensor:
@@ -65,14 +67,14 @@ def inclusion_by_level(features: Features, chains: Tensor, others: Tensor) -> It
             yield f"inclusion_inc@{k}", float(((own > wrong).double() + 0.5 * (own == wrong).double()).mean())
 
 
-def wrong_texts(chains: Chains, truth: Truth | None = None, tries: int = 8, batch: int = 256) -> Tensor:
+def wrong_texts(chains: Chains, truth: Truth | None = None, batch: int = JUDGED) -> Tensor:
     """For every chain and level a text of that level that is wrong of its picture, [C, L]; -1: none was found.
 
     It is taken from the next chains that have one: it stands in no chain of the picture and, where the truth is known,
     is not true of it. Without the truth some are right all the same.
     """
     own, found = chains.places, torch.full_like(chains.places, -1)
-    for shift in range(1, min(tries, len(own) - 1) + 1):
+    for shift in range(1, min(TRIES, len(own) - 1) + 1):
         other = own.roll(-shift, 0)
         free = (found < 0) & ~_own_texts(chains, other)
         found = torch.where(free if truth is None else free & ~_true(chains, other, truth, batch), other, found)

@@ -30,6 +30,7 @@ Truth = Callable[[list[int], slice], Tensor]
 STEPS = 50
 PANEL = 1 << 22  # scores held at once
 PAIRS = 1 << 18  # dimensions of pairs of Gaussians held at once
+JUDGED = 256  # pictures of which the truth is asked at once
 TURN = 64  # blocks of pictures that a rank does at a time
 
 
@@ -192,7 +193,7 @@ def measure_root(retrieved: Tensor, chains: Chains) -> Iterator[tuple[str, float
     yield "root_hit", whole / len(retrieved)
 
 
-def measure_truth(paths: Tensor, chains: Chains, truth: Truth, batch: int = 256) -> Iterator[tuple[str, float]]:
+def measure_truth(paths: Tensor, chains: Chains, truth: Truth, batch: int = JUDGED) -> Iterator[tuple[str, float]]:
     """As `measure`, where every text counts that is true of the picture, in its chains or not.
 
     `true_precision`: share of the retrieved texts that are true; `true_recall`: share of the levels at which one of the

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kiloword.evaluation.features import chunks
+from kiloword.evaluation.features import IMAGES, chunks
 from kiloword.evaluation.probe_data import Split, held_out, log, order, shots, split
 from kiloword.evaluation.probe_fit import Linear, Rows, fit, sweep
 from kiloword.evaluation.probe_options import RECIPES, ProbeOptions
@@ -36,7 +36,7 @@ def run(
     val: Source | str | None = None,
     cache: Path | None = None,
     probe: ProbeOptions | None = None,
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
 ) -> Iterator[tuple[str, float]]:

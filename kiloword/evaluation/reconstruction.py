@@ -18,7 +18,7 @@ from torch import Tensor
 from kiloword import masked_images, masking
 from kiloword.data.reading import EvalBatch
 from kiloword.draw import key, uniform
-from kiloword.evaluation.features import batches_in_turns, inference
+from kiloword.evaluation.features import IMAGES, batches_in_turns, inference
 from kiloword.evaluation.reconstruction_page import SHOWN, Example, report, worse_than_flat
 from kiloword.evaluation.wrong_captions import wrong_captions
 from kiloword.reconstruct import fill, mean_colour, mim_settings, reconstruct, speaks_of
@@ -40,7 +40,7 @@ def run(
     matcher: Matcher,
     source: Source,
     *,
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,

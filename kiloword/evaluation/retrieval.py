@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import chunks, join, rows, seen
+from kiloword.evaluation.features import IMAGES, chunks, join, rows, seen
 from kiloword.evaluation.metrics import Standing, average_precision, check_scores, hit, precision_at, rounding, standing
 from kiloword.evaluation.progress import track
 from kiloword.sharing import gathered, in_turns, own, sums
@@ -57,7 +57,7 @@ def run(
     matcher: Matcher,
     source: Source,
     *,
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = 1024,

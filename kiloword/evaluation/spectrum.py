@@ -17,7 +17,7 @@ from torch import Tensor
 from kiloword.contextual import OneVector
 from kiloword.data.reading import EvalBatch
 from kiloword.draw import key
-from kiloword.evaluation.features import batches_in_turns, inference
+from kiloword.evaluation.features import IMAGES, batches_in_turns, inference
 from kiloword.heads import Single
 from kiloword.report import line_plot, page, paragraph, table
 from kiloword.report.parts import Cell
@@ -40,7 +40,7 @@ def run(
     *,
     of: Of = "tower",
     samples: int = 5000,
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
 ) -> Iterator[tuple[str, float]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kiloword.evaluation.calibration import binned, calibration, defined, groups, spearman
-from kiloword.evaluation.features import chunks
+from kiloword.evaluation.features import IMAGES, chunks
 from kiloword.evaluation.metrics import hit, standing
 from kiloword.evaluation.retrieval import PANEL, standings
 from kiloword.evaluation.uncertainty_data import (
@@ -50,7 +50,7 @@ def run(
     *,
     classnames: Sequence[str] | None = None,
     templates: Templates | None = None,
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     chunk: int = 1024,
     skipped: list[Skipped] | None = None,

@@ -15,7 +15,7 @@ from kiloword.data.questions import ANSWERS, check_asks, question_in
 from kiloword.data.reading import EvalBatch, read
 from kiloword.data.sample import check_regular
 from kiloword.data.sources import open_source
-from kiloword.evaluation.features import batches_in_turns
+from kiloword.evaluation.features import IMAGES, batches_in_turns
 from kiloword.evaluation.vqa_metric import Judged, accuracy, means
 from kiloword.evaluation.vqa_options import VqaOptions
 from kiloword.generation.options import GenerationOptions
@@ -36,7 +36,7 @@ def run(
     *,
     train: Source | str | None = None,
     vqa: VqaOptions | None = None,
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
 ) -> Iterator[tuple[str, float]]:

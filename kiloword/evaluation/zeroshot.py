@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import Seen, chunks, encode_texts, inference, join, labelled, rows, seen
+from kiloword.evaluation.features import IMAGES, Seen, chunks, encode_texts, inference, join, labelled, rows, seen
 from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
 from kiloword.evaluation.prompt_options import PromptOptions, Way
 from kiloword.evaluation.prompts import ROWS, WEIGHT, Chosen, Pictures, Prompts, check_gaussians, choose, values
@@ -45,12 +45,10 @@ def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str],
     return [prompt for group in lists for prompt in group], [i for i, group in enumerate(lists) for _ in group]
 
 
-def classifier(
-    model: Model, tokenizer: Tokenizer, classnames: Sequence[str], templates: Templates, batch: int = 256
-) -> Features:
+def classifier(model: Model, tokenizer: Tokenizer, classnames: Sequence[str], templates: Templates) -> Features:
     """One row of text features a class, from all its prompts, as the head ensembles them: every value [C, ...]."""
     captions, group = prompts(classnames, templates)
-    texts = encode_texts(model, tokenizer, captions, batch)
+    texts = encode_texts(model, tokenizer, captions)
     with inference(model):
         return model.head.ensemble(texts, torch.tensor(group, device=texts["vec"].device), len(classnames))
 
@@ -100,7 +98,7 @@ def run(
     templates: Templates | None = None,
     prompts: Way = "ensemble",
     prompt_options: PromptOptions | None = None,
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,
@@ -161,7 +159,7 @@ def encoded_pictures(
     matcher: Matcher,
     source: Source,
     classes: int,
-    batch: int = 64,
+    batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
 ) -> Pictures:
