@@ -295,6 +295,7 @@ def test_buckets_hold_every_parameter_once_in_an_order_that_is_fixed() -> None:
     found = list(engine._buckets(parameters[::-1], 2000))
     assert [id(p) for group in found for p in group] == [id(p) for p in parameters[::-1]]
     assert len(found) > 3
+    assert list(engine._buckets([], 2000)) == []
     assert all(len(group) == 1 or sum(p.numel() for p in group) <= 2000 for group in found)
 
 

@@ -13,7 +13,7 @@ from holding import held_by_another, process
 from tars import pairs, write_tar
 
 from kiloword.cli import main
-from kiloword.files import SaveError, atomic, is_taken, write_atomic
+from kiloword.files import SaveError, atomic, is_taken, sync, write_atomic
 from kiloword.lock import Lock
 
 WRITE = """
@@ -52,6 +52,29 @@ def test_the_temporary_file_of_a_living_process_is_left_alone(tmp_path: Path) ->
         assert other.returncode == 0
         waiting.join(30)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"a.json": b"own"}
+
+
+def test_a_file_is_on_disk_before_it_has_its_name_and_then_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut leaves an empty file of that name, or the old one after the new one was promised."""
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(handle: int) -> None:
+        at = os.readlink(f"/proc/self/fd/{handle}")
+        events.append(
+            f"sync {Path(at).relative_to(tmp_path)} {os.fstat(handle).st_size if not os.path.isdir(at) else ''}"
+        )
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", lambda self, to: events.append(f"name {to.name}") or replace(self, to))
+    write_atomic(tmp_path / "in" / "a", b"seven b")
+    assert [event.strip() for event in events] == ["sync in/.a.tmp 7", "name a", "sync in"]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    sync(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_threads_wait_for_each_other_too(tmp_path: Path) -> None:

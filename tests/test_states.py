@@ -32,6 +32,7 @@ from kiloword import launch, parallel, recipes
 from kiloword.checkpoint import CODES, in_order, spec_of, write_tensors
 from kiloword.files import SaveError
 from kiloword.recipes import Recipe
+from kiloword.state import shards
 from kiloword.state.folder import drop_old, newest, shards_folder, steps_done, write_numbers
 from kiloword.state.shards import Host, Part, Stored, write_part
 from kiloword.train import Options, train
@@ -166,6 +167,35 @@ def test_buffers_are_used_again_and_hold_what_was(tmp_path: Path) -> None:
         value.zero_()
     same(first.values, some())
     assert {name: value.data_ptr() for name, value in host.copy(tensors).values.items()} == places
+
+
+@pytest.mark.parametrize(("pinned", "waits"), [((), 0), (("learner/a",), 1), (("learner/a", "learner/b"), 1)])
+def test_copies_from_a_gpu_are_waited_for(monkeypatch: pytest.MonkeyPatch, pinned: tuple[str, ...], waits: int) -> None:
+    host, calls = Host(), list[int]()
+    tensors = {name: torch.ones(2) for name in ("learner/a", "learner/b")}
+    places = {host._buffer(name, value).data_ptr() for name, value in tensors.items() if name in pinned}
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() in places)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(1))
+    assert host.copy({}).values == {}
+    assert calls == []
+    assert len(host.copy(tensors).values) == 2
+    assert sum(calls) == waits
+
+
+@pytest.mark.parametrize(
+    ("most", "groups"), [(1, ["a", "b", "c"]), (24, ["ab", "c"]), (23, ["a", "bc"]), (100, ["abc"])]
+)
+def test_whole_tensors_are_read_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, groups: list[str]
+) -> None:
+    """Of 16, 8 and 12 bytes."""
+    tensors = {"a": torch.ones(4), "b": torch.zeros(1, dtype=torch.float64), "c": torch.ones(3)}
+    files = write_part(tmp_path, Part(tensors, dict.fromkeys(tensors, (0,))), 0, 1)
+    stored = Stored([tmp_path / name for name in files], {})
+    monkeypatch.setattr(shards, "AT_ONCE", most)
+    assert ["".join(group) for group in stored._groups("abc")] == groups
+    same(dict(zip("abc", stored.whole("abc"), strict=True)), tensors)
+    assert list(stored._groups("")) == []
 
 
 # Which state is taken
