@@ -13,7 +13,7 @@ import torch
 from tars import write_tar
 
 from kiloword.addresses import Address
-from kiloword.data import cache, digest, keyed
+from kiloword.data import cache, catalogue, digest, keyed
 from kiloword.data.extra_captions import WithCaptions
 from kiloword.data.folder import Folder
 from kiloword.data.index import open_index
@@ -25,7 +25,8 @@ from kiloword.data.remote_file import RemoteFile
 from kiloword.data.remote_stat import Stat
 from kiloword.data.scenes import open_scenes
 from kiloword.data.shards import Shards
-from kiloword.data.side_writer import content_of
+from kiloword.data.side import TableFile
+from kiloword.data.side_writer import _identity, content_of
 from kiloword.data.tables import Table
 
 MEMBERS = {"a.jpg": b"one", "a.txt": b"a dog", "b.json": b'{"caption": "a cat"}', "b.png": b"two", "b.cls": b"1"}
@@ -61,6 +62,8 @@ REMOTE = [
 ]
 WHOLE_PIECE = "01a4bedec3a42ab19c5cb57e-000000"
 LOOKUP = [[1957948516733239095, 3405396810240292928, 8453121595177857668], [7, 5, 6]]
+IDENTITY = "f1117ed598b9ecef379ee23a6dd596ba"
+CATALOGUE = b"d732c6be860e019351f99173fa6ae612"
 CONTENT = "071d3a797d3f20e6bce2ccaa917f0ab1"
 
 
@@ -129,6 +132,12 @@ def test_names_in_the_cache_folder() -> None:
 
 
 def test_keys_of_a_feature_store() -> None:
+    file = TableFile(
+        name="n", dim=2, teacher="t", teacher_fingerprint="tf", precision="fp32", dtype="fp16", data="d",
+        fingerprint="f", contents=("c",), rows=5, part=2,
+    )  # fmt: skip
+    assert _identity(file) == IDENTITY
+    assert catalogue._digest(b"text") == CATALOGUE
     places = np.array([5, 6, 7], np.uint64)
     assert keyed.lookup([b"a", b"b", b"c"], places).tolist() == LOOKUP
     assert content_of(torch.arange(12, dtype=torch.uint8).reshape(3, 2, 2), ["a", "\ud800"]).hex() == CONTENT

@@ -80,8 +80,11 @@ def test_a_batch_says_what_belongs_to_whom() -> None:
     assert torch.equal(second.images, whole.images[2:])
     for n, row in enumerate(rows):
         assert np.array_equal(whole.images[n].permute(1, 2, 0), noise(8, 8, row))
-    assert [len(b) for b in islice(make(Rows(12)).batches(), 7)] == [4] * 7, "without end"
-    assert len(list(make(Rows(12)).batches(2, 5))) == 3
+    endless = list(islice(make(Rows(12)).batches(), 7))
+    assert [len(batch) for batch in endless] == [4] * 7
+    assert torch.equal(endless[1].images, whole.images)
+    three = list(make(Rows(12)).batches(1, 4))
+    assert [batch.seeds.tolist() for batch in three] == [batch.seeds.tolist() for batch in endless[1:4]]
 
 
 def test_what_replaces_a_bad_row_lies_outside_the_batch_where_it_can() -> None:

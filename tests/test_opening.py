@@ -23,13 +23,17 @@ from kiloword.data.inputs import as_list, is_one, kind, prepare
 from kiloword.data.inspect import check, digest_all, local_tars
 from kiloword.data.questions import majority
 from kiloword.data.reading import captions_of, eval_batches
+from kiloword.data.remote_errors import Fault
 from kiloword.data.sample import check_regular, parse_label, read_whole
+from kiloword.data.scenes import parse, render
+from kiloword.data.scenes.settings import parse_settings
 from kiloword.data.shard_sets import expand, natural
 from kiloword.data.sources import open_source
 from kiloword.data.tables import _several, column_names
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.data.transforms import EvalTransform
 from kiloword.data.views.files import Rewrites, read_columns
+from kiloword.data.views.pictures import halves
 from kiloword.recipes import TextConfig
 from kiloword.types import BadSample, Record, Skipped
 
@@ -300,8 +304,37 @@ def test_bad_rows_are_counted_up_to_their_share() -> None:
     ):
         again.count(some)
     many = [Skipped(n, f"k{n}", reason) for n, reason in enumerate("aabbbcdddd")]
-    assert reasons(many) == "d (4, such as k6); b (3, such as k2); a (2, such as k0)"
+    assert reasons(many) == "d (4, such as k6); b (3, such as k2); a (2, such as k0)", "three of four"
     assert majority([("x", "b"), ("x", "a"), ("y", "c"), (None, "c")]) == {"x": "a", "y": "c", None: "c"}
+
+
+class Many(Small):
+    """130 rows, none of them bad."""
+
+    def __len__(self) -> int:
+        return 130
+
+    def record(self, row: int) -> Record:
+        return Record(f"k{row}", noise(4, 4, row), [f"said {row // 2}"])
+
+
+def test_what_is_taken_where_nothing_is_said() -> None:
+    """64 images a batch of evaluation, 10 captions that repeat, the plainest way to say a query."""
+    batches = list(eval_batches(Many(), 4))
+    assert [len(batch.rows) for batch in batches] == [64, 64, 2]
+    found = inspect.stats(Many(), 0)
+    assert [n for _, n in found.duplicates()] == [2] * 10
+    assert len(found.duplicates(99)) == 65
+    query = parse("a small red star")
+    assert query is not None
+    assert render(query) == render(query, 0) != render(query, 1)
+    assert parse_settings("scenes").size == 64
+    with pytest.raises(ValueError, match="got a dict as image 0"):
+        prepare([{}], EvalTransform(4))
+    assert Fault("busy").wait == 0
+    first, second = (torch.full((3, 4, 4), level, dtype=torch.uint8) for level in (0, 9))
+    first[:, :, :1] = 5
+    assert halves(first, second, side_by_side=True)[0, 0].tolist() == [0, 0, 9, 9], "centres, not squeezed"
 
 
 def test_tokens_of_repeated_captions_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

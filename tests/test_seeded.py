@@ -22,7 +22,7 @@ from kiloword.data.views.mix import Compose, Cutmix, Mixup, Stylistic
 from kiloword.data.views.partner import another, cycle
 from kiloword.data.views.settings import ComposeSettings, CutmixSettings, MixupSettings, StylisticSettings
 from kiloword.draw import Draw, key, uniform
-from kiloword.recipes import AugmentConfig, DataConfig, sizes
+from kiloword.recipes import AugmentConfig, DataConfig, TextConfig, sizes
 from kiloword.types import BadSample, Record
 
 VIEWS = (
@@ -76,6 +76,14 @@ def chosen() -> Any:
     long = [str(n) for n in range(22)]
     some = [captions.choose(texts, how, Draw(2, epoch, 5)) for how in ("one", 1, 4, "all", 9) for epoch in range(3)]
     return some, captions.choose(long, 3, Draw(2, 1, 5)), captions.drop_words([" ".join(WORDS)] * 3, 0.4, Draw(1, 2, 3))
+
+
+def tokens() -> Any:
+    said = [f"{' '.join(WORDS[n : n + 6])} {n}" for n in range(8)] * 3 + ["once dodecahedron", "Ünïcode & 12 !"]
+    own = Tokenizer.train(said, 310)
+    text = TextConfig(context=12, vocab=310, extra_tokens=("unc",), pad_to_context=True)
+    ids = own.encode(["a young man is jumping over", "Dodecahedron ÜNÏ <mask>"], text)
+    return own.vocab, own.plain_vocab, own.roles.ids(), ids.ids.tolist(), ids.truncated
 
 
 def boxes() -> Any:
@@ -169,6 +177,13 @@ DRAWN: dict[str, Any] = {
             "a young man is jumping the fence near a large dog",
         ],
     ],
+    "tokens": [
+        310,
+        310,
+        {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5},
+        [0, 290, 302, 294, 291, 286, 274, 1, 2, 2, 2, 5, 0, 305, 73, 74, 72, 70, 264, 73, 87, 84, 1, 5],
+        1,
+    ],
     "boxes": [
         [4062, 1800, 2531, 7900],
         [5062, 1412, 2844, 5235],
@@ -229,7 +244,7 @@ DRAWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", [orders, mixtures, chosen, boxes, edits, partners, composed, replaced])
+@pytest.mark.parametrize("what", [orders, mixtures, chosen, tokens, boxes, edits, partners, composed, replaced])
 def test_a_seed_draws_what_it_always_did(what: Any) -> None:
     assert json.loads(json.dumps(what())) == DRAWN[what.__name__]
 
