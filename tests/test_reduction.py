@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kiloword import engine, muon, parallel
+from kiloword import accumulate, engine, muon, parallel
+from kiloword.verify import learner
+from kiloword.verify_batch import batch
 
 
 class Ranks:
@@ -36,9 +39,12 @@ class Ranks:
         assert len({x.shape for x in found}) == 1, "ranks say different things at the same place"
         return found
 
-    def all_reduce(self, x: Tensor, group: Any, async_op: bool) -> None:
+    def all_reduce(self, x: Tensor, group: Any, async_op: bool) -> Any:
+        """The sum is there when it has been waited for, not before."""
+        assert async_op
         self.sums[self.own.rank].append(len(x))
-        x.copy_(torch.stack(self.exchange(x)).sum(0))
+        total = torch.stack(self.exchange(x)).sum(0)
+        return SimpleNamespace(wait=lambda: x.copy_(total))
 
     def all_gather(self, found: list[Tensor], mine: Tensor) -> None:
         for into, x in zip(found, self.exchange(mine), strict=True):
@@ -92,7 +98,7 @@ def test_gradients_are_means_over_ranks_and_travel_while_backward_goes_on(
 
     def work(rank: int) -> list[dict[str, Tensor]]:
         model, found, before = module(), [], []
-        reducer = engine.Reducer(model, overlap, bucket=12)
+        reducer = engine.Reducer(model, bucket=12) if overlap else engine.Reducer(model, False, bucket=12)
         assert len(reducer.buckets) > 4
         for step in range(steps):
             del ranks.sums[rank][:]
@@ -120,6 +126,16 @@ def test_gradients_are_means_over_ranks_and_travel_while_backward_goes_on(
             assert found[step].keys() == dict(model.named_parameters()).keys()
             for name, p in model.named_parameters():
                 torch.testing.assert_close(found[step][name], p.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_the_last_micro_batch_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it finishes may travel; nothing may before."""
+    events: list[str] = []
+    one = accumulate._one
+    monkeypatch.setattr(accumulate, "_one", lambda *given: events.append("pass") or one(*given))
+    reducer: Any = SimpleNamespace(**{n: lambda n=n: events.append(n) for n in ("begin", "last", "finish")})
+    accumulate.backward(learner("siglip"), batch().split(4), reducer=reducer)
+    assert events == ["begin", "pass", "pass", "pass", "last", "pass", "finish"]
 
 
 SHAPES = {"a": (7, 4), "b": (7, 4), "qkv": (6, 5), "few": (2, 4), "c": (7, 4)}

@@ -62,6 +62,26 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
 
 
 @pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        ("_without_gradient", "parameters without a gradient"),
+        ("_views", "bytes of a batch that views make otherwise on other ranks or workers"),
+        ("_save_and_load", "score after save and load"),
+        ("_bf16", "bf16 against fp32: 1 - cosine of gradients"),
+        ("_toy", "toy problem: loss left after 60 steps"),
+    ],
+)
+def test_a_measure_that_is_too_large_fails_one_check(monkeypatch: pytest.MonkeyPatch, check: str, name: str) -> None:
+    limits = {"_bf16": 0.02, "_toy": 0.25}
+    monkeypatch.setattr(verify, "gradients", lambda *given, **named: REFERENCE)
+    for one in ("_without_gradient", "_views", "_save_and_load", "_bf16", "_toy"):
+        limit = limits.get(one, 0.0)
+        value = limit + 1e-6 if one == check else limit
+        monkeypatch.setattr(verify, one, lambda method, value=value: value)
+    assert [found.name for found in verify.verify("clip-c", (1,)) if not found.passed] == [name]
+
+
+@pytest.mark.parametrize(
     ("changes", "value"),
     [
         ({}, 0.0),
