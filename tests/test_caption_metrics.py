@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -237,6 +238,41 @@ def test_a_broken_meteor_is_named(fake_java: Path, program: str, said: str) -> N
     fake_java.write_text(f"#!/bin/sh\n{program}\n")
     with pytest.raises(ValueError, match=said):
         caption_java.meteor(["a"], [["a"]], 20)
+
+
+METEOR = """#!{python}
+import sys
+asked = open("{asked}", "w")
+for line in sys.stdin:
+    print(line.rstrip(), file=asked, flush=True)
+    if line.startswith("SCORE"):
+        print("stats of", line.count("|||"), flush=True)
+    else:
+        print(*[n / 8 for n in range(line.count("|||") + 1)], sep="\\n", flush=True)
+"""
+
+
+def test_what_meteor_is_asked_and_answers(fake_java: Path) -> None:
+    """Statistics of every image by its references and caption, then all of these; the score of the set comes last."""
+    asked = fake_java.parent / "asked"
+    fake_java.write_text(METEOR.format(python=sys.executable, asked=asked))
+    found = caption_java.meteor(["a ||| b  c", "d"], [["e", "f"], ["g"]], 20)
+    assert found == (2 / 8, [0.0, 1 / 8])
+    assert asked.read_text().splitlines() == [
+        "SCORE ||| e ||| f ||| a b c", "SCORE ||| g ||| d", "EVAL ||| stats of 3 ||| stats of 2"
+    ]  # fmt: skip
+
+
+def test_spice_that_writes_nothing_is_named(fake_java: Path) -> None:
+    with pytest.raises(ValueError, match=r"SPICE cannot be computed: .* is not there"):
+        caption_java.spice(["a"], [["a"]], 20)
+    for name in caption_java.MODELS:
+        path = caption_java.folder() / name  # type: ignore[operator]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    fake_java.write_text("#!/bin/sh\nexit 0\n")
+    with pytest.raises(ValueError, match="SPICE wrote no scores; it is known to need Java 8"):
+        caption_java.spice(["a"], [["a"]], 20)
 
 
 def test_a_broken_tokenizer_is_named(fake_java: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from tars import noise
 from kiloword.api import Matcher
 from kiloword.cli import main
 from kiloword.data.extra_captions import CaptionTable
+from kiloword.data.reading import captions_at
 from kiloword.data.sources import open_source
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.evaluation import baseline, evaluate
@@ -33,6 +35,7 @@ from kiloword.generation.trie import Trie
 from kiloword.interop.captioners import Ours, open_captioner
 from kiloword.interop.open_clip import _check
 from kiloword.interop.prolip import _check_folded
+from kiloword.interop.teachers import _quiet
 from kiloword.methods import preset
 from kiloword.mining.calibrate import some
 from kiloword.model import build
@@ -249,3 +252,23 @@ def test_some_of_many_items_are_drawn_by_a_number() -> None:
     assert len(set(drawn.tolist()) & set(items.tolist())) == 10
     assert drawn.tolist() == sorted(drawn.tolist()) == some(items, 10, 7).tolist() != some(items, 10, 8).tolist()
     assert some(items, 100, 7) is items
+
+
+def test_captions_of_a_source_without_their_own_reader_come_with_its_images() -> None:
+    assert captions_at(Plain(), 1) == ["caption 1"]
+    own = Plain(bad=ALL)
+    own.captions = lambda row: (f"own {row}",)  # type: ignore[attr-defined]
+    assert captions_at(own, 2) == ["own 2"]
+    with pytest.raises(BadSample):
+        captions_at(Plain(bad=ALL), 0)
+
+
+def test_warnings_of_others_are_quiet_for_a_while() -> None:
+    before = logging.root.manager.disable
+    with _quiet():
+        assert not logging.getLogger("other").isEnabledFor(logging.WARNING)
+        assert logging.getLogger("other").isEnabledFor(logging.ERROR)
+    assert logging.root.manager.disable == before
+    with pytest.raises(KeyError), _quiet():
+        raise KeyError
+    assert logging.root.manager.disable == before

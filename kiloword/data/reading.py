@@ -69,6 +69,12 @@ def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
             yield asked
 
 
+def captions_at(source: Source, row: int) -> list[str]:
+    """Captions or answers of a row, without its image where the source can do that. Raises: BadSample."""
+    own = getattr(source, "captions", None)
+    return list(own(row) if callable(own) else read(source, row).captions)
+
+
 def _words(source: Source, row: int) -> tuple[list[str], str | None]:
     """Captions or answers, and the question. Raises BadSample."""
     words = getattr(source, "captions", None)

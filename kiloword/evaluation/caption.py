@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kiloword.data.extra_captions import CaptionTable, key_of
-from kiloword.data.reading import EvalBatch, read
+from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.scenes.world import Scene
 from kiloword.evaluation import caption_java
 from kiloword.evaluation.caption_metrics import Scored, check_programs, score, variety
@@ -139,7 +139,7 @@ def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Ite
             name = key_of(source, row)
             caption = table.first(name)
             matched |= caption is not None
-            references = _references(source, row)
+            references = captions_at(source, row)
         except BadSample as error:
             skipped.append(Skipped(row, name, str(error)))
             continue
@@ -152,12 +152,6 @@ def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Ite
             f"{table.path} has captions for none of the pictures of {source.name}: its keys are such as "
             f"{table.first_key!r}. Write the pictures' keys into the column `key`."
         )
-
-
-def _references(source: Source, row: int) -> list[str]:
-    """A picture's own captions, without the picture where the source can do that. Raises BadSample."""
-    own = getattr(source, "captions", None)
-    return list(own(row) if callable(own) else read(source, row).captions)
 
 
 def _meteor(scored: Scored, limit: float) -> Values:

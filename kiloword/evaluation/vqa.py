@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kiloword.data.questions import ANSWERS, check_asks, question_in
-from kiloword.data.reading import EvalBatch, read
+from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.sample import check_regular
 from kiloword.data.sources import open_source
 from kiloword.evaluation.features import IMAGES, batches_in_turns
@@ -124,7 +124,7 @@ def _counted(train: Source, most: int) -> list[str]:
     counts: Counter[str] = Counter()
     for row in range(len(train)):
         try:
-            counts.update(train.captions(row) if hasattr(train, "captions") else read(train, row).captions)
+            counts.update(captions_at(train, row))
         except BadSample:
             continue
     if not counts:

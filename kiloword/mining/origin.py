@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kiloword.data.decode import decode
 from kiloword.data.extra_captions import CaptionTable, key_of
+from kiloword.data.reading import captions_at
 from kiloword.data.side import SideTable, contents
 from kiloword.mining.corpus import Corpus, Ints
 from kiloword.types import BadSample, Source
@@ -39,7 +40,7 @@ class Origin:
             pictures = np.array([key in places for key in corpus.keys])
             captions = np.zeros(len(corpus.captions), bool)
             for n in np.flatnonzero(pictures).tolist():
-                said = set(_captions(source, places[corpus.keys[n]]))
+                said = set(captions_at(source, places[corpus.keys[n]]))
                 own = slice(int(corpus.starts[n]), int(corpus.starts[n + 1]))
                 captions[own] = [caption in said for caption in corpus.captions[own]]
             corpus = corpus.only(captions, pictures)
@@ -110,8 +111,3 @@ def _places(source: Source) -> dict[str, int]:
         except BadSample:
             continue
     return places
-
-
-def _captions(source: Source, row: int) -> list[str]:
-    read = getattr(source, "captions", None)
-    return list(read(row)) if callable(read) else source.record(row).captions
