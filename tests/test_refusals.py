@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 import torch
 from tars import noise
 
+import kiloword
+from kiloword import generation
 from kiloword.api import Matcher
 from kiloword.cli import main
 from kiloword.data.extra_captions import CaptionTable
@@ -33,6 +36,7 @@ from kiloword.generation import Captioner, GenerationOptions
 from kiloword.generation.command import write_captions
 from kiloword.generation.trie import Trie
 from kiloword.interop.captioners import Ours, open_captioner
+from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import _check
 from kiloword.interop.prolip import _check_folded
 from kiloword.interop.teachers import _quiet
@@ -272,3 +276,39 @@ def test_warnings_of_others_are_quiet_for_a_while() -> None:
     with pytest.raises(KeyError), _quiet():
         raise KeyError
     assert logging.root.manager.disable == before
+
+
+@pytest.mark.parametrize("module", [kiloword, generation])
+def test_names_that_come_when_they_are_asked_for(module: ModuleType) -> None:
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+        assert getattr(getattr(module, name), "__name__", name) == name
+    assert not hasattr(module, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("native", "error", "needed"),
+    [(None, None, False), (True, None, False), (True, OSError, True), (False, None, True)],
+)
+def test_operators_are_declared_where_torchvision_cannot_load_its_own(
+    native: bool | None, error: type[OSError] | None, needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared, loaded = list[str](), list[str]()
+
+    def load(path: str) -> None:
+        loaded.append(path)
+        if error is not None:
+            raise error
+
+    library = SimpleNamespace(define=declared.append)
+    spec = None if native is None else SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    if native:
+        (tmp_path / "_C.so").touch()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    monkeypatch.setattr(torch.library, "Library", lambda *which: library)
+    found = torchvision_ready.__wrapped__()
+    assert (found is library) == needed == bool(declared)
+    assert found is None or needed
+    assert loaded == ([str(tmp_path / "_C.so")] if native else [])
+    assert [one.partition("(")[0] for one in declared] == (["nms", "qnms"] if needed else [])

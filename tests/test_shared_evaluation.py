@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,11 @@ def check_files(folder: Path) -> None:
     found = pickle.loads((folder / "files" / "mined.pickle").read_bytes())
     alone = search(random_corpus(0, n=23), LOW, most=4, chunk=3, truth=lambda c: some_truth(c, 23))
     assert alone.mined.whole > 0
+    same_found(alone, found)
+
+
+def same_found(alone: Any, found: Any) -> None:
+    """What a search found, every number and table of it."""
     for name, value in vars(alone).items():
         theirs = getattr(found, name)
         if name == "scores":
@@ -231,6 +236,19 @@ def test_three_threads_find_what_one_process_does(lockstep: bool, monkeypatch: p
     monkeypatch.setattr(sharing_of, "_mode", sharing_of._Mode(on=True, lockstep=lockstep))
     for found in over_threads(3, work):
         assert found == (alone, holes, skipped)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_three_threads_mine_what_one_process_does(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> Any:
+        return search(
+            random_corpus(0, n=23), LOW, most=4, chunk=3, truth=(lambda c: some_truth(c, 23)) if known else None
+        )
+
+    alone = work()
+    assert alone.mined.whole > 0
+    monkeypatch.setattr(sharing_of, "_mode", sharing_of._Mode(on=True))
+    same_found(alone, over_threads(3, work)[0])
 
 
 @pytest.mark.slow
