@@ -167,3 +167,10 @@ def test_thinned_spans_the_series() -> None:
     assert series.values[0] == 0
     assert 1000 - series.values[-1] <= gaps.pop()
     assert 8 <= len(series.values) <= 16
+    most = 0
+    usual = Thinned()
+    for n in range(2000):
+        usual.add(n)
+        most = max(most, len(usual.values))
+    assert most == 255
+    assert usual.values == list(range(0, 2000, usual.values[1]))

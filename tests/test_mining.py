@@ -161,6 +161,7 @@ def test_ranks_of_features_that_say_nothing_are_the_mean_rank() -> None:
 
 def test_frequent_captions() -> None:
     assert analyses.frequent(["a", "b", "a", "c", "a", "b"], most=2) == [("a", 3), ("b", 2)]
+    assert len(analyses.frequent([str(n) for n in range(150)])) == 100
 
 
 def test_nearest_captions_leave_the_caption_itself_out() -> None:

@@ -235,3 +235,27 @@ def test_stripes_cover_hidden_patches_in_equal_widths() -> None:
     assert (out[~hidden] == 7).all()
     expected = [[STRIPES[1 - (y + x) // 3 % 2] for x in range(64)] for y in range(96)]
     assert (out[..., 0][hidden] == np.array(expected)[hidden]).all()
+
+
+def test_pieces_without_options_are_plain() -> None:
+    """Wide grids, two digits, a line without smoothing or logarithms, ticks between whole numbers, sixty bins."""
+    assert report.grid(["a", "b"]) == '<div class="grid">ab</div>'
+    assert report.grid(["a"], narrow=True) == '<div class="grid narrow">a</div>'
+    assert "<td>0.12</td><td>3</td>" in report.table([["a", 0.1234, 3]], ["", "b", "c"])
+    assert "strong" not in report.table([["a", 0.1234]], ["", "b"])
+    points = [(1.0, 1.0), (2.0, 3.0), (3.0, 1.0)]
+    plain = report.line_plot({"a": points}, "x", "y")
+    assert (
+        plain
+        == report.line_plot({"a": points}, "x", "y", False, log_x=False, whole_x=False, smooth=0)
+        == report.line_plot({"a": points}, "x", "y", smooth=1)
+    )
+    assert plain.count('class="line"') == 1
+    assert ">1.5</text>" in plain
+    assert ">1.5</text>" not in report.line_plot({"a": points}, "x", "z", whole_x=True).partition('y="100%"')[2]
+    dots = report.scatter({"a": points}, "x", "y")
+    assert dots == report.scatter({"a": points}, "x", "y", log_x=False, faint=False, joined=False)
+    assert 'class="line"' not in dots
+    assert dots != report.scatter({"a": points}, "x", "y", log_x=True)
+    assert (len(bins([0, 59.5])), len(bins([0, 60.5]))) == (61, 32)
+    assert "true ↓<br>predicted →" in report.heat_map([[1]], ["a"], ["b"])

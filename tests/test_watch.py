@@ -352,9 +352,11 @@ def test_live_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TERM", "xterm-256color")
     out = write(tmp_path / "run", [row(n) for n in range(1, 20)])
     moments: Iterator[Callable[[], Any]] = iter([lambda: write(out, [row(n) for n in range(1, 38)]), _interrupt])
-    monkeypatch.setattr(time, "sleep", lambda seconds: next(moments)())
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: (waits.append(seconds), next(moments)()))
     console = terminal(color_system="256")
     command.main([out], console=console)
+    assert waits == [2.0, 2.0]
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert said.index("step 19/100") < said.index("step 37/100")
     assert said.index("\x1b[?1049h") < said.index("\x1b[?1049l")
