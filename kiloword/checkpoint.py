@@ -218,8 +218,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
     A sum is finite only if all its terms are, and ten times as fast as asking each; it may overflow, so it is not all.
     """
-    floating = {name: value for name, value in tensors.items() if value.is_floating_point()}
-    return [name for name, value in floating.items() if not (value.sum().isfinite() or value.isfinite().all())]
+    return [name for name, value in tensors.items() if not (value.sum().isfinite() or value.isfinite().all())]
 
 
 def check_finite(weights: Mapping[str, Tensor], name: str) -> None:

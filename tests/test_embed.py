@@ -22,11 +22,12 @@ from safetensors.torch import load_file, save_file
 from tars import pairs, write_tar
 from torch import Tensor, nn
 
+from kiloword import parallel, sharing
 from kiloword.api import load
 from kiloword.cli import main
 from kiloword.data.side import SideTable
 from kiloword.data.sources import open_source
-from kiloword.embed import embed
+from kiloword.embed import _dim, embed
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.teachers import Foreign, Ours, open_teacher
 from kiloword.recipes import Recipe, default
@@ -333,3 +334,24 @@ def test_transformers_folders_that_cannot_be_used(hf: Path, file: str, text: str
         (hf / file).write_text(text)
     with pytest.raises(ValueError, match=message):
         open_teacher(f"hf:{hf}", "cpu")
+
+
+@pytest.mark.parametrize("texts", [3, 4])
+def test_images_and_texts_have_features_of_one_size(monkeypatch: pytest.MonkeyPatch, texts: int) -> None:
+    """Asked of each rank alone: those of several would wait for each other."""
+    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+
+    def images(x: Tensor) -> Tensor:
+        assert (x.shape, x.dtype) == ((1, 3, 8, 8), torch.uint8)
+        assert sharing.share() == (0, 1)
+        return torch.zeros(1, 3)
+
+    teacher: Any = types.SimpleNamespace(
+        size=8, encode_images=images, encode_texts=lambda x: torch.zeros(len(x), texts)
+    )
+    with sharing.sharing():
+        if texts == 3:
+            assert _dim(teacher) == 3
+        else:
+            with pytest.raises(ValueError, match="gives pictures 3 numbers and texts 4: expected as many of both"):
+                _dim(teacher)

@@ -139,7 +139,7 @@ def test_tensors_of_another_type_do_not_fit() -> None:
 def test_values_that_are_not_finite() -> None:
     tensors = {"a": torch.ones(2), "b": torch.tensor([1.0, float("inf")]), "c": torch.tensor([float("nan")])}
     tensors |= {"large": torch.full((4,), 3e38), "n": torch.tensor([1])}  # whose sum overflows
-    assert not_finite(tensors) == ["b", "c"]
+    assert not_finite(tensors | {"empty": torch.empty(0), "yes": torch.tensor([True])}) == ["b", "c"]
     with pytest.raises(ValueError, match=r"weights in F cannot be used: b is NaN or infinite \(2 of 5 tensors\)"):
         check_finite(tensors, "F")
 

@@ -169,6 +169,17 @@ def test_buffers_are_used_again_and_hold_what_was(tmp_path: Path) -> None:
     assert {name: value.data_ptr() for name, value in host.copy(tensors).values.items()} == places
 
 
+def test_the_checksum_of_numbers_is_of_their_values_whatever_their_order(tmp_path: Path) -> None:
+    """So states of earlier versions, and those that a tool has rewritten, are whole."""
+    write_numbers(tmp_path, 7, {"a": "x"}, {"zeta": 1, "alpha": {"d": 2, "c": [3]}})
+    (path,) = tmp_path.glob("*.json")
+    numbers = json.loads(path.read_text())
+    known = numbers.pop("sha256")
+    assert list(numbers) == ["step", "zeta", "alpha", "files"]
+    text = '{"alpha": {"c": [3], "d": 2}, "files": {"a": "x"}, "step": 7, "zeta": 1}'
+    assert known == hashlib.sha256(text.encode()).hexdigest()
+
+
 @pytest.mark.parametrize(("pinned", "waits"), [((), 0), (("learner/a",), 1), (("learner/a", "learner/b"), 1)])
 def test_copies_from_a_gpu_are_waited_for(monkeypatch: pytest.MonkeyPatch, pinned: tuple[str, ...], waits: int) -> None:
     host, calls = Host(), list[int]()
