@@ -151,6 +151,13 @@ def test_tables_of_captions_by_key(tmp_path: Path) -> None:
     assert read_columns(str(tmp_path / "y.parquet"), ("key",)) == [["a", "b"]]
 
 
+def test_keys_of_one_digest_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kiloword.data.keyed.digest", lambda raw: 7)
+    pq.write_table(pa.table({"key": ["a", "b", "a"], "caption": ["x", "y", "z"]}), tmp_path / "x.parquet")
+    table = CaptionTable(tmp_path / "x.parquet")
+    assert [table.captions(key) for key in "abc"] == [["x", "z"], ["y"], []]
+
+
 def test_rewrites_count_pairs_once() -> None:
     class Keyed:
         name, fingerprint = "keyed", "f"

@@ -1,0 +1,186 @@
+"""Building HierarImgs where something is there already; decoding by parts; views bound to files."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from tars import encode, noise
+
+from kiloword.data.decode import MAX_PIXELS, _from_16_bit, _turn, decode, picture_size, to_rgb
+from kiloword.data.hierarimgs.__main__ import main
+from kiloword.data.hierarimgs.masks import decode_mask
+from kiloword.data.hierarimgs.writer import Options, Report, Segment, build, choose
+from kiloword.data.transforms import _centre, _crop_resize, _scaled, fit
+from kiloword.data.views.partner import named
+from kiloword.data.work import is_whole_png
+from kiloword.types import BadSample, Record
+
+
+def annotated(folder: Path, count: int = 1, **more: Any) -> tuple[Path, Path]:
+    """Images of 10 x 12 pixels with two segments each."""
+    (folder / "images").mkdir()
+    images, parts = [], []
+    for n in range(count):
+        (folder / "images" / f"{n}.bmp").write_bytes(encode(noise(10, 12, n), "BMP"))
+        images.append({"id": f"im.{n}", "file_name": f"{n}.bmp", "height": 10, "width": 12})
+        for k, wide in enumerate((3, 5)):
+            box = [0, 0, wide, 0, wide, 4, 0, 4]
+            parts.append(
+                {"id": 2 * n + k, "image_id": f"im.{n}", "area": 4 * wide, "category_id": k, "segmentation": [box]}
+            )
+    document = {"images": images, "annotations": parts, "categories": [{"id": 0, "name": "dög"}]} | more
+    (folder / "x.json").write_text(json.dumps(document))
+    return folder / "x.json", folder / "images"
+
+
+def test_levels_are_built_into_an_empty_folder_over_what_a_killed_one_left(tmp_path: Path) -> None:
+    files, out = annotated(tmp_path, 2), tmp_path / "out"
+    out.mkdir()
+    left = tmp_path / ".out.tmp"
+    left.mkdir()
+    (left / "7.tar").write_bytes(b"half")
+    report = build(*files, out, Options(segments=2, least=0, canvas="grey"))
+    assert list(report.lines()) == ["2 of 2 pictures written", "0 have too few segments, 0 a segment that is too small"]
+    assert sorted(path.name for path in out.iterdir()) == ["0.tar", "nshards.txt"]
+    assert not left.exists()
+    with tarfile.open(out / "0.tar") as tar:
+        names = tar.getnames()
+        first = json.loads(tar.extractfile("im-0-1.json").read())  # type: ignore[union-attr]
+        pixels = np.asarray(Image.open(io.BytesIO(tar.extractfile("im-0-0.png").read())))  # type: ignore[union-attr]
+    kinds = [("png", "json"), ("png", "json"), ("bmp", "json")]
+    assert names == [f"im-{n}-{level}.{kind}" for n in range(2) for level in range(3) for kind in kinds[level]]
+    assert first == {
+        "captions": ["object and dög"], "level": 1, "levels": 3, "group": "im-0", "parent": "im-0-0",
+        "segments": [{"id": 1, "category": "object", "area": 20.0}, {"id": 0, "category": "dög", "area": 12.0}],
+    }  # fmt: skip
+    assert np.array_equal(pixels[:4, :5], noise(10, 12, 0)[:4, :5])
+    assert (pixels[4:] == 128).all()
+    assert (pixels[:, 5:] == 128).all()
+
+
+def test_reasons_of_images_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = annotated(tmp_path, 3)
+    (files[1] / "1.bmp").unlink()
+    words = [str(files[0]), str(files[1]), str(tmp_path / "out"), "--segments", "2", "--least", "1"]
+    main(words)
+    assert capsys.readouterr().out.splitlines() == [
+        "2 of 3 pictures written",
+        "0 have too few segments, 0 a segment that is too small",
+        "1 left out: cannot read the picture: No such file or directory",
+    ]
+    for wrong, said in (
+        (words, "exists: choose another OUT"),
+        ([str(tmp_path / "none"), *words[1:]], "No such file or directory: "),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*wrong[:2], str(tmp_path / ("out" if wrong is words else "new")), *wrong[3:]])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+    segments = [Segment(n, area, "x", None) for n, area in enumerate((5.0, 9.0, 7.0, 7.0))]
+    for options, chosen, few, small in (
+        (Options(segments=3, least=4), [1, 2, 3], 0, 0),
+        (Options(segments=3, least=5), [], 0, 1),
+        (Options(segments=3, least=5, considered="pasted"), [1, 2, 3], 0, 0),
+        (Options(segments=5, least=0), [], 1, 0),
+        (Options(segments=4, least=4), [1, 2, 3, 0], 0, 0),
+    ):
+        report = Report()
+        assert [one.id for one in choose(segments, options, report)] == chosen
+        assert (report.few, report.small) == (few, small)
+
+
+def test_runs_go_down_the_columns() -> None:
+    mask = decode_mask({"size": [2, 3], "counts": [1, 2, 3]}, 2, 3)
+    assert mask.tolist() == [[False, True, False], [True, False, False]]
+    for wrong in (
+        {"size": [3, 2], "counts": [6]},
+        {"size": [2, 3], "counts": [5]},
+        {"size": [2, 3], "counts": [-1, 7]},
+    ):
+        with pytest.raises(BadSample):
+            decode_mask(wrong, 2, 3)
+
+
+def test_sides_and_turns() -> None:
+    image = Image.fromarray(noise(4, 6))
+    exif = Image.Exif()
+    for orientation in range(1, 9):
+        exif[0x0112] = orientation
+        raw = io.BytesIO()
+        image.save(raw, "PNG", exif=exif)
+        turned = decode(raw.getvalue())
+        assert picture_size(raw.getvalue()) == turned.shape[1::-1] == ((6, 4) if orientation < 5 else (4, 6))
+        assert np.array_equal(turned, np.asarray(_turn(image, orientation)))
+    assert _turn(image, 9) is image
+    grey = Image.fromarray(np.array([[0, 128, 129, 257, 65535]], np.uint16))
+    assert np.asarray(_from_16_bit(grey)).tolist() == [[0, 0, 1, 1, 255]]
+    layer = np.array([[[10, 20, 30, 0], [10, 20, 30, 255], [0, 0, 0, 128]]], np.uint8)
+    assert np.asarray(to_rgb(Image.fromarray(layer)))[0].tolist() == [[255] * 3, [10, 20, 30], [127] * 3]
+    png = encode(noise(4, 6))
+    assert is_whole_png(png)
+    assert is_whole_png(png + b"more")
+    assert not is_whole_png(png[:-9])
+    for wrong in (
+        np.zeros((2, 2), np.uint8),
+        np.zeros((2, 2, 4), np.uint8),
+        np.zeros((0, 2, 3), np.uint8),
+        np.zeros((2, 2, 3)),
+    ):
+        with pytest.raises(BadSample, match=r"expected uint8 \[H, W, 3\]"):
+            decode(wrong)
+
+
+def test_boxes_of_crops() -> None:
+    assert _centre(100, 50, 0.5, 1.0) == (0.25, 0.0, 0.5, 1.0)
+    assert _centre(50, 100, 0.5, 2.0) == (0.0, 0.0, 1.0, 1.0)
+    assert _centre(25, 100, 0.5, 2.0) == (0.0, 0.25, 1.0, 0.5)
+    assert (_scaled(30, 20, 10, "shortest"), _scaled(20, 30, 10, "shortest")) == ((15, 10), (10, 15))
+    assert (_scaled(20, 20, 10, "shortest"), _scaled(20, 30, 10, "squash")) == ((10, 10), (10, 10))
+    pixels = noise(10, 20)
+    assert np.array_equal(_crop_resize(pixels, (0.25, 0.2, 0.4, 0.8), 8).permute(1, 2, 0), pixels[2:10, 5:13])
+    assert np.array_equal(_crop_resize(pixels, (0.99, 0.99, 0.001, 0.001), 1).permute(1, 2, 0), pixels[-1:, -1:])
+    line = Image.new("RGB", (2 * MAX_PIXELS // 64, 1), (7, 8, 9))
+    line.paste((9, 9, 9), (line.width // 2, 0, line.width, 1))
+    shown = fit(line, 64)
+    assert shown.shape == (3, 64, 64)
+    assert shown.is_contiguous()
+    assert shown[:, 0, 0].tolist() == [7, 8, 9]
+    assert (shown[0, 0] + shown[0, 0].flip(0) == 16).all(), "its middle"
+
+
+class Keyed:
+    name, fingerprint = "keyed", "f"
+
+    def __len__(self) -> int:
+        return 4
+
+    def record(self, row: int) -> Record:
+        if row == 3:
+            raise BadSample("damaged")
+        return Record("abad"[row], noise(4, 4), ["x"])
+
+
+def test_named_partners(tmp_path: Path) -> None:
+    """A key that comes twice stands for its first row; bad rows need none."""
+
+    def partners(**pairs: str) -> list[int]:
+        pq.write_table(pa.table({"key": list(pairs), "partner": list(pairs.values())}), tmp_path / "x.parquet")
+        return named(Keyed(), str(tmp_path / "x.parquet")).tolist()
+
+    assert partners(a="b", b="a") == [1, 0, 1, -1]
+    with pytest.raises(ValueError, match=r"names the partner 'z', which keyed does not have"):
+        partners(a="b", b="z")
+    with pytest.raises(ValueError, match=r"says nothing of 'b' of keyed"):
+        partners(a="b")
+    pq.write_table(pa.table({"key": ["a", "b", "a"], "partner": ["b", "a", "b"]}), tmp_path / "y.parquet")
+    with pytest.raises(ValueError, match=r"names a partner of 'a' twice"):
+        named(Keyed(), str(tmp_path / "y.parquet"))
