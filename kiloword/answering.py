@@ -82,7 +82,10 @@ class Answer(nn.Module):
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         assert batch.questions is not None, "the loader gives every picture a question"
         memory = fused(model, batch.questions, encoded.image_tokens)
-        memory = memory if len(batch.texts) == len(batch) else memory.take(batch.image_of_text)
+        if len(batch.texts) != len(batch):
+            host = batch.host
+            assert host.questions is not None
+            memory = memory.take(batch.image_of_text, int(host.questions.starts.diff()[host.image_of_text].sum()))
         decoder = model.more["text_decoder"]
         assert isinstance(decoder, TextDecoder)
         texts, tokens = batch.texts, encoded.text_tokens
@@ -100,4 +103,6 @@ def fused(model: Model, questions: Texts, image_tokens: Tensor) -> Memory:
     assert isinstance(decoder, TextDecoder)
     tokens = model.more["fuser"](model.text_tower, questions, model.memory(image_tokens))
     keys = decoder.remember(tokens)
-    return Memory([(k[: len(questions.ids)], v[: len(questions.ids)]) for k, v in keys], questions.starts)
+    return Memory(
+        [(k[: len(questions.ids)], v[: len(questions.ids)]) for k, v in keys], questions.starts, questions.longest
+    )

@@ -101,6 +101,14 @@ def check_causal(config: TextConfig) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Rows of a memory that several texts look at."""
+
+    of: Tensor  # [T] int64, ascending: the row of each text
+    longest: int  # the most tokens that the texts of one row have together
+
+
 class Caption(nn.Module):
     """-log probability of each next token of a caption (words and end); mean over those tokens.
 
@@ -123,9 +131,10 @@ class Caption(nn.Module):
         decoder = model.more["text_decoder"]
         assert isinstance(decoder, TextDecoder)
         keys = self._keys(model, decoder, batch, encoded)
-        shared = None if len(keys[0][0]) == len(batch.texts) else batch.image_of_text
+        own = len(keys[0][0]) == len(batch.texts)
+        shared = None if own else Shared(batch.image_of_text, longest_row(batch, 1 + self.extra))
         texts, tokens = batch.texts, encoded.text_tokens
-        return caption_loss(decoder, model, texts, tokens, keys, self.extra, self.settings.smoothing, of=shared)
+        return caption_loss(decoder, model, texts, tokens, keys, self.extra, self.settings.smoothing, shared=shared)
 
     def _keys(self, model: Model, decoder: TextDecoder, batch: Batch, encoded: Encoded) -> list[Keys]:
         """What captions see of their pictures: a row a picture, or a caption where each has its own mask."""
@@ -155,10 +164,10 @@ def caption_loss(
     extra: int,
     smoothing: float,
     packing_k: Packing | None = None,
-    of: Tensor | None = None,
+    shared: Shared | None = None,
 ) -> Tensor:
     """Sum over all next tokens of -log their probability. Args: as of `decoded`."""
-    x, targets = decoded(decoder, model, texts, tokens, keys, extra, packing_k, of)
+    x, targets = decoded(decoder, model, texts, tokens, keys, extra, packing_k, shared)
     return word_loss(x, decoder.table(model.text_tower.tokens), targets, smoothing)
 
 
@@ -170,31 +179,38 @@ def decoded(
     keys: list[Keys],
     extra: int,
     packing_k: Packing | None = None,
-    of: Tensor | None = None,
+    shared: Shared | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the decoder makes of every token that has a next one [N, W], and the next ones [N], -1 where there is none.
 
     Args: tokens [S, W]: what the text tower made of `texts`; keys: of what text n sees, packed with `packing_k`; extra:
-    tokens after the end; of [T] int64, ascending: text n sees row of[n] instead, so that no keys are copied.
+    tokens after the end; shared: which row text n sees instead, so that no keys are copied.
     """
     place, before = prefixes(texts, 1 + extra)
     packing = model.text_tower.packing(before)
     x = F.pad(tokens[place], (0, 0, 0, packing.tail))
     rows = len(keys[0][0]) if packing_k is None else len(packing_k)
-    packing_q = None if of is None else model.text_tower.packing(joined(before, of, rows))
+    packing_q = None if shared is None else model.text_tower.packing(joined(before, shared, rows))
     x = decoder(x, keys, packing, packing_k, packing_q)
     return x, F.pad(texts.ids[place + 1], (0, packing.tail), value=-1)
 
 
 def next_tokens(texts: Texts, extra: int) -> Tensor:
     """How many tokens have a next one that is predicted; extra: tokens after the end."""
-    return texts.ids.new_tensor(len(texts.ids) - len(texts) * (1 + extra))
+    return texts.ids.new_full((), len(texts.ids) - len(texts) * (1 + extra))
 
 
-def joined(texts: Texts, of: Tensor, rows: int) -> Texts:
-    """The same tokens with all texts of one row as one text; of [T] int64, ascending: the row of each."""
-    starts = texts.starts[torch.searchsorted(of, torch.arange(rows + 1, device=of.device))]
-    return Texts(texts.ids, starts, int(starts.diff().max()))
+def joined(texts: Texts, shared: Shared, rows: int) -> Texts:
+    """The same tokens with all texts of one row as one text."""
+    starts = texts.starts[torch.searchsorted(shared.of, torch.arange(rows + 1, device=shared.of.device))]
+    return Texts(texts.ids, starts, shared.longest)
+
+
+def longest_row(batch: Batch, cut: int) -> int:
+    """The most tokens that the texts of one image have together, without the last `cut` of each text."""
+    host = batch.host
+    lengths = host.texts.starts.diff() - cut
+    return int(lengths.new_zeros(len(host)).index_add(0, host.image_of_text, lengths).max())
 
 
 def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:

@@ -128,9 +128,7 @@ def _flat(settings: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def _from(recipe: Recipe) -> str:
-    """Where the model starts, and what of it stays as it is."""
-    start = "" if recipe.init is None else f" from {recipe.init}"
-    return start if recipe.freeze == "none" else f"{start}, {recipe.freeze} tower frozen"
+    return "" if recipe.init is None else f" from {recipe.init}"
 
 
 def _parameters(recipe: Recipe) -> str:

@@ -17,6 +17,7 @@ from kiloword.draw import uniform
 from kiloword.gaussian import Form, inclusion_loss, rows, vib
 from kiloword.model import Model
 from kiloword.recipes import ModelConfig, TextConfig
+from kiloword.towers.text import is_special
 from kiloword.types import Batch, Encoded, Features, Texts
 
 
@@ -92,12 +93,16 @@ class _Inclusion(nn.Module):
         """[I] bool, the pictures with masked copies: by place in the global batch, whose order is drawn."""
         return batch.position % self.settings.masked_every == 0
 
+    def chosen_texts(self, batch: Batch) -> Tensor:
+        """[T] bool, the texts of those pictures."""
+        return self.chosen(batch)[batch.image_of_text]
+
 
 class ImageInText(_Inclusion):
     """Every picture lies within each of its own captions; mean over captions."""
 
     def count(self, batch: Batch) -> Tensor:
-        return batch.position.new_tensor(len(batch.texts))
+        return batch.position.new_full((), len(batch.texts))
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         return self.loss(rows(encoded.images, batch.image_of_text), encoded.texts).sum()
@@ -115,7 +120,7 @@ class MaskedImage(_Inclusion):
         return self.chosen(batch).sum()
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        which, weight = at_least_one(self.chosen(batch))
+        which, weight = at_least_one(self.chosen(batch), int(self.chosen(batch.host).sum()))
         noise = uniform(batch.seeds[which], "masked.image", self.patches)
         keep = noise.argsort(dim=1, stable=True)[:, : self.kept].sort(1).values
         _, copies = model.encode_image(batch.images[which], keep=keep)
@@ -130,15 +135,24 @@ class MaskedText(_Inclusion):
         self.config = config.text
 
     def count(self, batch: Batch) -> Tensor:
-        return self.chosen(batch)[batch.image_of_text].sum()
+        return self.chosen_texts(batch).sum()
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        which, weight = at_least_one(self.chosen(batch)[batch.image_of_text])
+        which, weight, texts = self._whole(batch)
         of = batch.image_of_text[which]
         caption = which - torch.searchsorted(batch.image_of_text, of)  # its number among its picture's
         hide = drop_words if self.settings.hide_words == "drop" else mask_words
-        copies = hide(take(batch.texts, which), batch.seeds[of] + caption, self.settings.mask_words, self.config)
+        copies = hide(texts, batch.seeds[of] + caption, self.settings.mask_words, self.config)
         return self.loss(rows(encoded.texts, which), model.encode_text(copies)[1]).sum() * weight
+
+    def _whole(self, batch: Batch) -> tuple[Tensor, float, Texts]:
+        """Indices [n] of the captions with masked copies, their weight, and the captions themselves."""
+        host = batch.host
+        chosen = self.chosen_texts(host)
+        n = int(chosen.sum())
+        which, weight = at_least_one(self.chosen_texts(batch), n)
+        lengths = host.texts.starts.diff()
+        return which, weight, take(batch.texts, which, int((lengths[chosen] if n else lengths[:1]).sum()))
 
 
 class Spread(nn.Module):
@@ -150,7 +164,7 @@ class Spread(nn.Module):
     """
 
     def count(self, batch: Batch) -> Tensor:
-        return batch.position.new_tensor(len(batch.texts))
+        return batch.position.new_full((), len(batch.texts))
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         images, texts = rows(encoded.images, batch.image_of_text), encoded.texts
@@ -167,23 +181,23 @@ class Vib(nn.Module):
         self.settings, self.side = settings, side
 
     def count(self, batch: Batch) -> Tensor:
-        return batch.position.new_tensor(len(batch) if self.side == "image" else len(batch.texts))
+        return batch.position.new_full((), len(batch) if self.side == "image" else len(batch.texts))
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         return vib(encoded.images if self.side == "image" else encoded.texts, self.settings.vib_form).sum()
 
 
-def at_least_one(chosen: Tensor) -> tuple[Tensor, float]:
-    """Indices [n] of what is chosen; of nothing the first, with weight 0: no rank may skip a tower pass."""
-    which = chosen.nonzero()[:, 0]
-    return (which, 1.0) if len(which) else (which.new_zeros(1), 0.0)
+def at_least_one(chosen: Tensor, n: int) -> tuple[Tensor, float]:
+    """Indices of the n that are chosen [N] bool; of nothing the first, with weight 0: no rank may skip a tower pass."""
+    order = chosen.to(torch.uint8).argsort(descending=True, stable=True)  # `nonzero` would wait for the device
+    return order[: max(n, 1)], float(n > 0)
 
 
-def take(texts: Texts, which: Tensor) -> Texts:
-    """Some texts, packed, in the order of `which` [n]."""
+def take(texts: Texts, which: Tensor, tokens: int) -> Texts:
+    """Some texts, packed, in the order of `which` [n], which have so many tokens."""
     lengths = texts.starts.diff()[which]
     starts = nn.functional.pad(lengths.cumsum(0), (1, 0))
-    shift = torch.repeat_interleave(texts.starts[which] - starts[:-1], lengths)
+    shift = torch.repeat_interleave(texts.starts[which] - starts[:-1], lengths, output_size=tokens)
     return Texts(texts.ids[torch.arange(len(shift), device=shift.device) + shift], starts, texts.longest)
 
 
@@ -195,8 +209,7 @@ def chosen_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) 
     lengths = texts.starts.diff()
     of = torch.repeat_interleave(lengths, output_size=len(texts.ids))  # [S]; the size known, no device is waited for
     place = torch.arange(len(of), device=of.device) - texts.starts[of]
-    special = torch.tensor(sorted(config.special.values()), device=of.device)
-    words = ~torch.isin(texts.ids, special)
+    words = ~is_special(texts.ids, config)
     noise = uniform(seeds, "masked.text", texts.longest)  # [T, L]
     order = torch.full_like(noise, 2.0)
     order[of, place] = torch.where(words, noise[of, place], 2.0)  # others come last

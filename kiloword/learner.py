@@ -49,7 +49,7 @@ class _Counted:
     def share(self) -> Tensor:
         """Of all ranks' pairs, in this rank's part: the parts add up."""
         mined = torch.as_tensor(self.mined)
-        return mined / sum_over_ranks(mined.new_tensor(float(self.pairs)))
+        return mined / sum_over_ranks(mined.new_full((), float(self.pairs)))
 
 
 class Learner(nn.Module):
@@ -113,7 +113,7 @@ class Learner(nn.Module):
         Both losses are in the unit of "pair", whatever that is divided by: their mean over all pictures is "pair".
         Not a number where the batch has none of a kind.
         """
-        images = sum_over_ranks(total.count.new_tensor(float(len(plain))))
+        images = sum_over_ranks(total.count.new_full((), float(len(plain))))
         by_picture = (pairs.rows if total.rows is None else total.rows) * (images / sum_over_ranks(total.count))
         own = self.model.head.score_of(pairs.own / pairs.own_texts)
         found = {}

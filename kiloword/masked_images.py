@@ -91,7 +91,7 @@ class MaskedPictures(nn.Module):
 
     def count(self, batch: Batch) -> Tensor:
         rows = len(batch.texts) if self.by_caption else len(batch)
-        return batch.position.new_tensor(rows * self.hidden)
+        return batch.position.new_full((), rows * self.hidden)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         of = batch.image_of_text

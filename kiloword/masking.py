@@ -16,6 +16,7 @@ from kiloword.pools import at_least_float
 from kiloword.recipes import ModelConfig, TextConfig
 from kiloword.towers.attention import Packing
 from kiloword.towers.image import extra
+from kiloword.towers.text import is_special
 from kiloword.types import Batch, Encoded, Texts
 
 Mask = Literal["attentive", "random"]
@@ -80,8 +81,7 @@ def countable(texts: Texts, packing: Packing, config: TextConfig, settings: Mask
         inside &= before == before[texts.starts[:-1]][packing.text]
     if settings.similar_to == "tokens":
         return inside
-    special = torch.tensor(sorted(config.special.values()), device=texts.ids.device)
-    said = inside & ~torch.isin(texts.ids, special)
+    said = inside & ~is_special(texts.ids, config)
     empty = torch.zeros_like(words).index_add(0, packing.text, said.long()) == 0
     return said | (inside & empty[packing.text])
 

@@ -76,7 +76,7 @@ class Meter:
         """Means since the last row, and where things stand. Raises: ValueError as `Guard.look`."""
         self.guard.look()
         run, head = self.run, self.run.learner.model.head
-        every = run.since_row.reports
+        every = on_host(run.since_row.reports)
         reports = [r for r in every if not is_bad(r)] or every
         names = [name for name in reports[-1] if name != "skipped_step"]  # the newest: of this run, not of a state
         means = {name: float(torch.stack([r[name] for r in reports if name in r]).nanmean()) for name in names}
@@ -111,10 +111,24 @@ class Meter:
         mine = [self.run.since_row.captions, self._wait / seconds, peak_memory(self.run.device), self._save]
         table = torch.zeros(parallel.ranks(), len(mine), dtype=torch.float64)  # [ranks, 4]
         table[parallel.rank()] = torch.tensor(mine, dtype=torch.float64)
-        table = parallel.sum_over_ranks(table.to(self.run.device)).cpu()
+        table = parallel.sum_over_ranks(table)
         wait, memory, save = table[:, 1:].amax(0).tolist()
         row = {"captions": int(table[:, 0].sum()), "memory": round(memory, 1), "save_s": round(save, 3)}
         return row if parallel.ranks() == 1 else row | {"slowest_data_wait": wait}
+
+
+def on_host(reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The same numbers, scalars on the CPU: the device is waited for once, not once a number.
+
+    Those that are on the CPU stay as they are.
+    """
+    away = [x.double() for report in reports for x in report.values() if x.device.type != "cpu"]
+    numbers = iter(torch.stack(away).cpu() if away else ())
+
+    def here(x: torch.Tensor) -> torch.Tensor:
+        return x if x.device.type == "cpu" else next(numbers).to(x.dtype)
+
+    return [{name: here(x) for name, x in report.items()} for report in reports]
 
 
 def peak_memory(device: torch.device) -> float:

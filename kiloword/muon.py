@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword import parallel
@@ -45,67 +46,52 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
-            by_shape: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
+            by_shape: dict[tuple[int, int, int], list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 key = (self.stacked.get(id(p), 1), self.rows.get(id(p), len(p)), p.shape[1])
-                by_shape.setdefault(key, []).append((p, self._momentum(p, group)))
+                by_shape.setdefault(key, []).append(p)
             for (parts, rows, columns), members in by_shape.items():
-                for some in _portions(members, rows * columns):
-                    self._turn(some, parts, rows, group)
+                most = max(1, AT_ONCE // (rows * columns))
+                for n in range(0, len(members), most):
+                    self._turn(members[n : n + most], parts, rows, group)
 
-    def _momentum(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """What is to be made orthogonal: this rank's rows."""
-        buffer: Tensor = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-        assert p.grad is not None
-        if self.found_inf is None:
-            buffer.lerp_(p.grad, 1 - group["momentum"])
-        else:
-            buffer.copy_(torch.where(self.found_inf > 0, buffer, buffer.lerp(p.grad, 1 - group["momentum"])))
-        return p.grad.lerp(buffer, group["momentum"])
+    def _turn(self, members: list[Tensor], parts: int, rows: int, group: dict[str, Any]) -> None:
+        """Move the weights of n parameters of one shape."""
+        mine = self._momentum(members, group["momentum"])
+        whole = gather_rows(mine, rows) if id(members[0]) in self.rows else mine  # [n, rows, columns]
+        height, columns = rows // parts, whole.shape[2]
+        changes = orthogonal(whole.reshape(-1, height, columns)).reshape(whole.shape)
+        first, count = self._first(members[0], rows), mine.shape[1]
+        if count:  # else fewer rows than ranks: this one has none
+            step = group["lr"] * math.sqrt(max(1.0, height / columns))
+            self._move(members, changes[:, first : first + count], step, group)
 
-    def _turn(self, members: list[tuple[Tensor, Tensor]], parts: int, rows: int, group: dict[str, Any]) -> None:
-        """Move the weights of parameters of one shape."""
-        updates = [u for _, u in members]
-        if id(members[0][0]) in self.rows:
-            updates = gather_rows(updates, rows)
-        height = rows // parts
-        pieces = orthogonal(torch.stack([piece for u in updates for piece in u.chunk(parts)]))
-        weights, changes = [], []
-        for n, (p, _) in enumerate(members):
-            for part in range(parts):
-                for weight, change in _overlap(p, self._first(p, rows), pieces[n * parts + part], part * height):
-                    weights.append(weight)
-                    changes.append(change.to(weight.dtype))
-        if weights:  # else fewer rows than ranks: this one has none
-            self._move(weights, changes, group["lr"] * math.sqrt(max(1.0, height / pieces.shape[2])), group)
+    def _momentum(self, members: list[Tensor], momentum: float) -> Tensor:
+        """What is to be made orthogonal, this rank's rows: [n, rows, columns]."""
+        for p in members:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in members]
+        gradients, before = torch.stack([p.grad for p in members if p.grad is not None]), torch.stack(buffers)
+        now = self._unless_skipped(before.lerp(gradients, 1 - momentum), before)
+        torch._foreach_copy_(buffers, now.unbind())
+        return gradients.lerp(now, momentum)
 
-    def _move(self, weights: list[Tensor], changes: list[Tensor], step: float, group: dict[str, Any]) -> None:
-        """Weights shrink by the decay and move against their changes, unless the step is skipped."""
-        kept = weights[0].new_tensor(1 - group["lr"] * group["weight_decay"])
-        if self.found_inf is not None:
-            kept = torch.where(self.found_inf > 0, 1.0, kept)
-            changes = [torch.where(self.found_inf > 0, 0.0, change) for change in changes]
+    def _move(self, members: list[Tensor], changes: Tensor, step: float, group: dict[str, Any]) -> None:
+        """Weights shrink by the decay and move against their changes [n, rows, columns], unless the step is skipped."""
+        weights = [p.detach() for p in members]
+        kept = self._unless_skipped(weights[0].new_full((), 1 - group["lr"] * group["weight_decay"]), 1.0)
         torch._foreach_mul_(weights, kept)
-        torch._foreach_add_(weights, changes, alpha=-step)
+        torch._foreach_add_(weights, self._unless_skipped(changes, 0.0).to(kept.dtype).unbind(), alpha=-step)
+
+    def _unless_skipped(self, x: Tensor, otherwise: Tensor | float) -> Tensor:
+        return x if self.found_inf is None else torch.where(self.found_inf > 0, otherwise, x)
 
     def _first(self, p: Tensor, rows: int) -> int:
         """Which row of the whole parameter this rank's first one is."""
         return min(parallel.rank() * share(rows), rows) if id(p) in self.rows else 0
-
-
-def _portions(members: list[tuple[Tensor, Tensor]], size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    most = max(1, AT_ONCE // size)
-    for n in range(0, len(members), most):
-        yield members[n : n + most]
-
-
-def _overlap(p: Tensor, first: int, piece: Tensor, at: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of p, which begins at row `first` of the whole, that a piece from row `at` on covers, and the piece's."""
-    start, end = max(first, at), min(first + len(p), at + len(piece))
-    if start < end:
-        yield p[start - first : end - first], piece[start - at : end - at]
 
 
 def share(rows: int) -> int:
@@ -113,15 +99,12 @@ def share(rows: int) -> int:
     return -(-rows // parallel.ranks())
 
 
-def gather_rows(mine: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Matrices [rows, b] of which each rank holds its share of the rows; one collective for all."""
-    most = share(rows)
-    padded = mine[0].new_zeros(len(mine), most, mine[0].shape[1])
-    for n, x in enumerate(mine):
-        padded[n, : len(x)] = x
-    found = [torch.empty_like(padded) for _ in range(parallel.ranks())]
-    dist.all_gather(found, padded)
-    return list(torch.cat(found, 1)[:, :rows])
+def gather_rows(mine: Tensor, rows: int) -> Tensor:
+    """n matrices [n, rows, b] of which each rank holds its share of the rows; one collective for all."""
+    padded = F.pad(mine, (0, 0, 0, share(rows) - mine.shape[1]))
+    parts = [torch.empty_like(padded) for _ in range(parallel.ranks())]
+    dist.all_gather(parts, padded)
+    return torch.cat(parts, 1)[:, :rows]
 
 
 def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:

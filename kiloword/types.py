@@ -152,9 +152,15 @@ class Batch:
     questions: Texts | None = None  # for VQA: fused with the picture by the text tower
     skipped: list[Skipped] = field(default_factory=list)
     made_s: float = 0.0  # seconds that the loader took to make it
+    before_move: Batch | None = None  # what `to` was called on, see `host`
 
     def __len__(self) -> int:
         return len(self.images)
+
+    @property
+    def host(self) -> Batch:
+        """The same batch as it was before `to`: lengths and counts are read here, so that no kernel is waited for."""
+        return self if self.before_move is None else self.before_move
 
     def split(self, pieces: int) -> list[Batch]:
         """Equal micro-batches of consecutive pictures with their texts; `pieces` must divide I."""
@@ -196,7 +202,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        return self.each(lambda x: x.to(device, non_blocking=True))
+        return replace(self.each(lambda x: x.to(device, non_blocking=True)), before_move=self.host)
 
     def pin_memory(self) -> Batch:
         """In page-locked memory, from which a GPU copies while the host goes on. (A DataLoader calls this.)"""

@@ -21,26 +21,32 @@ class Memory:
 
     keys: list[Keys]  # each [B, M, H, d], or packed [S, H, d]
     starts: Tensor | None = None  # [B + 1] int64, of packed ones
+    longest: int | None = None  # of packed ones; None: the device has to be asked
 
     def __len__(self) -> int:
         return len(self.keys[0][0]) if self.starts is None else len(self.starts) - 1
 
-    def take(self, which: Tensor) -> Memory:
-        """Some of them, in that order, each as often as it is named: [b] int64."""
+    def take(self, which: Tensor, tokens: int | None = None) -> Memory:
+        """Some of them, in that order, each as often as it is named: [b] int64.
+
+        Args: tokens: of all that is taken, where the caller knows it and takes each at least once: the device is not
+        waited for.
+        """
         if self.starts is None:
             return Memory([(k[which], v[which]) for k, v in self.keys])
         lengths = self.starts.diff()[which]
         starts = F.pad(lengths.cumsum(0), (1, 0))
-        shift = torch.repeat_interleave(self.starts[:-1][which] - starts[:-1], lengths)
+        shift = torch.repeat_interleave(self.starts[:-1][which] - starts[:-1], lengths, output_size=tokens)
         place = torch.arange(len(shift), device=shift.device) + shift
-        return Memory([(k[place], v[place]) for k, v in self.keys], starts)
+        return Memory([(k[place], v[place]) for k, v in self.keys], starts, None if tokens is None else self.longest)
 
     def packing(self) -> Packing | None:
         """Of packed ones."""
         if self.starts is None:
             return None
         ids = torch.empty(len(self.keys[0][0]), dtype=torch.int64, device=self.starts.device)
-        return Packing.of(Texts(ids, self.starts, int(self.starts.diff().max())))
+        longest = int(self.starts.diff().max()) if self.longest is None else self.longest
+        return Packing.of(Texts(ids, self.starts, longest))
 
 
 def text_decoder(model: Model) -> TextDecoder:

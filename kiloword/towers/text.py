@@ -24,6 +24,14 @@ def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype in half or (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in half)
 
 
+def is_special(ids: Tensor, config: TextConfig) -> Tensor:
+    """Whether each token id is a special one: bool, the shape of ids. A list on the device would have to be copied."""
+    found = torch.zeros_like(ids, dtype=torch.bool)
+    for token in config.special.values():
+        found |= ids == token
+    return found
+
+
 class TextTower(nn.Module):
     """Texts -> tokens."""
 
