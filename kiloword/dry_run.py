@@ -128,7 +128,9 @@ def _flat(settings: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def _from(recipe: Recipe) -> str:
-    return "" if recipe.init is None else f" from {recipe.init}"
+    """Where the model starts, and what of it stays as it is."""
+    start = "" if recipe.init is None else f" from {recipe.init}"
+    return start if recipe.freeze == "none" else f"{start}, {recipe.freeze} tower frozen"
 
 
 def _parameters(recipe: Recipe) -> str:

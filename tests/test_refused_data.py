@@ -255,6 +255,8 @@ def test_squashing_keeps_the_whole_image() -> None:
     wide[:, :15] = 255
     squashed = TrainTransform(8, AugmentConfig(), "squash")(wide, Draw(1, 0, 0))
     assert squashed.shape == (3, 8, 8)
+    crops = [TrainTransform(8, AugmentConfig(crop=crop)).crops for crop in (0.99, 1.0)]
+    assert crops == [True, False], "1: no random crop"
     assert squashed[:, :, 0].min() > 200 > 50 > squashed[:, :, -1].max()
     half = halves(squashed[:, :, :1], squashed[:, :, -1:], side_by_side=True, squash=True)
     assert half.equal(squashed[:, :, -1:]), "of one pixel the second image has all"

@@ -11,7 +11,6 @@ import numpy as np
 from kiloword.data.questions import majority
 from kiloword.data.scenes.questions import ANSWERS, VERSION, Question, ask
 from kiloword.data.scenes.raster import draw
-from kiloword.data.scenes.sample import draw_scenes
 from kiloword.data.scenes.settings import VQA, Settings, default_rows, parse_settings
 from kiloword.data.scenes.source import ScenesSource
 from kiloword.draw import key
@@ -90,7 +89,6 @@ class SceneQuestions:
 
 @lru_cache(maxsize=8)
 def _majority(settings: Settings) -> Mapping[str | None, str]:
-    draw_scenes(settings.selection)
     train = SceneQuestions(settings)
     asked = (train.asked(row) for row in range(len(train)))
     return majority((question.kind, question.answer) for question in asked)
