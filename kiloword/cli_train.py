@@ -18,7 +18,7 @@ from kiloword import recipes
 from kiloword.cli_method import asked, values_of
 from kiloword.options import Options
 from kiloword.ranges import check
-from kiloword.recipes import AugmentConfig, ModelConfig, OptimConfig, Recipe
+from kiloword.recipes import AugmentConfig, Matmul, ModelConfig, OptimConfig, Precision, Recipe
 from kiloword.terminal import say
 
 
@@ -52,7 +52,9 @@ class Train:
     batch: int = 128  # pictures, over all ranks
     micro: int = 0  # pictures a micro-batch; 0: a rank's whole share
     chunk: int = 0  # rows and columns of pairs a block; 0: chosen
-    precision: Literal["fp64", "fp32", "bf16"] = "fp32"  # of the arithmetic; weights stay in fp32 under bf16
+    # of the arithmetic, weights stay in fp32 under bf16; auto: bf16 for tiny, and for larger sizes on CUDA
+    precision: Precision = "auto"
+    matmul: Matmul = "auto"  # of products in fp32, as losses have them: high is TF32 on CUDA, the default there
     freeze: Literal["none", "image", "text"] = "none"  # a tower that stays as it is
     init: str | None = None  # model folder to start from; brings its towers and picture size
     # of an image (vqa: answers) in a batch: one, redrawn each epoch, all, N
@@ -91,7 +93,7 @@ def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
         augment=args.augment,
     )
     own = {} if settings is None else asdict(settings)
-    same = ("batch", "micro", "chunk", "precision", "freeze", "init", "seed", "optim", "model")
+    same = ("batch", "micro", "chunk", "precision", "matmul", "freeze", "init", "seed", "optim", "model")
     recipe = replace(base, data=data, settings=own, **{name: getattr(args, name) for name in same})
     check(recipe)
     return recipe
@@ -130,6 +132,7 @@ def _train(base: Recipe) -> Train:
         batch=base.batch,
         captions=base.data.captions,
         precision=base.precision,
+        matmul=base.matmul,
     )
 
 

@@ -10,6 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from kiloword import effects, parallel
+from kiloword.by_device import settle, summary
 from kiloword.data.bad import BadRows
 from kiloword.data.sampler import steps_per_epoch
 from kiloword.device import choose
@@ -18,7 +19,7 @@ from kiloword.model import shapes
 from kiloword.options import Options
 from kiloword.prepare import make_learner, make_loader, micro_batches, open_val, resolve
 from kiloword.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
-from kiloword.run_folder import RunFile, check_same_run, check_utf8, run_file
+from kiloword.run_folder import RunFile, check_same_run, check_utf8, earlier, run_file
 from kiloword.terminal import say
 from kiloword.types import Batch, Source
 from kiloword.validate import check_val
@@ -41,24 +42,29 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
     by a small stand-in model. Raises: ValueError for what training would refuse: settings, data, feature stores, a
     model to start from, validation data, `out`.
     """
-    choose(options.device)
+    device = choose(options.device)
     with parallel.process_group(timeout_s=options.timeout):
-        file, batch, bad, notes = _prepare(recipe, source, out, options)
+        file, batch, bad, notes = _prepare(recipe, source, out, options, device)
         if parallel.rank() == 0:
             say(*describe(file, source, out, options), *notes, *_first_batch(batch, bad))
 
 
-def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> tuple[RunFile, Batch, int, list[str]]:
+def _prepare(
+    recipe: Recipe, source: Source, out: Path, options: Options, device: str
+) -> tuple[RunFile, Batch, int, list[str]]:
     """What `config.json` would say, this rank's part of the first batch, bad samples in it of all ranks, and notes."""
     micro_batches(recipe)
     check_utf8(out)
+    asked, before = recipe, earlier(out)
+    recipe = settle(recipe, device, before)
     recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
     file = run_file(recipe, source)
     check_same_run(out, file, options.extend)
     method = preset(recipe.method, recipe.settings)
     if recipe.init is not None:
         make_learner(recipe, method, options.trust_code)
-    loader = make_loader(recipe, source, method, tokenizer, options)
+    loader = make_loader(recipe, source, method, tokenizer, options, device)
+    chosen = summary(asked, recipe, device, loader.workers, before is not None)
     check_val(recipe, open_val(recipe), tokenizer, source)
     share = recipe.batch // loader.ranks
     parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
@@ -66,7 +72,7 @@ def _prepare(recipe: Recipe, source: Source, out: Path, options: Options) -> tup
     batch = next(loader.batches(0, 1))
     bad = BadRows(len(source), recipe.data.bad_share)
     bad.count(parallel.all_lists(batch.skipped))
-    return file, batch, len(bad), [f"note       {note}" for note in loader.notes]
+    return file, batch, len(bad), [*_wrapped("device", chosen), *(f"note       {note}" for note in loader.notes)]
 
 
 def describe(file: RunFile, source: Source, out: Path, options: Options) -> list[str]:

@@ -14,7 +14,7 @@ Compile = Literal["none", "blocks", "towers"]
 class Options:
     """What may change between a run and its resumption without changing its result."""
 
-    workers: int = 0  # loader processes of each rank
+    workers: int | Literal["auto"] = "auto"  # loader processes of each rank; auto: by cores on CUDA, 0 on a CPU
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     log_every: int = 10  # steps
     log_to: Literal["file", "tensorboard"] = "file"  # OUT/metrics.jsonl, or also events in OUT/tensorboard
@@ -42,5 +42,5 @@ class Options:
         }
         for name, least in at_least.items():
             value = getattr(self, name)
-            if value < least:
+            if value != "auto" and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: expected at least {least}.")

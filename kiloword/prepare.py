@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kiloword import activations, effects, engine, parallel, start
+from kiloword.by_device import products, settle, summary, workers_of
 from kiloword.checkpoint import check_fit, not_finite, spec_of
 from kiloword.data.bad import BadRows
 from kiloword.data.loader import Loader
@@ -32,7 +33,16 @@ from kiloword.optim import Average, Optimizer
 from kiloword.options import Options
 from kiloword.ranges import check
 from kiloword.recipes import Recipe
-from kiloword.run_folder import RunFile, check_same_run, error_kept, forget_error, holds_run, make_folder, run_file
+from kiloword.run_folder import (
+    RunFile,
+    check_same_run,
+    earlier,
+    error_kept,
+    forget_error,
+    holds_run,
+    make_folder,
+    run_file,
+)
 from kiloword.state.folder import drop_old, newest, steps_done
 from kiloword.types import Source
 from kiloword.watch import mirror
@@ -119,6 +129,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     if options.log_to == "tensorboard":
         mirror.check_tensorboard()
     make_folder(out)
+    asked, before = recipe, earlier(out)
+    recipe = settle(recipe, device, before)
     recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
     file = run_file(recipe, source)
     check_same_run(out, file, options.extend)
@@ -126,7 +138,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     learner, started = make_learner(recipe, method, options.trust_code, bare)
     learner._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]
     spread(learner, recipe, options)
-    loader = make_loader(recipe, source, method, tokenizer, options)
+    loader = make_loader(recipe, source, method, tokenizer, options, device)
     main = parallel.rank() == 0
     lock = _claim(file, tokenizer, out) if main else None  # not before all that refuses a recipe
     run = Run(
@@ -146,6 +158,8 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     )
     with error_kept(out):
         _fill(run, started, options)
+    if run.device.type == "cuda":  # on a CPU nothing was chosen by it
+        run.log.say(f"device {summary(asked, recipe, device, loader.workers, before is not None)}")
     return run
 
 
@@ -182,7 +196,8 @@ def _begin(run: Run, started: str, notes: list[str]) -> None:
         run.log.say(started)
     prepare = run.learner.method.prepare
     if prepare is not None:
-        run.log.say(prepare(run.learner, (b.to(run.device) for b in run.loader.batches())))
+        with products(run.recipe.matmul):
+            run.log.say(prepare(run.learner, (b.to(run.device) for b in run.loader.batches())))
         run.average = Average(run.learner, run.recipe.optim.ema)  # of what was prepared
 
 
@@ -198,8 +213,11 @@ def spread(learner: Learner, recipe: Recipe, options: Options) -> None:
         engine.materialise(learner, recipe.seed)
 
 
-def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: Options) -> Loader:
-    """This rank's batches."""
+def make_loader(
+    recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: Options, device: str = "cpu"
+) -> Loader:
+    """This rank's batches. Args: device: that they go to."""
+    share = recipe.batch // parallel.ranks() * 3 * recipe.model.image.size**2
     return Loader(
         source,
         _order(recipe, source),
@@ -214,7 +232,7 @@ def make_loader(recipe: Recipe, source: Source, method: Method, tokenizer: Token
         seed=recipe.seed,
         rank=parallel.rank(),
         ranks=parallel.ranks(),
-        workers=options.workers,
+        workers=workers_of(options.workers, device, share),
         timeout=options.timeout,
         resize=recipe.model.preprocess.resize,
     )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kiloword.method import Method
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
+Precision = Literal["auto", "fp64", "fp32", "bf16"]
+Matmul = Literal["auto", "highest", "high", "medium"]
 LARGEST = 1 << 26  # bytes of a file of settings
 OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers that we train
 
@@ -175,7 +177,8 @@ class Recipe(Settings):
     batch: int = 128  # the global batch, over ranks and micro-batches
     micro: int = 0  # pictures a micro-batch and rank; 0: all at once
     chunk: int = 0  # rows and columns a block of pairs; 0: chosen
-    precision: Literal["fp64", "fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"  # auto: by size and device, settled before the run begins (`device.settle`)
+    matmul: Matmul = "highest"  # of products in fp32, losses among them: high is TF32 on CUDA; auto: by device
     freeze: Literal["none", "image", "text"] = "none"
     init: str | None = None  # model folder to start from
     seed: int = 0
@@ -242,7 +245,8 @@ def default(method: str, size: str = "tiny", data: tuple[str, ...] = ("scenes",)
         size=size,
         model=known[size],
         optim=optim if drawn or not small else replace(optim, weight_decay=0.3, ema=0.998),
-        precision="bf16" if size == "tiny" else "fp32",  # tiny is for CPUs, where it is twice as fast and as good
+        precision="auto",
+        matmul="auto",
         data=DataConfig(
             sources=data,
             captions=_slots(method).captions if method else "one",

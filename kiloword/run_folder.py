@@ -108,6 +108,12 @@ def holds_run(out: Path) -> bool:
     return (out / "model" / "model.safetensors").exists() or any((out / "state").glob("step-*.json"))
 
 
+def earlier(out: Path) -> Recipe | None:
+    """The recipe of the run that `out` holds, if it holds one."""
+    file = out / "config.json"
+    return read_config(file, RunFile).recipe if holds_run(out) and file.is_file() else None
+
+
 def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     """Raises: ValueError when `out` holds a run of another recipe or of other data."""
     if not holds_run(out):

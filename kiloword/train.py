@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kiloword import parallel, peers
 from kiloword.accumulate import backward, precision_of
+from kiloword.by_device import products
 from kiloword.device import choose, cores, on_device
 from kiloword.guard import Guard
 from kiloword.meter import Meter
@@ -49,7 +50,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
             with error_kept(run.out):
                 check_val(recipe, val, run.tokenizer, run.loader.source)
             run.val = val if run.recipe.model.image.size == recipe.model.image.size else None  # scenes are drawn by it
-        with error_kept(run.out), Saver(run, options.keep_states) as saver:
+        with error_kept(run.out), products(run.recipe.matmul), Saver(run, options.keep_states) as saver:
             _loop(run, saver, pieces, options, stop)
         return run.out / "model"
 
@@ -96,7 +97,7 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
             parallel.wait()  # torchrun ends all ranks when one is gone: not before the state is written
             raise stop.stopped(_after(run))
     if (share := meter.data_wait()) > MOSTLY:
-        run.log.say(f"{share:.0%} of the time of this run was spent waiting for data: {_remedy(options.workers)}.")
+        run.log.say(f"{share:.0%} of the time of this run was spent waiting for data: {_remedy(run.loader.workers)}.")
     if run.step < recipe.steps:  # stopped while it waited for a batch
         saver.save()
         saver.finish()

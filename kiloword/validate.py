@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kiloword import parallel
+from kiloword.accumulate import precision_of
 from kiloword.data.questions import question_of
 from kiloword.data.reading import name_of, read
 from kiloword.data.tokenizer import Tokenizer
@@ -39,7 +41,9 @@ def validate(run: Run) -> dict[str, float]:
     names = ("accuracy",) if asks else ("text_retrieval_recall@1", "image_retrieval_recall@1")
     run.learner.eval()
     sharded = any(parallel.sharded(p) for p in run.learner.parameters())
-    with run.average.in_place(run.learner), sharing(lockstep=sharded):
+    # as the run computes; on a CPU in fp32, with which earlier runs can be compared. Scores are in fp32 everywhere
+    precision = precision_of(run.recipe.precision, "cuda") if run.device.type == "cuda" else nullcontext
+    with run.average.in_place(run.learner), sharing(lockstep=sharded), precision():
         matcher = Matcher(run.learner.model, run.tokenizer)
         found = _judged(matcher, source, run.loader.source, asks)
     run.learner.train()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from kiloword import activations
+from kiloword import activations, by_device
 from kiloword.accumulate import backward
 from kiloword.learner import Learner
+from kiloword.options import Options
+from kiloword.prepare import open_sources
+from kiloword.recipes import Recipe, default, sizes
 from kiloword.towers import attention, blocks
 from kiloword.towers.attention import Packing
+from kiloword.train import train
 from kiloword.verify import learner
 from kiloword.verify_batch import batch
 
@@ -86,3 +93,63 @@ def test_gradients_of_compiled_towers_do_not_depend_on_what_variable_length_kern
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         assert float((gradient - expected[name]).abs().max()) < 1e-10 * largest, name
+
+
+def settled(size: str, device: str, earlier: Recipe | None = None, **given: Any) -> tuple[str, str]:
+    recipe = by_device.settle(replace(default("clip", size), **given), device, earlier)
+    return recipe.precision, recipe.matmul
+
+
+def test_precision_follows_size_and_device_and_what_is_given_or_was_before() -> None:
+    cpu = {size: settled(size, "cpu") for size in sizes()}
+    assert cpu == {size: ("bf16" if size == "tiny" else "fp32", "highest") for size in sizes()}
+    cuda = {size: settled(size, "cuda:1") for size in sizes()}
+    assert cuda == {size: ("fp32" if size == "debug" else "bf16", "high") for size in sizes()}
+    assert settled("b32", "cuda", precision="fp32", matmul="medium") == ("fp32", "medium")
+    assert settled("b32", "cpu", replace(default("clip"), precision="bf16", matmul="high")) == ("bf16", "high")
+    assert settled("b32", "cuda", Recipe(method="clip"), matmul="medium") == ("fp32", "medium")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "free", "workers"),
+    [(16, 1, None, 14), (128, 8, None, 14), (64, 1, None, 16), (2, 1, None, 1), (16, 1, 600, 2), (16, 1, 64, 0)],
+)
+def test_workers_follow_cores_and_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, free: int | None, workers: int
+) -> None:
+    """A container with 64 MB of shared memory, which a batch would not fit into, trains without workers."""
+    monkeypatch.setattr(by_device, "cores", lambda: cores)
+    monkeypatch.setattr(by_device, "free_shared_memory", lambda: free)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert by_device.workers_of("auto", "cuda", 100) == workers
+    assert by_device.workers_of("auto", "cpu", 100) == 0
+    assert by_device.workers_of(3, "cuda", 100) == 3
+
+
+def test_one_line_says_what_a_device_made_of_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_device, "cores", lambda: 16)
+    asked = default("clip", "b32")
+    flags = "workers of 16 cores; set --precision, --matmul, --workers"
+    found = by_device.summary(asked, by_device.settle(asked, "cuda"), "cuda", 14, resumed=False)
+    assert found == f"cuda: precision bf16 (size b32), fp32 matmul high (TF32), 14 {flags}"
+    given = replace(asked, precision="fp32")
+    resumed = by_device.settle(given, "cpu", by_device.settle(given, "cuda"))
+    found = by_device.summary(given, resumed, "cpu", 0, resumed=True)
+    assert found == f"cpu: precision fp32 (as given), fp32 matmul high (as the run began), 0 {flags}"
+
+
+def test_a_run_keeps_its_precision_and_leaves_torchs_as_it_was(tmp_path: Path) -> None:
+    """The same command on another device: what `config.json` says counts."""
+    seen: list[str] = []
+    recipe = replace(default("clip", "debug"), precision="auto", matmul="high", steps=1, batch=8)
+    recipe = replace(recipe, data=replace(recipe.data, sources=("scenes?n=8",), tokenizer_vocab=300))
+    source = open_sources(recipe)
+    real = source.record
+    source.record = lambda row: seen.append(torch.get_float32_matmul_precision()) or real(row)  # type: ignore[func-returns-value, method-assign]
+    for options in (Options(), Options(extend=True)):
+        train(replace(recipe, steps=1 + options.extend), tmp_path, source, options)
+        recipe = replace(recipe, matmul="auto")
+        assert torch.get_float32_matmul_precision() == "highest"
+    said = json.loads((tmp_path / "config.json").read_text())["recipe"]
+    assert (said["precision"], said["matmul"], said["steps"]) == ("fp32", "high", 2)
+    assert "high" in seen

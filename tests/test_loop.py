@@ -52,7 +52,7 @@ class World:
             learner=SimpleNamespace(model=SimpleNamespace(head=SimpleNamespace(clamp_=lambda: note("clamp")))),
             optimizer=SimpleNamespace(step=self.moved),
             average=SimpleNamespace(update=lambda *given: self.given.append(given[1:]) or note("average")),
-            loader=SimpleNamespace(batches=self.batches),
+            loader=SimpleNamespace(batches=self.batches, workers=3),
             log=SimpleNamespace(
                 say=self.said.append, row=lambda row: note("row"), progress=lambda row: note("progress")
             ),

@@ -49,11 +49,11 @@ def test_small_sizes_fit_their_images_and_heads() -> None:
 @pytest.mark.parametrize("photos", [("a.tar",), ("scenes", "a.tar"), ("scenes.tar",)])
 def test_defaults_follow_method_size_and_data(drawn: tuple[str, ...], photos: tuple[str, ...]) -> None:
     small, large = default("siglip", "tiny", drawn), default("siglip", "b32", drawn)
-    assert (small.steps, small.batch, small.precision, small.optim) == (1000, 64, "bf16", MUON)
-    assert (large.steps, large.batch, large.precision, large.optim) == (1000, 1024, "fp32", FIELD)
+    assert (small.steps, small.batch, small.precision, small.optim) == (1000, 64, "auto", MUON)
+    assert (large.steps, large.batch, large.precision, large.optim) == (1000, 1024, "auto", FIELD)
     assert small.data == large.data == DataConfig(sources=drawn)
     small, large = default("siglip", "debug", photos), default("siglip", "b32", photos)
-    assert (small.steps, small.batch, small.precision) == (2000, 128, "fp32")
+    assert (small.steps, small.batch, small.matmul) == (2000, 128, "auto")
     assert small.optim == replace(MUON, weight_decay=0.3, ema=0.998)
     assert small.data.augment.drop_words > 0
     assert (large.steps, large.batch, large.optim, large.data.augment) == (2000, 1024, FIELD, PHOTOS)

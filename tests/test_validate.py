@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,8 +96,9 @@ def test_whether_the_last_step_was_validated(
 def test_averaged_weights_are_judged_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch, opened: bool, asks: bool, answers: bool, sharded: bool
 ) -> None:
-    """By all ranks, in step where weights are sharded."""
+    """By all ranks, in step where weights are sharded; on CUDA in the precision of the run, on a CPU in fp32."""
     events: list[str] = []
+    cuda = opened
     source, train = Rows(3), Rows(4)
     if answers:
         source.answers = ("yes",)  # type: ignore[attr-defined]
@@ -124,6 +125,12 @@ def test_averaged_weights_are_judged_and_training_goes_on(
     monkeypatch.setattr("kiloword.api.Matcher", lambda model, tokenizer: (model, tokenizer))
     monkeypatch.setattr("kiloword.evaluation.evaluate", evaluate)
     monkeypatch.setattr(validate, "open_val", lambda recipe: events.append("opened") or source)
+
+    def precision_of(name: str, device: str) -> Any:
+        events.append(f"{name} on {device}")
+        return nullcontext
+
+    monkeypatch.setattr(validate, "precision_of", precision_of)
     learner = SimpleNamespace(
         model="model",
         method=SimpleNamespace(needs=("questions",) if asks else ("teacher",)),
@@ -133,7 +140,8 @@ def test_averaged_weights_are_judged_and_training_goes_on(
     )
     run: Any = SimpleNamespace(
         val=source if opened else None,
-        recipe="recipe",
+        recipe=SimpleNamespace(precision="bf16"),
+        device=torch.device("cuda" if cuda else "cpu"),
         learner=learner,
         tokenizer="tokenizer",
         average=SimpleNamespace(in_place=in_place),
@@ -146,7 +154,8 @@ def test_averaged_weights_are_judged_and_training_goes_on(
         "retrieval", "text_retrieval_recall@1 0.500, image_retrieval_recall@1 0.125"
     )  # fmt: skip
     begin = [] if opened else ["opened"]
-    assert events == [*begin, "eval", "averaged", task, "live", "train", f"val at step 7: {said}"]
+    computing = ["bf16 on cuda"] if cuda else []
+    assert events == [*begin, "eval", *computing, "averaged", task, "live", "train", f"val at step 7: {said}"]
     assert run.val is source
     assert found == {
         "val/accuracy": 0.25,

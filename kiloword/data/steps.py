@@ -185,16 +185,22 @@ def _check_open_files(wanted: int) -> None:
             )
 
 
+def free_shared_memory() -> int | None:
+    """Bytes that are left; None on systems without such a folder."""
+    with suppress(OSError):
+        about = os.statvfs(SHARED_MEMORY)
+        return about.f_bavail * about.f_frsize
+    return None
+
+
 def _check_shared_memory(wanted: int) -> None:
     """Said here: a worker that finds none when it sends a batch drops it, and the run would wait for it in vain."""
-    with suppress(OSError):  # other systems have no such folder
-        about = os.statvfs(SHARED_MEMORY)
-        free = about.f_bavail * about.f_frsize
-        if free < wanted:
-            raise ValueError(
-                f"{SHARED_MEMORY} has {free / 1e6:.1f} MB left, and a batch takes {wanted / 1e6:.1f} MB: give it more "
-                "(of a container, by --shm-size), or use fewer --workers, or 0."
-            )
+    free = free_shared_memory()
+    if free is not None and free < wanted:
+        raise ValueError(
+            f"{SHARED_MEMORY} has {free / 1e6:.1f} MB left, and a batch takes {wanted / 1e6:.1f} MB: give it more "
+            "(of a container, by --shm-size), or use fewer --workers, or 0."
+        )
 
 
 def _start_worker(worker: int) -> None:
