@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from kiloword.model import Model
 from kiloword.options import Checkpointing, Compile
+from kiloword.towers.attention import old_card
 from kiloword.towers.blocks import Block, CrossBlock
 
 RECOMPILE = 64  # dynamo counts all blocks of a model as one function, and gives it up after 8 kinds of arguments
@@ -52,6 +53,7 @@ def compile(model: Model, kind: Compile) -> None:
     """
     if kind == "none":
         return
+    torch.compiler.assume_constant_result(old_card)  # type: ignore[no-untyped-call]
     torch._dynamo.config.recompile_limit = max(RECOMPILE, torch._dynamo.config.recompile_limit)
     towers = [model.image_tower, model.text_tower, *model.more.values()]
     blocks = [m for m in model.modules() if isinstance(m, Block | CrossBlock)]

@@ -9,14 +9,23 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from kiloword import launch
 from kiloword.types import Batch
 
 
 def choose(asked: str) -> str:
-    """The device of "auto", "cpu", "cuda" or "cuda:N". Raises: ValueError for another name, or one that is not here."""
+    """The device of "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises: ValueError for another name, one that is not here, or one GPU for several ranks.
+    """
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = asked.partition(":")
+    if kind == "cuda" and number and (ranks := launch.adopt()) > 1:
+        raise ValueError(
+            f"device is {asked}, one GPU, but {ranks} ranks are started: use cuda, with which each rank takes the GPU "
+            "of its LOCAL_RANK, and choose among GPUs by CUDA_VISIBLE_DEVICES."
+        )
     if kind not in ("cpu", "cuda") or (number and not (number.isascii() and number.isdecimal())):
         raise ValueError(f"device is {asked!r}: expected auto, cpu, cuda or cuda:N.")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():

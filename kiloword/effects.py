@@ -8,16 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kiloword import parallel, start
 from kiloword.checkpoint import read_shapes
+from kiloword.device import choose
 from kiloword.learner import Learner, learner_of
 from kiloword.methods import find, preset
 from kiloword.model import rules_of
 from kiloword.optim import schedule, warmup_steps
 from kiloword.options import Options
 from kiloword.recipes import ModelConfig, Recipe
+from kiloword.towers.attention import HEAD, OLDEST, WIDEST_HEAD, bad_heads, old_card
 from kiloword.trust import Trust
 
 NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that another one turns on
@@ -35,7 +38,8 @@ def notes(recipe: Recipe, options: Options) -> list[str]:
     found = [] if (warmup := _warmup(recipe)) is None else [warmup]
     if options.parallel == "fsdp" and parallel.ranks() == 1:
         found.append("--parallel fsdp shards nothing in one process: start several by torchrun.")
-    return found
+    padded = _padded(recipe, torch.device(choose(options.device)))
+    return found if padded is None else [*found, padded]
 
 
 def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
@@ -47,6 +51,20 @@ def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
     idle = [*_turned_off(recipe, usual), *_of_model(recipe, usual.model), *_of_method(recipe, trust_code)]
     if idle:
         raise ValueError(f"{'; '.join(idle[:3])}. Omit what changes nothing.")
+
+
+def _padded(recipe: Recipe, device: torch.device) -> str | None:
+    """Why attention over texts pads them on a CUDA device though it computes in half precision."""
+    if device.type != "cuda" or recipe.precision != "bf16":
+        return None
+    head = recipe.model.text.width // recipe.model.text.heads
+    if old_card(device.index):
+        why = f"this GPU has a compute capability below {'.'.join(map(str, OLDEST))}"
+    elif bad_heads(head):
+        why = f"heads of {head} dimensions are no multiple of {HEAD} up to {WIDEST_HEAD} (--model.text.heads)"
+    else:
+        return None
+    return f"captions are padded to the longest of a batch, which costs time and memory: {why}."
 
 
 def _warmup(recipe: Recipe) -> str | None:

@@ -28,8 +28,8 @@ RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3
 # Every setting has a place below --optim, --augment or --model: a flag up here is a decision, not a habit.
 FLAGS = (
     "out data val views positives pair_loss pooling uncertainty terms side extra_captions raw_captions size steps "
-    "epochs samples batch micro chunk precision freeze init captions decoder weights together vocab bad_share seed "
-    "dry_run options optim augment model"
+    "epochs samples batch micro chunk precision matmul freeze init captions decoder weights together vocab bad_share "
+    "seed dry_run options optim augment model"
 )
 OPTIONS = (  # flags too: what may change when a run is resumed
     "workers device log_every log_to save_every eval_every keep_states timeout max_skipped_steps parallel "

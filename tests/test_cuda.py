@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from kiloword import activations, by_device
+from kiloword import activations, by_device, effects, launch
 from kiloword.accumulate import backward
+from kiloword.device import choose
 from kiloword.learner import Learner
 from kiloword.options import Options
 from kiloword.prepare import open_sources
@@ -21,6 +23,7 @@ from kiloword.recipes import Recipe, default, sizes
 from kiloword.towers import attention, blocks
 from kiloword.towers.attention import Packing
 from kiloword.train import train
+from kiloword.types import Texts
 from kiloword.verify import learner
 from kiloword.verify_batch import batch
 
@@ -153,3 +156,57 @@ def test_a_run_keeps_its_precision_and_leaves_torchs_as_it_was(tmp_path: Path) -
     said = json.loads((tmp_path / "config.json").read_text())["recipe"]
     assert (said["precision"], said["matmul"], said["steps"]) == ("fp32", "high", 2)
     assert "high" in seen
+
+
+def pretended(like: Tensor) -> Any:
+    """A CUDA tensor, as far as what chooses a kernel looks at it."""
+    return SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0), shape=like.shape)
+
+
+@pytest.mark.parametrize(
+    ("width", "capability", "note"),
+    [
+        (16, (9, 0), None),
+        (16, (8, 0), None),
+        (12, (9, 0), "heads of 12 dimensions are no multiple of 8 up to 256 (--model.text.heads)"),
+        (264, (9, 0), "heads of 264 dimensions are no multiple of 8 up to 256 (--model.text.heads)"),
+        (16, (7, 5), "this GPU has a compute capability below 8.0"),
+    ],
+)
+def test_texts_are_padded_where_a_card_or_a_width_has_no_variable_length_kernel(
+    monkeypatch: pytest.MonkeyPatch, width: int, capability: tuple[int, int], note: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(attention, "_varlen", lambda *given: "varlen")
+    monkeypatch.setattr(attention, "_dense", lambda *given: "padded")
+    monkeypatch.setattr(Packing, "pad", lambda packing, x: x)
+    monkeypatch.setattr(Packing, "unpad", lambda packing, x: x)
+    q, packing = pretended(torch.empty(5, 2, width)), Packing.of(Texts.pack([[1, 2], [3, 4, 5]]))
+    assert attention.attention(q, q, q, packing, packing) == ("varlen" if note is None else "padded")
+    model = sizes()["s16"]
+    model = replace(model, text=replace(model.text, width=2 * width, heads=2))
+    said = effects.notes(replace(default("clip", "s16"), model=model, precision="bf16"), Options())
+    expected = (
+        [] if note is None else [f"captions are padded to the longest of a batch, which costs time and memory: {note}."]
+    )
+    assert [line for line in said if "padded" in line] == expected
+
+
+@pytest.mark.slow
+def test_a_compiled_block_asks_a_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a graph break."""
+    monkeypatch.setattr(attention, "_capability", {0: (8, 6), 1: (7, 5), None: None}.get)
+    activations.compile(learner("clip").model, "blocks")
+    run = torch.compile(lambda x, n: x + 1 if attention.old_card(n) else x, backend="eager", fullgraph=True)
+    assert [run(torch.zeros(()), n).item() for n in (0, 1, None)] == [0, 1, 0]
+
+
+def test_one_gpu_is_no_device_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose("cuda:1") == "cuda:1"
+    for name, value in launch.announced(0, 2, 1234).items():
+        monkeypatch.setenv(name, value)
+    assert choose("cuda") == "cuda"
+    with pytest.raises(ValueError, match="device is cuda:1, one GPU, but 2 ranks are started: use cuda, with which"):
+        choose("cuda:1")

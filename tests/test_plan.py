@@ -25,7 +25,7 @@ from kiloword.learner import Learner, learner_of
 from kiloword.methods import names, preset
 from kiloword.model import build
 from kiloword.muon import orthogonal
-from kiloword.planning import papers, parameters, step
+from kiloword.planning import memory, papers, parameters, step
 from kiloword.planning.advice import Planner
 from kiloword.planning.command import planner_of
 from kiloword.planning.measure import CASES, Case, Measured, batch_of, compare, method_of
@@ -35,7 +35,7 @@ from kiloword.planning.shapes import Kernels, Lengths, Load
 from kiloword.planning.traffic import traffic
 from kiloword.recipes import OptimConfig, sizes
 from kiloword.types import Example, Fetch
-from kiloword.verify import over_ranks
+from kiloword.verify import learner, over_ranks
 
 FLOPS, BYTES = 0.02, 0.15  # relative differences that are asked for; weights, gradients and optimizer are exact
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
@@ -158,6 +158,25 @@ def test_memory_falls_with_checkpointing_pieces_and_shards() -> None:
     kept = 4 * parameters.shards(found.learner).replicated
     assert sharded["weights"] == pytest.approx((whole["weights"] - kept) / 8 + kept)
     assert sharded["activations"] == whole["activations"]
+
+
+@pytest.mark.parametrize(("texts", "rows"), [(8, 8 * 20 + 128 * 8), (2, 8 * 5 + 128 * 8)])
+def test_variable_length_attention_takes_scratch_of_its_queries(
+    monkeypatch: pytest.MonkeyPatch, texts: int, rows: int
+) -> None:
+    """Of texts, or of images that look at texts: whichever are more, of one layer, on CUDA in half precision."""
+    model, lengths = learner("sycoca"), Lengths.equal(texts, 20)
+    micro = Load(8, lengths, Kernels.of("bf16", cuda=True))
+    scratch = 4 * rows * 32
+    assert memory.attention_scratch(model, micro) == scratch
+    for other in ("half_copies", "word_logits"):
+        monkeypatch.setattr(memory, other, lambda *given: 0.0)
+    assert memory.passing(model, micro, "bf16", "none") == scratch
+    whole = memory.passing(model, micro, "bf16", "whole")
+    monkeypatch.setattr(memory, "SCRATCH", 0)
+    assert whole - memory.passing(model, micro, "bf16", "whole") == 4 * 128 * 8 * 32
+    for kernels in (Kernels.of("fp32", cuda=True), Kernels.of("bf16", cuda=False)):
+        assert memory.attention_scratch(model, replace(micro, kernels=kernels)) == 0
 
 
 def test_traffic_is_that_of_rings() -> None:

@@ -13,9 +13,12 @@ from kiloword.planning.parameters import bytes_of, in_products, shards
 from kiloword.planning.shapes import Load
 from kiloword.planning.step import micro_batch, piece_of, step_of
 from kiloword.recipes import OptimConfig
-from kiloword.towers.decoder import TextDecoder
+from kiloword.towers.attention import bad_heads
+from kiloword.towers.decoder import ImageDecoder, TextDecoder
+from kiloword.towers.image import extra
 
 CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance, not a formula
+SCRATCH = 128  # rows that a sequence may take more in the backward pass of variable-length attention
 FRAGMENTS = 0.05  # of everything else: what the allocator holds and cannot use: an allowance too
 
 
@@ -52,14 +55,35 @@ def passing(learner: Learner, micro: Load, precision: str, checkpointing: str, s
     Without checkpointing none: a block's backward pass frees what it kept as it makes gradients. Else a block's inside
     is there again with gradients beside it, those of the hidden layer and of the stream: (4 W + 2 W) of 16 W where M =
     4 W. Or, if those are more, the copies in half precision of all blocks, which last as long as the forward pass, or
-    the logits of a chunk of words.
+    the logits of a chunk of words. In either case the scratch of one layer's attention over texts.
     """
-    words = word_logits(learner, micro)
+    words, scratch = word_logits(learner, micro), attention_scratch(learner, micro)
     if checkpointing == "none":
-        return words
+        return max(words, scratch)
     largest = max(micro_batch(learner, micro), key=lambda w: w.block)
     again = largest.block * (1 - (largest.selective / largest.kept if checkpointing == "selective" else 0.0))
-    return max(words, again + 0.375 * largest.block, half_copies(learner, precision, "none", sharded))
+    return max(words, again + 0.375 * largest.block + scratch, half_copies(learner, precision, "none", sharded))
+
+
+def attention_scratch(learner: Learner, micro: Load) -> float:
+    """Bytes in which the backward pass of one layer of variable-length attention sums gradients of queries, in fp32.
+
+    Each of T sequences of together S queries may take 128 rows more: 4 (S + 128 T) W, W = H d. None where texts are
+    padded. Queries are texts, or the images of a decoder that looks at texts.
+    """
+    model = learner.model
+    image, text = model.config.image, model.config.text
+    if micro.kernels.padded:
+        return 0.0
+    tokens = extra(image) + (image.size // image.patch) ** 2
+    decoders = [part for part in model.more.values() if isinstance(part, ImageDecoder)]
+    guided = any(decoder.layers[0].cross is not None for decoder in decoders)
+    queries = [(text.width, text.heads, micro.texts.tokens, micro.texts.texts)]
+    queries += [(image.width, image.heads, micro.images * tokens, micro.images)] if guided else []
+    return max(
+        0.0 if bad_heads(width // heads) else 4.0 * (count + SCRATCH * sequences) * width
+        for width, heads, count, sequences in queries
+    )
 
 
 def word_logits(learner: Learner, micro: Load) -> float:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from kiloword.types import Texts
 
+HEAD, WIDEST_HEAD = 8, 256  # dimensions of heads in variable-length kernels: multiples of the first, up to the second
+OLDEST = (8, 0)  # compute capability that these need
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -107,7 +110,8 @@ def attention(
     if packing_q is None and packing_k is None:
         return _dense(q, k, v, None, causal)
     unseen = None if packing_k is None else packing_k.unseen
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and unseen is None:
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.is_cuda and half and unseen is None and not (bad_heads(q.shape[-1]) or old_card(q.device.index)):
         return _varlen(q, k, v, packing_q, packing_k, causal)
     valid = None
     if packing_k is not None:
@@ -120,6 +124,21 @@ def attention(
     if packing_q is None:
         return _dense(q, k, v, valid, causal)
     return packing_q.unpad(_dense(packing_q.pad(q), k, v, valid, causal))
+
+
+def bad_heads(width: int) -> bool:
+    """Whether variable-length kernels refuse heads of so many dimensions."""
+    return width % HEAD != 0 or width > WIDEST_HEAD
+
+
+def old_card(index: int | None) -> bool:
+    """Whether a CUDA device has no variable-length kernels. One that is only simulated has them."""
+    capability = _capability(index)
+    return capability is not None and capability < OLDEST
+
+
+def _capability(index: int | None) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
 
 
 def _varlen(
