@@ -28,6 +28,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     found_inf: Tensor | None = None  # 1.0: this step changes nothing (the name by which torch's fused ones know it)
+    _skip: Tensor | None = None  # whether it does, made once a step
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
+        self._skip = None if self.found_inf is None else self.found_inf > 0
         for group in self.param_groups:
             by_shape: dict[tuple[int, int, int], list[Tensor]] = {}
             for p in group["params"]:
@@ -87,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(weights, self._unless_skipped(changes, 0.0).to(kept.dtype).unbind(), alpha=-step)
 
     def _unless_skipped(self, x: Tensor, otherwise: Tensor | float) -> Tensor:
-        return x if self.found_inf is None else torch.where(self.found_inf > 0, otherwise, x)
+        return x if self._skip is None else torch.where(self._skip, otherwise, x)
 
     def _first(self, p: Tensor, rows: int) -> int:
         """Which row of the whole parameter this rank's first one is."""

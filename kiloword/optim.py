@@ -235,7 +235,8 @@ class Average:
         live = dict(module.named_parameters())
         means, now = [local(x) for x in self.shadow.values()], [local(live[name]) for name in self.shadow]
         taken = torch.ones((), device=means[0].device) if skipped is None else 1 - skipped
-        torch._foreach_lerp_(means, now, [taken.to(x.dtype) * (1 - decay) for x in means])
+        weights = {kind: taken.to(kind) * (1 - decay) for kind in {x.dtype for x in means}}
+        torch._foreach_lerp_(means, now, [weights[x.dtype] for x in means])
 
     @contextmanager
     def in_place(self, module: nn.Module) -> Iterator[None]:

@@ -264,6 +264,7 @@ class Step:
     """What a step was made of, and what it left."""
 
     watch: Watch
+    passes: int  # kernels of the forward and the backward pass, the rest are the optimizer's
     report: dict[str, Tensor]
     missing: list[str]  # parameters that should have got a gradient
 
@@ -275,21 +276,23 @@ def step(
     optimizer: str,
     settings: dict[str, Any],
     size: str = "debug",
-    images: int = 4,
+    steps: int = 1,
 ) -> Step:
-    """The first step of a run, of two captions an image."""
+    """The last of some steps of a run, of four images with two captions each."""
     method, config = preset(name, settings), sizes()[size]
-    batches = a_batch(method, config, images, captions=2).split(micro)
+    batches = a_batch(method, config, 4, captions=2).split(micro)
     learner = learner_of(config, method)
     with pretended() as mode:
         pieces = [moved(batch, mode) for batch in batches]
         moving = Optimizer(placed(learner), OptimConfig(name=optimizer), 1000)
         average = Average(learner, 0.99)
-        with Watch() as watch:
-            report = backward(learner, pieces, precision_of(precision, "cuda"))
-            missing = [n for n, p in learner.named_parameters() if p.requires_grad and p.grad is None]
-            report |= moving.step(0, report["loss"])
-            learner.model.head.clamp_()
-            average.update(learner, 0, report["skipped_step"])
-            is_bad(report)
-    return Step(watch, report, missing)
+        for n in range(steps):
+            with Watch() as watch:
+                report = backward(learner, pieces, precision_of(precision, "cuda"))
+                missing = [n for n, p in learner.named_parameters() if p.requires_grad and p.grad is None]
+                passes = sum(watch.kernels.values())
+                report |= moving.step(n, report["loss"])
+                learner.model.head.clamp_()
+                average.update(learner, n, report["skipped_step"])
+                is_bad(report)
+    return Step(watch, passes, report, missing)
