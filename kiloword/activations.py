@@ -14,6 +14,8 @@ from kiloword.model import Model
 from kiloword.options import Checkpointing, Compile
 from kiloword.towers.attention import old_card
 from kiloword.towers.blocks import Block, CrossBlock
+from kiloword.towers.decoder import TextDecoder
+from kiloword.towers.text import TextTower
 
 RECOMPILE = 64  # dynamo counts all blocks of a model as one function, and gives it up after 8 kinds of arguments
 
@@ -46,10 +48,11 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile(model: Model, kind: Compile) -> None:
+def compile(model: Model, kind: Compile, backend: str = "inductor") -> None:
     """Compile each block, or each tower as a whole.
 
-    The numbers of packed rows and of places are symbols from the second batch on: other batches need no other graphs.
+    Numbers of packed tokens and of texts' places are symbols, from the first batch on in text towers and from the
+    second on elsewhere: other batches need no other graphs.
     """
     if kind == "none":
         return
@@ -58,7 +61,8 @@ def compile(model: Model, kind: Compile) -> None:
     towers = [model.image_tower, model.text_tower, *model.more.values()]
     blocks = [m for m in model.modules() if isinstance(m, Block | CrossBlock)]
     for part in blocks if kind == "blocks" else towers:
-        _replace_forward(part, torch.compile(part.forward))
+        dynamic = True if isinstance(part, TextTower | TextDecoder) else None
+        _replace_forward(part, torch.compile(part.forward, dynamic=dynamic, backend=backend))
 
 
 def _replace_forward(part: nn.Module, forward: Callable[..., Tensor]) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from literal import made, pairs
 from torch import Tensor
 from torch.nn.attention import varlen
 
 from kiloword import activations, by_device, effects, launch
 from kiloword.accumulate import backward
 from kiloword.device import choose
+from kiloword.draw import key
 from kiloword.learner import Learner
 from kiloword.options import Options
 from kiloword.prepare import open_sources
@@ -86,7 +88,7 @@ def test_gradients_of_compiled_towers_do_not_depend_on_what_variable_length_kern
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = gradients(learner(method), method)
-    monkeypatch.setattr(torch, "compile", lambda forward: forward)
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     monkeypatch.setattr(blocks, "attention", with_kernel)
     model = learner(method)
@@ -194,6 +196,7 @@ def test_texts_are_padded_where_a_card_or_a_width_has_no_variable_length_kernel(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 def test_a_compiled_block_asks_a_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a graph break."""
     monkeypatch.setattr(attention, "_capability", {0: (8, 6), 1: (7, 5), None: None}.get)
@@ -210,3 +213,28 @@ def test_one_gpu_is_no_device_of_several_ranks(monkeypatch: pytest.MonkeyPatch) 
     assert choose("cuda") == "cuda"
     with pytest.raises(ValueError, match="device is cuda:1, one GPU, but 2 ranks are started: use cuda, with which"):
         choose("cuda:1")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("method", "graphs"), [("clip", 2), ("llip", 2), ("sycoca", 8)])
+def test_batches_of_any_lengths_need_few_graphs(method: str, graphs: int) -> None:
+    """And none is broken. Of each batch the numbers of tokens, the longest text and masks are others."""
+    plain, compiled = made(method), made(method)
+    activations.compile(compiled.model, "towers", "aot_eager")
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    for n in range(20):
+        captions = [[list(range(9, 10 + key(n, row) % (4 + n)))] for row in range(4)]
+        compiled.zero_grad()
+        backward(compiled, [pairs(compiled.model, captions, n)])
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == graphs
+    backward(plain, [pairs(plain.model, captions, n)])
+    largest = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
+    for (name, p), q in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and q.grad is not None:
+            assert float((p.grad - q.grad).abs().max()) < 1e-10 * largest, name
