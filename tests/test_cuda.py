@@ -199,10 +199,14 @@ def test_texts_are_padded_where_a_card_or_a_width_has_no_variable_length_kernel(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 def test_a_compiled_block_asks_a_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a graph break."""
-    monkeypatch.setattr(attention, "_capability", {0: (8, 6), 1: (7, 5), None: None}.get)
+    asked: list[tuple[int, int]] = []
     activations.compile(learner("clip").model, "blocks")
-    run = torch.compile(lambda x, n: x + 1 if attention.old_card(n) else x, backend="eager", fullgraph=True)
-    assert [run(torch.zeros(()), n).item() for n in (0, 1, None)] == [0, 1, 0]
+    for capability in ((7, 5), (8, 6)):
+        monkeypatch.setattr(attention, "_capability", lambda index, c=capability: asked.append(c) or c)
+        torch._dynamo.reset()
+        run = torch.compile(lambda x: x + attention.old_card(x.device.index), backend="eager", fullgraph=True)
+        assert [run(torch.zeros(())).item() for _ in range(3)] == [capability < (8, 0)] * 3
+    assert asked == [(7, 5), (8, 6)]
 
 
 def test_one_gpu_is_no_device_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
