@@ -35,7 +35,7 @@ def padded(batch: Given, context: int) -> Given:
     ids = batch.ours.texts.ids.tolist()
     rows = [ids[a:b] + [0] * (context - b + a) for a, b in pairwise(starts)]
     texts = Texts.pack(rows).to(batch.ours.images.device)
-    return Given(replace(batch.ours, texts=texts), batch.pictures, batch.padded)
+    return Given(replace(batch.ours, texts=texts), batch.padded)
 
 
 def check(model: Model, batch: Given) -> float:

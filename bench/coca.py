@@ -60,7 +60,7 @@ def contestants(args: argparse.Namespace) -> tuple[Model, dict[str, Side], nn.Mo
         return loss
 
     def their_loss(batch: Given) -> Tensor:
-        contrast, caption = criterion(**theirs(batch.pictures, batch.padded))
+        contrast, caption = criterion(**theirs(ours.normalise(batch.ours.images), batch.padded))
         total: Tensor = contrast + caption
         return total
 
@@ -81,7 +81,7 @@ def batch_of(model: Model, images: int, seed: int, device: str) -> Given:
     ids, bounds = made.ours.texts.ids.tolist(), made.ours.texts.starts.tolist()
     texts = Texts.pack([ids[a:b] + tail for a, b in pairwise(bounds)])
     ours = replace(made.ours, texts=texts).to(device)
-    return Given(ours, model.normalise(ours.images), made.padded[:, :CONTEXT].to(device))
+    return Given(ours, made.padded[:, :CONTEXT].to(device))
 
 
 def check(ours: Model, theirs: nn.Module, sides: Mapping[str, Side], batch: Given) -> dict[str, float]:

@@ -1,8 +1,12 @@
-"""One training step (forward, backward, AdamW) of ours and of open_clip's: same weights, pictures and captions.
+"""One training step (forward, backward, AdamW) of ours and of open_clip's: same weights, images and captions.
 
-First asserts, in single precision, that loss and gradients agree; then takes turns and prints the ratios as JSON.
+First asserts, in single precision, that loss and gradients agree; then takes turns and prints the ratios as JSON. Both
+sides get the same bytes of images on the device, and normalise them in the step. With --compile nothing is asserted
+(each check would compile anew), and all batches have as many tokens, so that shapes are static. --alone times ours,
+where open_clip is not installed.
 
     python bench/step.py --size b32 --device cpu
+    python bench/step.py --size debug --alone
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kiloword import activations
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import import_state, place
 from kiloword.learner import Learner
-from kiloword.method import Method
-from kiloword.methods import clip
-from kiloword.model import Model
+from kiloword.methods import preset
+from kiloword.model import Model, build
+from kiloword.recipes import sizes
 from kiloword.types import Batch, Texts
 
 NAMES = {
@@ -48,7 +53,6 @@ class Given:
     """One batch, as each side takes it."""
 
     ours: Batch
-    pictures: Tensor  # [I, 3, H, W] normalised: open_clip's loader does that before the step
     padded: Tensor  # [T, 77]
 
 
@@ -61,12 +65,14 @@ class Side:
     optimizer: torch.optim.Optimizer
 
 
-def given(model: Model, images: int, captions: int, seed: int, device: str) -> Given:
+def given(model: Model, images: int, captions: int, seed: int, device: str, lengths_of: int | None = None) -> Given:
+    """Noise. Args: captions: of each image; lengths_of: another seed that draws the lengths, in another order."""
     rng = np.random.default_rng(seed)
     size = model.config.image.size
     pictures = torch.from_numpy(rng.integers(0, 256, (images, 3, size, size), dtype=np.uint8))
     share = np.array(LENGTHS) / sum(LENGTHS)
-    lengths = 4 + rng.choice(len(LENGTHS), images * captions, p=share)
+    of_lengths = rng if lengths_of is None else np.random.default_rng(lengths_of)
+    lengths = 4 + rng.permutation(of_lengths.choice(len(LENGTHS), images * captions, p=share))
     sequences = [[END - 1, *rng.integers(1, END - 1, n - 2).tolist(), END] for n in lengths]
     padded = torch.zeros(len(sequences), 77, dtype=torch.int64)
     for row, ids in zip(padded, sequences, strict=True):
@@ -80,7 +86,26 @@ def given(model: Model, images: int, captions: int, seed: int, device: str) -> G
         position=numbers,
         composed=torch.zeros(images, dtype=torch.bool),
     ).to(device)
-    return Given(batch, model.normalise(batch.images), padded.to(device))
+    return Given(batch, padded.to(device))
+
+
+def alone(args: argparse.Namespace) -> tuple[Model, Side]:
+    """Our model with fresh weights, and our side."""
+    config = sizes()[args.size]
+    config = replace(config, text=replace(config.text, vocab=END + 1, context=77))
+    model = build(config, preset("clip")).to(args.device).train()
+    return model, our_side(model, args)
+
+
+def our_side(model: Model, args: argparse.Namespace) -> Side:
+    learner = Learner(model, preset("clip"))
+    activations.compile(model, "towers" if args.compile else "none")
+
+    def our_loss(batch: Given) -> Tensor:
+        loss: Tensor = learner(batch.ours, {})["loss"]
+        return loss
+
+    return side(model, our_loss)
 
 
 def contestants(args: argparse.Namespace) -> tuple[Model, Side, Side, Any]:
@@ -91,31 +116,20 @@ def contestants(args: argparse.Namespace) -> tuple[Model, Side, Side, Any]:
     torch.manual_seed(0)
     theirs = open_clip.create_model(NAMES[args.size], pretrained=None)
     imported = import_state(NAMES[args.size], theirs.state_dict())
-    method: Method = clip.preset(clip.Settings())
-    ours = Model(imported.config, method.head(imported.config))
+    ours = Model(imported.config, preset("clip").head(imported.config))
     ours.load_state_dict(imported.state)
     theirs, ours = theirs.to(args.device).train(), ours.to(args.device).train()
-    learner = Learner(ours, method)
     run = torch.compile(theirs) if args.compile else theirs
-    if args.compile:
-        ours.image_tower.compile()
-        ours.text_tower.compile()
-
-    def our_loss(batch: Given) -> Tensor:
-        loss: Tensor = learner(batch.ours, {})["loss"]
-        return loss
 
     def their_loss(batch: Given) -> Tensor:
-        if len(batch.padded) == len(batch.pictures):
-            images, texts, scale = run(batch.pictures, batch.padded)[:3]
+        pictures = ours.normalise(batch.ours.images)
+        if len(batch.padded) == len(pictures):
+            images, texts, scale = run(pictures, batch.padded)[:3]
             return symmetric(images, texts, scale, batch.ours.image_of_text)
-        images, texts = (
-            theirs.encode_image(batch.pictures, normalize=True),
-            theirs.encode_text(batch.padded, normalize=True),
-        )
+        images, texts = theirs.encode_image(pictures, normalize=True), theirs.encode_text(batch.padded, normalize=True)
         return symmetric(images, texts, theirs.logit_scale.exp(), batch.ours.image_of_text)
 
-    return ours, side(ours, our_loss), side(theirs, their_loss), theirs
+    return ours, our_side(ours, args), side(theirs, their_loss), theirs
 
 
 def side(model: torch.nn.Module, loss: Callable[[Given], Tensor]) -> Side:
@@ -139,7 +153,7 @@ def check(ours: Model, our: Side, their: Side, theirs: torch.nn.Module, batch: G
     losses = []
     for contestant in (our, their):
         contestant.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(batch.pictures.device.type, torch.bfloat16, enabled=half):
+        with torch.autocast(batch.padded.device.type, torch.bfloat16, enabled=half):
             loss = contestant.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
@@ -205,49 +219,71 @@ def memory(contestant: Side, batch: Given, args: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--size", choices=NAMES, default="b32")
+    parser.add_argument("--size", choices=sizes(), default="b32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batch", type=int, default=32, help="pictures")
-    parser.add_argument("--captions", type=int, default=1, help="captions a picture")
+    parser.add_argument("--batch", type=int, default=32, help="images")
+    parser.add_argument("--captions", type=int, default=1, help="captions an image")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="without open_clip; any size")
     parser.add_argument("--steps", type=int, default=5, help="steps of each, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
     args = parser.parse_args()
-    ours, our, their, theirs = contestants(args)
+    if not args.alone and args.size not in NAMES:
+        parser.error(f"open_clip has no model of size {args.size}: give --alone")
+    agreement = {}
+    if args.alone:
+        ours, our = alone(args)
+        sides = {"ours": our}
+    else:
+        ours, our, their, theirs = contestants(args)
+        sides = {"ours": our, "open_clip": their}
+        agreement = {} if args.compile else agreements(ours, our, their, theirs, args)
+    print(json.dumps(measured(ours, sides, args) | {"agreement": agreement}))
+
+
+def agreements(
+    ours: Model, our: Side, their: Side, theirs: torch.nn.Module, args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """See `check`; in bf16 too, where that is timed: it has other kernels."""
     small = given(ours, min(args.batch, 8), args.captions, 1000, args.device)
-    agreement = {"fp32": check(ours, our, their, theirs, small, half=False)}
-    if args.dtype == "bf16":  # other kernels
-        agreement["bf16"] = check(ours, our, their, theirs, small, half=True)
+    kinds = ["fp32", "bf16"] if args.dtype == "bf16" else ["fp32"]
+    return {kind: check(ours, our, their, theirs, small, half=kind == "bf16") for kind in kinds}
+
+
+def measured(ours: Model, sides: dict[str, Side], args: argparse.Namespace) -> dict[str, Any]:
+    """Times and memory of all sides, which take turns; ratios above 1 where ours is the better."""
     # several batches, so that caption lengths change from step to step as they do in training
-    batches = [given(ours, args.batch, args.captions, seed, args.device) for seed in range(min(args.steps, 4))]
+    lengths_of, numbers = 0 if args.compile else None, range(min(args.steps, 4))
+    batches = [given(ours, args.batch, args.captions, seed, args.device, lengths_of) for seed in numbers]
     for n in range(args.warmup):
-        for contestant in (our, their):
+        for contestant in sides.values():
             step(contestant, batches[n % len(batches)], args)
-    seconds: dict[str, list[float]] = {"ours": [], "open_clip": []}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for n in range(args.steps):
-        order = [("ours", our), ("open_clip", their)]
-        for name, contestant in order if n % 2 else order[::-1]:
+        turn = list(sides.items())
+        for name, contestant in turn if n % 2 else turn[::-1]:
             seconds[name].append(step(contestant, batches[n % len(batches)], args))
-    used = {"ours": memory(our, batches[0], args), "open_clip": memory(their, batches[0], args)}
-    ratios = [b / a for a, b in zip(seconds["ours"], seconds["open_clip"], strict=True)]
-    print(
-        json.dumps(
-            {
-                "setting": vars(args),
-                "agreement": agreement,
-                "time_ratio": round(statistics.median(ratios), 3),  # above 1: ours is faster
-                "memory_ratio": round(used["open_clip"] / used["ours"], 3),  # above 1: ours needs less
-                "pairs_per_second": {k: round(args.batch / statistics.median(v), 2) for k, v in seconds.items()},
-                "seconds": {k: [round(x, 4) for x in v] for k, v in seconds.items()},
-                "memory_mib": {k: round(v / 2**20, 1) for k, v in used.items()},
-                "memory_is": "peak beyond weights and optimizer" if args.device == "cuda" else "saved for backward",
-                "tokens_per_caption": round(len(batches[0].ours.texts.ids) / len(batches[0].ours.texts), 2),
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-            }
-        )
-    )
+    used = {name: memory(contestant, batches[0], args) for name, contestant in sides.items()}
+    ratios = {}
+    if "open_clip" in sides:
+        times = [b / a for a, b in zip(seconds["ours"], seconds["open_clip"], strict=True)]
+        ratios = {
+            "time_ratio": round(statistics.median(times), 3),
+            "memory_ratio": round(used["open_clip"] / used["ours"], 3),
+        }
+    texts = batches[0].ours.texts
+    return {
+        "setting": vars(args),
+        **ratios,
+        "pairs_per_second": {k: round(args.batch / statistics.median(v), 2) for k, v in seconds.items()},
+        "seconds": {k: [round(x, 4) for x in v] for k, v in seconds.items()},
+        "memory_mib": {k: round(v / 2**20, 1) for k, v in used.items()},
+        "memory_is": "peak beyond weights and optimizer" if args.device == "cuda" else "saved for backward",
+        "tokens_per_caption": round(len(texts.ids) / len(texts), 2),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
 
 
 if __name__ == "__main__":
