@@ -209,6 +209,16 @@ def test_a_compiled_block_asks_a_card_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [(7, 5), (8, 6)]
 
 
+def test_the_gpus_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [choose(name) for name in ("cuda", "cuda:0")] == ["cuda", "cuda:0"]
+    with pytest.raises(ValueError, match=r"device is cuda:1, but this torch \(\S+\) sees 1 CUDA devices"):
+        choose("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"device is cuda, but this torch \(\S+\) sees 0 CUDA devices"):
+        choose("cuda")
+
+
 def test_one_gpu_is_no_device_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert choose("cuda:1") == "cuda:1"

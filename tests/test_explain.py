@@ -223,6 +223,10 @@ def test_overlay_glows_where_the_map_is_high_and_not_without_preference() -> Non
     lit = np.asarray(overlay(grey, one, 64)).astype(int)
     assert lit[6, 58, 0] - lit[6, 58, 2] > 30  # orange
     assert np.ptp(lit[40, 10]) == 0  # grey
+    quarter = np.zeros((8, 8))
+    quarter[2:6, 2:6] = 1.0
+    between = np.asarray(overlay(grey, quarter, 64))  # resized, it is more than 1 within its edge, less than 0 outside
+    assert (between.min((0, 1)).tolist(), between.max((0, 1)).tolist()) == ([136, 133, 48], [208, 136, 136])
     flat = np.asarray(overlay(grey, np.full((4, 4), 1 / 16), 64)).astype(int)
     assert np.ptp(flat[32, 32]) == 0
     slight = np.asarray(overlay(grey, np.full((4, 4), 1.0) + 0.2 * one, 64)).astype(int)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kiloword.heads import Head, Single
 from kiloword.model import Model, initialise, resize
-from kiloword.recipes import ImageConfig, ModelConfig, TextConfig, sizes
+from kiloword.pools import AttentionalPool
+from kiloword.recipes import HeadConfig, ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.towers.attention import Cache, Packing, attention
 from kiloword.towers.blocks import Init, activate
 from kiloword.towers.decoder import ImageDecoder
@@ -300,6 +301,15 @@ def test_a_parameter_without_an_initial_value_is_named_with_its_class() -> None:
     initialise(complete, 0)
     assert complete.strength.tolist() == [0.5, 0.5]
     assert complete.names.weight.std() > 0
+
+
+def test_starting_deviations_of_queries_that_gather_tokens() -> None:
+    config = replace(sizes()["debug"].image, width=64)
+    for head, width in ((HeadConfig(pool_queries=64), 64), (HeadConfig(pool_queries=64, pool_width=32), 32)):
+        pool = AttentionalPool(config, head)
+        initialise(pool, 0)
+        assert pool.probes.shape == (65, width)
+        assert pool.probes.std().item() == pytest.approx(width**-0.5, rel=0.05)
 
 
 def test_starting_deviations() -> None:

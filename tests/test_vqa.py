@@ -195,13 +195,18 @@ def test_many_beams_find_what_ranking_finds(penalty: float) -> None:
         assert answerer.answer(memory, how, listed) == answerer.rank(memory, listed, penalty)
 
 
-def test_likelihoods_are_those_of_single_questions_and_answers() -> None:
+def test_likelihoods_are_those_of_single_questions_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     answerer = answerer_of(1)
     images, questions = asked()
     listed = answerer.close(WORDS)
     memory = answerer.memory(images, questions)
     with torch.no_grad():
-        every = answerer.log_likelihoods(memory, listed.texts).tolist()
+        together = answerer.log_likelihoods(memory, listed.texts)
+        monkeypatch.setattr("kiloword.generation.answerer.ANSWERS", 2)
+        monkeypatch.setattr("kiloword.generation.answerer.TOKENS", 1)  # fewer than two answers have
+        apart = answerer.log_likelihoods(memory, listed.texts)
+    torch.testing.assert_close(apart, together)
+    every = together.tolist()
     config = answerer.model.config.text
     for i, question in enumerate(questions):
         for a, answer in enumerate(WORDS):
