@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kiloword.draw import key
 from kiloword.evaluation import caption_java
-from kiloword.evaluation.caption_metrics import score, score_captions, tokenized
+from kiloword.evaluation.caption_metrics import check_programs, score, score_captions, tokenized
 from kiloword.evaluation.caption_scorers import Captions, bleu, cider, common_subsequence, rouge_l
 from kiloword.evaluation.caption_tokens import PUNCTUATION, own, tokenize
 
@@ -291,6 +291,9 @@ def test_spice_is_refused_without_its_models(fake_java: Path) -> None:
     fake_java.write_text(f"#!/bin/sh\ntouch {ran}\n")
     with pytest.raises(ValueError, match=r"SPICE cannot be computed: .*models, which pycocoevalcap fetches"):
         score_captions(["a"], [["a"]], spice=True)
+    with pytest.raises(ValueError, match=r"SPICE cannot be computed: .*models, which pycocoevalcap fetches"):
+        check_programs("own", spice=True)  # before a model writes captions for hours
+    check_programs("own", spice=False)
     assert not ran.exists()
 
 

@@ -37,7 +37,7 @@ from kiloword.data.tokenizer import Tokenizer
 from kiloword.embed import Report
 from kiloword.generation import GenerationOptions
 from kiloword.generation.command import write_captions
-from kiloword.generation.table import CaptionWriter
+from kiloword.generation.table import CaptionWriter, columns
 from kiloword.interop.captioners import Scored, arguments, open_captioner
 from kiloword.methods import preset
 from kiloword.model import build
@@ -502,3 +502,10 @@ def test_the_command_killed_in_the_middle(model: Path, tmp_path: Path) -> None:
     assert "rows are there already" in done.stderr
     assert out.read_bytes() == whole.read_bytes()
     assert pa.parquet.read_table(out).num_rows == 5000
+
+
+def test_empty_captions_are_left_out() -> None:
+    assert columns([[("a dog", -1.0), ("", -2.0), ("a cat", -3.0)], []]) == (
+        [["a dog", "a cat"], []],
+        [[-1.0, -3.0], []],
+    )

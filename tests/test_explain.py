@@ -113,6 +113,8 @@ def test_tokens_look_at_patches_and_patches_stand_for_themselves() -> None:
 def test_maps_of_a_text_mix_the_tokens_maps(maps: Any, n: int) -> None:
     model = matcher(mixed=n)
     found = model.explain(pixels(3), CAPTIONS[:2], maps, batch=2)
+    encoded = model.explain(pixels(3), model.encode_text(CAPTIONS[:2]), maps)
+    torch.testing.assert_close(encoded.maps, found.maps)
     assert found.weights is not None
     assert found.tokens is not None
     assert found.weights.shape == (3, 2, 2, n)

@@ -108,6 +108,14 @@ def test_sheets_hold_the_image_and_what_decoders_do_with_it(tmp_path: Path) -> N
             assert holds(sheet, Image.fromarray(panel).resize((LARGE, LARGE), Image.Resampling.NEAREST))
 
 
+@pytest.mark.parametrize("side", [LARGE - 1, LARGE, 2 * LARGE])
+def test_images_as_large_as_their_place_are_not_made_coarse(side: int) -> None:
+    image = np.random.default_rng(0).integers(256, size=(side, side, 3), dtype=np.uint8)
+    how = Image.Resampling.NEAREST if side < LARGE else Image.Resampling.BICUBIC
+    expected = Image.fromarray(image).resize((LARGE, LARGE), how)
+    assert np.array_equal(np.asarray(inside_words._enlarged(image)), np.asarray(expected))
+
+
 def test_a_painting_worse_than_one_colour_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     panel = inside_words.Panel

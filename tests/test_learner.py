@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -346,8 +347,9 @@ def test_average_of_weights() -> None:
     assert average.shadow["weight"] == pytest.approx(expected)
     average.update(module, 8, skipped=torch.ones(()))
     assert average.shadow["weight"] == pytest.approx(expected)
-    average.swap(module)
-    assert module.weight.detach() == pytest.approx(expected)
-    average.swap(module)
+    with suppress(KeyError), average.in_place(module):
+        assert module.weight.detach() == pytest.approx(expected)
+        raise KeyError
     assert (module.weight == 7).all()
+    assert average.shadow["weight"] == pytest.approx(expected)
     assert not Average(module, 0.0).shadow

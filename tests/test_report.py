@@ -254,6 +254,15 @@ def test_histogram_refuses(series: dict[str, list[float]], edges: list[float], m
         report.histogram(series, edges, "x", "y")
 
 
+def test_as_many_series_as_there_are_colours() -> None:
+    names = [str(n) for n in range(SERIES)]
+    for drawn in (
+        report.histogram({name: [1.0] for name in names}, [0, 1], "x", "y"),
+        report.line_plot({name: [(0, 1.0)] for name in names}, "x", "y"),
+    ):
+        assert all(f">{name}<" in drawn for name in names)
+
+
 @given(st.lists(finite, min_size=1, max_size=20))
 def test_bins_hold_their_values(values: list[float]) -> None:
     edges = bins(values)

@@ -141,7 +141,12 @@ def _child(row: dict[str, Any], root: Path, folder: Path, tests: list[str], sour
     files = sorted({test.partition("::")[0] for test in tests})
     words = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout", "120", "--hypothesis-seed", "0"]
     words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of modules imported before the fork
-    code = pytest.main([*words, f"--basetemp={folder / 'tmp'}", *files], plugins=[chosen])
+    try:
+        code = pytest.main([*words, f"--basetemp={folder / 'tmp'}", *files], plugins=[chosen])
+    except Exception as error:  # of pytest itself: a mutant may take all open files of the process
+        if not chosen.ran:
+            raise
+        code, chosen.why = 3, chosen.why or f"E {error!r}"
     outcome = "survived" if code in (0, 5) or (chosen.spent and not chosen.failed) else "killed"
     result = {"outcome": outcome, "ran": chosen.ran, "by": chosen.failed, "why": chosen.why, "cpu": sum(os.times()[:4])}
     (folder / "result.json").write_text(json.dumps(result))
