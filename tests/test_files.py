@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from counting import opened_in
 from holding import held_by_another, process
 from tars import pairs, write_tar
 
@@ -72,9 +73,8 @@ def test_a_file_is_on_disk_before_it_has_its_name_and_then_its_folder(
     monkeypatch.setattr(Path, "replace", lambda self, to: events.append(f"name {to.name}") or replace(self, to))
     write_atomic(tmp_path / "in" / "a", b"seven b")
     assert [event.strip() for event in events] == ["sync in/.a.tmp 7", "name a", "sync in"]
-    descriptors = len(os.listdir("/proc/self/fd"))
     sync(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert opened_in(tmp_path) == []
 
 
 def test_threads_wait_for_each_other_too(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import opened_in
 from safetensors.torch import save_file
 
 from kiloword import activations, engine, launch, meter, parallel, prepare, recipes
@@ -161,15 +162,14 @@ def test_the_slowest_rank_is_what_all_wait_for(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_lock_ends_with_what_holds_it(tmp_path: Path) -> None:
     """Without `release` too: its descriptor is closed, and the next one is had at once."""
-    before = len(os.listdir("/proc/self/fd"))
     held = Lock(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert opened_in(tmp_path) == [f"{held.path}"]
     assert held.path.read_text().startswith(f"process {os.getpid()} on ")
     del held
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_in(tmp_path) == []
     with Lock(tmp_path, folder=tmp_path / "other") as lock:
         assert lock.path == tmp_path / "other" / ".lock"
         assert lock.path.exists()
     assert not lock.path.exists()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened_in(tmp_path) == []

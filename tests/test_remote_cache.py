@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from counting import opened_in
 
 from kiloword.data import remote_cache
 from kiloword.data.remote_cache import Cache
@@ -48,12 +49,6 @@ def is_free(path: Path) -> bool:
         except BlockingIOError:
             return False
         return True
-
-
-def opened_in(folder: Path) -> list[str]:
-    """The files in a folder that this process has open."""
-    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    return [target for link in links if link.is_symlink() and (target := os.readlink(link)).startswith(f"{folder}/")]
 
 
 @pytest.fixture(autouse=True)
