@@ -152,7 +152,7 @@ class Batch:
     questions: Texts | None = None  # for VQA: fused with the picture by the text tower
     skipped: list[Skipped] = field(default_factory=list)
     made_s: float = 0.0  # seconds that the loader took to make it
-    before_move: Batch | None = None  # what `to` was called on, see `host`
+    before_move: Batch | None = field(default=None, init=False)  # what `to` was called on; a changed copy has none
 
     def __len__(self) -> int:
         return len(self.images)
@@ -202,7 +202,9 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        return replace(self.each(lambda x: x.to(device, non_blocking=True)), before_move=self.host)
+        moved = self.each(lambda x: x.to(device, non_blocking=True))
+        moved.before_move = self.host
+        return moved
 
     def pin_memory(self) -> Batch:
         """In page-locked memory, from which a GPU copies while the host goes on. (A DataLoader calls this.)"""
