@@ -64,8 +64,12 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
         run.log.say(f"{run.out} was finished at step {run.step}: nothing to do.")
     elif run.step:
         run.log.say(f"{run.out} goes on from step {run.step} of {recipe.steps}.")
-    batches = run.loader.batches(run.step, recipe.steps, pin=run.device.type == "cuda")
-    for batch, micro in on_device(meter.timed(stop.batches(batches, run.step)), run.device, pieces):
+    # No name holds the loader: an exception ends its workers at once, not when Python waits for them at its end.
+    for batch, micro in on_device(
+        meter.timed(stop.batches(run.loader.batches(run.step, recipe.steps, run.device.type == "cuda"), run.step)),
+        run.device,
+        pieces,
+    ):
         _count(run, batch)
         report = backward(run.learner, micro, precision, run.reducer)
         report |= run.optimizer.step(run.step, report["loss"])
