@@ -61,7 +61,10 @@ class Here:
     workers: int
     theirs: bool  # open_clip is installed
     dry: bool = False
-    device: str = "cuda"
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
 
     def step(self, size: str, batch: int, *flags: str, limit: int = 150) -> Run:
         flags = (*flags, *(() if self.theirs and not self.dry else ("--alone",)))
@@ -402,8 +405,7 @@ def main() -> int:
     packages = args.out.resolve() / "packages"
     theirs = not args.dry and has_open_clip(args.wheels, packages)
     with tempfile.TemporaryDirectory() as scratch:
-        device = "cpu" if args.dry else "cuda"
-        here = Here(args.data.resolve(), args.out.resolve(), Path(scratch), args.workers, theirs, args.dry, device)
+        here = Here(args.data.resolve(), args.out.resolve(), Path(scratch), args.workers, theirs, args.dry)
         if args.list:
             for run in PARTS[args.part](here):
                 print(f"{run.name}: {shlex.join(['python', *run.command])}")

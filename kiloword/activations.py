@@ -52,7 +52,7 @@ def compile(model: Model, kind: Compile, backend: str = "inductor") -> None:
     """Compile each block, or each tower as a whole.
 
     Numbers of packed tokens and of texts' places are symbols, from the first batch on in text towers and from the
-    second on elsewhere: other batches need no other graphs.
+    second on elsewhere: other batches need no other graphs. Args: backend: of `torch.compile`.
     """
     if kind == "none":
         return

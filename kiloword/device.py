@@ -42,7 +42,7 @@ def cores() -> int:
 
 
 def on_device(batches: Iterator[Batch], device: torch.device, pieces: int) -> Iterator[tuple[Batch, list[Batch]]]:
-    """Each batch, and its micro-batches on the device.
+    """Each batch of I images, and its `pieces` micro-batches of I / `pieces` on the device; `pieces` must divide I.
 
     They are split on the host, where that waits for nothing. On a GPU a stream of their own copies them, while the step
     before still computes: the host is ahead of it, as long as nothing in a step waits for the GPU.

@@ -177,7 +177,7 @@ class Recipe(Settings):
     batch: int = 128  # the global batch, over ranks and micro-batches
     micro: int = 0  # pictures a micro-batch and rank; 0: all at once
     chunk: int = 0  # rows and columns a block of pairs; 0: chosen
-    precision: Precision = "fp32"  # auto: by size and device, settled before the run begins (`device.settle`)
+    precision: Precision = "fp32"  # auto: by size and device, settled before the run begins (`by_device.settle`)
     matmul: Matmul = "highest"  # of products in fp32, losses among them: high is TF32 on CUDA; auto: by device
     freeze: Literal["none", "image", "text"] = "none"
     init: str | None = None  # model folder to start from

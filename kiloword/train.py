@@ -66,7 +66,7 @@ def _loop(run: Run, saver: Saver, pieces: int, options: Options, stop: Stop) -> 
         run.log.say(f"{run.out} goes on from step {run.step} of {recipe.steps}.")
     # No name holds the loader: an exception ends its workers at once, not when Python waits for them at its end.
     for batch, micro in on_device(
-        meter.timed(stop.batches(run.loader.batches(run.step, recipe.steps, run.device.type == "cuda"), run.step)),
+        meter.timed(stop.batches(run.loader.batches(run.step, recipe.steps, pin=run.device.type == "cuda"), run.step)),
         run.device,
         pieces,
     ):

@@ -255,3 +255,21 @@ def test_a_signal_ends_a_validation_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(loop, "validate", lambda run: world.stop.handle(15, None))
     with pytest.raises(Stopped, match=r"stopped in the validation after step 6; the state is saved\. The same"):
         world.go()
+
+
+def test_a_stop_ends_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the exception is still known: its workers ignore signals, and Python waits for them when it exits."""
+    world, closed = World(monkeypatch, options()), list[bool]()
+
+    def batches(*given: Any, **named: Any) -> Iterator[Some]:
+        try:
+            yield from world.batches(*given, **named)
+        finally:
+            closed.append(True)
+
+    world.run.loader.batches = batches
+    world.run.learner.model.head.clamp_ = lambda: world.stop.handle(15, None) if world.run.step == 2 else None
+    with pytest.raises(Stopped, match="stopped after step 3") as end:
+        world.go()
+    assert end.tb is not None  # and with it all names of the loop
+    assert closed == [True]
