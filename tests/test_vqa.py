@@ -232,6 +232,25 @@ def test_answers_do_not_depend_on_what_stands_beside_them() -> None:
     assert together == [answers[0] for answers in alone]
 
 
+@pytest.mark.parametrize("way", ["rank", "list"])
+def test_close_answers_are_told_apart_under_autocast(way: str) -> None:
+    """As in a validation on CUDA: logits that differ by a thousandth are equal in bf16, and one answer always wins."""
+    answerer = answerer_of(1)
+    listed, (images, questions) = answerer.close(["yes", "no"]), asked()
+    table = answerer.model.more["text_decoder"].output
+    for (best, _), right in listed.by_ids.items():
+        with torch.no_grad():
+            for ids in listed.by_ids:
+                answerer.model.text_tower.tokens[ids[0]] = 0.1  # what follows is alike
+                table[ids[0]] = table[205].bfloat16()  # the likeliest of most questions
+            table[best] *= 1.001
+        with torch.autocast("cpu", torch.bfloat16):
+            memory = answerer.memory(images, questions)
+            how = GenerationOptions()
+            found = answerer.rank(memory, listed) if way == "rank" else answerer.answer(memory, how, listed)
+        assert found == [right] * 4
+
+
 def test_lists_that_cannot_be() -> None:
     answerer = answerer_of(0)
     for answers, reason in (([], "no answers to choose from"), ([" "], "no word"), (["a b " * 40], "too many words")):

@@ -14,7 +14,7 @@ from kiloword.captioning import decoded
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.evaluation.features import chunks, inference
 from kiloword.generation.captioner import Captioner
-from kiloword.generation.decoding import Memory
+from kiloword.generation.decoding import Memory, next_logits, table_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.trie import Trie
 from kiloword.model import Model
@@ -106,9 +106,9 @@ class Answerer:
         own = memory.take(questions.repeat_interleave(len(answers)))
         decoder = self.captioner.decoder
         x, targets = decoded(decoder, model, every, tokens.repeat(b, 1), own.keys, extra, own.packing())
-        table = decoder.table(model.text_tower.tokens)
+        table = table_of(model, decoder)
         loss = [
-            F.cross_entropy((some @ table.T).float(), wanted, ignore_index=-1, reduction="none")
+            F.cross_entropy(next_logits(some, table).float(), wanted, ignore_index=-1, reduction="none")
             for some, wanted in zip(torch.split(x, ROWS), torch.split(targets, ROWS), strict=True)
         ]
         text = torch.repeat_interleave((lengths - 1 - extra).repeat(b))

@@ -74,7 +74,7 @@ class ModelDecoding:
 
     def __init__(self, model: Model, memory: Memory) -> None:
         self._tower, self._decoder = model.text_tower, text_decoder(model)
-        self._table = _table(model, self._decoder)
+        self._table = table_of(model, self._decoder)
         self._caches = [Cache() for _ in self._tower.blocks], [Cache() for _ in self._decoder.layers]
         self._whole, self._of = memory, torch.arange(len(memory), device=self._table.device)
         self._seen = self._of  # pictures whose memory is at hand
@@ -85,7 +85,7 @@ class ModelDecoding:
         towers, layers = self._caches
         x = self._tower.step(ids[:, None], towers)
         x = self._decoder.step(x, self._memory.keys, layers, self._packing)[:, 0]
-        return x.to(self._table.dtype) @ self._table.T
+        return next_logits(x, self._table)
 
     def reorder(self, rows: Tensor) -> None:
         """Row n goes on from what was row rows[n]."""
@@ -104,7 +104,7 @@ class WholeDecoding:
 
     def __init__(self, model: Model, memory: Memory) -> None:
         self._model, self._decoder, self._memory = model, text_decoder(model), memory
-        self._table = _table(model, self._decoder)
+        self._table = table_of(model, self._decoder)
         self._said = torch.empty(len(memory), 0, dtype=torch.int64, device=self._table.device)
 
     def step(self, ids: Tensor) -> Tensor:
@@ -116,15 +116,23 @@ class WholeDecoding:
         packing = self._model.text_tower.packing(texts)
         x = F.pad(self._model.text_tower(texts), (0, 0, 0, packing.tail))
         x = self._decoder(x, self._memory.keys, packing, self._memory.packing())[starts[1:] - 1]
-        logits: Tensor = x.to(self._table.dtype) @ self._table.T
-        return logits
+        return next_logits(x, self._table)
 
     def reorder(self, rows: Tensor) -> None:
         """Row n goes on from what was row rows[n]."""
         self._said, self._memory = self._said[rows], self._memory.take(rows)
 
 
-def _table(model: Model, decoder: TextDecoder) -> Tensor:
+def table_of(model: Model, decoder: TextDecoder) -> Tensor:
     """The output's weight [V, W], at least fp32, converted once."""
     table = decoder.table(model.text_tower.tokens)
     return table.to(torch.promote_types(table.dtype, torch.float32))
+
+
+def next_logits(x: Tensor, table: Tensor) -> Tensor:
+    """Logits of the next tokens [N, V], in the table's type under autocast too: bf16 would make close ones equal.
+
+    Args: x [N, W] of the decoder; table [V, W], as `table_of` makes it.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        return x.to(table.dtype) @ table.T
