@@ -135,6 +135,7 @@ def steps(here: Here) -> Iterator[Run]:
     yield here.step("l14", 256)
     yield here.step("b32", 256, "--captions", "6")
     yield from _trained(here)
+    yield here.step("b32", 1024, "--cudagraphs")
     yield here.step("b16", 512, "--compile")
     yield here.step("l14", 256, "--compile")
     yield here.step("b32", 256, "--captions", "6", "--compile")
@@ -250,6 +251,8 @@ def engines(here: Here) -> Iterator[Run]:
     check = ["--batch", "32"]
     yield here.bench("device against CPU, tiny", 120, "device_check", "--size", "tiny", *check)
     yield here.bench("device against CPU, b32", 240, "device_check", "--size", "b32", *check, "--profile")
+    ways = ["--ways", "fp32", "bf16", "bf16, CUDA graph"]
+    yield here.bench("CUDA graph against CPU", 150, "device_check", "--size", "b32", *check, *ways)
     for size in ("b32", "l14"):
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "bench/engines.py"]
         more = ["--device", here.device, "--dtype", "bf16", "--size", size, "--batch", "128", "--steps", "10"]

@@ -31,7 +31,7 @@ def recompute(model: Model, kind: Checkpointing) -> None:
     contexts = partial(create_selective_checkpoint_contexts, _policy) if kind == "selective" else None
     for part in model.modules():
         if isinstance(part, Block | CrossBlock):
-            _replace_forward(part, partial(_recomputed, part.forward, contexts))
+            replace_forward(part, partial(_recomputed, part.forward, contexts))
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -62,9 +62,9 @@ def compile(model: Model, kind: Compile, backend: str = "inductor") -> None:
     blocks = [m for m in model.modules() if isinstance(m, Block | CrossBlock)]
     for part in blocks if kind == "blocks" else towers:
         dynamic = True if isinstance(part, TextTower | TextDecoder) else None
-        _replace_forward(part, torch.compile(part.forward, dynamic=dynamic, backend=backend))
+        replace_forward(part, torch.compile(part.forward, dynamic=dynamic, backend=backend))
 
 
-def _replace_forward(part: nn.Module, forward: Callable[..., Tensor]) -> None:
+def replace_forward(part: nn.Module, forward: Callable[..., Tensor]) -> None:
     """For this module alone; hooks, FSDP's among them, stay outside."""
     part.forward = forward

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from kiloword import effects, parallel
+from kiloword import cuda_graphs, effects, parallel
 from kiloword.by_device import settle, summary
 from kiloword.data.bad import BadRows
 from kiloword.data.sampler import steps_per_epoch
@@ -53,7 +53,7 @@ def _prepare(
     recipe: Recipe, source: Source, out: Path, options: Options, device: str
 ) -> tuple[RunFile, Batch, int, list[str]]:
     """What `config.json` would say, this rank's part of the first batch, bad samples in it of all ranks, and notes."""
-    micro_batches(recipe)
+    cuda_graphs.check(options, micro_batches(recipe), device)
     check_utf8(out)
     asked, before = recipe, earlier(out)
     recipe = settle(recipe, device, before)

@@ -7,7 +7,7 @@ from typing import Literal
 
 Parallel = Literal["ddp", "fsdp"]
 Checkpointing = Literal["none", "whole", "selective"]
-Compile = Literal["none", "blocks", "towers"]
+Compile = Literal["none", "blocks", "towers", "cudagraphs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Options:
     max_skipped_steps: int = 10  # steps in a row without a usable gradient that end the run
     parallel: Parallel = "ddp"  # of several ranks (torchrun): each holds the weights, or they are sharded (fsdp)
     checkpointing: Checkpointing = "none"  # recompute activations: of whole blocks, or all but products (selective)
-    compile: Compile = "none"  # by torch.compile: each block, or each tower
+    compile: Compile = "none"  # by torch.compile: each block, each tower, or towers with a CUDA graph of images
     extend: bool = False  # let the run in --out go on to another length
     trust_code: bool = False  # import the module that the config.json of --init names, where METHOD does not name it
     quiet: bool = False  # say nothing but what goes wrong

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kiloword import activations, effects, engine, parallel, start
+from kiloword import activations, cuda_graphs, effects, engine, parallel, start
 from kiloword.by_device import products, settle, summary, workers_of
 from kiloword.checkpoint import check_fit, not_finite, spec_of
 from kiloword.data.bad import BadRows
@@ -206,7 +206,10 @@ def spread(learner: Learner, recipe: Recipe, options: Options) -> None:
     if options.parallel == "fsdp" and options.compile == "towers":
         raise ValueError("--compile towers and --parallel fsdp exclude each other: with fsdp, compile blocks.")
     activations.recompute(learner.model, options.checkpointing)
-    activations.compile(learner.model, options.compile)
+    if options.compile == "cudagraphs":
+        cuda_graphs.compile(learner, recipe.batch // parallel.ranks())
+    else:
+        activations.compile(learner.model, options.compile)
     if options.parallel == "fsdp":
         engine.check_same(learner)  # before no rank holds a whole matrix
         engine.shard(learner, half=recipe.precision == "bf16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from kiloword import parallel, peers
+from kiloword import cuda_graphs, parallel, peers
 from kiloword.accumulate import backward, precision_of
 from kiloword.by_device import products
 from kiloword.device import choose, cores, on_device
@@ -39,6 +39,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             check(recipe)
             pieces = micro_batches(recipe)
+            cuda_graphs.check(options, pieces, device)
             val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
             run = prepare(
                 recipe,
