@@ -2,6 +2,7 @@
 #   make quickstart   train on drawn scenes, evaluate, write quickstart/report.html
 #   make check        format, lint, types, main tests
 #   make check-all    the slow tests, in addition to `make check`
+#   make house        layout, function lengths, docstrings and words of the package against their limits; never fails
 #   make env          the environment of the checks alone
 #   make lock         the hashed lock files in requirements/, after a change of constraints.txt (needs uv)
 #   make sbom         sbom.json: every package that kiloword needs, with version and licence (CycloneDX)
@@ -28,7 +29,7 @@ LOCKED := $(PIP) --require-hashes --requirement requirements
 # Two cores and many small products: threads of several test processes must not wait for each other by spinning.
 THREADS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-.PHONY: quickstart check check-all env core lock sbom audit
+.PHONY: quickstart check check-all house env core lock sbom audit
 
 quickstart: $(CORE)
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m kiloword quickstart --out quickstart
@@ -46,6 +47,10 @@ check: $(FULL)
 check-all: $(FULL)
 	@echo '== slow tests (pytest -m slow, $(JOBS) processes)'
 	@$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --timeout 1800
+
+# Needs no environment, only a Python that can parse the package.
+house:
+	@$(PYTHON) tools/house.py || true
 
 env: $(FULL)
 
