@@ -19,7 +19,7 @@ from kiloword.accumulate import backward
 from kiloword.device import choose
 from kiloword.draw import key
 from kiloword.learner import Learner
-from kiloword.options import Options
+from kiloword.options import Compile, Options
 from kiloword.prepare import open_sources
 from kiloword.recipes import Recipe, default, sizes
 from kiloword.towers import attention, blocks
@@ -232,11 +232,14 @@ def test_one_gpu_is_no_device_of_several_ranks(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize(("method", "graphs"), [("clip", 2), ("llip", 2), ("sycoca", 8)])
-def test_batches_of_any_lengths_need_few_graphs(method: str, graphs: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "parts", "graphs"),
+    [("clip", "towers", 2), ("llip", "towers", 2), ("sycoca", "towers", 8), ("clip", "blocks", 4)],
+)
+def test_batches_of_any_lengths_need_few_graphs(method: str, parts: Compile, graphs: int) -> None:
     """And none is broken. Of each batch the numbers of tokens, the longest text and masks are others."""
     plain, compiled = made(method), made(method)
-    activations.compile(compiled.model, "towers", "aot_eager")
+    activations.compile(compiled.model, parts, "aot_eager")
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()
