@@ -234,7 +234,10 @@ class Average:
         decay = min(self.decay, (1 + step) / (10 + step))
         live = dict(module.named_parameters())
         means, now = [local(x) for x in self.shadow.values()], [local(live[name]) for name in self.shadow]
-        taken = torch.ones((), device=means[0].device) if skipped is None else 1 - skipped
+        if means[0].is_cuda:
+            _fused_lerp(means, now, 1 - decay, skipped)
+            return
+        taken = torch.ones(()) if skipped is None else 1 - skipped
         weights = {kind: taken.to(kind) * (1 - decay) for kind in {x.dtype for x in means}}
         torch._foreach_lerp_(means, now, [weights[x.dtype] for x in means])
 
@@ -256,3 +259,26 @@ class Average:
             kept = local(live[name]).clone()
             local(live[name]).copy_(local(mean))
             local(mean).copy_(kept)
+
+
+def _fused_lerp(means: list[Tensor], now: list[Tensor], weight: float, skipped: Tensor | None) -> None:
+    """means += weight (now - means), unless `skipped` is 1, in a few launches for all tensors of a dtype.
+
+    `torch._foreach_lerp_` with weights on the device launches one kernel a tensor. This is a step of SGD from `means`:
+    weight decay 1 and the negative of the gradient `now` make means -= weight (means - now).
+    """
+    for kind in {x.dtype for x in means}:
+        mine, live = ([x for x in tensors if x.dtype == kind] for tensors in (means, now))
+        torch._fused_sgd_(
+            mine,
+            live,
+            [],
+            weight_decay=1.0,
+            momentum=0.0,
+            lr=weight,
+            dampening=0.0,
+            nesterov=False,
+            maximize=True,
+            is_first_step=False,
+            found_inf=skipped,
+        )

@@ -38,6 +38,7 @@ CUDA, META = 1, 14  # places in it
 NO_KERNEL = """view _unsafe_view t transpose permute expand slice select unbind split split_with_sizes unsqueeze squeeze
 detach alias as_strided lift_fresh unfold diagonal _reshape_alias empty empty_like new_empty empty_strided narrow lift
 new_empty_strided view_as resize_"""  # views, and what gives memory without writing it
+NO_META = ("_fused_sgd_",)  # which return nothing, and of which torch knows no shapes
 VALUES_ASKED = "nonzero masked_select unique _unique2 unique_dim unique_consecutive equal is_nonzero bincount"
 
 
@@ -87,15 +88,22 @@ class Watch(TorchDispatchMode):
                 return _made_up(func, name, args)
         elif kinds == {"cuda", "cpu"}:
             self.on_cpu[f"{name} of both devices in {_where()}"] += 1
-        out = func(*args, **kwargs)
-        made = {x.device.type for x in tree_leaves(out) if isinstance(x, Tensor)}
+        out = func(*args, **kwargs) if name not in NO_META else None
+        made = {x.device.type for x in tree_leaves(out) if isinstance(x, Tensor)} if func._schema.returns else kinds
         if made and name not in NO_KERNEL.split():
             if made == {"cpu"}:
                 self.on_cpu[f"{name} in {_where()}"] += why is None
             else:
-                self.kernels[name] += 1
+                self.kernels[name] += _launches(name, args)
                 self.casts += name == "_to_copy" and kinds == {"cuda"}
         return out
+
+
+def _launches(name: str, args: Any) -> int:
+    """Of one call: one a tensor where lists of tensors differ in shape, which torch's fused kernels do not take."""
+    first, *others = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)] or [()]
+    alike = all(x.shape == y.shape for other in others for x, y in zip(first, other, strict=True))
+    return 1 if alike or not name.startswith("_foreach_") else len(first)
 
 
 def _wait(func: Any, name: str, kinds: set[str], args: Any, kwargs: Any) -> str | None:

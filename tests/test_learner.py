@@ -21,7 +21,7 @@ from kiloword.losses import Blocks, sigmoid_loss, softmax_loss
 from kiloword.method import Method, annotated
 from kiloword.methods import preset
 from kiloword.model import build, initialise
-from kiloword.optim import Average, Muon, Optimizer, schedule
+from kiloword.optim import Average, Muon, Optimizer, _fused_lerp, schedule
 from kiloword.prepare import make_learner
 from kiloword.recipes import OptimConfig, default, sizes
 from kiloword.towers.blocks import Init
@@ -353,3 +353,20 @@ def test_average_of_weights() -> None:
     assert (module.weight == 7).all()
     assert average.shadow["weight"] == pytest.approx(expected)
     assert not Average(module, 0.0).shadow
+
+
+@pytest.mark.parametrize("weight", [0.9, 0.5, 0.01])
+def test_fused_average_is_that_of_lerp(weight: float) -> None:
+    """Of several dtypes; nothing moves where the step was skipped."""
+    generator = torch.Generator().manual_seed(0)
+    means = [
+        torch.randn(n, 3, generator=generator, dtype=kind) for n in (2, 300) for kind in (torch.float32, torch.float64)
+    ]
+    now = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in means]
+    expected, live = [x.lerp(y, weight) for x, y in zip(means, now, strict=True)], [y.clone() for y in now]
+    for skipped, wanted in ((torch.ones(()), means), (torch.zeros(()), expected), (None, expected)):
+        found = [x.clone() for x in means]
+        _fused_lerp(found, now, weight, skipped)
+        for x, y in zip(found, wanted, strict=True):
+            assert float((x - y).abs().max()) < (1e-6 if x.dtype == torch.float32 else 1e-14)
+    assert all(torch.equal(x, y) for x, y in zip(now, live, strict=True))

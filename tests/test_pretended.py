@@ -10,6 +10,7 @@ import torch
 from kiloword.meter import on_host
 from kiloword.methods import names
 from kiloword.muon import Muon
+from kiloword.optim import Average
 from tests.pretended import Watch, pretended, step
 
 WAITS: dict[str, dict[str, int]] = {  # of the host for the device, a micro-batch; nothing waits where no line says so
@@ -51,6 +52,19 @@ def test_muon_s_launches_do_not_grow_with_depth(skip: bool) -> None:
                 p.grad = torch.empty_like(p)
             with Watch() as watch:
                 optimizer.step()
+        assert not watch.waits
+        return sum(watch.kernels.values())
+
+    with pretended():
+        assert launches(2) == launches(9)
+
+
+def test_launches_of_averaged_weights_do_not_grow_with_depth() -> None:
+    def launches(depth: int) -> int:
+        module = torch.nn.ModuleList([torch.nn.Linear(6, 4, device="cuda:0") for _ in range(depth)])
+        average, skipped = Average(module, 0.99), torch.zeros((), device="cuda:0")
+        with Watch() as watch:
+            average.update(module, 0, skipped)
         assert not watch.waits
         return sum(watch.kernels.values())
 
