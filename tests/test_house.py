@@ -61,7 +61,8 @@ def test_root_files(measured: Measured, modules: int, broken: bool) -> None:
 @pytest.mark.parametrize(("modules", "broken"), [(19, False), (20, True)])
 def test_folder_files(measured: Measured, modules: int, broken: bool) -> None:
     texts = {f"data/m{i}.py": "" for i in range(modules)} | {"data/__init__.py": "", "data/remote/more.py": ""}
-    measure = measured(texts | {"data/words.txt": ""})["folder files"]
+    root = {f"m{i}.py": "" for i in range(25)}
+    measure = measured(texts | root | {"data/words.txt": ""})["folder files"]
     assert (measure.value, measure.broken) == (modules + 1, broken)
     assert offenders(measure) == [("kiloword/data", 21)] * broken
 
@@ -214,8 +215,8 @@ def test_class_names_defined_twice(measured: Measured) -> None:
         "b.py": "class Batch: pass\nclass Rows: pass",
         "data/c.py": "class Batch: pass",
     }
-    measure = measured(texts)["class names defined twice"]
-    assert offenders(measure) == [("Batch", 3)]
+    measure = measured(texts | {"d.py": "class Rows: pass"})["class names defined twice"]
+    assert offenders(measure) == [("Batch", 3), ("Rows", 2)]
     assert measure.offenders[0].detail == "kiloword.a, kiloword.b, kiloword.data.c"
 
 
