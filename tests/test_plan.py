@@ -167,16 +167,32 @@ def test_variable_length_attention_takes_scratch_of_its_queries(
     """Of texts, or of images that look at texts: whichever are more, of one layer, on CUDA in half precision."""
     model, lengths = learner("sycoca"), Lengths.equal(texts, 20)
     micro = Load(8, lengths, Kernels.of("bf16", cuda=True))
-    scratch = 4 * rows * 32
+    scratch = 4 * rows * 2 * 32  # heads of 16 dimensions take 32
     assert memory.attention_scratch(model, micro) == scratch
     for other in ("half_copies", "word_logits"):
         monkeypatch.setattr(memory, other, lambda *given: 0.0)
     assert memory.passing(model, micro, "bf16", "none") == scratch
     whole = memory.passing(model, micro, "bf16", "whole")
     monkeypatch.setattr(memory, "SCRATCH", 0)
-    assert whole - memory.passing(model, micro, "bf16", "whole") == 4 * 128 * 8 * 32
+    assert whole - memory.passing(model, micro, "bf16", "whole") == 4 * 128 * 8 * 2 * 32
     for kernels in (Kernels.of("fp32", cuda=True), Kernels.of("bf16", cuda=False)):
         assert memory.attention_scratch(model, replace(micro, kernels=kernels)) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "images", "texts", "expected"),
+    [
+        ("b32", 1024, 1024, 4 * 1024 * 128 * 768),  # 50 tokens in blocks of 128; texts: 4 (1024 20 + 128 1024) 512
+        ("l14", 256, 256, 4 * 256 * 384 * 1024),  # 257 tokens
+        ("h14", 8, 8, 4 * 8 * 384 * 16 * 96),  # heads of 80 dimensions take 96
+        ("b32", 8, 64, 4 * (64 * 20 + 128 * 64) * 512),  # more texts
+    ],
+)
+def test_dense_attention_takes_scratch_of_its_images(size: str, images: int, texts: int, expected: int) -> None:
+    model = learner_of(sizes()[size], preset("clip"))
+    micro = Load(images, Lengths.equal(texts, 20), Kernels.of("bf16", cuda=True))
+    assert memory.attention_scratch(model, micro) == expected
+    assert memory.passing(model, micro, "bf16", "none") == expected
 
 
 def test_traffic_is_that_of_rings() -> None:

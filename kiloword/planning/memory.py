@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kiloword.captioning import CHUNK
@@ -13,12 +14,12 @@ from kiloword.planning.parameters import bytes_of, in_products, shards
 from kiloword.planning.shapes import Load
 from kiloword.planning.step import micro_batch, piece_of, step_of
 from kiloword.recipes import OptimConfig
-from kiloword.towers.attention import bad_heads
+from kiloword.towers.attention import WIDEST_HEAD, bad_heads
 from kiloword.towers.decoder import ImageDecoder, TextDecoder
 from kiloword.towers.image import extra
 
 CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance, not a formula
-SCRATCH = 128  # rows that a sequence may take more in the backward pass of variable-length attention
+SCRATCH = 128  # rows of a block of the backward pass of attention
 FRAGMENTS = 0.05  # of everything else: what the allocator holds and cannot use: an allowance too
 
 
@@ -66,10 +67,11 @@ def passing(learner: Learner, micro: Load, precision: str, checkpointing: str, s
 
 
 def attention_scratch(learner: Learner, micro: Load) -> float:
-    """Bytes in which the backward pass of one layer of variable-length attention sums gradients of queries, in fp32.
+    """Bytes in which the backward pass of one layer of fused attention sums gradients of queries, in fp32.
 
-    Each of T sequences of together S queries may take 128 rows more: 4 (S + 128 T) W, W = H d. None where texts are
-    padded. Queries are texts, or the images of a decoder that looks at texts.
+    4 R H d, d rounded up to 32 (64 above 128). Rows R of packed queries: S + 128 T, since each of T sequences may take
+    128 more; of dense ones, N tokens of each of I images: I N, N rounded up to 128. None but on CUDA in half precision.
+    Packed are texts, and the images of a decoder that looks at texts.
     """
     model = learner.model
     image, text = model.config.image, model.config.text
@@ -78,12 +80,17 @@ def attention_scratch(learner: Learner, micro: Load) -> float:
     tokens = extra(image) + (image.size // image.patch) ** 2
     decoders = [part for part in model.more.values() if isinstance(part, ImageDecoder)]
     guided = any(decoder.layers[0].cross is not None for decoder in decoders)
-    queries = [(text.width, text.heads, micro.texts.tokens, micro.texts.texts)]
-    queries += [(image.width, image.heads, micro.images * tokens, micro.images)] if guided else []
-    return max(
-        0.0 if bad_heads(width // heads) else 4.0 * (count + SCRATCH * sequences) * width
-        for width, heads, count, sequences in queries
-    )
+    packed = 0.0 if bad_heads(text.width // text.heads) else micro.texts.tokens + SCRATCH * micro.texts.texts
+    images = tokens + SCRATCH if guided else math.ceil(tokens / SCRATCH) * SCRATCH
+    found = _summed(text.width, text.heads, packed), _summed(image.width, image.heads, micro.images * images)
+    return max(found)
+
+
+def _summed(width: int, heads: int, rows: float) -> float:
+    """Bytes of `rows` rows of gradients; 0 for heads that no fused kernel takes."""
+    head = width // heads
+    step = 32 if head <= 128 else 64
+    return 0.0 if head > WIDEST_HEAD else 4.0 * rows * heads * math.ceil(head / step) * step
 
 
 def word_logits(learner: Learner, micro: Load) -> float:
