@@ -20,7 +20,8 @@ from engines import share
 from torch import Tensor
 
 from kiloword import activations, cuda_graphs
-from kiloword.accumulate import backward, precision_of
+from kiloword.accumulate import backward
+from kiloword.device import precision_of
 from kiloword.learner import Learner
 from kiloword.methods import preset
 from kiloword.model import build

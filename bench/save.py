@@ -22,7 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from kiloword import recipes
-from kiloword.accumulate import backward, precision_of
+from kiloword.accumulate import backward
+from kiloword.device import precision_of
 from kiloword.options import Options
 from kiloword.prepare import Run, open_sources, prepare
 from kiloword.saving import Saver

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from kiloword.accumulate import backward, precision_of
+from kiloword.accumulate import backward
+from kiloword.device import precision_of
 from kiloword.learner import Learner
 from kiloword.methods import names, preset
 from kiloword.model import build

@@ -6,25 +6,18 @@ Second pass: each micro-batch again, with its share of those gradients. (GradCac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from kiloword.device import Precision
 from kiloword.engine import Reducer
 from kiloword.learner import Learner, Replay
 from kiloword.losses import learns
 from kiloword.parallel import ranks, sum_over_ranks
 from kiloword.types import Batch, Features
-
-Precision = Callable[[], AbstractContextManager[object]]
-
-
-def precision_of(name: str, device: str) -> Precision:
-    """The context that towers compute in: autocast for "bf16", nothing else for others. Args: device, its type."""
-    return partial(torch.autocast, device, torch.bfloat16) if name == "bf16" else nullcontext
 
 
 def backward(

@@ -35,19 +35,21 @@ def load(
     context: int | None = None,
     method: str | None = None,
     trust_code: bool = False,
+    precision: str = "fp32",
 ) -> Matcher:
     """Read a model folder (`OUT/model` of a run); no code that it names is run unasked.
 
     Args: device "cpu", "cuda", "cuda:N" or "auto"; dtype "fp32", "bf16" or "fp64"; size: another image size in pixels,
     positions interpolated; context: another number of tokens a text may have, the first 20 and last 2 positions kept,
     the rest interpolated (arXiv:2503.08048); method: of the model, your own "module:preset" too; trust_code: import
-    the module that the folder names.
+    the module that the folder names; precision that encoders compute in, "fp32" (as dtype says), "bf16" (autocast;
+    features and scores are fp32) or "auto" (bf16 on CUDA where the model is larger than size tiny).
     Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
     context leaves no position between those that are kept.
     """
     from kiloword.checkpoint import open_model
 
-    model, tokenizer, slots = open_model(path, device, dtype, Trust(method=method, trust_code=trust_code))
+    model, tokenizer, slots = open_model(path, device, dtype, Trust(method=method, trust_code=trust_code), precision)
     return Matcher(_resized(model, size, context), tokenizer, slots)
 
 
@@ -63,6 +65,7 @@ def _resized(model: Model, size: int | None, context: int | None) -> Model:
         return model
     other = Model(config, model.head, dict(model.more.items()))
     other.load_state_dict(state)
+    other.precision = model.precision
     some = next(model.parameters())
     return other.to(some.device, some.dtype)
 

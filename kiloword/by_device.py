@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: precision, workers. They are chosen once, before a run's `config.json`."""
+"""Defaults that depend on the device: precision, workers. A run's are chosen once, before its `config.json`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 
 from kiloword.data.steps import free_shared_memory
 from kiloword.device import cores
-from kiloword.recipes import Matmul, Precision, Recipe
+from kiloword.recipes import EncoderPrecision, Matmul, ModelConfig, Precision, Recipe, sizes
+from kiloword.sharing import is_first
+from kiloword.terminal import warn
 
 MOST_WORKERS = 16  # that are chosen for a rank: each holds batches in memory
 AHEAD = 3  # batches in shared memory for each worker: two that wait, one that is made
@@ -46,6 +48,24 @@ def _matmul(device: str) -> Matmul:
     return "high" if device.startswith("cuda") else torch.get_float32_matmul_precision()  # type: ignore[return-value]
 
 
+def encoder_precision(asked: str, config: ModelConfig, device: str) -> EncoderPrecision:
+    """What the encoders of a finished model compute in. "auto": bf16 on CUDA where the model is larger than size tiny.
+
+    Raises: ValueError for another name.
+    """
+    if asked == "auto":
+        return "bf16" if device.startswith("cuda") and _is_large(config) else "fp32"
+    if asked not in get_args(EncoderPrecision):
+        raise ValueError(f"precision is {asked!r}: expected auto, fp32 or bf16.")
+    return cast(EncoderPrecision, asked)
+
+
+def _is_large(config: ModelConfig) -> bool:
+    """Whether a tower is wider than the same one of size tiny."""
+    tiny = sizes()["tiny"]
+    return config.image.width > tiny.image.width or config.text.width > tiny.text.width
+
+
 def workers_of(asked: int | Literal["auto"], device: str, batch: int) -> int:
     """Loader processes of a rank. "auto": none on a CPU, which has no cores to spare; on CUDA the rank's share of the
     cores but two, as far as their batches fit into shared memory.
@@ -76,6 +96,26 @@ def summary(asked: Recipe, settled: Recipe, device: str, workers: int, resumed: 
         f"{device}: precision {shown['precision']}, fp32 matmul {shown['matmul']}, {workers} workers of "
         f"{cores()} cores; set --precision, --matmul, --workers"
     )
+
+
+def image_bytes(images: int, size: int) -> int:
+    """Bytes of a batch of uint8 images [images, 3, size, size]."""
+    return max(images, 1) * 3 * size * size
+
+
+def reason_of(asked: str, config: ModelConfig) -> str:
+    """Why `encoder_precision` chose what it did."""
+    if asked != "auto":
+        return "as given"
+    return f"the model is {'' if _is_large(config) else 'not '}larger than size tiny"
+
+
+def announce(device: str, precision: str, reason: str, workers: int | None = None) -> None:
+    """On CUDA the first rank prints a line on stderr: what was chosen and why. Args: workers: None where none read."""
+    if device.startswith("cuda") and is_first():
+        loading = "" if workers is None else f", {workers} workers of {cores()} cores"
+        flags = "--precision" if workers is None else "--precision, --workers"
+        warn(f"{device}: precision {precision} ({reason}){loading}; set {flags}")
 
 
 @contextmanager

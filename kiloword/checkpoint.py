@@ -115,18 +115,20 @@ def load_model(
 
 
 def open_model(
-    folder: Path | str, device: str = "cpu", dtype: str = "fp32", trust: Trust = NONE
+    folder: Path | str, device: str = "cpu", dtype: str = "fp32", trust: Trust = NONE, precision: str = "fp32"
 ) -> tuple[Model, Tokenizer, Method]:
     """Read a model folder: data alone, unless the user trusts its code.
 
-    Args: dtype "fp32", "bf16" or "fp64".
+    Args: dtype of the weights, "fp32", "bf16" or "fp64"; precision that encoders compute in, "auto", "fp32" or "bf16".
     Raises: ValueError when a file is missing or damaged, or does not fit its config, or asks for code (`Trust`).
     """
+    from kiloword.by_device import encoder_precision
     from kiloword.data.tokenizer import Tokenizer
     from kiloword.model import build
 
     device, folder = choose(device), Path(folder)
     file = read_model_file(folder)
+    computing = encoder_precision(precision, file.model, device)
     method = method_of(file, folder, trust)
     check_weights(folder, file, method)
     model = build(file.model, method, seed=0)
@@ -134,6 +136,7 @@ def open_model(
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
     if dtype not in kinds:
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(kinds)}.")
+    model.precision = computing
     return model.to(device=device, dtype=kinds[dtype]), Tokenizer.load(folder), method
 
 

@@ -61,7 +61,7 @@ def embed(
     name: str = "teacher",
     extra_captions: tuple[str, ...] = (),
     batch: int = 64,
-    workers: int = 0,
+    workers: int | Literal["auto"] = "auto",
     device: str = "auto",
     precision: Literal["fp32", "bf16"] = "fp32",
     dtype: Literal["fp16", "fp32"] = "fp16",
@@ -78,9 +78,9 @@ def embed(
         name: of the features, where one run takes several side tables.
         extra_captions: parquet tables (key, captions) whose captions are embedded too.
         batch: pictures at a time.
-        workers: loader processes.
+        workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
         device: auto, cpu, cuda, cuda:N.
-        precision: of the computation.
+        precision: of the computation, and part of the feature store: fp32 unless given, on every device.
         dtype: of the features in the table.
         trust: whose code a model folder may run.
     """
@@ -96,9 +96,9 @@ def caption(
     out: Path,
     options: Annotated[GenerationOptions, arg(name="")] = GENERATE,
     batch: int = 16,
-    workers: int = 0,
+    workers: int | Literal["auto"] = "auto",
     device: str = "auto",
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
     model_method: str | None = None,
     trust_code: bool = False,
 ) -> None:
@@ -113,9 +113,9 @@ def caption(
             on after an interruption.
         options: how captions are found.
         batch: pictures at a time.
-        workers: loader processes.
+        workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
         device: auto, cpu, cuda, cuda:N.
-        precision: of the computation.
+        precision: auto: that of the table that resumes, else bf16 on CUDA for model folders larger than size tiny.
         model_method: of the model, in place of what its config.json names; may be your own module:preset.
         trust_code: import the module that config.json names; for models of people you trust.
     """

@@ -43,8 +43,9 @@ def evaluate(
     json: Path | None = None,
     html: Path | None = None,
     batch: int = 256,
-    workers: int = 0,
+    workers: int | Literal["auto"] = "auto",
     device: str = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
     trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
     """Evaluate a model: kiloword eval runs/first/model retrieval --data scenes:test
@@ -79,8 +80,10 @@ def evaluate(
         json: also write the numbers to this file.
         html: zeroshot, caption, reconstruction, spectrum, hierarchy, uncertainty: write a page with the plots.
         batch: pictures at a time.
-        workers: loader processes.
+        workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
         device: auto, cpu, cuda, cuda:N.
+        precision: of encoders and decoders; auto: bf16 on CUDA where the model is larger than size tiny, else fp32.
+            Features, scores and probes are fp32.
         trust: whose code model folders may run; --method is MODEL's, and of --with where it is the same.
     """
     from kiloword.evaluation.command import main as run
@@ -95,5 +98,5 @@ def evaluate(
     options |= {"prompts": prompts, "prompt_options": None if prompt_options == PROMPTS else prompt_options}
     options |= {"train": train, "val": val, "cache": cache, "probe": None if probe == PROBE else probe}
     options |= {"generate": None if generate == GENERATE else generate, "judge": None if judge == JUDGE else judge}
-    options |= {"vqa": None if vqa == VQA else vqa, "batch": batch, "workers": workers}
-    run([model, *with_], task, data, json, html, device, trust, **options)
+    options |= {"vqa": None if vqa == VQA else vqa, "batch": batch}
+    run([model, *with_], task, data, json, html, device, trust, precision, workers, **options)

@@ -20,6 +20,7 @@ def score(
     explain_what: tuple[Literal["maps", "words", "gradcam", "masks", "reconstruction"], ...] = (),
     maps: Literal["last", "rollout"] = "last",
     device: str = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
     trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
     """Score pictures against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
@@ -37,13 +38,18 @@ def score(
             text hides) and reconstruction (hidden patches as the image decoder paints them).
         maps: with explain, attention of the image tower's last block, or rolled out over all blocks.
         device: auto, cpu, cuda, cuda:N.
+        precision: of the encoders; auto: bf16 on CUDA where the model is larger than size tiny, else fp32. Features and
+            scores are fp32.
         trust: whose code the model folder may run.
     """
     from kiloword.api import load
+    from kiloword.by_device import announce, reason_of
 
     images = _files(images)
     _check(texts)
-    matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code)
+    matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
+    made = matcher.model
+    announce(str(made.mean.device), made.precision, reason_of(precision, made.config))
     for n, (tokens, read) in matcher.tokenizer.cut(texts, matcher.model.config.text).items():
         warn(f"text {n + 1} ({texts[n][:60]!r}) is cut: it has {tokens} tokens, of which the model reads {read}")
     _print(images, texts, matcher.score(list(images), list(texts)).tolist())

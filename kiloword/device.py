@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kiloword import launch
 from kiloword.types import Batch
+
+Precision = Callable[[], AbstractContextManager[object]]
 
 
 def choose(asked: str) -> str:
@@ -39,6 +42,11 @@ def choose(asked: str) -> str:
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def precision_of(name: str, device: str) -> Precision:
+    """The context that towers compute in: autocast for "bf16", nothing else for others. Args: device, its type."""
+    return partial(torch.autocast, device, torch.bfloat16) if name == "bf16" else nullcontext
 
 
 def on_device(batches: Iterator[Batch], device: torch.device, pieces: int) -> Iterator[tuple[Batch, list[Batch]]]:

@@ -12,6 +12,7 @@ from typing import Literal, TextIO
 import numpy as np
 import torch
 
+from kiloword.by_device import announce, image_bytes, workers_of
 from kiloword.data import keyed
 from kiloword.data.mixture import Mixture, mix
 from kiloword.data.reading import EvalBatch, eval_batches
@@ -39,7 +40,7 @@ def main(
     name: str = "teacher",
     extra_captions: Sequence[str] = (),
     batch: int = 64,
-    workers: int = 0,
+    workers: int | Literal["auto"] = "auto",
     device: str = "auto",
     precision: Literal["fp32", "bf16"] = "fp32",
     dtype: Literal["fp16", "fp32"] = "fp16",
@@ -47,11 +48,15 @@ def main(
 ) -> None:
     """What the command line calls; prints. Ranks that torchrun started share the rows.
 
+    The precision is part of the feature store's identity. It does not depend on the device, so that any can resume.
+
     Errors: see `open_teacher`, `open_data` and `embed`.
     """
     device = choose(device)
     with together(device):
         teacher = open_teacher(model, device, precision, trust)
+        workers = workers_of(workers, device, image_bytes(batch, teacher.size))
+        announce(device, precision, "on every device, unless given", workers)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
         file = _file(teacher, source, model, name, precision, dtype, PART)
         table = _embed(teacher, source, out, file, batch, workers, Report(sys.stderr))

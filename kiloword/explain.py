@@ -101,7 +101,7 @@ def attentions(tower: ImageTower, last_only: bool) -> Iterator[list[Tensor]]:
 
     def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(module, SelfAttention)
-        seen.append(probabilities(module, inputs[0]).mean(1))
+        seen.append(at_least_float(probabilities(module, inputs[0]).mean(1)))
 
     every = [block.get_submodule("attention") for block in tower.blocks]
     handles = [attention.register_forward_pre_hook(look) for attention in (every[-1:] if last_only else every)]

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kiloword.device import precision_of
 from kiloword.draw import key
 from kiloword.heads import Head
-from kiloword.recipes import ModelConfig
+from kiloword.pools import at_least_float
+from kiloword.recipes import EncoderPrecision, ModelConfig
 from kiloword.towers.blocks import Init
 from kiloword.towers.image import ImageTower
 from kiloword.towers.text import TextTower
@@ -28,6 +30,8 @@ class Model(nn.Module):
 
     Args: more: further towers that a method asks for (decoders); saved and sharded like the two. bare: the two get no
     storage.
+    Attributes: precision: that towers compute in, "fp32" (the weights' own type) or "bf16" (autocast, what comes out is
+    fp32 again); training leaves it, and has autocast around the whole step.
     """
 
     mean: Tensor
@@ -38,6 +42,7 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.precision: EncoderPrecision = "fp32"
         with _storage(bare):
             self.image_tower = ImageTower(config.image)
             self.text_tower = TextTower(config.text)
@@ -60,12 +65,15 @@ class Model(nn.Module):
     ) -> tuple[Tensor, Features]:
         """Tokens [I, E + P, W] and features of uint8 pictures; `keep` and `masked` as in `ImageTower`."""
         tokens = self.image_tokens(images, keep, masked)
-        return tokens, self.head.image(tokens)
+        with self.computing():
+            features = self.head.image(tokens)
+        return tokens, {name: self._out(value) for name, value in features.items()}
 
     def image_tokens(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
         """Tokens [I, E + P, W] of uint8 pictures; `keep` and `masked` as in `ImageTower`."""
-        tokens: Tensor = self.image_tower(self.normalise(images), keep, masked)
-        return tokens
+        with self.computing():
+            tokens: Tensor = self.image_tower(self.normalise(images), keep, masked)
+        return self._out(tokens)
 
     def memory(self, image_tokens: Tensor) -> Tensor:
         """What a decoder sees of pictures: all tokens [I, E + P, W], or the pooling's own [I, Q, W], where it has."""
@@ -74,8 +82,17 @@ class Model(nn.Module):
 
     def encode_text(self, texts: Texts) -> tuple[Tensor, Features]:
         """Packed tokens [S, W] and features of texts."""
-        tokens = self.text_tower(texts)
-        return tokens, self.head.text(tokens, texts)
+        with self.computing():
+            tokens = self.text_tower(texts)
+            features = self.head.text(tokens, texts)
+        return self._out(tokens), {name: self._out(value) for name, value in features.items()}
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Inside, towers and decoders that are called themselves compute in `precision` too, and may put out bf16."""
+        return precision_of(self.precision, self.mean.device.type)()
+
+    def _out(self, x: Tensor) -> Tensor:
+        return at_least_float(x) if self.precision == "bf16" else x
 
     def score(self, images: Features, texts: Features) -> Tensor:
         """[I, T], computed in blocks of the head's choice: higher is a better match."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Precision = Literal["auto", "fp64", "fp32", "bf16"]
+EncoderPrecision = Literal["fp32", "bf16"]  # of a model that is used, not trained
 Matmul = Literal["auto", "highest", "high", "medium"]
 LARGEST = 1 << 26  # bytes of a file of settings
 OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers that we train

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from kiloword import cuda_graphs, parallel, peers
-from kiloword.accumulate import backward, precision_of
+from kiloword.accumulate import backward
 from kiloword.by_device import products
-from kiloword.device import choose, cores, on_device
+from kiloword.device import choose, cores, on_device, precision_of
 from kiloword.guard import Guard
 from kiloword.meter import Meter
 from kiloword.options import Options as Options

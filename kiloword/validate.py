@@ -9,11 +9,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kiloword import parallel
-from kiloword.accumulate import precision_of
 from kiloword.data.questions import question_of
 from kiloword.data.reading import name_of, read
 from kiloword.data.tokenizer import Tokenizer
 from kiloword.data.transforms import EvalTransform
+from kiloword.device import precision_of
 from kiloword.log import read_metrics
 from kiloword.methods import preset
 from kiloword.model import build

@@ -24,7 +24,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from kiloword.accumulate import backward, precision_of
+from kiloword.accumulate import backward
+from kiloword.device import precision_of
 from kiloword.guard import is_bad
 from kiloword.learner import learner_of
 from kiloword.method import Method

@@ -101,7 +101,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "for each of the 2 texts": lambda: check_pairs(FEATURES, FEATURES, torch.arange(1)),
     "--prompts.coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
     "plain asks no questions": lambda: _counted(Plain(), 5),
-    "precision is 'fp16': expected fp32 or bf16": lambda: open_captioner("model", precision="fp16"),
+    "precision is 'fp16': expected auto, fp32 or bf16": lambda: open_captioner("model", precision="fp16"),
     "a batch of 0 pictures; expected at least 1": lambda: write_captions(
         describer("coca"), Plain(), "none", GenerationOptions(), batch=0
     ),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kiloword import parallel, recipes
-from kiloword.accumulate import precision_of
 from kiloword.checkpoint import check_finite, check_fit, not_finite
+from kiloword.device import precision_of
 from kiloword.files import write_json
 from kiloword.methods import preset
 from kiloword.prepare import _order, _sides, micro_batches

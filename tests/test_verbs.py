@@ -29,20 +29,20 @@ SHORTEST: list[Words] = [
         "eval m zeroshot --data d",
         "kiloword.evaluation.command:main",
         {"models": ["m"], "task": "zeroshot", "data": "d", "json": None, "html": None, "device": "auto"}
-        | {"trust": NONE, "batch": 256, "workers": 0}
+        | {"trust": NONE, "batch": 256, "workers": "auto", "precision": "auto"}
         | dict.fromkeys(("shortlist", "of", "samples", "prompts", "train", "val", "cache", "probe", "generate", "vqa")),
     ),
     (
         "embed m --data d --out o",
         "kiloword.embed:main",
-        {"model": "m", "data": ("d",), "out": OUT, "name": "teacher", "extra_captions": (), "batch": 64, "workers": 0}
-        | {"device": "auto", "precision": "fp32", "dtype": "fp16", "trust": NONE},
+        {"model": "m", "data": ("d",), "out": OUT, "name": "teacher", "extra_captions": (), "batch": 64}
+        | {"workers": "auto", "device": "auto", "precision": "fp32", "dtype": "fp16", "trust": NONE},
     ),
     (
         "caption m --data d --out o",
         "kiloword.generation.command:main",
-        {"model": "m", "data": ("d",), "out": OUT, "options": GenerationOptions(), "batch": 16, "workers": 0}
-        | {"device": "auto", "precision": "fp32", "trust": Trust()},
+        {"model": "m", "data": ("d",), "out": OUT, "options": GenerationOptions(), "batch": 16, "workers": "auto"}
+        | {"device": "auto", "precision": "auto", "trust": Trust()},
     ),
     ("mine d --side s --out o", "kiloword.mining:main", {"sources": ("d",), "options": MineOptions()}),
     ("data stats d", "kiloword.data.inspect:main", {"what": "stats", "src": "d", "png": None, "digest": False}),
@@ -64,8 +64,9 @@ EVERY_FLAG: list[Words] = [
     ),
     (
         "eval m retrieval --data d --with a b --shortlist 5 --json j --html h --batch 3 --workers 2 --device cuda:1 "
-        "--method clip --trust-code --of vec --samples 9 --includes h --prompts filter --prompts.coeff 2 "
-        "--train t --val v --cache c --probe.shots 4 --generate.beams 7 --judge.limit 8 --vqa.beams 2",
+        "--precision bf16 --method clip --trust-code --of vec --samples 9 --includes h --prompts filter "
+        "--prompts.coeff 2 --train t --val v --cache c --probe.shots 4 --generate.beams 7 --judge.limit 8 "
+        "--vqa.beams 2",
         "kiloword.evaluation.command:main",
         {"models": ["m", "a", "b"], "task": "retrieval", "data": "d", "json": Path("j"), "html": Path("h")}
         | {
@@ -73,6 +74,7 @@ EVERY_FLAG: list[Words] = [
             "batch": 3,
             "workers": 2,
             "device": "cuda:1",
+            "precision": "bf16",
             "trust": Trust(method="clip", trust_code=True),
             "of": "vec",
         }

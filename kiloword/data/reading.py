@@ -149,6 +149,7 @@ def eval_batches(
     ahead = ahead_of(source, partial(_rows_of, source, batches), batch, len(batches))
     if ahead is not None:
         make = partial(_with_ahead, ahead, make)
+    workers = min(workers, len(batches))
     return in_order(make, range(len(batches)), workers, apart=getattr(source, "from_files", False))
 
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kiloword import evaluation
 from kiloword.terminal import say, warn
 from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped
 
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
 Found = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a model is opened and fed."""
+
+    device: str
+    precision: str
+    workers: int | Literal["auto"]
+    trust: Trust
 
 
 def main(
@@ -24,13 +38,16 @@ def main(
     html: Path | None = None,
     device: str = "auto",
     trust: Trust = NONE,
+    precision: str = "auto",
+    workers: int | Literal["auto"] = "auto",
     **options: Any,
 ) -> None:
     """Evaluate, print, and write what is asked for; ranks that torchrun started share the work.
 
     Args: models: their folders, or what the task takes in place of one (a table of captions); json: of one model its
     values by name, of several `{model: values}`; html: a page, where the task has one; options of the task's `run`,
-    None: its own default; trust: of the first model, whose method the others may have too.
+    None: its own default; trust: of the first model, whose method the others may have too; precision: of encoders, as
+    `by_device.encoder_precision`; workers: as `by_device.workers_of`.
     """
     from kiloword.device import choose
     from kiloword.evaluation.progress import showing_progress
@@ -43,7 +60,7 @@ def main(
         raise ValueError(f"the task {task} has no page to write: leave --html away, or use --json.")
     device = choose(device)
     with together(device), showing_progress():
-        _main(models, task, data, json, html, device, trust, given)
+        _main(models, task, data, json, html, How(device, precision, workers, trust), given)
 
 
 def _main(
@@ -52,8 +69,7 @@ def _main(
     data: str,
     json: Path | None,
     html: Path | None,
-    device: str,
-    trust: Trust,
+    how: How,
     given: dict[str, Any],
 ) -> None:
     from kiloword.files import write_json
@@ -66,10 +82,11 @@ def _main(
     for name, folder in zip(labels(models), models, strict=True):
         more = {"shown": shown.setdefault(name, {})} if page is not None and _shows(task) else {}
         try:
-            found[name] = _judged(folder, task, data, device, trust, {**given, **more})
+            found[name] = _judged(folder, task, data, how, {**given, **more})
         except ValueError as error:
             raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
-        trust = Trust(named=trust.method or trust.named, trust_code=trust.trust_code)
+        named = how.trust.method or how.trust.named
+        how = replace(how, trust=Trust(named=named, trust_code=how.trust.trust_code))
     if not is_first():
         return
     _print(task, found)
@@ -79,21 +96,33 @@ def _main(
         write(html, page(found, data, shown) if _shows(task) else page(found, data))
 
 
-def _judged(folder: str, task: str, data: str, device: str, trust: Trust, options: dict[str, Any]) -> Found:
+def _judged(folder: str, task: str, data: str, how: How, options: dict[str, Any]) -> Found:
     """The values of one model; rows that are left out are named on stderr."""
-    from kiloword.api import Matcher
-    from kiloword.checkpoint import open_model
     from kiloword.data.sources import open_source
 
     instead = getattr(import_module(evaluation.TASKS[task]), "instead", None)
     stands = instead(folder) if instead is not None else None
-    matcher = Matcher(*open_model(folder, device, trust=trust)) if stands is None else None
+    matcher, feeding = _opened(folder, how, options) if stands is None else (None, stands)
     skipped: list[Skipped] = []
     source = open_source(data, size=None if matcher is None else matcher.model.config.image.size)
-    found = evaluation.evaluate(matcher, task, source, skipped=skipped, **{**options, **(stands or {})})
+    found = evaluation.evaluate(matcher, task, source, skipped=skipped, **{**options, **feeding})
     for one in skipped:
         warn(f"skipped {one.key}: {one.reason}")
     return found
+
+
+def _opened(folder: str, how: How, options: Mapping[str, Any]) -> tuple[Matcher, dict[str, int]]:
+    """A model, and the workers that read for it."""
+    from kiloword.api import Matcher
+    from kiloword.by_device import announce, image_bytes, reason_of, workers_of
+    from kiloword.checkpoint import open_model
+    from kiloword.evaluation.features import IMAGES
+
+    matcher = Matcher(*open_model(folder, how.device, trust=how.trust, precision=how.precision))
+    config = matcher.model.config
+    workers = workers_of(how.workers, how.device, image_bytes(options.get("batch", IMAGES), config.image.size))
+    announce(how.device, matcher.model.precision, reason_of(how.precision, config), workers)
+    return matcher, {"workers": workers}
 
 
 def _shows(task: str) -> bool:

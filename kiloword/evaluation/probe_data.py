@@ -43,7 +43,7 @@ class Split:
 def split(matcher: Matcher, source: Source, batch: int, workers: int, cache: Path | None) -> Split:
     """Features of a source, un-augmented; from the file in `cache` where there is one, else they are left there.
 
-    The file is known by the weights, the data's fingerprint and the size of pictures.
+    The file is known by the weights, their precision, the data's fingerprint and the size of pictures.
     """
     if cache is None:
         return encoded(matcher, source, batch, workers)
@@ -115,6 +115,7 @@ def _name(model: Model, source: Source) -> str:
     digest = hashlib.blake2b(digest_size=16)
     parts = (FORMAT, model.config, source.fingerprint, len(source))
     digest.update(repr(parts).encode())
+    digest.update(model.precision.encode() if model.precision != "fp32" else b"")
     for name, value in model.state_dict().items():
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -64,7 +64,7 @@ class Answerer:
 
     def memory(self, images: Tensor, questions: Sequence[str]) -> Memory:
         """What the decoder sees of I questions about I pictures: uint8 [I, 3, H, W]."""
-        with inference(self.model):
+        with inference(self.model), self.model.computing():
             texts = self.tokenizer.encode(list(questions), self.model.config.text).to(self._device)
             return fused(self.model, texts, self.model.image_tokens(images.to(self._device)))
 
@@ -78,7 +78,7 @@ class Answerer:
 
     def rank(self, memory: Memory, listed: AnswerList, length_penalty: float = 0.0) -> list[str]:
         """The likeliest answer of a list to each question, every one tried; as `GenerationOptions.length_penalty`."""
-        with inference(self.model):
+        with inference(self.model), self.model.computing():
             scores = self.log_likelihoods(memory, listed.texts)
         lengths = torch.tensor([len(ids) for ids in listed.by_ids], device=scores.device)
         best = (scores / lengths**length_penalty).argmax(1).tolist()

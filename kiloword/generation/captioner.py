@@ -65,7 +65,7 @@ class Captioner:
     def memory(self, images: Tensor) -> Memory:
         """What the decoder sees of pictures: uint8 [I, 3, H, W]. Raises: ValueError where it sees questions."""
         decoder = writer(self.model)
-        with inference(self.model):
+        with inference(self.model), self.model.computing():
             tokens = self.model.image_tokens(images.to(self._device))
             return Memory(decoder.remember(self.model.memory(tokens)))
 
@@ -116,7 +116,7 @@ class Captioner:
 
     def _search(self, memory: Memory, options: GenerationOptions, rules: Rules, seeds: Tensor | None) -> Found:
         kind = ModelDecoding if self.cache else WholeDecoding
-        with inference(self.model):
+        with inference(self.model), self.model.computing():
             found = search(kind(self.model, memory), len(memory), rules, options, seeds)
         if not bool(torch.isfinite(found.score[:, 0]).all()):
             raise ValueError("the text decoder gives no finite probabilities: its weights are damaged, or diverged.")

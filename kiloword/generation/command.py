@@ -6,13 +6,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Literal
 
+from kiloword.by_device import announce, image_bytes, workers_of
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources import open_data
 from kiloword.device import choose
 from kiloword.embed import Report, every_row
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.table import CaptionFile, CaptionWriter, Rows, columns, content_of, parts_of, what_is_there
+from kiloword.generation.table import (
+    CaptionFile,
+    CaptionWriter,
+    Rows,
+    columns,
+    content_of,
+    made_of,
+    parts_of,
+    what_is_there,
+)
 from kiloword.interop.captioners import Describer, open_captioner
 from kiloword.lock import Lock
 from kiloword.recipes import DataConfig
@@ -31,12 +42,14 @@ def main(
     out: Path,
     options: GenerationOptions,
     batch: int = 16,
-    workers: int = 0,
+    workers: int | Literal["auto"] = "auto",
     device: str = "auto",
-    precision: str = "fp32",
+    precision: str = "auto",
     trust: Trust = NONE,
 ) -> None:
     """What the command line calls; prints. Ranks that torchrun started share the rows.
+
+    A table that resumes keeps its precision with "auto", whatever the device.
 
     Errors: see `open_captioner`, `open_data` and `write_captions`.
     """
@@ -44,11 +57,18 @@ def main(
     if out.suffix.lower() in _OTHERS:
         raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
     device = choose(device)
+    reason, begun = "as given", None
+    if precision == "auto":
+        begun = made_of(out)
+        reason = "by model and device" if begun is None else "as the table began"
     with together(device):
-        describer = open_captioner(model, device, precision, trust)
+        describer = open_captioner(model, device, precision if begun is None else begun.precision, trust)
         describer.check(options)
+        room = image_bytes(4 * batch, describer.transform.size)  # transformers' own are of floats
+        workers = workers_of(workers, device, room)
+        announce(device, describer.precision, reason, workers)
         source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)
-        file = _file(describer, source, options, model, precision, PART)
+        file = _file(describer, source, options, model, describer.precision, PART)
         made = _write(describer, source, out, file, batch, workers, Report(sys.stderr))
         if made is not None:
             pictures, captions = made

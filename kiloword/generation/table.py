@@ -196,18 +196,20 @@ def what_is_there(out: Path, file: CaptionFile) -> CaptionFile | None:
 
     Raises: ValueError when there is something else, or captions of another model, of other data or by other options.
     """
-    if out.exists():
-        there = _file_of(out)
-        _check_same(out, there, file)
-        return there
-    folder = parts_of(out)
-    if (folder / FILE).is_file():
-        there = read_config(folder / FILE, CaptionFile)
-        _check_same(folder, there, file)
-        return there
-    if is_taken(folder):
+    there, folder = made_of(out), parts_of(out)
+    if there is not None:
+        _check_same(out if out.exists() else folder, there, file)
+    elif is_taken(folder):
         raise ValueError(f"{folder} exists and holds no captions: choose another --out, or remove it.")
-    return None
+    return there
+
+
+def made_of(out: Path) -> CaptionFile | None:
+    """What the captions at a path, finished or not, were made of. Raises: ValueError when there is something else."""
+    if out.exists():
+        return _file_of(out)
+    begun = parts_of(out) / FILE
+    return read_config(begun, CaptionFile) if begun.is_file() else None
 
 
 def _file_of(path: Path) -> CaptionFile:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kiloword.checkpoint import check_finite, load_model
+from kiloword.checkpoint import check_finite, open_model
 from kiloword.data.decode import Pixels, decode
 from kiloword.data.reading import Transform
 from kiloword.data.transforms import EvalTransform
@@ -34,6 +34,7 @@ class Describer(Protocol):
     """What describes pictures."""
 
     fingerprint: str  # changes when the weights change
+    precision: str  # that it computes in, "fp32" or "bf16"
 
     @property
     def transform(self) -> Transform:
@@ -53,18 +54,20 @@ def open_captioner(name: str, device: str = "auto", precision: str = "fp32", tru
     """The captioner that `name` names; nothing is downloaded.
 
     Args: name: a model folder of ours, or `hf:FOLDER` with an image-to-text model as transformers saves it; precision
-    that it computes in, "fp32" or "bf16"; trust: whose code a model of ours may run.
+    that it computes in: "fp32", "bf16" (ours by autocast, logits in fp32) or "auto" (bf16 on CUDA for ours that are
+    larger than size tiny); trust: whose code a model of ours may run.
     Errors: ValueError when something is missing, damaged or unknown, or the model cannot write.
     """
-    if precision not in _KINDS:
-        raise ValueError(f"precision is {precision!r}: expected {' or '.join(_KINDS)}.")
+    if precision not in ("auto", *_KINDS):
+        raise ValueError(f"precision is {precision!r}: expected auto, {' or '.join(_KINDS)}.")
     device = choose(device)
     kind, _, rest = name.partition(":")
     if kind == "hf":
-        return Transformers(Path(rest).expanduser(), device, precision)
+        return Transformers(Path(rest).expanduser(), device, "fp32" if precision == "auto" else precision)
     folder = Path(name).expanduser()
-    captioner = Captioner(*load_model(folder, device, precision, trust))
-    return Ours(captioner, digest([folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]))
+    model, tokenizer, _ = open_model(folder, device, trust=trust, precision=precision)
+    files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
+    return Ours(Captioner(model, tokenizer), digest(files))
 
 
 class Ours:
@@ -72,6 +75,7 @@ class Ours:
 
     def __init__(self, captioner: Captioner, fingerprint: str) -> None:
         self.captioner, self.fingerprint = captioner, fingerprint
+        self.precision: str = captioner.model.precision
 
     @property
     def transform(self) -> Transform:
@@ -96,6 +100,7 @@ class Transformers:
 
     def __init__(self, folder: Path, device: str, precision: str) -> None:
         files = _files(folder)
+        self.precision = precision
         torchvision_ready()
         try:
             from transformers import (  # type: ignore[import-not-found, unused-ignore]

@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from kiloword import recipes
-from kiloword.accumulate import backward, precision_of
+from kiloword.accumulate import backward
 from kiloword.activations import recompute
+from kiloword.device import precision_of
 from kiloword.learner import Learner, learner_of
 from kiloword.method import Method
 from kiloword.model import build

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from kiloword import recipes
-from kiloword.accumulate import precision_of
 from kiloword.activations import recompute
+from kiloword.device import precision_of
 from kiloword.learner import Learner, learner_of
 from kiloword.model import Model
 from kiloword.planning import memory
