@@ -20,10 +20,11 @@ def main() -> None:
     parser.add_argument("--size", default="b32")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--optim", default="muon")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches")
     args = parser.parse_args()
     print("| preset | passes | optimizer | casts | waits |\n|---|---|---|---|---|")
     for name in args.presets:
-        made = step(name, args.precision, 1, args.optim, {}, args.size, steps=2)
+        made = step(name, args.precision, args.micro, args.optim, {}, args.size, steps=2)
         rest = sum(made.watch.kernels.values()) - made.passes
         print(
             f"| {name} | {made.passes} | {rest} | {made.watch.casts} | {sum(made.watch.waits.values())} |", flush=True

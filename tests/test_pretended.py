@@ -18,7 +18,7 @@ WAITS: dict[str, dict[str, int]] = {  # of the host for the device, a micro-batc
 }
 MIXED = ("siglip+caption", "llip+compose")
 SETTINGS: dict[str, dict[str, Any]] = {"prolip, words dropped": {"hide_words": "drop"}}
-ROUNDS = [("fp32", 1, "adamw"), ("bf16", 1, "muon"), ("bf16", 2, "adamw")]
+ROUNDS = [("fp32", 1, "adamw"), ("bf16", 1, "muon"), ("bf16", 2, "adamw"), ("fp32", 2, "muon")]
 
 
 @pytest.mark.parametrize(
