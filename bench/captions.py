@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from step import Given, Side, given, side
 from step import step as timed
 
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.training.learner import Learner
 from kiloword.types import Texts
 
 

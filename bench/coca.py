@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from prolip import in_turns, ratio
 from step import Given, Side, cast, given, memory, side
 
-from kiloword.draw import key
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import import_state, place
 from kiloword.interop.open_clip_coca import parts
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import Model, build
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.randomness import key
+from kiloword.training.learner import Learner
 from kiloword.types import Texts
 
 NAMES = {"b32": "coca_ViT-B-32", "l14": "coca_ViT-L-14"}

@@ -33,17 +33,18 @@ import torch
 from kill import TIMED
 from PIL import Image
 
-import kiloword.embed
+import kiloword.features.extract
 import kiloword.generation.command
-from kiloword import cli, recipes
-from kiloword.checkpoint import save_model
-from kiloword.data.tokenizer import Tokenizer, clip_tokenizer
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli import main as cli
+from kiloword.config import recipes
+from kiloword.config.recipes import ModelFile
+from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer
 from kiloword.interop import folder as imports
 from kiloword.interop.open_clip import Imported, Report
-from kiloword.log import read_metrics
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelFile
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.log import read_metrics
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 AUDITED = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
@@ -284,7 +285,7 @@ def main() -> None:
     parser.add_argument("--offset", type=int, default=1, help="the first point")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    kiloword.embed.PART = kiloword.generation.command.PART = 6  # rows a part: two of them
+    kiloword.features.extract.PART = kiloword.generation.command.PART = 6  # rows a part: two of them
     if "import" in (args.verbs or ["import"]):
         words = clip_tokenizer()  # once for all forks: it takes as long as all the rest
         imports.tokenizer = lambda config, weights: words

@@ -28,11 +28,11 @@ from PIL import Image
 from PIL import __version__ as pillow_version
 from torch import Tensor
 
-from kiloword.data.decode import check_decoder
-from kiloword.data.shards import Shards
-from kiloword.data.transforms import TrainTransform, random_box
-from kiloword.draw import Draw
-from kiloword.recipes import AugmentConfig
+from kiloword.config.recipes import AugmentConfig
+from kiloword.data.images.augmentation import TrainTransform, random_box
+from kiloword.data.images.decode import check_decoder
+from kiloword.data.tars.shards import Shards
+from kiloword.randomness import Draw
 
 SIZE = 224
 AUGMENT = AugmentConfig(crop=0.4)

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from engines import share
 from torch import Tensor
 
-from kiloword import activations, cuda_graphs
-from kiloword.accumulate import backward
-from kiloword.device import precision_of
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.distributed import activations, cuda_graphs
+from kiloword.distributed.device import precision_of
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
 from kiloword.types import Batch
 
 LIMIT = 1e-3  # of 1 - cosine

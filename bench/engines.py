@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from kiloword import activations, engine, launch, parallel
-from kiloword.accumulate import backward
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.optim import Optimizer
-from kiloword.planning import allocated
-from kiloword.recipes import OptimConfig, sizes
+from bench import plan_allocated
+from kiloword.config.recipes import OptimConfig, sizes
+from kiloword.distributed import activations, collectives, engine, launch
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Texts
 
 LENGTHS = (9, 14, 21, 12, 17)  # tokens of captions, in turn
@@ -69,12 +69,12 @@ class Steps:
     def kept(self) -> int:
         """Bytes that the forward pass of a micro-batch allocates and leaves for the backward pass, on a CPU."""
         micro = self.batch.split(self.micro)[0]
-        return allocated.kept(lambda: self.learner.encode(micro))
+        return plan_allocated.kept(lambda: self.learner.encode(micro))
 
 
 def share(args: argparse.Namespace, learner: Learner) -> Batch:
     """This rank's pictures and captions."""
-    size, n, first = learner.model.config.image.size, args.batch, parallel.rank() * args.batch
+    size, n, first = learner.model.config.image.size, args.batch, collectives.rank() * args.batch
     generator = torch.Generator().manual_seed(first)
     ids = [torch.randint(10, 400, (LENGTHS[i % len(LENGTHS)],), generator=generator).tolist() for i in range(n)]
     return Batch(
@@ -90,7 +90,7 @@ def share(args: argparse.Namespace, learner: Learner) -> Batch:
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-    parallel.wait()
+    collectives.wait()
 
 
 def rate_of_ranks(args: argparse.Namespace, ranks: int, way: str) -> float:
@@ -105,7 +105,7 @@ def _process(rank: int, ranks: int, port: int, args: argparse.Namespace, way: st
     torch.set_num_threads(1)
     if way in ("ddp", "fsdp"):
         os.environ |= launch.announced(rank, ranks, port)
-    with parallel.process_group(timeout_s=900):
+    with collectives.process_group(timeout_s=900):
         found.put(Steps(args, way).seconds())
 
 
@@ -142,14 +142,14 @@ def of_memory(args: argparse.Namespace) -> dict[str, Any]:
 
 def of_this_group(args: argparse.Namespace) -> dict[str, Any]:
     """Under torchrun: each engine on all ranks."""
-    with parallel.process_group(args.device, 900):
+    with collectives.process_group(args.device, 900):
         rates = {}
         for way in ("ddp", "fsdp"):
             for kept in ("none", "selective", "whole"):
                 steps = Steps(args, way, kept)
-                rates[f"{way}, {kept}"] = args.batch * parallel.ranks() / steps.seconds()
+                rates[f"{way}, {kept}"] = args.batch * collectives.ranks() / steps.seconds()
                 del steps
-        return {"ranks": parallel.ranks(), "pairs/s": rates}
+        return {"ranks": collectives.ranks(), "pairs/s": rates}
 
 
 def main() -> None:

@@ -18,13 +18,13 @@ from dataclasses import replace
 
 import torch
 
+from kiloword.config.recipes import sizes
 from kiloword.generation.decoding import Memory, ModelDecoding, WholeDecoding, text_decoder
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import Found, Rules
 from kiloword.generation.search import search
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import sizes
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
 
 Write = Callable[[], Found]
 

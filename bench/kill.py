@@ -32,9 +32,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from safetensors.torch import load_file
 
-from kiloword import cli, launch, train  # noqa: F401 (train is loaded once, for all forks)
-from kiloword.log import read_metrics
-from kiloword.state.folder import newest, states
+from kiloword.checkpoint.states import newest, states
+from kiloword.cli import main as cli
+from kiloword.distributed import launch
+from kiloword.training import loop  # noqa: F401 (train is loaded once, for all forks)
+from kiloword.training.log import read_metrics
 
 TIMED = ("pairs_per_s", "loader_pairs_per_s", "data_wait", "slowest_data_wait", "memory", "save_s", "time", "restarts")
 PATIENCE_S = 600.0  # for one run on a loaded machine

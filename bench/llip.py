@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.contextual import Contextual, Mixture, tokens
-from kiloword.heads import Head
-from kiloword.losses import Blocks, sigmoid_loss
-from kiloword.method import annotated
-from kiloword.mixing import Sizes, choose
-from kiloword.model import initialise
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.losses.pairs import Blocks, sigmoid_loss
+from kiloword.methods.llip.pooling import Contextual, Mixture, tokens
+from kiloword.methods.llip.scores import Sizes, choose
+from kiloword.methods.method import annotated
+from kiloword.model.heads import Head
+from kiloword.model.model import initialise
 from kiloword.types import Features
 
 STORED = 8 << 30  # bytes: what the stored form may need before it is left out

@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.heads import Head
-from kiloword.losses import Blocks, sigmoid_loss, softmax_loss
-from kiloword.losses_many import Balanced, supcon_loss
-from kiloword.losses_matching import matching_loss
-from kiloword.method import PairLoss, annotated
-from kiloword.methods import preset
-from kiloword.model import initialise
-from kiloword.planning.allocated import peak
-from kiloword.recipes import sizes
+from bench.plan_allocated import peak
+from kiloword.config.recipes import sizes
+from kiloword.losses.many import Balanced, supcon_loss
+from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
+from kiloword.methods.method import PairLoss, annotated
+from kiloword.methods.pcmepp.matching import matching_loss
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Head
+from kiloword.model.model import initialise
 from kiloword.types import Features
 
 PRESETS = {"single": "siglip", "gaussian": "prolip", "contextual": "llip"}

@@ -28,12 +28,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 sys.path.insert(0, str(Path(__file__).parent))
 from step import LENGTHS, wait
 
-from kiloword.accumulate import backward
-from kiloword.inclusion import mask_words
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.methods.prolip.inclusion import mask_words
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts
 
 ARMS: dict[str, tuple[str, dict[str, float]]] = {

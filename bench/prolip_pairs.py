@@ -28,12 +28,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from prolip import in_turns, ratio
 
-from kiloword.heads import Head
-from kiloword.losses import Blocks, sigmoid_loss
-from kiloword.method import annotated
-from kiloword.methods import preset
-from kiloword.model import initialise
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.losses.pairs import Blocks, sigmoid_loss
+from kiloword.methods.method import annotated
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Head
+from kiloword.model.model import initialise
 from kiloword.types import Features
 
 Run = Callable[..., list[Tensor]]

@@ -21,12 +21,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from kiloword import recipes
-from kiloword.accumulate import backward
-from kiloword.device import precision_of
-from kiloword.options import Options
-from kiloword.prepare import Run, open_sources, prepare
-from kiloword.saving import Saver
+from kiloword.config import recipes
+from kiloword.config.options import Options
+from kiloword.distributed.device import precision_of
+from kiloword.training.accumulate import backward
+from kiloword.training.saving import Saver
+from kiloword.training.setup import Run, open_sources, prepare
 
 
 def ready(size: str, device: str, out: Path) -> Run:

@@ -11,9 +11,9 @@ import sys
 
 COMMANDS = {
     "import kiloword": "import kiloword",
-    "kiloword --help": "from kiloword.cli import main; main(['--help'])",
-    "kiloword train --help": "from kiloword.cli import main; main(['train', '--help'])",
-    "kiloword plan --help": "from kiloword.cli import main; main(['plan', '--help'])",
+    "kiloword --help": "from kiloword.cli.main import main; main(['--help'])",
+    "kiloword train --help": "from kiloword.cli.main import main; main(['train', '--help'])",
+    "kiloword plan --help": "from kiloword.cli.main import main; main(['plan', '--help'])",
 }
 
 

@@ -29,10 +29,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from PIL import Image
 
-from kiloword.data import digest, loader, sampler, sources, tokenizer
-from kiloword.data.index import open_index
+from kiloword.config.recipes import DataConfig, TextConfig
+from kiloword.data import loader, sampler
 from kiloword.data.reading import captions_of
-from kiloword.recipes import DataConfig, TextConfig
+from kiloword.data.sources import digest
+from kiloword.data.sources import open as sources
+from kiloword.data.tars.index import open_index
+from kiloword.data.text import tokenizer
 
 BATCH = 256
 

@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword import activations, cuda_graphs
+from kiloword.config.recipes import sizes
+from kiloword.distributed import activations, cuda_graphs
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import import_state, place
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import sizes
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts
 
 NAMES = {

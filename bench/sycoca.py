@@ -28,10 +28,10 @@ from prolip import Arm as Steps
 from prolip import in_turns, ratio
 from step import LENGTHS
 
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts
 
 DROP = {"mim_op": "drop"}

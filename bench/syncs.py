@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from kiloword.accumulate import backward
-from kiloword.device import precision_of
-from kiloword.learner import Learner
-from kiloword.methods import names, preset
-from kiloword.model import build
-from kiloword.optim import Optimizer
-from kiloword.planning.measure import batch_of
-from kiloword.recipes import OptimConfig, sizes
+from bench.plan_measure import batch_of
+from kiloword.config.recipes import OptimConfig, sizes
+from kiloword.distributed.device import precision_of
+from kiloword.methods.registry import names, preset
+from kiloword.model.model import build
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import Optimizer
 
 
 def waits(name: str, args: argparse.Namespace, micro: int, optimizer: str) -> dict[str, int]:

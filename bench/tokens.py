@@ -17,10 +17,10 @@ import time
 import numpy as np
 import torch
 
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelConfig, sizes
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts
 
 

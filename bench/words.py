@@ -26,11 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 sys.path.insert(0, str(Path(__file__).parent))
 from prolip import in_turns
 
-from kiloword.captioning import CHUNK, word_loss
-from kiloword.planning.peak import Alive
-from kiloword.recipes import sizes
-from kiloword.towers.attention import Packing
-from kiloword.towers.decoder import TextDecoder
+from bench.plan_peak import Alive
+from kiloword.config.recipes import sizes
+from kiloword.methods.coca.captioning import CHUNK, word_loss
+from kiloword.model.attention import Packing
+from kiloword.model.decoder import TextDecoder
 from kiloword.types import Texts
 
 WHOLE = 0  # all logits at once, by torch's cross-entropy

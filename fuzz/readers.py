@@ -28,23 +28,23 @@ from seeds import (
     tokenizer,
 )
 
-from kiloword.data import work
-from kiloword.data.captions import choose, drop_words
-from kiloword.data.decode import decode, picture_size
-from kiloword.data.extra_captions import CaptionTable
-from kiloword.data.index import open_index
-from kiloword.data.index_file import SUFFIX, Header, make_index, parse_index, write_index
+from kiloword.checkpoint.states import newest, write_numbers
+from kiloword.config.recipes import AugmentConfig, ModelFile, TextConfig, read_config
+from kiloword.data.images import work
+from kiloword.data.images.augmentation import EvalTransform, TrainTransform
+from kiloword.data.images.decode import decode, picture_size
 from kiloword.data.reading import read
-from kiloword.data.sample import make_record
-from kiloword.data.shards import Shards
-from kiloword.data.side import TableFile
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.data.transforms import EvalTransform, TrainTransform
-from kiloword.draw import Draw
-from kiloword.recipes import AugmentConfig, ModelFile, TextConfig, read_config
-from kiloword.run_folder import RunFile
-from kiloword.state.folder import newest, write_numbers
+from kiloword.data.sources.extra_captions import CaptionTable
+from kiloword.data.sources.open import open_source
+from kiloword.data.sources.sample import make_record
+from kiloword.data.tars.index import open_index
+from kiloword.data.tars.index_file import SUFFIX, Header, make_index, parse_index, write_index
+from kiloword.data.tars.shards import Shards
+from kiloword.data.text.captions import choose, drop_words
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.features.store import TableFile
+from kiloword.randomness import Draw
+from kiloword.training.run_folder import RunFile
 from kiloword.types import BadSample, Source
 
 work.SMALL = 256  # so that small inputs meet the checks of large ones

@@ -20,11 +20,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
-from kiloword.data.index import open_index
-from kiloword.data.index_file import SUFFIX, Header
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.recipes import ModelFile, default
-from kiloword.run_folder import RunFile
+from kiloword.config.recipes import ModelFile, default
+from kiloword.data.tars.index import open_index
+from kiloword.data.tars.index_file import SUFFIX, Header
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.training.run_folder import RunFile
 
 STATE = save({"a": torch.zeros(2)})  # what a state names
 

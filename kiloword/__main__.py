@@ -1,3 +1,3 @@
-from kiloword.cli import main
+from kiloword.cli.main import main
 
 main()

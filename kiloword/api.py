@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kiloword.data.inputs import Images, OneImage, as_list, is_one, kind, prepare
-from kiloword.data.transforms import EvalTransform
+from kiloword.checkpoint.trust import Trust
+from kiloword.data.images.augmentation import EvalTransform
+from kiloword.data.images.inputs import Images, OneImage, as_list, is_one, kind, prepare
 from kiloword.evaluation.features import IMAGES, TEXTS, chunks, encode_texts, inference, join
-from kiloword.evaluation.zeroshot import Templates, classifier
-from kiloword.explain import Explanation, Maps, explain, together
-from kiloword.gaussian import Form, csd_matrix, inclusion_matrix, variance_sum
-from kiloword.trust import Trust
+from kiloword.evaluation.zeroshot.task import Templates, classifier
+from kiloword.explain.maps import Explanation, Maps, explain, together
+from kiloword.methods.prolip.gaussian import Form, csd_matrix, inclusion_matrix, variance_sum
 from kiloword.types import Features
 
 if TYPE_CHECKING:
-    from kiloword.data.tokenizer import Tokenizer
+    from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.generation import Caption, GenerationOptions
-    from kiloword.method import Method
-    from kiloword.model import Model
+    from kiloword.methods.method import Method
+    from kiloword.model.model import Model
 
 Pictures = Images
 
@@ -47,14 +47,14 @@ def load(
     Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
     context leaves no position between those that are kept.
     """
-    from kiloword.checkpoint import open_model
+    from kiloword.checkpoint.model_folder import open_model
 
     model, tokenizer, slots = open_model(path, device, dtype, Trust(method=method, trust_code=trust_code), precision)
     return Matcher(_resized(model, size, context), tokenizer, slots)
 
 
 def _resized(model: Model, size: int | None, context: int | None) -> Model:
-    from kiloword.model import Model, resize, resize_text
+    from kiloword.model.model import Model, resize, resize_text
 
     config, state = model.config, model.state_dict()
     if size not in (None, config.image.size):
@@ -86,7 +86,7 @@ class Matcher:
         self.method = method
 
     def __repr__(self) -> str:
-        from kiloword.describe import model_in_words
+        from kiloword.cli.describe import model_in_words
 
         return f"Matcher({model_in_words(self.model, self.method)})"
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.draw import Draw
+from kiloword.randomness import Draw
 
 Features = dict[str, Tensor]
 """What a head makes of pictures or texts: every value is [N, ...]; "vec" [N, D], unit norm, is always there."""

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kiloword.draw import key
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import ModelConfig
+from kiloword.config.recipes import ModelConfig
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.randomness import key
+from kiloword.training.learner import Learner
 from kiloword.types import Batch, Encoded, Texts
-from kiloword.verify_batch import config
+from kiloword.verify.batch import config
 
 
 def small(**image: Any) -> ModelConfig:

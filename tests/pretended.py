@@ -24,14 +24,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from kiloword.accumulate import backward
-from kiloword.device import precision_of
-from kiloword.guard import is_bad
-from kiloword.learner import learner_of
-from kiloword.method import Method
-from kiloword.methods import preset
-from kiloword.optim import Average, Optimizer
-from kiloword.recipes import ModelConfig, OptimConfig, sizes
+from kiloword.config.recipes import ModelConfig, OptimConfig, sizes
+from kiloword.distributed.device import precision_of
+from kiloword.methods.method import Method
+from kiloword.methods.registry import preset
+from kiloword.training.accumulate import backward
+from kiloword.training.bad_steps import is_bad
+from kiloword.training.learner import learner_of
+from kiloword.training.optimizer import Average, Optimizer
 from kiloword.types import Batch, Texts
 
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # of libc10: a guard a device type
@@ -57,7 +57,7 @@ def pretended() -> Iterator[FakeTensorMode]:
         patch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
         patch.setattr("torch.cuda.is_bf16_supported", lambda: True)
         patch.setattr("torch.autograd._engine_run_backward", _walk)
-        patch.setattr("kiloword.losses._graph_is_kept", lambda: False)
+        patch.setattr("kiloword.losses.pairs._graph_is_kept", lambda: False)
         guards[CUDA] = guards[META]
         try:
             yield mode

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kiloword.state.folder import newest
+from kiloword.checkpoint.states import newest
 
 
 def load_state(folder: Path, warn: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -12,14 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kiloword import guard as guarding
-from kiloword import prepare, recipes, saving, validate
-from kiloword.data.sources import open_source
-from kiloword.guard import Guard, is_bad
-from kiloword.log import read_metrics
-from kiloword.optim import Optimizer
-from kiloword.recipes import OptimConfig, Recipe
-from kiloword.train import Options, train
+from kiloword.config import recipes
+from kiloword.config.recipes import OptimConfig, Recipe
+from kiloword.data.sources.open import open_source
+from kiloword.training import bad_steps as guarding
+from kiloword.training import saving, setup, validation
+from kiloword.training.bad_steps import Guard, is_bad
+from kiloword.training.log import read_metrics
+from kiloword.training.loop import Options, train
+from kiloword.training.optimizer import Optimizer
 from kiloword.types import Source
 
 LR, SCENES = 0.002, 72
@@ -54,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, opened: list[str]) -> tuple[Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving.Saver, "save", noted)
-        patch.setattr(prepare, "open_source", noted_source)
+        patch.setattr(setup, "open_source", noted_source)
         train(recipe(), out, options=Options(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
     return out, saved
 
@@ -103,7 +104,7 @@ def test_a_finished_run_validates_no_more(run: tuple[Path, list[int]], monkeypat
     """The same recipe finds its run done, also where it writes 4 for 4.0."""
     out, _ = run
     before = (out / "metrics.jsonl").read_bytes()
-    monkeypatch.setattr(validate, "validate", lambda run: pytest.fail("validated again"))
+    monkeypatch.setattr(validation, "validate", lambda run: pytest.fail("validated again"))
     same = replace(recipe(), optim=replace(recipe().optim, warmup=4))
     train(same, out, options=Options(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
     assert (out / "metrics.jsonl").read_bytes() == before

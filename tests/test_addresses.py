@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from servers import LOGIN, PLANTED, Guarded, Server
 from tars import pairs, write_tar
 
-from kiloword import addresses
-from kiloword.addresses import address_of, public, scrubbed, split, without_credentials
-from kiloword.data.remote_config import remote_config
-from kiloword.data.remote_errors import Unreachable
-from kiloword.data.remote_file import open_remote_file
-from kiloword.data.sources import open_source
-from kiloword.experiments import arms, arms_queue, arms_table, flickr
-from kiloword.recipes import DataConfig, parse
+from kiloword.config.recipes import DataConfig, parse
+from kiloword.data import addresses
+from kiloword.data.addresses import address_of, public, scrubbed, split, without_credentials
+from kiloword.data.remote.config import remote_config
+from kiloword.data.remote.errors import Unreachable
+from kiloword.data.remote.file import open_remote_file
+from kiloword.data.sources.open import open_source
 from kiloword.terminal import show_traceback
+from research import arms, arms_queue, arms_table, flickr
 
 
 @pytest.fixture(autouse=True)

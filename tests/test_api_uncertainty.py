@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kiloword import gaussian
 from kiloword.api import Matcher
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.prolip import gaussian
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 from kiloword.types import Features
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]

@@ -22,8 +22,8 @@ import torch
 from states import load_state
 from tars import encode, noise, pairs, picture, write_tar
 
-from kiloword.cli import main
-from kiloword.log import read_metrics
+from kiloword.cli.main import main
+from kiloword.training.log import read_metrics
 
 SCENES = "scenes?n=64"  # few, so that the tokenizer is trained at once
 SMALL = ["--size", "debug", "--batch", "8", "--steps", "4", "--log-every", "1", "--vocab", "300"]
@@ -485,7 +485,7 @@ def test_metrics_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
 
 
 def test_loss_that_is_no_number(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kiloword.train as loop
+    import kiloword.training.loop as loop
 
     real, calls = loop.backward, []
 

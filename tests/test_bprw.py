@@ -11,9 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.evaluation import bprw
-from kiloword.evaluation.bprw import fit, initial, log_density, maximised, objective, observations, prior, reweigh
-from kiloword.evaluation.prompt_options import PromptOptions
+from kiloword.evaluation.zeroshot import bprw
+from kiloword.evaluation.zeroshot.bprw import (
+    fit,
+    initial,
+    log_density,
+    maximised,
+    objective,
+    observations,
+    prior,
+    reweigh,
+)
+from kiloword.evaluation.zeroshot.options import PromptOptions
 from kiloword.types import Features
 
 EXACT = PromptOptions(steps=60, tolerance=0.0)

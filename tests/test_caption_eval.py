@@ -13,19 +13,19 @@ import torch
 from tars import picture, write_tar
 
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.scenes.source import parse_scenes
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.caption_metrics import score_captions
-from kiloword.evaluation.caption_options import CaptionOptions
-from kiloword.evaluation.caption_truth import elsewhere, judge
+from kiloword.evaluation.caption.metrics import score_captions
+from kiloword.evaluation.caption.options import CaptionOptions
+from kiloword.evaluation.caption.truth import elsewhere, judge
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.options import GenerationOptions
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelFile, sizes
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 from kiloword.types import Skipped
 
 SCENES = "scenes:test?n=24&captions=4&levels=1,2,3"

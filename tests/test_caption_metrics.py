@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kiloword.draw import key
-from kiloword.evaluation import caption_java
-from kiloword.evaluation.caption_metrics import check_programs, score, score_captions, tokenized
-from kiloword.evaluation.caption_scorers import Captions, bleu, cider, common_subsequence, rouge_l
-from kiloword.evaluation.caption_tokens import PUNCTUATION, own, tokenize
+from kiloword.evaluation.caption import java as caption_java
+from kiloword.evaluation.caption.metrics import check_programs, score, score_captions, tokenized
+from kiloword.evaluation.caption.scorers import Captions, bleu, cider, common_subsequence, rouge_l
+from kiloword.evaluation.caption.tokens import PUNCTUATION, own, tokenize
+from kiloword.randomness import key
 
 official = pytest.mark.skipif(find_spec("pycocoevalcap") is None, reason="pycocoevalcap is not installed")
 java = pytest.mark.skipif(

@@ -28,21 +28,21 @@ from tars import pairs, picture, write_tar
 from torch import Tensor
 
 from kiloword.api import load
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
-from kiloword.data.decode import Pixels, decode
-from kiloword.data.extra_captions import CaptionTable
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.embed import Report
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile, default
+from kiloword.data.images.decode import Pixels, decode
+from kiloword.data.sources.extra_captions import CaptionTable
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.features.extract import Report
 from kiloword.generation import GenerationOptions
 from kiloword.generation.command import write_captions
 from kiloword.generation.table import CaptionWriter, columns
 from kiloword.interop.captioners import Scored, arguments, open_captioner
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelFile, default
-from kiloword.train import Options, train
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.loop import Options, train
 from kiloword.types import BadSample
 
 SCENES = "scenes?n=20&captions=3"
@@ -277,7 +277,7 @@ def test_another_command_over_the_same_table_is_refused(photos: Path, tmp_path: 
 
 
 def test_bad_rows_are_counted_and_named(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kiloword.embed import Report
+    from kiloword.features.extract import Report
 
     out = tmp_path / "c.parquet"
     made(Slow(), photos, out, report=Report(sys.stderr))
@@ -297,7 +297,7 @@ def test_pictures_need_no_captions_and_have_them_afterwards(tmp_path: Path) -> N
         open_source(str(folder)).record(0)
     out = tmp_path / "c.parquet"
     assert made(Slow(), folder, out) == (2, 4)
-    from kiloword.data.sources import with_captions
+    from kiloword.data.sources.open import with_captions
 
     assert with_captions(open_source(str(folder)), [out]).record(1).captions[0].startswith("b is ")
 
@@ -316,7 +316,7 @@ def test_keys_that_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     other = {name: picture((9, 9, 9)) if name.endswith("g") else text for name, text in pairs(3).items()}
     write_tar(tmp_path / "c.tar", other)
     both = [open_source(str(tmp_path / f"{name}.tar")) for name in "abc"]
-    from kiloword.data.sources import mix
+    from kiloword.data.sources.open import mix
 
     assert write_captions(Slow(), mix(both[:2]), tmp_path / "ab.parquet", BEAMS) == (3, 6)
     with pytest.raises(ValueError, match=r"two pictures of .* have the key '0000'"):

@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kiloword.data.captions import choose, drop_words
-from kiloword.draw import Draw
+from kiloword.data.text.captions import choose, drop_words
+from kiloword.randomness import Draw
 
 
 @given(st.integers(1, 30), st.integers(1, 31), st.integers(0, 99), st.integers(0, 3))

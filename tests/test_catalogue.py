@@ -13,9 +13,11 @@ import pytest
 from servers import Server
 from tars import pairs, write_tar
 
-from kiloword.data import cache, catalogue, digest
-from kiloword.data.index import open_index
-from kiloword.data.sources import open_source
+from kiloword.data import cache
+from kiloword.data.sources import digest
+from kiloword.data.sources.open import open_source
+from kiloword.data.tars import catalogue
+from kiloword.data.tars.index import open_index
 
 TARS = 7
 

@@ -16,12 +16,12 @@ import pytest
 from tars import pairs, picture, write_tar
 
 from kiloword import __version__
-from kiloword.cli import app, main
-from kiloword.cli_train import Train
-from kiloword.log import read_metrics
-from kiloword.options import Options
+from kiloword.cli.main import app, main
+from kiloword.cli.train import Train
+from kiloword.config.options import Options
+from kiloword.config.recipes import AugmentConfig, OptimConfig, sizes
 from kiloword.planning.request import Plan
-from kiloword.recipes import AugmentConfig, OptimConfig, sizes
+from kiloword.training.log import read_metrics
 
 RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3", "--vocab", "300"]
 
@@ -133,9 +133,9 @@ def test_nothing_is_help_too(capsys: pytest.CaptureFixture[str]) -> None:
     ("code", "most"),
     [
         ("import kiloword", 10_000),
-        ("from kiloword.cli import main; main(['--help'])", 650_000),
-        ("from kiloword.cli import main; main(['train', '--help'])", 1_100_000),
-        ("from kiloword.cli import main; main(['plan', '--help'])", 950_000),
+        ("from kiloword.cli.main import main; main(['--help'])", 650_000),
+        ("from kiloword.cli.main import main; main(['train', '--help'])", 1_100_000),
+        ("from kiloword.cli.main import main; main(['plan', '--help'])", 950_000),
     ],
 )
 def test_instant_and_without_torch(code: str, most: int) -> None:

@@ -11,14 +11,14 @@ import torch
 from tars import picture
 from torch import Tensor
 
-from kiloword import embed
-from kiloword.cli import app, main
-from kiloword.cli_words import settled
-from kiloword.data.side_writer import SideWriter
-from kiloword.data.sources import open_source
+from kiloword.cli.main import app, main
+from kiloword.cli.words import settled
+from kiloword.data.sources.open import open_source
+from kiloword.errors import count
 from kiloword.evaluation.command import number
-from kiloword.methods import find, preset
-from kiloword.sentences import count
+from kiloword.features import extract
+from kiloword.features.writer import SideWriter
+from kiloword.methods.registry import find, preset
 
 
 class Ones:
@@ -116,7 +116,7 @@ def test_an_interrupted_embed_says_what_is_kept(tmp_path: Path, monkeypatch: pyt
     real = SideWriter.write
     monkeypatch.setattr(SideWriter, "write", write)
     with pytest.raises(KeyboardInterrupt, match=r"^8 of 12 rows are kept, the same command goes on with the others\.$"):
-        embed.embed(Ones(), open_source("scenes?n=12"), tmp_path / "features", part=4)
+        extract.embed(Ones(), open_source("scenes?n=12"), tmp_path / "features", part=4)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,11 @@ def test_interruptions_say_what_is_kept(
     def interrupt(*args: Any, **named: Any) -> None:
         raise KeyboardInterrupt(*([error] if error else []))
 
-    for place in ("kiloword.embed.main", "kiloword.evaluation.command.main", "kiloword.describe.sizes_table"):
+    for place in (
+        "kiloword.features.extract.main",
+        "kiloword.evaluation.command.main",
+        "kiloword.cli.describe.sizes_table",
+    ):
         monkeypatch.setattr(place, interrupt)
     with pytest.raises(SystemExit) as end:
         main(words.split())

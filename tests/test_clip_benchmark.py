@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
+from kiloword.config.recipes import sizes
 from kiloword.data.reading import eval_batches
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import sizes
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 from kiloword.types import Source, Texts
 
 pytest.importorskip("clip_benchmark", reason="needs the CLIP_benchmark package")

@@ -16,20 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword.accumulate import backward
-from kiloword.cli import main
+from kiloword.cli.main import main
+from kiloword.config.recipes import DataConfig, TextConfig, default, sizes
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.learner import Learner
-from kiloword.method import PairBlocks
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import DataConfig, TextConfig, default, sizes
-from kiloword.train import Options, train
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.method import PairBlocks
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.loop import Options, train
 from kiloword.types import Batch, Positives, Record, Total
-from kiloword.verify import _views
-from kiloword.verify_batch import batch as fixed_batch
+from kiloword.verify.batch import batch as fixed_batch
+from kiloword.verify.suite import _views
 
 ROWS, BATCH, SIZE = 200, 20, 34
 WORDS = TextConfig(context=40, vocab=600)

@@ -27,15 +27,15 @@ from literal import (
 )
 from torch import Tensor
 
-from kiloword import masking
-from kiloword.accumulate import backward
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelConfig, TextConfig
-from kiloword.towers.decoder import predicted
+from kiloword.config.recipes import ModelConfig, TextConfig
+from kiloword.methods.coca import masking
+from kiloword.methods.registry import preset
+from kiloword.model.decoder import predicted
+from kiloword.model.model import build
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
 from kiloword.types import Batch
-from kiloword.verify_batch import config
+from kiloword.verify.batch import config
 
 
 def cross_entropy(logits: Tensor, target: int, smoothing: float) -> Tensor:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import kiloword.train as loop
-from kiloword import embed, recipes
-from kiloword.methods import names, preset
-from kiloword.recipes import Recipe
-from kiloword.train import Options, train
-from kiloword.verify import verify
+import kiloword.training.loop as loop
+from kiloword.config import recipes
+from kiloword.config.recipes import Recipe
+from kiloword.features import extract
+from kiloword.methods.registry import names, preset
+from kiloword.training.loop import Options, train
+from kiloword.verify.suite import verify
 
 MIXES = (
     *("llip+compose", "llip+mined", "llip+compose+mined", "llip+fff", "clip+contextual+mixup"),
@@ -40,7 +41,7 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A side table of a hardly trained model: which pairs it finds does not matter here."""
     folder = tmp_path_factory.mktemp("teacher")
     train(recipe("siglip", (), steps=2), folder / "run", options=EVERY)
-    embed.main(str(folder / "run" / "model"), (DATA,), folder / "features")
+    extract.main(str(folder / "run" / "model"), (DATA,), folder / "features")
     return folder / "features"
 
 

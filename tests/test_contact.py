@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageFont
 from tars import encode
 
-from kiloword.data.contact import _wrap, contact_sheet, draw_tiles
+from kiloword.data.images.contact import _wrap, contact_sheet, draw_tiles
 from kiloword.data.inspect import Stats, print_bad, print_stats
 from kiloword.types import BadSample, Record, Skipped
 
@@ -124,7 +124,7 @@ def test_a_sheet_shows_24_samples_and_tries_ten_times_as_many(tmp_path: Path) ->
 def test_class_data_is_shown_with_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(
-        "kiloword.data.contact.draw_tiles", lambda shown, path: said.extend(text for _, text, _ in shown)
+        "kiloword.data.images.contact.draw_tiles", lambda shown, path: said.extend(text for _, text, _ in shown)
     )
     source = Sampled(5, 5)
     contact_sheet(source, tmp_path / "sheet.png")

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kiloword import mixing
-from kiloword.contextual import Contextual, Mixture, tokens
-from kiloword.heads import Head
-from kiloword.losses import Blocks, sigmoid_loss
-from kiloword.method import annotated
-from kiloword.mixing import Form, Sizes, block, choose, cosine
-from kiloword.model import initialise
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.losses.pairs import Blocks, sigmoid_loss
+from kiloword.methods.llip import scores as mixing
+from kiloword.methods.llip.pooling import Contextual, Mixture, tokens
+from kiloword.methods.llip.scores import Form, Sizes, block, choose, cosine
+from kiloword.methods.method import annotated
+from kiloword.model.heads import Head
+from kiloword.model.model import initialise
 
 FORMS: tuple[Form, ...] = ("direct", "gram")
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -14,20 +14,21 @@ from literal import made, pairs
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from kiloword import activations, by_device, effects, launch
-from kiloword.accumulate import backward
-from kiloword.device import choose
-from kiloword.draw import key
-from kiloword.learner import Learner
-from kiloword.options import Compile, Options
-from kiloword.prepare import open_sources
-from kiloword.recipes import Recipe, default, sizes
-from kiloword.towers import attention, blocks
-from kiloword.towers.attention import Packing
-from kiloword.train import train
+from kiloword.config import by_device, effects
+from kiloword.config.options import Compile, Options
+from kiloword.config.recipes import Recipe, default, sizes
+from kiloword.distributed import activations, launch
+from kiloword.distributed.device import choose
+from kiloword.model import attention, blocks
+from kiloword.model.attention import Packing
+from kiloword.randomness import key
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.loop import train
+from kiloword.training.setup import open_sources
 from kiloword.types import Texts
-from kiloword.verify import learner
-from kiloword.verify_batch import batch
+from kiloword.verify.batch import batch
+from kiloword.verify.suite import learner
 
 GARBAGE = 1e3
 

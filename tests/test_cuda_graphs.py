@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword import cuda_graphs, prepare
-from kiloword.accumulate import backward
-from kiloword.cli import main
-from kiloword.learner import Learner
-from kiloword.optim import Optimizer
-from kiloword.options import Options
-from kiloword.recipes import OptimConfig, Recipe
-from kiloword.verify import learner
-from kiloword.verify_batch import batch
+from kiloword.cli.main import main
+from kiloword.config.options import Options
+from kiloword.config.recipes import OptimConfig, Recipe
+from kiloword.distributed import cuda_graphs
+from kiloword.training import setup
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import Optimizer
+from kiloword.verify.batch import batch
+from kiloword.verify.suite import learner
 
 IMAGES = 6
 
@@ -92,7 +93,7 @@ class Compiler:
 
 def made(method: str) -> Learner:
     found = learner(method)
-    prepare.spread(found, Recipe(method=method, batch=IMAGES), Options(compile="cudagraphs"))
+    setup.spread(found, Recipe(method=method, batch=IMAGES), Options(compile="cudagraphs"))
     return found
 
 

@@ -20,8 +20,8 @@ import pytest
 from PIL import Image
 from tars import encode
 
-from kiloword.data.sources import open_source
-from kiloword.log import read_metrics
+from kiloword.data.sources.open import open_source
+from kiloword.training.log import read_metrics
 
 pytestmark = pytest.mark.slow
 

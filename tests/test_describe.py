@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel  # the counter does not know the fused kernel of CPUs
 from torch.utils.flop_counter import FlopCounterMode
 
-from kiloword.describe import (
+from kiloword.cli.describe import (
     doctor_table,
     extras,
     hints,
@@ -22,10 +22,10 @@ from kiloword.describe import (
     slots,
     text_flops,
 )
-from kiloword.device import cores
-from kiloword.methods import names, pieces, preset
-from kiloword.model import build
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.distributed.device import cores
+from kiloword.methods.registry import names, pieces, preset
+from kiloword.model.model import build
 from kiloword.types import Texts
 
 
@@ -125,6 +125,6 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_doctor_names_extras_present_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extras()["fast"]["simplejpeg"]
-    monkeypatch.setattr("kiloword.describe._version", lambda package: "")
+    monkeypatch.setattr("kiloword.cli.describe._version", lambda package: "")
     assert extras()["timm"] == {"timm": ""}
     assert any("kiloword[fast]" in hint for hint in hints())

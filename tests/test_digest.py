@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from tars import pairs, picture, write_tar
 
-from kiloword.cli import main
-from kiloword.data import digest
-from kiloword.data.index import open_index
-from kiloword.data.mixture import Mixture
-from kiloword.data.sources import open_source
+from kiloword.cli.main import main
+from kiloword.data.sources import digest
+from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.open import open_source
+from kiloword.data.tars.index import open_index
 
 OTHER = "the data is not what the run began with (images or texts were replaced by others of the same size)"
 

@@ -13,14 +13,14 @@ import pytest
 from safetensors import safe_open
 from tars import picture
 
-import kiloword.train as loop
-from kiloword import dry_run, validate
-from kiloword.cli import main
-from kiloword.methods import names
-from kiloword.options import Options
-from kiloword.prepare import open_sources
-from kiloword.recipes import AugmentConfig, OptimConfig, default
-from kiloword.run_folder import run_file
+import kiloword.training.loop as loop
+from kiloword.cli.main import main
+from kiloword.config.options import Options
+from kiloword.config.recipes import AugmentConfig, OptimConfig, default
+from kiloword.methods.registry import names
+from kiloword.training import dry_run, validation
+from kiloword.training.run_folder import run_file
+from kiloword.training.setup import open_sources
 
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
 MORE = {"fff": ("--settings.positives", "annotated"), "llip": ("--views", "compose")}
@@ -176,9 +176,9 @@ def test_a_few_bad_rows_of_the_validation_data_are_no_reason(tmp_path: Path, mon
         (images / f"{n}.txt").write_text(f"thing {n}")
     for n in (0, 1, 10):  # the first by name
         (images / f"{n}.png").write_bytes(b"no image")
-    monkeypatch.setattr(validate, "TRIED", 8)
+    monkeypatch.setattr(validation, "TRIED", 8)
     train("clip", "--data", "scenes?n=64", "--val", images, *SMALL, "--out", tmp_path / "run", "--dry-run")
-    monkeypatch.setattr(validate, "TRIED", 1)
+    monkeypatch.setattr(validation, "TRIED", 1)
     with pytest.raises(SystemExit):
         train("clip", "--data", "scenes?n=64", "--val", images, *SMALL, "--out", tmp_path / "run", "--dry-run")
 

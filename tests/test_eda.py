@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kiloword.data import eda
-from kiloword.data.synonyms import GROUPS
+from kiloword.data.text import eda
+from kiloword.data.text.synonyms import GROUPS
 
 WORDS = {"dog": ["hound"], "runs": ["sprints", "dashes"], "big": ["large"]}
 

@@ -22,16 +22,16 @@ from safetensors.torch import load_file, save_file
 from tars import pairs, write_tar
 from torch import Tensor, nn
 
-from kiloword import parallel, sharing
 from kiloword.api import load
-from kiloword.cli import main
-from kiloword.data.side import SideTable
-from kiloword.data.sources import open_source
-from kiloword.embed import _dim, embed
+from kiloword.cli.main import main
+from kiloword.config.recipes import Recipe, default
+from kiloword.data.sources.open import open_source
+from kiloword.distributed import collectives, sharing
+from kiloword.features.extract import _dim, embed
+from kiloword.features.store import SideTable
+from kiloword.features.teachers import Foreign, Ours, open_teacher
 from kiloword.interop.compat import torchvision_ready
-from kiloword.interop.teachers import Foreign, Ours, open_teacher
-from kiloword.recipes import Recipe, default
-from kiloword.train import Options, train
+from kiloword.training.loop import Options, train
 
 SCENES = "scenes?n=48&captions=3"
 
@@ -339,7 +339,7 @@ def test_transformers_folders_that_cannot_be_used(hf: Path, file: str, text: str
 @pytest.mark.parametrize("texts", [3, 4])
 def test_images_and_texts_have_features_of_one_size(monkeypatch: pytest.MonkeyPatch, texts: int) -> None:
     """Asked of each rank alone: those of several would wait for each other."""
-    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+    monkeypatch.setattr(collectives, "ranks", lambda: 2)
 
     def images(x: Tensor) -> Tensor:
         assert (x.shape, x.dtype) == ((1, 3, 8, 8), torch.uint8)

@@ -16,14 +16,14 @@ from folders import model_folder
 from PIL import Image
 from torch import Tensor, nn
 
-from kiloword import by_device
 from kiloword.api import load
-from kiloword.cli import main
-from kiloword.evaluation import probe_data
+from kiloword.cli.main import main
+from kiloword.config import by_device
+from kiloword.config.recipes import sizes
+from kiloword.evaluation.probe import data as probe_data
 from kiloword.generation import decoding
 from kiloword.generation.captioner import Captioner
-from kiloword.model import Model
-from kiloword.recipes import sizes
+from kiloword.model.model import Model
 from kiloword.types import Texts
 from tests.pretended import pretended
 
@@ -101,8 +101,8 @@ def test_captions_are_written_by_bf16_decoders_from_fp32_logits(
 
 
 def test_precision_on_a_pretended_device() -> None:
-    from kiloword.methods import preset
-    from kiloword.model import build
+    from kiloword.methods.registry import preset
+    from kiloword.model.model import build
     from tests.pretended import placed
 
     model = build(sizes()["debug"], preset("llip"), bare=True)
@@ -199,7 +199,7 @@ def test_captions_that_go_on_keep_their_precision(folders: dict[str, str], tmp_p
 
 
 def test_a_probes_cache_holds_one_precision(folders: dict[str, str]) -> None:
-    from kiloword.data.sources import open_source
+    from kiloword.data.sources.open import open_source
 
     source = open_source(SCENES, size=32)
     names = [probe_data._name(load(folders["clip"], precision=p).model, source) for p in ("fp32", "auto", "bf16")]

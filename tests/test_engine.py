@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from kiloword import activations, engine, parallel
-from kiloword.accumulate import backward
-from kiloword.draw import key
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.optim import SETTLED, USUAL, Average, Optimizer
-from kiloword.options import Options, Parallel
-from kiloword.planning import allocated
-from kiloword.prepare import make_learner, spread
-from kiloword.recipes import MUON, OptimConfig, Recipe, default
-from kiloword.verify import learner
-from kiloword.verify_batch import batch
+from bench import plan_allocated
+from kiloword.config.options import Options, Parallel
+from kiloword.config.recipes import MUON, OptimConfig, Recipe, default
+from kiloword.distributed import activations, collectives, engine
+from kiloword.methods.registry import preset
+from kiloword.randomness import key
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import SETTLED, USUAL, Average, Optimizer
+from kiloword.training.setup import make_learner, spread
+from kiloword.verify.batch import batch
+from kiloword.verify.suite import learner
 
 STEPS, PICTURES = 3, 15  # over 3 ranks, whose shards of a width of 32 are uneven
 CONFIG = replace(MUON, lr=1e-2, warmup=0, ema=0.5, muon_weight_decay=0.1, clip=0.5)
@@ -43,8 +43,8 @@ def trained(way: str) -> dict[str, Tensor]:
     optimizer, reducer = Optimizer(model, CONFIG, STEPS), engine.Reducer(model)
     seen(model)  # as a method does that prepares itself
     average = Average(model, 0.5)
-    share = PICTURES // parallel.ranks()
-    mine = batch(parallel.rank() * share, (parallel.rank() + 1) * share, method="sycoca")
+    share = PICTURES // collectives.ranks()
+    mine = batch(collectives.rank() * share, (collectives.rank() + 1) * share, method="sycoca")
     out: dict[str, Tensor] = {}
     for step in range(STEPS):
         report = backward(model, [mine], reducer=reducer)
@@ -58,7 +58,7 @@ def trained(way: str) -> dict[str, Tensor]:
         out |= {f"swapped:{n}": p.clone() for n, p in average.shadow.items()}
     out |= {f"seen after:{name}": x for name, x in seen(model).items()}
     out |= {f"weight:{n}": p for n, p in model.state_dict().items()} | optimizer.state_dict()
-    return {name: parallel.whole(x.detach()).contiguous() for name, x in out.items()}
+    return {name: collectives.whole(x.detach()).contiguous() for name, x in out.items()}
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def differing_in_one() -> str:
     for p in module.parameters():
         nn.init.ones_(p)
     engine.check_same(module)
-    if parallel.rank() == parallel.ranks() - 1:
+    if collectives.rank() == collectives.ranks() - 1:
         nn.init.zeros_(module["b"].bias)
     with pytest.raises(ValueError, match="start all of them with one version") as said:
         engine.check_same(module)
@@ -105,7 +105,7 @@ def local_start() -> dict[str, tuple[Tensor, bool, bool]]:
     found = prepared(recipe(), "fsdp")
     assert not any(b.is_meta for b in found.buffers())
     return {
-        n: (parallel.local(p.detach()), p.requires_grad, isinstance(p, DTensor)) for n, p in found.named_parameters()
+        n: (collectives.local(p.detach()), p.requires_grad, isinstance(p, DTensor)) for n, p in found.named_parameters()
     }
 
 
@@ -124,7 +124,7 @@ def test_fsdp_begins_with_the_shards_of_the_weights_of_ddp() -> None:
 
 def sharded_otherwise(way: str) -> str:
     """The error of the last rank, which starts from another seed, and of all others before the first step."""
-    own = recipe(seed=parallel.rank() // 2)
+    own = recipe(seed=collectives.rank() // 2)
     made, _ = make_learner(own, preset("sycoca"), bare=way == "built bare")
     with pytest.raises(ValueError, match="is not the same on all ranks") as said:
         spread(made, own, Options(parallel="fsdp"))
@@ -135,7 +135,7 @@ def sharded_otherwise(way: str) -> str:
 def test_matrices_are_compared_before_they_are_sharded(way: str) -> None:
     """The head alone is made alike, so that nothing but what is sharded differs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kiloword.model.key", lambda seed, name: key(seed if "tower" in name else 0, name))
+        patch.setattr("kiloword.model.model.key", lambda seed, name: key(seed if "tower" in name else 0, name))
         for said in over_threads(3, partial(sharded_otherwise, way)):
             assert said.startswith("model.image_tower.")
 
@@ -145,10 +145,10 @@ def in_half(way: str) -> dict[str, Tensor]:
     model = learner("prolip", dtype=torch.float32)
     if way == "fsdp":
         engine.shard(model, half=True)
-    first = 8 * parallel.rank()
+    first = 8 * collectives.rank()
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     backward(model, [batch(first, first + 8, method="prolip")], autocast, engine.Reducer(model))
-    return {name: parallel.whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: collectives.whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_blocks_gathered_in_half_precision_compute_as_autocast_does() -> None:
@@ -176,7 +176,7 @@ def test_what_is_sharded_and_how(monkeypatch: pytest.MonkeyPatch, half: bool) ->
     """Blocks and layers one by one, freed after their pass; the rest once a micro-batch. Vectors and the head stay."""
     parts: list[tuple[nn.Module, dict[str, Any]]] = []
     entries: list[tuple[nn.Module, str]] = []
-    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+    monkeypatch.setattr(collectives, "ranks", lambda: 2)
     monkeypatch.setattr(engine, "init_device_mesh", lambda kind, shape: (kind, shape))
     monkeypatch.setattr(engine, "fully_shard", lambda part, **how: parts.append((part, how)))
     monkeypatch.setattr(engine, "register_fsdp_forward_method", lambda part, name: entries.append((part, name)))
@@ -206,7 +206,7 @@ def test_what_is_sharded_and_how(monkeypatch: pytest.MonkeyPatch, half: bool) ->
     keyed = [part for part, _ in units if hasattr(part, "keys")]
     assert [part for part, name in entries if name == "keys"] == keyed
     parts.clear()
-    monkeypatch.setattr(parallel, "ranks", lambda: 1)
+    monkeypatch.setattr(collectives, "ranks", lambda: 1)
     engine.shard(made)
     assert parts == []
 
@@ -285,7 +285,7 @@ def test_checkpointing_keeps_less_the_more_it_repeats() -> None:
     for kind in ("none", "selective", "whole"):
         model = learner("siglip", dtype=torch.float32)
         activations.recompute(model.model, kind)  # type: ignore[arg-type]
-        kept[kind] = allocated.kept(lambda: model.encode(some))  # noqa: B023
+        kept[kind] = plan_allocated.kept(lambda: model.encode(some))  # noqa: B023
     assert kept["whole"] < 0.4 * kept["none"]
     assert kept["whole"] < 0.6 * kept["selective"] < 0.6 * 0.85 * kept["none"]
 

@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kiloword import checkpoint, device
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.checkpoint import model_folder
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile, sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed import device
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.probe_options import ProbeOptions
+from kiloword.evaluation.probe.options import ProbeOptions
 from kiloword.evaluation.progress import showing_progress, track
-from kiloword.methods import preset
+from kiloword.methods.registry import preset
 from kiloword.mining import progress
-from kiloword.model import build
-from kiloword.recipes import ModelFile, sizes
+from kiloword.model.model import build
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_the_device_is_chosen_unless_given(
         return "cpu"
 
     monkeypatch.setattr(device, "choose", choose)
-    monkeypatch.setattr(checkpoint, "choose", choose)
+    monkeypatch.setattr(model_folder, "choose", choose)
     Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
     rest = ["--images", str(tmp_path / "a.png"), "--texts", "a dog"]
     main([verb, folder, *(rest if verb == "score" else ["retrieval", "--data", "scenes:test?n=4"])])

@@ -16,14 +16,14 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.config.recipes import TextConfig, sizes
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate, metrics
-from kiloword.evaluation.retrieval import retrieval, true_relevance
-from kiloword.evaluation.zeroshot import prompts, zeroshot
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import TextConfig, sizes
+from kiloword.evaluation.retrieval.task import retrieval, true_relevance
+from kiloword.evaluation.zeroshot.task import prompts, zeroshot
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
 from kiloword.types import BadSample, Features, Record, Skipped, Texts
 
 

@@ -17,26 +17,27 @@ import numpy as np
 import pytest
 import tyro
 
-from kiloword import evaluation, recipes
+from kiloword import evaluation
 from kiloword.api import Matcher
+from kiloword.checkpoint.states import steps_done
+from kiloword.config import recipes
+from kiloword.config.recipes import Recipe
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.experiments import arms_rows as rows
-from kiloword.experiments import fff, shortcut, teacher
-from kiloword.experiments.arms import Arm, command, main
-from kiloword.experiments.arms_table import spread
-from kiloword.experiments.scenes_judge import SCENES, judge_scenes
-from kiloword.log import read_metrics
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import Recipe
-from kiloword.state.folder import steps_done
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.log import read_metrics
 from kiloword.types import Source
+from research import arms_rows as rows
+from research import fff, shortcut, teacher
+from research.arms import Arm, command, main
+from research.arms_table import spread
+from research.scenes_judge import SCENES, judge_scenes
 
 STUB = """
 from dataclasses import replace
-from kiloword import evaluation, recipes
-from kiloword.experiments.arms import Arm, Experiment, main
+from kiloword import evaluation; from kiloword.config import recipes
+from research.arms import Arm, Experiment, main
 
 def judge(matcher):
     found = evaluation.evaluate(matcher, "retrieval", "scenes:test?n=20")

@@ -16,15 +16,15 @@ from sheets import holds
 from torch import Tensor, nn
 
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.explain import Explanation, attentions, probabilities, rollout, token_maps
-from kiloword.heads import Single
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import HeadConfig, ImageConfig, ModelConfig, ModelFile, sizes
-from kiloword.report.inside import TOP, _large, file_names, write
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, ModelFile, sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.explain.maps import Explanation, attentions, probabilities, rollout, token_maps
+from kiloword.explain.sheets import TOP, _large, file_names, write
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Single
+from kiloword.model.model import build
 from kiloword.report.overlay import SIDE, SMALL, Row, TokenMap, figure, overlay, square, wrap
 from kiloword.types import Features
 

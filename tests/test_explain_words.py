@@ -13,14 +13,14 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.captioning import caption_loss
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.explain_words import END, explain_words, log_chances, words_of
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import HeadConfig, ImageConfig, sizes
-from kiloword.towers.attention import Packing
-from kiloword.towers.decoder import TextDecoder
+from kiloword.config.recipes import HeadConfig, ImageConfig, sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.explain.words import END, explain_words, log_chances, words_of
+from kiloword.methods.coca.captioning import caption_loss
+from kiloword.methods.registry import preset
+from kiloword.model.attention import Packing
+from kiloword.model.decoder import TextDecoder
+from kiloword.model.model import build
 from kiloword.types import Texts
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle", ""]

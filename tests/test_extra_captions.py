@@ -13,16 +13,16 @@ import pyarrow.parquet
 import pytest
 from tars import pairs, picture, write_tar
 
-from kiloword.data.extra_captions import CaptionTable, WithCaptions, with_captions
+from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data.loader import Loader
-from kiloword.data.mixture import Mixture
-from kiloword.data.own import Own
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.side import contents
-from kiloword.data.sources import open_data, open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.recipes import DataConfig, TextConfig
+from kiloword.data.sources.extra_captions import CaptionTable, WithCaptions, with_captions
+from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.open import open_data, open_source
+from kiloword.data.sources.own import Own
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.features.store import contents
 from kiloword.types import BadSample, NoCaption, Source
 
 

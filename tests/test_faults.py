@@ -23,17 +23,18 @@ import torch
 from states import load_state
 from tars import pairs, picture, write_tar
 
-import kiloword.train as loop
-from kiloword import launch, recipes
-from kiloword.cli import main
+import kiloword.training.loop as loop
+from kiloword.cli.main import main
+from kiloword.config import recipes
 from kiloword.data import cache, reading, steps
 from kiloword.data.loader import Loader
 from kiloword.data.reading import read
-from kiloword.data.shards import Shards
-from kiloword.data.side import SideTable
-from kiloword.data.sources import open_source
-from kiloword.log import read_metrics
-from kiloword.sentences import sentence_of
+from kiloword.data.sources.open import open_source
+from kiloword.data.tars.shards import Shards
+from kiloword.distributed import launch
+from kiloword.errors import sentence_of
+from kiloword.features.store import SideTable
+from kiloword.training.log import read_metrics
 from kiloword.types import BadSample, Record
 
 SMALL = ["--size", "debug", "--batch", "8", "--log-every", "1", "--vocab", "300"]
@@ -236,7 +237,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_two_runs_in_one_folder(tmp_path: Path, ends: Callable[..., str]) -> None:
-    hold = "import sys, time; from pathlib import Path; from kiloword.lock import Lock; lock = Lock(Path(sys.argv[1]))"
+    hold = "import sys, time; from pathlib import Path; from kiloword.checkpoint.lock import Lock; lock = Lock(Path(sys.argv[1]))"
     words = [sys.executable, "-c", f"{hold}; print('held', flush=True); time.sleep(600)", str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
@@ -409,7 +410,7 @@ def test_a_shard_that_is_lost_in_the_middle_of_a_run(
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kiloword.data.shards._OPEN", 1)  # a tar that is open can still be read
+        patch.setattr("kiloword.data.tars.shards._OPEN", 1)  # a tar that is open can still be read
         patch.setattr(loop, "backward", backward)
         said = ends(words)
     assert re.search(r"skipped .*: 0007.tar is missing", said)
@@ -618,7 +619,7 @@ def test_variables_that_contradict_each_other(more: dict[str, str], says: str) -
 def test_ranks_that_do_not_divide_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Callable[..., str]
 ) -> None:
-    monkeypatch.setattr("kiloword.parallel.ranks", lambda: 3)
+    monkeypatch.setattr("kiloword.distributed.collectives.ranks", lambda: 3)
     assert "batch 8 does not divide over 3 ranks: choose a multiple of 3" in ends(train(tmp_path))
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 from states import load_state
 
-from kiloword import launch
-from kiloword.log import read_metrics
+from kiloword.distributed import launch
+from kiloword.training.log import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 import kiloword.train as loop
-from kiloword.cli import main
+from kiloword.cli.main import main
 from kiloword.data.loader import Loader
 
 rank, _, kind = os.environ.get("FAULT", "").partition(":")

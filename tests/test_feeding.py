@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kiloword.data import steps
-from kiloword.device import on_device
+from kiloword.distributed.device import on_device
 from kiloword.types import Batch, Texts
 
 

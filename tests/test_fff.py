@@ -16,23 +16,24 @@ import torch.nn.functional as F
 from threads import over_threads
 from torch import Tensor
 
-from kiloword import parallel, recipes
-from kiloword.accumulate import backward
-from kiloword.bias_search import search
-from kiloword.checkpoint import read_tensors
-from kiloword.heads import Head, Single
-from kiloword.learner import Learner
-from kiloword.losses import Blocks
-from kiloword.losses_many import Balanced
-from kiloword.methods import preset
-from kiloword.methods.fff import Mined, MinedPositives, Settings, matches
-from kiloword.methods.fff import preset as fff
-from kiloword.model import initialise
-from kiloword.recipes import sizes
-from kiloword.train import Options, train
+from kiloword.checkpoint.model_folder import read_tensors
+from kiloword.config import recipes
+from kiloword.config.recipes import sizes
+from kiloword.distributed import collectives
+from kiloword.losses.many import Balanced
+from kiloword.losses.pairs import Blocks
+from kiloword.methods.fff.bias_search import search
+from kiloword.methods.fff.preset import Mined, MinedPositives, Settings, matches
+from kiloword.methods.fff.preset import preset as fff
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Head, Single
+from kiloword.model.model import initialise
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.loop import Options, train
 from kiloword.types import Features, Pairs
-from kiloword.verify import EXACT, Way, gradients, learner, over_ranks, verify
-from kiloword.verify_batch import batch
+from kiloword.verify.batch import batch
+from kiloword.verify.suite import EXACT, Way, gradients, learner, over_ranks, verify
 
 CAPTIONS = [2, 1, 3, 1, 2]  # of each picture
 OF = [i for i, n in enumerate(CAPTIONS) for _ in range(n)]  # picture of each text
@@ -114,8 +115,8 @@ def test_mined_positives_are_those_of_the_equation(which: str, forced: bool) -> 
 
 def share_reported(name: str, pieces: int) -> float | None:
     """What a step says of this rank's half of a batch, or of all of it where there is one rank."""
-    share = 16 // parallel.ranks()
-    mine = batch(parallel.rank() * share, (parallel.rank() + 1) * share, method=name)
+    share = 16 // collectives.ranks()
+    mine = batch(collectives.rank() * share, (collectives.rank() + 1) * share, method=name)
     report = backward(learner(name, chunk=5), mine.split(pieces))
     return float(report["mined_share"]) if "mined_share" in report else None
 
@@ -347,7 +348,7 @@ def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def _search_on_a_rank(folder: str) -> None:
-    made, rank = learner("fff"), parallel.rank()
+    made, rank = learner("fff"), collectives.rank()
     search(made, itertools.repeat(batch(8 * rank, 8 * rank + 8, method="fff")), "grid", 1)
     torch.save(made.model.head.bias, f"{folder}/{rank}.pt")
 
@@ -365,7 +366,7 @@ def test_every_rank_finds_the_same_bias(tmp_path: Path) -> None:
 # Conformity
 
 OWN = """
-from kiloword.methods import preset as built_in
+from kiloword.methods.registry import preset as built_in
 
 def balanced_exact():
     return built_in("siglip+exact", {"exact": {"balance": True}})

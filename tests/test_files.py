@@ -13,14 +13,14 @@ from counting import opened_in
 from holding import held_by_another, process
 from tars import pairs, write_tar
 
-from kiloword.cli import main
-from kiloword.files import SaveError, atomic, is_taken, sync, write_atomic
-from kiloword.lock import Lock
+from kiloword.checkpoint.files import SaveError, atomic, is_taken, sync, write_atomic
+from kiloword.checkpoint.lock import Lock
+from kiloword.cli.main import main
 
 WRITE = """
 import sys
 from pathlib import Path
-from kiloword.files import atomic
+from kiloword.checkpoint.files import atomic
 with atomic(Path(sys.argv[1])) as file:
     file.write(b"other")
     file.flush()

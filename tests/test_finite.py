@@ -20,14 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
 import kiloword
-from kiloword import launch, parallel, recipes
-from kiloword.checkpoint import not_finite
-from kiloword.cli import main
-from kiloword.optim import Optimizer
-from kiloword.recipes import Recipe
-from kiloword.state.folder import newest, shards_folder, steps_done, write_numbers
-from kiloword.state.shards import Part, write_part
-from kiloword.train import Options, train
+from kiloword.checkpoint.model_folder import not_finite
+from kiloword.checkpoint.state_shards import Part, write_part
+from kiloword.checkpoint.states import newest, shards_folder, steps_done, write_numbers
+from kiloword.cli.main import main
+from kiloword.config import recipes
+from kiloword.config.recipes import Recipe
+from kiloword.distributed import collectives, launch
+from kiloword.training.loop import Options, train
+from kiloword.training.optimizer import Optimizer
 
 SCENES = "scenes?n=64"
 EVERY = Options(log_every=1, save_every=2, quiet=True)
@@ -264,7 +265,7 @@ def with_nan_on_one_rank(rank: int, port: int, out: Path) -> None:
             sharded = self.sharded[f"model.{WEIGHT}"]
             assert isinstance(sharded, DTensor)
             with torch.no_grad():
-                parallel.local(sharded).fill_(math.nan)
+                collectives.local(sharded).fill_(math.nan)
         return report
 
     Optimizer.step = step  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kiloword.data import work
+from kiloword.data.images import work
 
 FUZZ = Path(__file__).parents[1] / "fuzz"
 NAMES = ("tar index", "pictures", "captions", "configs")

@@ -7,8 +7,8 @@ import torch
 from threads import over_threads
 from torch import Tensor
 
-from kiloword import parallel
-from kiloword.gather import gather_features
+from kiloword.distributed import collectives
+from kiloword.distributed.gather import gather_features
 
 KINDS = {"vec": (5,), "log_var": (), "tokens": (2, 3)}
 
@@ -30,9 +30,9 @@ def weight(rank: int, like: Tensor) -> Tensor:
 
 def gathered(counts: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """On this rank: what arrives, and the gradients of its own rows when every rank has a loss; "log_var" has none."""
-    mine = features(parallel.rank(), counts[parallel.rank()])
+    mine = features(collectives.rank(), counts[collectives.rank()])
     out = gather_features(mine)
-    loss = sum((out[name] * weight(parallel.rank(), out[name])).sum().double() for name in ("vec", "tokens"))
+    loss = sum((out[name] * weight(collectives.rank(), out[name])).sum().double() for name in ("vec", "tokens"))
     assert isinstance(loss, Tensor)
     loss.backward()
     return out, {name: value.grad for name, value in mine.items() if value.grad is not None}

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword import gaussian
-from kiloword.gaussian import Form, Gaussian, GaussianSettings
-from kiloword.heads import Head
-from kiloword.losses import Blocks, sigmoid_loss
-from kiloword.method import annotated
-from kiloword.methods import preset
-from kiloword.model import build
+from kiloword.losses.pairs import Blocks, sigmoid_loss
+from kiloword.methods.method import annotated
+from kiloword.methods.prolip import gaussian
+from kiloword.methods.prolip.gaussian import Form, Gaussian, GaussianSettings
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Head
+from kiloword.model.model import build
 from kiloword.types import Features, Texts
-from kiloword.verify_batch import config
+from kiloword.verify.batch import config
 
 FORMS: tuple[Form, ...] = ("paper", "exact")
 REDUCTIONS: tuple[Literal["per_dimension", "joint"], ...] = ("per_dimension", "joint")

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.draw import key
-from kiloword.inclusion import InclusionSettings, MaskedText, Spread, drop_words, mask_words, terms
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import TextConfig
+from kiloword.config.recipes import TextConfig
+from kiloword.methods.prolip.inclusion import InclusionSettings, MaskedText, Spread, drop_words, mask_words, terms
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.randomness import key
 from kiloword.types import Encoded, Features, Texts
-from kiloword.verify_batch import batch, config
+from kiloword.verify.batch import batch, config
 
 MASK = TextConfig().special["mask"]
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.draw import key
+from kiloword.config.recipes import default
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.generation import captioner as captioner_module
 from kiloword.generation.captioner import Caption, Captioner
 from kiloword.generation.decoding import ModelDecoding, WholeDecoding
@@ -22,9 +22,9 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import Found, Rules
 from kiloword.generation.search import nucleus, search
 from kiloword.generation.trie import Trie
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import default
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.randomness import key
 
 START, END, PAD, VOCAB = 0, 1, 2, 6
 WORDS = (3, 4, 5)
@@ -418,7 +418,7 @@ def test_logits_step_by_step(
 
 def test_a_text_is_as_likely_as_the_caption_loss_says(tokenizer: Tokenizer, images: Tensor) -> None:
     """What training measures, on the captions that were generated."""
-    from kiloword.captioning import caption_loss
+    from kiloword.methods.coca.captioning import caption_loss
     from kiloword.types import Texts
 
     model = make(tokenizer)

@@ -38,7 +38,7 @@ def here(gpu: ModuleType, tmp_path: Path, **more: Any) -> Any:
 
 
 def test_commands_of_every_part_exist(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kiloword.cli import main
+    from kiloword.cli.main import main
 
     place, names = here(gpu, tmp_path), set()
     for part in gpu.PARTS.values():

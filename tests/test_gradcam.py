@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.captioning import caption_loss
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.gradcam import gradcam
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import HeadConfig, ImageConfig, sizes
-from kiloword.towers.decoder import TextDecoder
+from kiloword.config.recipes import HeadConfig, ImageConfig, sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.explain.gradcam import gradcam
+from kiloword.methods.coca.captioning import caption_loss
+from kiloword.methods.registry import preset
+from kiloword.model.decoder import TextDecoder
+from kiloword.model.model import build
 
 CAPTIONS = ["a red circle", "two blue squares", ""]
 IMAGE = ImageConfig(size=16, patch=8, width=8, depth=2, heads=2, mlp=16)  # 1 + 4 tokens

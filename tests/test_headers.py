@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kiloword.addresses import Address
-from kiloword.data import remote_http
-from kiloword.data.remote_config import RemoteConfig
-from kiloword.data.remote_errors import Fault, Unreachable
-from kiloword.data.remote_http import Http
-from kiloword.data.remote_stat import LARGEST, Checksum, Stat, decimal, size_problem
+from kiloword.data.addresses import Address
+from kiloword.data.remote import http_files
+from kiloword.data.remote.config import RemoteConfig
+from kiloword.data.remote.errors import Fault, Unreachable
+from kiloword.data.remote.http_files import Http
+from kiloword.data.remote.stat import LARGEST, Checksum, Stat, decimal, size_problem
 
 MD5, SHA = "0" * 31 + "1", "ab" * 32
 DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
@@ -45,7 +45,7 @@ def headers(**values: str) -> Message:
     ],
 )
 def test_checksums(given: dict[str, str], expected: Checksum | None) -> None:
-    assert remote_http._checksum(headers(**given)) == expected
+    assert http_files._checksum(headers(**given)) == expected
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,18 @@ def test_checksums(given: dict[str, str], expected: Checksum | None) -> None:
     ],
 )
 def test_what_changes_with_the_file(given: dict[str, str], tag: str) -> None:
-    assert remote_http._tag(headers(**given)) == tag
+    assert http_files._tag(headers(**given)) == tag
 
 
 def test_waits_that_a_server_asks_for() -> None:
-    assert remote_http._retry_after(headers(Retry_After="7")) == 7.0
+    assert http_files._retry_after(headers(Retry_After="7")) == 7.0
     soon = email.utils.formatdate(time.time() + 100, usegmt=True)
-    assert 90 < remote_http._retry_after(headers(Retry_After=soon)) <= 100
+    assert 90 < http_files._retry_after(headers(Retry_After=soon)) <= 100
     for nothing in (DATE, "soon", "-3", ""):
-        assert remote_http._retry_after(headers(Retry_After=nothing)) == 0.0
-    assert remote_http._retry_after(headers()) == 0.0
-    assert remote_http.date(DATE) == 1445412480.0
-    assert remote_http.date("Wed, 99 Oct 2015") is None
+        assert http_files._retry_after(headers(Retry_After=nothing)) == 0.0
+    assert http_files._retry_after(headers()) == 0.0
+    assert http_files.date(DATE) == 1445412480.0
+    assert http_files.date("Wed, 99 Oct 2015") is None
 
 
 def answer(status: int, **values: str) -> Any:
@@ -81,9 +81,9 @@ def answer(status: int, **values: str) -> Any:
 
 
 def test_lengths() -> None:
-    assert remote_http._length(answer(206, Content_Range="bytes 5-9/1234 ", Content_Length="5")) == "1234"
-    assert remote_http._length(answer(200, Content_Range="bytes 5-9/1234", Content_Length=" 5 ")) == "5"
-    assert remote_http._length(answer(200)) == ""
+    assert http_files._length(answer(206, Content_Range="bytes 5-9/1234 ", Content_Length="5")) == "1234"
+    assert http_files._length(answer(200, Content_Range="bytes 5-9/1234", Content_Length=" 5 ")) == "5"
+    assert http_files._length(answer(200)) == ""
     assert [decimal(text) for text in ("0", "12", "9" * 18)] == [0, 12, 10**18 - 1]
     assert [decimal(text) for text in ("", "-1", "1.5", "9" * 19, "²")] == [None] * 5
     assert size_problem("12") is None
@@ -153,9 +153,9 @@ def test_what_came_although_it_was_not_asked_for(file: Http) -> None:
 
 
 def test_errors_in_words() -> None:
-    assert remote_http._words(TimeoutError()) == "no byte came in time"
-    assert remote_http._words(ConnectionResetError(104, "Connection Reset")) == "connection reset"
-    assert remote_http._words(OSError("Odd")) == "odd"
-    assert remote_http._words(OSError()) == "oserror"
-    assert remote_http._words(ValueError("Kept")) == "Kept"
-    assert remote_http._words(ValueError()) == "ValueError"
+    assert http_files._words(TimeoutError()) == "no byte came in time"
+    assert http_files._words(ConnectionResetError(104, "Connection Reset")) == "connection reset"
+    assert http_files._words(OSError("Odd")) == "odd"
+    assert http_files._words(OSError()) == "oserror"
+    assert http_files._words(ValueError("Kept")) == "Kept"
+    assert http_files._words(ValueError()) == "ValueError"

@@ -11,10 +11,14 @@ import pytest
 from servers import Server
 from tars import pairs, picture, write_tar
 
-from kiloword.addresses import Address
-from kiloword.data import remote, tar
-from kiloword.data.index import open_header, open_index
-from kiloword.data.index_file import (
+from kiloword.data.addresses import Address
+from kiloword.data.remote import sets as remote
+from kiloword.data.remote.config import RemoteConfig
+from kiloword.data.sources.open import open_source
+from kiloword.data.tars import headers as tar
+from kiloword.data.tars.headers import Damage, Tar, _blocks, _is_header, _pax_records, _pax_size, number
+from kiloword.data.tars.index import open_header, open_index
+from kiloword.data.tars.index_file import (
     BLOCK,
     COLUMNS,
     Header,
@@ -28,9 +32,6 @@ from kiloword.data.index_file import (
     read_index,
     write_index,
 )
-from kiloword.data.remote_config import RemoteConfig
-from kiloword.data.sources import open_source
-from kiloword.data.tar import Damage, Tar, _blocks, _is_header, _pax_records, _pax_size, number
 
 
 def test_numbers_of_headers() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kiloword.heads import Head, Pooling, Single
-from kiloword.model import Model, initialise
-from kiloword.pools import ImagePool, TextPool, place_from_end
-from kiloword.recipes import HeadConfig, ModelConfig, TextConfig, sizes
+from kiloword.config.recipes import HeadConfig, ModelConfig, TextConfig, sizes
+from kiloword.model.heads import Head, Pooling, Single
+from kiloword.model.model import Model, initialise
+from kiloword.model.pooling import ImagePool, TextPool, place_from_end
 from kiloword.types import Features, Texts
 
 DEBUG = sizes()["debug"]

@@ -17,25 +17,22 @@ from tars import picture, write_tar
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.scenes import ScenesSource, relevance
 from kiloword.data.scenes.captions import describe, describe_things
 from kiloword.data.scenes.grammar import parse
 from kiloword.data.scenes.hierarchy import SceneParts, area, chain, entails
 from kiloword.data.scenes.query import ANY, Pattern, Query
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.evaluation import evaluate, hierarchy_paths
-from kiloword.evaluation.hierarchy_chains import Chains, complete, gather, read
-from kiloword.evaluation.hierarchy_levels import (
-    inclusion_by_level,
-    kendall,
-    uncertainty_by_level,
-    wrong_texts,
-)
-from kiloword.evaluation.hierarchy_page import report
-from kiloword.evaluation.hierarchy_paths import (
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.evaluation import evaluate
+from kiloword.evaluation.hierarchy import paths as hierarchy_paths
+from kiloword.evaluation.hierarchy.chains import Chains, complete, gather, read
+from kiloword.evaluation.hierarchy.levels import inclusion_by_level, kendall, uncertainty_by_level, wrong_texts
+from kiloword.evaluation.hierarchy.page import report
+from kiloword.evaluation.hierarchy.paths import (
     mean_root,
     measure,
     measure_root,
@@ -45,10 +42,9 @@ from kiloword.evaluation.hierarchy_paths import (
     radius_paths,
     traversals,
 )
-from kiloword.gaussian import inclusion, log_inclusion
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelFile, sizes
+from kiloword.methods.prolip.gaussian import inclusion, log_inclusion
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 from kiloword.types import Features, Skipped
 
 

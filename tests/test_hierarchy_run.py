@@ -8,12 +8,12 @@ from test_hierarchy import matcher
 
 from kiloword.data.scenes import ScenesSource
 from kiloword.data.scenes.hierarchy import SceneParts
-from kiloword.data.sources import open_source
+from kiloword.data.sources.open import open_source
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.hierarchy_chains import gather
-from kiloword.evaluation.hierarchy_levels import kendall
-from kiloword.evaluation.hierarchy_paths import measure, traversals
-from kiloword.gaussian import inclusion
+from kiloword.evaluation.hierarchy.chains import gather
+from kiloword.evaluation.hierarchy.levels import kendall
+from kiloword.evaluation.hierarchy.paths import measure, traversals
+from kiloword.methods.prolip.gaussian import inclusion
 
 
 def scenes(n: int) -> ScenesSource:

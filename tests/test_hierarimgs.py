@@ -15,17 +15,17 @@ from PIL import Image
 from tars import encode, noise
 
 from kiloword.api import Matcher
-from kiloword.data.decode import decode
+from kiloword.config.recipes import sizes
 from kiloword.data.hierarimgs import Options, build, decode_mask
 from kiloword.data.hierarimgs.__main__ import main
 from kiloword.data.hierarimgs.masks import decompress
 from kiloword.data.hierarimgs.writer import paste
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.images.decode import decode
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.methods import preset
-from kiloword.model import build as build_model
-from kiloword.recipes import sizes
+from kiloword.methods.registry import preset
+from kiloword.model.model import build as build_model
 from kiloword.types import BadSample
 
 

@@ -18,18 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tars import picture, write_tar
 
-from kiloword.data.eda import read_synonyms
-from kiloword.data.extra_captions import CaptionTable
+from kiloword.config.recipes import TextConfig
 from kiloword.data.hierarimgs.writer import read_annotations
-from kiloword.data.own import _stored
-from kiloword.data.sample import MAX_CAPTION, MAX_CAPTIONS, MAX_TEXT, make_record, parse_captions
-from kiloword.data.shards import Shards
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.data.transforms import read as read_image
-from kiloword.data.views.files import read_columns
-from kiloword.evaluation.vqa import _lines as answers_of
-from kiloword.recipes import TextConfig
+from kiloword.data.images.augmentation import read as read_image
+from kiloword.data.sources.extra_captions import CaptionTable
+from kiloword.data.sources.open import open_source
+from kiloword.data.sources.own import _stored
+from kiloword.data.sources.sample import MAX_CAPTION, MAX_CAPTIONS, MAX_TEXT, make_record, parse_captions
+from kiloword.data.tars.shards import Shards
+from kiloword.data.text.eda import read_synonyms
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.transforms.files import read_columns
+from kiloword.evaluation.vqa.task import _lines as answers_of
 from kiloword.types import BadSample
 
 

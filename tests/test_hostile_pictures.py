@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from tars import encode, noise
 
-from kiloword.data.decode import Decoder, decode, picture_size
-from kiloword.data.transforms import EvalTransform, TrainTransform, fit
-from kiloword.draw import Draw
+from kiloword.data.images.augmentation import EvalTransform, TrainTransform, fit
+from kiloword.data.images.decode import Decoder, decode, picture_size
+from kiloword.randomness import Draw
 from kiloword.types import BadSample
 
 DECODERS: tuple[Decoder, ...] = ("pillow", "opencv", "simplejpeg")
@@ -282,7 +282,7 @@ def test_the_centre_alone_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
         picture = Image.fromarray(noise(height, width))
         whole = fit(picture, 32).numpy().astype(int)
         with monkeypatch.context() as patch:
-            patch.setattr("kiloword.data.transforms.MAX_PIXELS", 0)
+            patch.setattr("kiloword.data.images.augmentation.MAX_PIXELS", 0)
             assert np.abs(fit(picture, 32).numpy().astype(int) - whole).max() <= 2
 
 

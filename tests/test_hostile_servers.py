@@ -19,15 +19,15 @@ import pytest
 from servers import Guarded, Server
 from tars import pairs, write_tar
 
-from kiloword.addresses import public, scrubbed
-from kiloword.cli import main
-from kiloword.data import remote_errors
-from kiloword.data.remote_call import _Redirects
-from kiloword.data.remote_config import RemoteConfig, remote_config
-from kiloword.data.remote_errors import Unreachable
-from kiloword.data.remote_file import open_remote_file
-from kiloword.data.shard_sets import natural
-from kiloword.data.sources import open_source
+from kiloword.cli.main import main
+from kiloword.data.addresses import public, scrubbed
+from kiloword.data.remote import errors
+from kiloword.data.remote.call import _Redirects
+from kiloword.data.remote.config import RemoteConfig, remote_config
+from kiloword.data.remote.errors import Unreachable
+from kiloword.data.remote.file import open_remote_file
+from kiloword.data.sources.open import open_source
+from kiloword.data.tars.shard_sets import natural
 
 Speak = Callable[[str, socket.socket, threading.Event], None]
 
@@ -165,7 +165,7 @@ def test_chunks_without_end(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["SHA256SUMS", "classnames.txt", "0.tar.kwindex"])
 @pytest.mark.parametrize("claims", [True, False])
 def test_small_files_without_end(name: str, claims: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kiloword.data.remote_file.MOST_SMALL", 1 << 20)
+    monkeypatch.setattr("kiloword.data.remote.file.MOST_SMALL", 1 << 20)
     tar = write_tar(tmp_path / "0.tar", pairs(3)).read_bytes()
     with Server({"0.tar": tar, name: b"a\n" * (1 << 20)}) as server:
         send = server._head
@@ -285,7 +285,7 @@ def test_hosts_that_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_a_server_asks_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(remote_errors.time, "sleep", waits.append)
+    monkeypatch.setattr(errors.time, "sleep", waits.append)
     monkeypatch.setenv("KILOWORD_REMOTE", "retries=1 backoff=0")
     values = (
         "1000000000",

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from tars import picture, write_tar
 
-from kiloword.cli import main
-from kiloword.data.index_file import parse_index
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.methods import preset
-from kiloword.recipes import ModelConfig, ModelFile, TextConfig, read_config
-from kiloword.run_folder import RunFile
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelConfig, ModelFile, TextConfig, read_config
+from kiloword.data.tars.index_file import parse_index
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.registry import preset
+from kiloword.training.run_folder import RunFile
 
 NESTED = b"[" * 100_000
 

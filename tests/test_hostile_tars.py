@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tars import picture
 
-from kiloword.data.index import open_index, scan
-from kiloword.data.index_file import make_index, read_index, write_index
 from kiloword.data.inspect import check
-from kiloword.data.shards import Shards
-from kiloword.data.tar import Tar
+from kiloword.data.tars.headers import Tar
+from kiloword.data.tars.index import open_index, scan
+from kiloword.data.tars.index_file import make_index, read_index, write_index
+from kiloword.data.tars.shards import Shards
 from kiloword.types import BadSample
 
 EIB = 1 << 60

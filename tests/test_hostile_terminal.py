@@ -22,12 +22,12 @@ from safetensors.numpy import save_file
 from servers import Server
 from tars import pairs, picture, write_tar
 
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelFile, default
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile, default
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 
 # Colours, the window's title, a link, the screen cleared by a C1 character, a line of its own, words turned around or
 # unseen, rich's markup. No / in it: it is a file's name too.

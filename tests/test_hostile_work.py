@@ -18,8 +18,8 @@ from counting import calls
 from PIL import Image
 from test_hostile_pictures import DECODERS, chunk, noise, outcome, saved
 
-from kiloword.data import work
-from kiloword.data.decode import Decoder, picture_size
+from kiloword.data.images import work
+from kiloword.data.images.decode import Decoder, picture_size
 from kiloword.types import BadSample
 
 JPEG = saved(Image.fromarray(noise(40, 60)), "JPEG")

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.accumulate import backward
-from kiloword.draw import key
-from kiloword.gaussian import inclusion_loss, vib
-from kiloword.inclusion import ImageInText, InclusionSettings, MaskedImage, MaskedText, Vib, mask_words
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import ImageConfig, TextConfig
+from kiloword.config.recipes import ImageConfig, TextConfig
+from kiloword.methods.prolip.gaussian import inclusion_loss, vib
+from kiloword.methods.prolip.inclusion import ImageInText, InclusionSettings, MaskedImage, MaskedText, Vib, mask_words
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.randomness import key
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
 from kiloword.types import Batch, Encoded, Features, Texts
-from kiloword.verify_batch import batch as small_batch
-from kiloword.verify_batch import config
+from kiloword.verify.batch import batch as small_batch
+from kiloword.verify.batch import config
 
 FORMS: list[dict[str, Any]] = [
     {"inclusion_form": form, "inclusion_reduction": reduction, "eps": -2.0, "c": 0.5}

@@ -16,11 +16,20 @@ from counting import opened_in
 from tars import write_tar
 
 from kiloword.data import cache
-from kiloword.data import index as index_module
-from kiloword.data.index import open_index
-from kiloword.data.index_file import BLOCK, Header, Index, make_index, open_file, parse_index, read_index, write_index
-from kiloword.data.shards import Shards
-from kiloword.data.sources import open_source
+from kiloword.data.sources.open import open_source
+from kiloword.data.tars import index as index_module
+from kiloword.data.tars.index import open_index
+from kiloword.data.tars.index_file import (
+    BLOCK,
+    Header,
+    Index,
+    make_index,
+    open_file,
+    parse_index,
+    read_index,
+    write_index,
+)
+from kiloword.data.tars.shards import Shards
 
 ROWS = 2 * BLOCK + 76  # of a tar: two whole blocks and a part of a third
 
@@ -149,8 +158,8 @@ def test_an_index_of_an_earlier_version_is_taken(tmp_path: Path, monkeypatch: py
 
 def test_blocks_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows are asked for, and files are not left open."""
-    monkeypatch.setattr("kiloword.data.shards._BLOCKS", 2)
-    monkeypatch.setattr("kiloword.data.shards._OPEN", 3)
+    monkeypatch.setattr("kiloword.data.tars.shards._BLOCKS", 2)
+    monkeypatch.setattr("kiloword.data.tars.shards._OPEN", 3)
     data = many(tmp_path / "data", 9)
     source = Shards("data", sorted(data.glob("*.tar")))
     assert {source.key(row) for row in range(0, len(source), 100)} <= {f"{n:05d}" for n in range(ROWS)}

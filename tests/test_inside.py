@@ -14,18 +14,18 @@ import torch
 from PIL import Image
 from sheets import holds
 
-from kiloword import masked_images
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import HeadConfig, ImageConfig, ModelFile, sizes
-from kiloword.reconstruct import fill, mim_settings, reconstruct
-from kiloword.report import inside_words
-from kiloword.report.inside import _cut, _large, write
-from kiloword.report.inside_words import LARGE, WORD, possible
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import HeadConfig, ImageConfig, ModelFile, sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.explain import word_sheets
+from kiloword.explain.reconstruct import fill, mim_settings, reconstruct
+from kiloword.explain.sheets import _cut, _large, write
+from kiloword.explain.word_sheets import LARGE, WORD, possible
+from kiloword.methods.coca import masked_images
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 from kiloword.report.overlay import font_for, overlay, square, wrap
 from kiloword.report.sheet import HEAD, WIDTH, Block, Panel, Strip, sheet
 
@@ -113,18 +113,18 @@ def test_images_as_large_as_their_place_are_not_made_coarse(side: int) -> None:
     image = np.random.default_rng(0).integers(256, size=(side, side, 3), dtype=np.uint8)
     how = Image.Resampling.NEAREST if side < LARGE else Image.Resampling.BICUBIC
     expected = Image.fromarray(image).resize((LARGE, LARGE), how)
-    assert np.array_equal(np.asarray(inside_words._enlarged(image)), np.asarray(expected))
+    assert np.array_equal(np.asarray(word_sheets._enlarged(image)), np.asarray(expected))
 
 
 def test_a_painting_worse_than_one_colour_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    panel = inside_words.Panel
+    panel = word_sheets.Panel
 
     def noted(shown: Image.Image, name: str, note: str = "") -> Panel:
         notes.append(note)
         return panel(shown, name, note)
 
-    monkeypatch.setattr(inside_words, "Panel", noted)
+    monkeypatch.setattr(word_sheets, "Panel", noted)
     path = picture(tmp_path / "a.jpg")
     write(tmp_path, matcher(), [path], ["red"], what=["reconstruction"])
     assert sum(bool(re.match(r"L1 [\d.]+, a flat colour [\d.]+$", note)) for note in notes) == 2  # random weights
@@ -133,7 +133,7 @@ def test_a_painting_worse_than_one_colour_is_marked(tmp_path: Path, monkeypatch:
     def perfect(model: Any, images: torch.Tensor, hidden: torch.Tensor, guides: list[Any], settings: Any) -> list[Any]:
         return [masked_images.pixels(model, images, hidden, norm_pix=False)] * len(guides)
 
-    monkeypatch.setattr(inside_words, "reconstruct", perfect)
+    monkeypatch.setattr(word_sheets, "reconstruct", perfect)
     write(tmp_path, matcher(), [path], ["red"], what=["reconstruction"])
     assert notes.count("L1 0.000") == 2
 

@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 from tars import encode, noise, pairs, picture, write_tar
 
-from kiloword.cli import main as cli
-from kiloword.data import contact
-from kiloword.data.contact import contact_sheet
+from kiloword.cli.main import main as cli
+from kiloword.data.images import contact
+from kiloword.data.images.contact import contact_sheet
 from kiloword.data.inspect import check, main, stats
-from kiloword.data.sources import open_source
-from kiloword.preview import draw
+from kiloword.data.sources.open import open_source
+from kiloword.training.preview import draw
 from kiloword.types import Skipped
 
 

@@ -12,22 +12,24 @@ import pytest
 import torch
 from tars import write_tar
 
-from kiloword.addresses import Address
-from kiloword.data import cache, catalogue, digest, keyed
-from kiloword.data.extra_captions import WithCaptions
-from kiloword.data.folder import Folder
-from kiloword.data.index import open_index
-from kiloword.data.index_file import COLUMNS, Header, make_index, write_index
-from kiloword.data.mixture import Mixture
-from kiloword.data.own import Own
-from kiloword.data.remote_config import RemoteConfig
-from kiloword.data.remote_file import RemoteFile
-from kiloword.data.remote_stat import Stat
+from kiloword.data import cache, keyed
+from kiloword.data.addresses import Address
+from kiloword.data.remote.config import RemoteConfig
+from kiloword.data.remote.file import RemoteFile
+from kiloword.data.remote.stat import Stat
 from kiloword.data.scenes import open_scenes
-from kiloword.data.shards import Shards
-from kiloword.data.side import TableFile
-from kiloword.data.side_writer import _identity, content_of
-from kiloword.data.tables import Table
+from kiloword.data.sources import digest
+from kiloword.data.sources.extra_captions import WithCaptions
+from kiloword.data.sources.folder import Folder
+from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.own import Own
+from kiloword.data.sources.tables import Table
+from kiloword.data.tars import catalogue
+from kiloword.data.tars.index import open_index
+from kiloword.data.tars.index_file import COLUMNS, Header, make_index, write_index
+from kiloword.data.tars.shards import Shards
+from kiloword.features.store import TableFile
+from kiloword.features.writer import _identity, content_of
 
 MEMBERS = {"a.jpg": b"one", "a.txt": b"a dog", "b.json": b'{"caption": "a cat"}', "b.png": b"two", "b.cls": b"1"}
 

@@ -14,20 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.accumulate import backward
-from kiloword.heads import Head, Single
-from kiloword.learner import Learner
-from kiloword.losses import Blocks, sigmoid_loss, softmax_loss
-from kiloword.method import Method, annotated
-from kiloword.methods import preset
-from kiloword.model import build, initialise
-from kiloword.optim import Average, Muon, Optimizer, _fused_lerp, schedule
-from kiloword.prepare import make_learner
-from kiloword.recipes import OptimConfig, default, sizes
-from kiloword.towers.blocks import Init
+from kiloword.config.recipes import OptimConfig, default, sizes
+from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
+from kiloword.methods.method import Method, annotated
+from kiloword.methods.registry import preset
+from kiloword.model.blocks import Init
+from kiloword.model.heads import Head, Single
+from kiloword.model.model import build, initialise
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import Average, Muon, Optimizer, _fused_lerp, schedule
+from kiloword.training.setup import make_learner
 from kiloword.types import Batch, Encoded, Features, Pairs, Positives
-from kiloword.verify import learner
-from kiloword.verify_batch import batch
+from kiloword.verify.batch import batch
+from kiloword.verify.suite import learner
 
 CONFIG = sizes()["debug"]
 NAMES = ("clip", "siglip")

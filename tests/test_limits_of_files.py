@@ -15,12 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from tars import pairs, write_tar
 
-from kiloword.data import cache, catalogue, embedded, tokenizer_file
-from kiloword.data.embedded import check_expanded
-from kiloword.data.roles import Roles
-from kiloword.data.shards import Shards
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.data.tokenizer_file import check
+from kiloword.data import cache
+from kiloword.data.sources import embedded
+from kiloword.data.sources.embedded import check_expanded
+from kiloword.data.tars import catalogue
+from kiloword.data.tars.shards import Shards
+from kiloword.data.text import tokenizer_file
+from kiloword.data.text.roles import Roles
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.text.tokenizer_file import check
 
 TOKENIZER = json.loads(Tokenizer.train(["a dog"] * 9, 270).to_bytes())
 

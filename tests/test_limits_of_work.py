@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from tars import encode, noise
 
-from kiloword.data import work
-from kiloword.data.decode import _is_whole, _reduction, decode, picture_size
+from kiloword.data.images import work
+from kiloword.data.images.decode import _is_whole, _reduction, decode, picture_size
 from kiloword.types import BadSample
 
 

@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.accumulate import backward
-from kiloword.contextual import Attention, Contextual, Mixture
-from kiloword.heads import Head
-from kiloword.learner import Learner
-from kiloword.losses import Blocks, sigmoid_loss
-from kiloword.method import annotated
-from kiloword.methods import preset
-from kiloword.model import Model, build, initialise
-from kiloword.recipes import HeadConfig, ModelConfig, sizes
+from kiloword.config.recipes import HeadConfig, ModelConfig, sizes
+from kiloword.losses.pairs import Blocks, sigmoid_loss
+from kiloword.methods.llip.pooling import Attention, Contextual, Mixture
+from kiloword.methods.method import annotated
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Head
+from kiloword.model.model import Model, build, initialise
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
 from kiloword.types import Features, Texts
-from kiloword.verify import Way, gradients, verify
-from kiloword.verify_batch import batch, config
+from kiloword.verify.batch import batch, config
+from kiloword.verify.suite import Way, gradients, verify
 
 WIDTH, DIM, K, PATCHES = 32, 16, 3, 4
 TEXTS = Texts.pack([[0] * n for n in (2, 4, 3, 1, 5)])
@@ -231,7 +231,7 @@ def test_conformity_on_one_rank() -> None:
 
 
 OWN = """
-from kiloword.methods import preset as built_in
+from kiloword.methods.registry import preset as built_in
 
 def gram():
     return built_in("llip", {"form": "gram", "k": 3, "heads": 4})

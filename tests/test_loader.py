@@ -16,16 +16,16 @@ import pytest
 import torch
 from PIL import Image
 
+from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.bad import BadRows
 from kiloword.data.loader import ATTEMPTS, Loader
-from kiloword.data.mixture import Mixture
 from kiloword.data.reading import eval_batches
 from kiloword.data.sampler import Order
+from kiloword.data.sources.mixture import Mixture
 from kiloword.data.steps import LoaderStopped, in_order
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.data.views import Stylistic, StylisticSettings
-from kiloword.draw import Draw
-from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.transforms import Stylistic, StylisticSettings
+from kiloword.randomness import Draw
 from kiloword.types import BadSample, Batch, Example, Fetch, Record, Skipped
 
 SIZE, ROWS, BATCH = 8, 40, 8

@@ -11,12 +11,12 @@ import pytest
 import torch
 from tars import noise
 
+from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data import loader as module
 from kiloword.data.loader import ATTEMPTS, Loader, Reader, _changes, _join
 from kiloword.data.sampler import Order
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.draw import Draw
-from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.randomness import Draw
 from kiloword.types import BadSample, Example, Fetch, Record
 
 TOKENIZER = Tokenizer.train(["row caption"] * 9, 280)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from tars import write_tar
 
-from kiloword.data import cache, index, shards
-from kiloword.data.index import open_index, scan
-from kiloword.data.local_tar import LocalTar, index_as_it_was
-from kiloword.data.shards import Shards
+from kiloword.data import cache
+from kiloword.data.tars import index, shards
+from kiloword.data.tars.index import open_index, scan
+from kiloword.data.tars.local import LocalTar, index_as_it_was
+from kiloword.data.tars.shards import Shards
 from kiloword.types import BadSample
 
 OTHER = "0.tar is another file than when the run began"

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword import log as logging
-from kiloword import meter, parallel
+from kiloword.config.options import Options
+from kiloword.config.recipes import OptimConfig, default
 from kiloword.data.sampler import Order
-from kiloword.log import Log, SinceRow, open_log, read_metrics
-from kiloword.meter import Meter
-from kiloword.optim import schedule
-from kiloword.options import Options
-from kiloword.recipes import OptimConfig, default
+from kiloword.distributed import collectives
+from kiloword.training import log as logging
+from kiloword.training import meter
+from kiloword.training.log import Log, SinceRow, open_log, read_metrics
+from kiloword.training.meter import Meter
+from kiloword.training.optimizer import schedule
 from kiloword.types import Batch, Texts
 from kiloword.watch.alerts import About
 from kiloword.watch.pace import Pace, duration, per_second
@@ -145,7 +146,7 @@ def test_rank_0_alone_keeps_a_log(
 ) -> None:
     """It knows from which scale on to warn, and hands its rows to TensorBoard where that is asked for."""
     abouts: list[About] = []
-    monkeypatch.setattr(parallel, "rank", lambda: rank)
+    monkeypatch.setattr(collectives, "rank", lambda: rank)
     monkeypatch.setattr(logging, "Alerts", lambda about: abouts.append(about) or SimpleNamespace(add=lambda row: []))
     monkeypatch.setattr(logging, "in_training", lambda out, say: lambda: (out / "mirrored").touch())
     base = default("siglip", "debug")
@@ -174,12 +175,12 @@ def test_a_log_that_cannot_be_kept(tmp_path: Path) -> None:
 
 def test_what_steps_reported_is_kept_with_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each number in its own precision; captions of all ranks, which rank 0 counts on."""
-    monkeypatch.setattr(parallel, "add_up", lambda mine: 10 * mine)
+    monkeypatch.setattr(collectives, "add_up", lambda mine: 10 * mine)
     since = SinceRow([{"loss": torch.tensor(0.1, dtype=kind)} for kind in (torch.float64, torch.bfloat16)], 7)
     state = json.loads(json.dumps(since.state_dict()))
     assert state["captions"] == 70
     for rank, captions in ((0, 70), (1, 0)):
-        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
         again = SinceRow()
         again.load_state_dict(state, torch.device("meta" if rank else "cpu"))
         assert again.captions == captions
@@ -270,8 +271,8 @@ def test_data_wait_of_a_whole_run_is_told_from_its_first_batch_on(clock: Clock) 
 
 def test_of_several_ranks_the_slowest_tells(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch.tensor([[0.0] * 4, [60.0, 0.75, 1e6, 0.5]], dtype=torch.float64)
-    monkeypatch.setattr(parallel, "ranks", lambda: 2)
-    monkeypatch.setattr(parallel, "sum_over_ranks", lambda table: table + other)
+    monkeypatch.setattr(collectives, "ranks", lambda: 2)
+    monkeypatch.setattr(collectives, "sum_over_ranks", lambda table: table + other)
     found = measured(clock)
     assert found["data_wait"] == 2 / 8
     assert found["slowest_data_wait"] == 0.75

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import kiloword.train as loop
-from kiloword.options import Options
-from kiloword.stopping import Stop, Stopped
+import kiloword.training.loop as loop
+from kiloword.config.options import Options
+from kiloword.training.signals import Stop, Stopped
 
 GOES_ON = "The same command goes on from there."
 

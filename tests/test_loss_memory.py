@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kiloword import gather, parallel
-from kiloword.accumulate import backward
-from kiloword.gather import gather_features
+from kiloword.distributed import collectives, gather
+from kiloword.distributed.gather import gather_features
+from kiloword.training.accumulate import backward
 from kiloword.types import Features
-from kiloword.verify import learner, over_ranks
-from kiloword.verify_batch import PICTURES, batch
+from kiloword.verify.batch import PICTURES, batch
+from kiloword.verify.suite import learner, over_ranks
 
 SETTINGS = argparse.Namespace(images=128, dim=64, chunk=128, device="cpu")
 PAIR_BLOCK = 4 * SETTINGS.chunk**2  # bytes of the logits of a block
@@ -90,7 +90,7 @@ def _features(rank: int, n: int) -> Features:
 
 def _gathers(sizes: list[int]) -> None:
     """Values and gradients are those of one process that has all rows."""
-    rank = parallel.rank()
+    rank = collectives.rank()
     every = [_features(r, n) for r, n in enumerate(sizes)]
     found = gather_features(every[rank])
     for name, value in found.items():
@@ -108,7 +108,7 @@ def _gathers(sizes: list[int]) -> None:
 
 def _step() -> None:
     """What the ranks say to each other in one step of a softmax loss."""
-    rank = parallel.rank()
+    rank = collectives.rank()
     said: list[tuple[str, int]] = []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

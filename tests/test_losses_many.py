@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.heads import Head, Single
-from kiloword.losses import Blocks, logsumexp_over_ranks, sigmoid_loss, softmax_loss
-from kiloword.losses_many import Balanced, supcon_loss
-from kiloword.model import initialise
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.losses.many import Balanced, supcon_loss
+from kiloword.losses.pairs import Blocks, logsumexp_over_ranks, sigmoid_loss, softmax_loss
+from kiloword.model.heads import Head, Single
+from kiloword.model.model import initialise
 from kiloword.types import Features, Pairs, Positives
 
 CHUNKS = [0, 1, 3]

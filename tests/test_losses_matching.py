@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.gaussian import Gaussian, GaussianSettings, csd, tokens
-from kiloword.heads import Head, Single
-from kiloword.losses import Blocks, sigmoid_loss
-from kiloword.losses_matching import WithDeterministic, cosine_head, matching_loss
-from kiloword.method import annotated
-from kiloword.model import initialise
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.losses.pairs import Blocks, sigmoid_loss
+from kiloword.methods.method import annotated
+from kiloword.methods.pcmepp.matching import WithDeterministic, cosine_head, matching_loss
+from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings, csd, tokens
+from kiloword.model.heads import Head, Single
+from kiloword.model.model import initialise
 from kiloword.types import Features, Pairs
 
 CHUNKS = [0, 1, 3]

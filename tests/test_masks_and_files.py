@@ -15,13 +15,13 @@ import pytest
 from PIL import Image
 from tars import encode, noise
 
-from kiloword.data.decode import MAX_PIXELS, _from_16_bit, _turn, decode, picture_size, to_rgb
 from kiloword.data.hierarimgs.__main__ import main
 from kiloword.data.hierarimgs.masks import decode_mask
 from kiloword.data.hierarimgs.writer import Options, Report, Segment, build, choose
-from kiloword.data.transforms import _centre, _crop_resize, _scaled, fit
-from kiloword.data.views.partner import named
-from kiloword.data.work import is_whole_png
+from kiloword.data.images.augmentation import _centre, _crop_resize, _scaled, fit
+from kiloword.data.images.decode import MAX_PIXELS, _from_16_bit, _turn, decode, picture_size, to_rgb
+from kiloword.data.images.work import is_whole_png
+from kiloword.data.transforms.partner import named
 from kiloword.types import BadSample, Record
 
 

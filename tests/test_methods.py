@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kiloword.methods import preset
+from kiloword.methods.registry import preset
 
 OWN = """
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_a_file_in_the_working_folder_is_found() -> None:
         ("bare", "takes 'settings' of no known type: annotate it"),
         ("positives", "Pairs is no class of settings"),
         ("undefined", "takes 'settings' of no known type: annotate it"),
-        ("number", "returned an int: expected a kiloword.method.Method"),
+        ("number", "returned an int: expected a kiloword.methods.method.Method"),
         ("missing", "no attribute 'missing'"),
     ],
 )

@@ -21,10 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Section, plots, sections
 
+from kiloword.config.recipes import DataConfig
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.sources import open_data
-from kiloword.embed import Report, embed
-from kiloword.methods.fff import Mined
+from kiloword.data.sources.open import open_data
+from kiloword.features.extract import Report, embed
+from kiloword.methods.fff.preset import Mined
 from kiloword.mining import analyses, main, output, pictures, progress, results
 from kiloword.mining import page as mining_page
 from kiloword.mining.calibrate import Sample, calibrate, candidates, compare, exceeded_by, random_pairs
@@ -33,7 +34,6 @@ from kiloword.mining.options import Options
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.pairs import TERMS, by_term, search
 from kiloword.mining.progress import Bar
-from kiloword.recipes import DataConfig
 from kiloword.report.words import percent
 
 LOW = Mined(p1=0.3, p2=0.4, p3=0.2, p1_text=0.1)

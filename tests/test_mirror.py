@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from runs import Row, row, write
 
-from kiloword.cli import main
+from kiloword.cli.main import main
 from kiloword.watch.mirror import Mirror, Mirrors, Place, in_training, what_is_new
 from kiloword.watch.runs import Watched
 

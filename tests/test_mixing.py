@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kiloword.cli import main
-from kiloword.cli_method import mixed
-from kiloword.describe import slots
-from kiloword.losses import sigmoid_loss, softmax_loss
-from kiloword.methods import names, pieces, preset
-from kiloword.model import build
-from kiloword.recipes import sizes
+from kiloword.cli.describe import slots
+from kiloword.cli.main import main
+from kiloword.cli.method import mixed
+from kiloword.config.recipes import sizes
+from kiloword.losses.pairs import sigmoid_loss, softmax_loss
+from kiloword.methods.registry import names, pieces, preset
+from kiloword.model.model import build
 
 DEBUG = sizes()["debug"]
 

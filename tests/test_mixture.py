@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kiloword.data.mixture import Mixture, mix
+from kiloword.data.sources.mixture import Mixture, mix
 from kiloword.types import Record
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from kiloword import blame, launch, peers
-from kiloword.peers import LEAVE_S, End, Peers, RanksEnded
-from kiloword.stopping import Stopped
+from kiloword.distributed import diagnosis, heartbeat, launch
+from kiloword.distributed.heartbeat import LEAVE_S, End, Peers, RanksEnded
+from kiloword.training.signals import Stopped
 
 BROKEN = RuntimeError("[gloo] Connection closed by peer")
 END = End(1, "gone.", 1, 143)
@@ -39,9 +39,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (peers, blame):
+    for module in (heartbeat, diagnosis):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(peers.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(heartbeat.signal, "signal", lambda *given: None)
     return clock
 
 
@@ -50,15 +50,15 @@ def rank(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Peers]:
     """Makes a rank of three in one store; its threads do not run."""
     root = HashStore()
     root.set_timeout(timedelta(seconds=1))  # for what nobody sets
-    monkeypatch.setattr(peers, "meet", lambda rank, hosts, timeout_s: root)
-    monkeypatch.setattr(peers, "claim", lambda store, rank: None)
+    monkeypatch.setattr(heartbeat, "meet", lambda rank, hosts, timeout_s: root)
+    monkeypatch.setattr(heartbeat, "claim", lambda store, rank: None)
     idle = SimpleNamespace(start=lambda: None, join=lambda timeout: None)
 
     def make(number: int, timeout_s: float = 300, ranks: int = 3) -> Peers:
         for name, value in launch.announced(number, ranks, 12345).items():
             monkeypatch.setenv(name, value)
         with monkeypatch.context() as patch:
-            patch.setattr(peers.threading, "Thread", lambda **named: idle)
+            patch.setattr(heartbeat.threading, "Thread", lambda **named: idle)
             return Peers(timeout_s)
 
     return make
@@ -75,10 +75,10 @@ def test_how_a_rank_begins(monkeypatch: pytest.MonkeyPatch, number: int, agent: 
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
-    monkeypatch.setattr(peers, "meet", lambda *given: met.append(given) or root)
+    monkeypatch.setattr(heartbeat, "meet", lambda *given: met.append(given) or root)
     idle = SimpleNamespace(start=lambda: threads.append({"started": True}), join=threads.append)
     with monkeypatch.context() as patch:
-        patch.setattr(peers.threading, "Thread", lambda **named: threads.append(named) or idle)
+        patch.setattr(heartbeat.threading, "Thread", lambda **named: threads.append(named) or idle)
         one = Peers(77)
     assert met == [(number, hosts, 77)]
     assert (one.rank, one.ranks, one.timeout_s, one.abrupt, one._end) == (number, 3, 77, False, None)
@@ -94,7 +94,7 @@ def test_how_a_rank_begins(monkeypatch: pytest.MonkeyPatch, number: int, agent: 
     one.over()
     assert one._leaving.is_set()
     assert one._left.is_set()
-    assert threads[4:] == [blame.SILENT_S] * 2  # each is waited for, a while
+    assert threads[4:] == [diagnosis.SILENT_S] * 2  # each is waited for, a while
 
 
 def ended(rank: Peers) -> End:
@@ -134,7 +134,7 @@ def test_a_process_ends_without_its_main_thread(
     said: int,
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(peers.os, "_exit", codes.append)
+    monkeypatch.setattr(heartbeat.os, "_exit", codes.append)
     one = rank(number)
     one._end = End(2, "gone.", by, 143)
     one._exit()
@@ -146,7 +146,7 @@ def test_a_store_that_is_gone_ends_the_run(
     rank: Callable[..., Peers], clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(peers.os, "_exit", codes.append)
+    monkeypatch.setattr(heartbeat.os, "_exit", codes.append)
     for number in (0, 1, 2):
         one = rank(number)
 
@@ -189,7 +189,7 @@ def test_a_heartbeat_each_second_says_where_a_rank_is_and_for_how_long(
     one = rank(1)
     one.at("in step 7")
     assert beats(one, clock, 3) == [{"beat": n + 1, "at": "in step 7", "for": n} for n in range(3)]
-    assert one._answered == clock.now - peers.BEAT_S
+    assert one._answered == clock.now - heartbeat.BEAT_S
     assert not one._mine.check(["end"])
 
 
@@ -380,7 +380,7 @@ def test_nobody_tells_why_a_collective_broke(rank: Callable[..., Peers], clock: 
     assert str(result).startswith("rank 0: no sign of life; it was last saving.")
     assert ended(one).by == 1
     # a second for another's words, some for a heartbeat, and for rank 0 to report it
-    assert clock.now - 1000 == pytest.approx(peers.BEAT_S + 2 * blame.SILENT_S, abs=0.2)
+    assert clock.now - 1000 == pytest.approx(heartbeat.BEAT_S + 2 * diagnosis.SILENT_S, abs=0.2)
 
 
 class Told:
@@ -411,16 +411,16 @@ class Told:
 def test_how_a_rank_leaves(
     monkeypatch: pytest.MonkeyPatch, error: BaseException | None, calls: list[str], raises: Any
 ) -> None:
-    monkeypatch.setattr(peers, "Peers", Told)
+    monkeypatch.setattr(heartbeat, "Peers", Told)
     monkeypatch.setattr(launch, "adopt", lambda: 2)
     made: Any = None
 
     def run() -> None:
         nonlocal made
-        with peers.met(77) as made, peers.met(5) as again:
+        with heartbeat.met(77) as made, heartbeat.met(5) as again:
             assert again is made
-            peers.at("here")
-            peers.wait("there")
+            heartbeat.at("here")
+            heartbeat.wait("there")
             if error is not None:
                 raise error
 
@@ -431,14 +431,14 @@ def test_how_a_rank_leaves(
             run()
     assert made.calls[:4] == [77, ("at", "here"), ("at", "there"), ("wait", "there")]
     assert [call[0] for call in made.calls[4:]] == [*calls, "over"]
-    assert peers._current is None
-    peers.at("nobody asks")
-    peers.wait("nobody comes")
+    assert heartbeat._current is None
+    heartbeat.at("nobody asks")
+    heartbeat.wait("nobody comes")
 
 
 def test_a_single_rank_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "adopt", lambda: 1)
-    with peers.met() as made:
+    with heartbeat.met() as made:
         assert made is None
 
 
@@ -447,11 +447,11 @@ def test_an_end_names_the_rank_at_fault_if_there_is_one() -> None:
 
 
 def test_waiting_for_something_to_become_true(clock: Clock) -> None:
-    assert blame.within(3, lambda: clock.now > 1002)
+    assert diagnosis.within(3, lambda: clock.now > 1002)
     assert clock.now == pytest.approx(1002.05)
-    assert not blame.within(3, lambda: False)
+    assert not diagnosis.within(3, lambda: False)
     assert clock.now == pytest.approx(1005.05, abs=0.1)
-    assert blame.within(0, lambda: True)
+    assert diagnosis.within(0, lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -465,4 +465,4 @@ def test_waiting_for_something_to_become_true(clock: Clock) -> None:
     ],
 )
 def test_collectives_that_broke(error: Exception, broken: bool) -> None:
-    assert blame.is_broken(error) == broken
+    assert diagnosis.is_broken(error) == broken

@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kiloword.captioning import decoded
-from kiloword.checkpoint import load_model, read_model_file
-from kiloword.draw import key
+from kiloword.checkpoint.model_folder import load_model, read_model_file
+from kiloword.config.recipes import sizes
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import import_state, main, place
 from kiloword.interop.open_clip_coca import parts
 from kiloword.interop.open_clip_config import Unlike, model_config, translate
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import sizes
+from kiloword.methods.coca.captioning import decoded
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.randomness import key
 from kiloword.types import Texts
 
 

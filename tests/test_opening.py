@@ -14,27 +14,28 @@ import torch
 from PIL import Image
 from tars import noise, pairs, picture, write_tar
 
-from kiloword.data import inspect, shard_sets
+from kiloword.config.recipes import TextConfig
+from kiloword.data import inspect
 from kiloword.data.bad import BadRows, reasons
-from kiloword.data.extra_captions import CaptionTable, WithCaptions
-from kiloword.data.folder import Folder, is_picture
 from kiloword.data.hierarimgs.writer import _empty
-from kiloword.data.inputs import as_list, is_one, kind, prepare
+from kiloword.data.images.augmentation import EvalTransform
+from kiloword.data.images.inputs import as_list, is_one, kind, prepare
 from kiloword.data.inspect import check, digest_all, local_tars
-from kiloword.data.questions import majority
 from kiloword.data.reading import captions_of, eval_batches
-from kiloword.data.remote_errors import Fault
-from kiloword.data.sample import check_regular, parse_label, read_whole
+from kiloword.data.remote.errors import Fault
 from kiloword.data.scenes import parse, render
 from kiloword.data.scenes.settings import parse_settings
-from kiloword.data.shard_sets import expand, natural
-from kiloword.data.sources import open_source
-from kiloword.data.tables import _several, column_names
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.data.transforms import EvalTransform
-from kiloword.data.views.files import Rewrites, read_columns
-from kiloword.data.views.pictures import halves
-from kiloword.recipes import TextConfig
+from kiloword.data.sources.extra_captions import CaptionTable, WithCaptions
+from kiloword.data.sources.folder import Folder, is_picture
+from kiloword.data.sources.open import open_source
+from kiloword.data.sources.questions import majority
+from kiloword.data.sources.sample import check_regular, parse_label, read_whole
+from kiloword.data.sources.tables import _several, column_names
+from kiloword.data.tars import shard_sets
+from kiloword.data.tars.shard_sets import expand, natural
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.transforms.files import Rewrites, read_columns
+from kiloword.data.transforms.images import halves
 from kiloword.types import BadSample, Record, Skipped
 
 
@@ -346,8 +347,8 @@ def test_what_is_taken_where_nothing_is_said() -> None:
 
 def test_tokens_of_repeated_captions_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.train(["a dog runs", "a cat"] * 9, 280)
-    monkeypatch.setattr("kiloword.data.tokenizer.REMEMBERED", 3)
-    monkeypatch.setattr("kiloword.data.tokenizer.REMEMBERED_TOKENS", 6)
+    monkeypatch.setattr("kiloword.data.text.tokenizer.REMEMBERED", 3)
+    monkeypatch.setattr("kiloword.data.text.tokenizer.REMEMBERED_TOKENS", 6)
     config = TextConfig(context=30, vocab=280)
     long = "zebra crossing in the rain"
     for captions in (["a dog"] * 2, ["a", long], ["b", "c"], ["d"], ["e", "a dog"]):

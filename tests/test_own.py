@@ -13,11 +13,11 @@ from PIL import Image
 from tars import encode, noise
 
 import kiloword
-from kiloword import recipes
-from kiloword.checkpoint import read_model_file
-from kiloword.data.own import Own
-from kiloword.log import read_metrics
-from kiloword.train import train
+from kiloword.checkpoint.model_folder import read_model_file
+from kiloword.config import recipes
+from kiloword.data.sources.own import Own
+from kiloword.training.log import read_metrics
+from kiloword.training.loop import train
 from kiloword.types import BadSample
 
 WORDS = ["red", "green", "blue", "grey", "dark", "pale", "warm", "cold"]

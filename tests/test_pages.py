@@ -11,24 +11,22 @@ import torch
 from pages import plots, sections
 from tars import encode, noise
 
-from kiloword.evaluation import (
-    caption_page,
-    command,
-    hierarchy_page,
-    prompts_page,
-    reconstruction_page,
-    uncertainty_page,
-)
+from kiloword.evaluation import command
 from kiloword.evaluation import spectrum as spectrum_page
 from kiloword.evaluation.calibration import Bins
-from kiloword.evaluation.caption_page import Told
-from kiloword.evaluation.caption_truth import Judged, Statement
-from kiloword.evaluation.hierarchy_chains import Chains
-from kiloword.evaluation.prompts_page import Class
-from kiloword.evaluation.reconstruction_page import Example
-from kiloword.evaluation.uncertainty_data import Levelled
-from kiloword.evaluation.uncertainty_inclusion import Answer
-from kiloword.evaluation.uncertainty_shown import Plane
+from kiloword.evaluation.caption import page as caption_page
+from kiloword.evaluation.caption.page import Told
+from kiloword.evaluation.caption.truth import Judged, Statement
+from kiloword.evaluation.hierarchy import page as hierarchy_page
+from kiloword.evaluation.hierarchy.chains import Chains
+from kiloword.evaluation.reconstruction import page as reconstruction_page
+from kiloword.evaluation.reconstruction.page import Example
+from kiloword.evaluation.uncertainty import page as uncertainty_page
+from kiloword.evaluation.uncertainty.data import Levelled
+from kiloword.evaluation.uncertainty.inclusion import Answer
+from kiloword.evaluation.uncertainty.shown import Plane
+from kiloword.evaluation.zeroshot import page as prompts_page
+from kiloword.evaluation.zeroshot.page import Class
 from kiloword.types import Record
 
 

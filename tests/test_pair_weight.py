@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword import recipes
-from kiloword.accumulate import backward
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.optim import Optimizer
-from kiloword.recipes import OptimConfig
-from kiloword.verify_batch import batch, config
+from kiloword.config import recipes
+from kiloword.config.recipes import OptimConfig
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import Optimizer
+from kiloword.verify.batch import batch, config
 
 
 def gradients(weight: float, pieces: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -16,25 +16,25 @@ from threads import over_threads
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from kiloword import launch, parallel, peers, sharing
+from kiloword.distributed import collectives, heartbeat, launch, sharing
 
 
 def said() -> dict[str, Any]:
-    rank = parallel.rank()
+    rank = collectives.rank()
     x = torch.tensor([float(rank), 5.0 - rank], requires_grad=True)
-    total = parallel.sum_over_ranks(x)
-    extremes = {which: parallel.extreme_over_ranks(x, which) for which in ("most", "least")}  # type: ignore[arg-type]
+    total = collectives.sum_over_ranks(x)
+    extremes = {which: collectives.extreme_over_ranks(x, which) for which in ("most", "least")}  # type: ignore[arg-type]
     assert not any(y.requires_grad for y in (total, *extremes.values()))
     assert x.tolist() == [rank, 5.0 - rank]
-    parallel.wait()
+    collectives.wait()
     return {
-        "ranks": parallel.ranks(),
+        "ranks": collectives.ranks(),
         "sum": total.tolist(),
         **{which: y.tolist() for which, y in extremes.items()},
-        "any": parallel.any_rank(rank == 1, False, True),
-        "whole": parallel.add_up(rank + 1),
-        "items": parallel.all_lists([rank] * rank),
-        "nothing": parallel.all_lists([]),
+        "any": collectives.any_rank(rank == 1, False, True),
+        "whole": collectives.add_up(rank + 1),
+        "items": collectives.all_lists([rank] * rank),
+        "nothing": collectives.all_lists([]),
     }
 
 
@@ -56,19 +56,19 @@ def test_numbers_and_lists_of_all_ranks(ranks: int) -> None:
 
 def test_a_process_alone_is_rank_0_of_1() -> None:
     assert said() == over_threads(1, said)[0]
-    assert (parallel.rank(), parallel.ranks()) == (0, 1)
+    assert (collectives.rank(), collectives.ranks()) == (0, 1)
 
 
 def shards(rows: int) -> tuple[list[list[float]], list[list[float]]]:
     """This rank's rows of a sharded table as `fill` and as torch cut them."""
-    values, mesh = torch.arange(2.0 * rows).view(rows, 2), init_device_mesh("cpu", (parallel.ranks(),))
+    values, mesh = torch.arange(2.0 * rows).view(rows, 2), init_device_mesh("cpu", (collectives.ranks(),))
     sharded = [distribute_tensor(x, mesh, [Shard(0)]) for x in (torch.zeros_like(values), values)]
-    parallel.fill(sharded[0], values)
-    assert torch.equal(parallel.whole(sharded[0]), values)
+    collectives.fill(sharded[0], values)
+    assert torch.equal(collectives.whole(sharded[0]), values)
     plain = torch.zeros_like(values)
-    parallel.fill(plain, values)
-    assert torch.equal(parallel.whole(plain), values)
-    mine, torchs = (parallel.local(x).tolist() for x in sharded)
+    collectives.fill(plain, values)
+    assert torch.equal(collectives.whole(plain), values)
+    mine, torchs = (collectives.local(x).tolist() for x in sharded)
     return mine, torchs
 
 
@@ -109,10 +109,12 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Met:
     def note(name: str) -> Any:
         return lambda *given, **named: made.calls.append((name, *given, *named.items()))
 
-    monkeypatch.setattr(peers, "met", meeting)
+    monkeypatch.setattr(heartbeat, "met", meeting)
     monkeypatch.setattr(launch, "adopt", lambda: 2)
     names = ("init_process_group", "barrier", "destroy_process_group")
-    monkeypatch.setattr(parallel, "dist", SimpleNamespace(is_initialized=lambda: False, **{n: note(n) for n in names}))
+    monkeypatch.setattr(
+        collectives, "dist", SimpleNamespace(is_initialized=lambda: False, **{n: note(n) for n in names})
+    )
     monkeypatch.setattr(torch.cuda, "set_device", note("set_device"))
     return made
 
@@ -125,7 +127,7 @@ def test_a_process_joins_and_leaves(
 ) -> None:
     """NCCL, which aborts the process, waits longer than the ranks wait for each other."""
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with parallel.process_group(device, 77):
+    with collectives.process_group(device, 77):
         met.calls.append("inside")
     about = {"store": "store", "rank": 1, "world_size": 2, "timeout": timedelta(seconds=77 + more_s)}
     assert met.calls == [
@@ -141,7 +143,7 @@ def test_a_process_joins_and_leaves(
 
 
 def test_an_error_is_told_before_the_connections_close(met: Met) -> None:
-    with pytest.raises(RuntimeError, match="all: one"), parallel.process_group():
+    with pytest.raises(RuntimeError, match="all: one"), collectives.process_group():
         raise ValueError("one")
     assert met.calls[-2:] == ["ended", ("destroy_process_group",)]
     assert ("barrier",) not in met.calls
@@ -149,11 +151,11 @@ def test_an_error_is_told_before_the_connections_close(met: Met) -> None:
 
 def test_a_single_process_and_one_that_has_joined_join_nothing(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(parallel.dist, "is_initialized", lambda: True)
-        with parallel.process_group():
+        patch.setattr(collectives.dist, "is_initialized", lambda: True)
+        with collectives.process_group():
             pass
     monkeypatch.setattr(launch, "adopt", lambda: 1)
-    with parallel.process_group("cuda"):
+    with collectives.process_group("cuda"):
         pass
     assert met.calls == []
 
@@ -170,10 +172,10 @@ def test_of_ranks_that_share_a_command_the_first_alone_speaks(
         yield
 
     monkeypatch.setattr(launch, "adopt", lambda: 2)
-    monkeypatch.setattr(parallel, "process_group", group)
-    monkeypatch.setattr(parallel, "rank", lambda: rank)
-    monkeypatch.setattr(parallel, "ranks", lambda: 2)
-    monkeypatch.setattr(peers, "wait", calls.append)
+    monkeypatch.setattr(collectives, "process_group", group)
+    monkeypatch.setattr(collectives, "rank", lambda: rank)
+    monkeypatch.setattr(collectives, "ranks", lambda: 2)
+    monkeypatch.setattr(heartbeat, "wait", calls.append)
     ascii_locale = partial(open, encoding="ascii")
     monkeypatch.setattr(sharing, "open", ascii_locale, raising=False)
     with sharing.together("cuda"):
@@ -195,8 +197,8 @@ def test_of_ranks_that_share_a_command_the_first_alone_speaks(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_interruption_says_how_much_is_kept(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    monkeypatch.setattr(parallel, "rank", lambda: rank)
-    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+    monkeypatch.setattr(collectives, "rank", lambda: rank)
+    monkeypatch.setattr(collectives, "ranks", lambda: 2)
     todo = [range(2000, 2010), range(2010, 2013)]
 
     def cut() -> None:

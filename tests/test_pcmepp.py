@@ -10,21 +10,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kiloword import recipes, start
-from kiloword.checkpoint import save_model
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.heads import Head
-from kiloword.learner import Learner
-from kiloword.losses import Blocks, sigmoid_loss
-from kiloword.losses_matching import cosine_head, matching_loss
-from kiloword.method import PairBlocks, annotated
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.optim import groups
-from kiloword.recipes import MUON, ModelConfig, ModelFile, sizes
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.config import recipes
+from kiloword.config.recipes import MUON, ModelConfig, ModelFile, sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.losses.pairs import Blocks, sigmoid_loss
+from kiloword.methods.method import PairBlocks, annotated
+from kiloword.methods.pcmepp.matching import cosine_head, matching_loss
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Head
+from kiloword.model.model import build
+from kiloword.training import start
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import groups
 from kiloword.types import Features, Positives, Total
-from kiloword.verify import EXACT, Way, _least, gradients, gradients_over_ranks, learner, verify
-from kiloword.verify_batch import batch
+from kiloword.verify.batch import batch
+from kiloword.verify.suite import EXACT, Way, _least, gradients, gradients_over_ranks, learner, verify
 
 DEBUG = sizes()["debug"]
 

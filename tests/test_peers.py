@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
-from kiloword import blame, launch, peers
-from kiloword.peers import Peers
+from kiloword.distributed import diagnosis, heartbeat, launch
+from kiloword.distributed.heartbeat import Peers
 
 BROKEN = RuntimeError("[gloo] Connection closed by peer")
 
@@ -30,7 +30,7 @@ def until(true: Callable[[], Any]) -> None:
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Peers]]:
     """Both ranks of a run, in one process."""
-    monkeypatch.setattr(peers, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
     port, made = launch.free_port(), list[Peers]()
     for rank in (0, 1):
         for name, value in launch.announced(rank, 2, port).items():
@@ -74,7 +74,7 @@ def test_a_rank_that_fails_alone_ends_the_other_with_its_sentence(
 
 def test_a_rank_that_waits_learns_of_an_end(two: list[Peers], capsys: pytest.CaptureFixture[str]) -> None:
     first, second = two
-    failed = threading.Timer(0, lambda: second._tell(peers.End(1, "gone.", 1)))
+    failed = threading.Timer(0, lambda: second._tell(heartbeat.End(1, "gone.", 1)))
     failed.start()
     with pytest.raises(dist.DistError, match=r"rank 1: gone\."):
         first.wait("at a place")
@@ -113,8 +113,8 @@ def test_the_rank_at_fault_is_silent_or_stands_elsewhere(
             standing(store, n, 1 + alive, at, 10 * n)
         return true()
 
-    monkeypatch.setattr(blame, "within", wait)
-    end = blame.blame(store, 0, 3, "in step 3", BROKEN)
+    monkeypatch.setattr(diagnosis, "within", wait)
+    end = diagnosis.blame(store, 0, 3, "in step 3", BROKEN)
     assert end.rank == rank
     assert says in end.sentence
     assert end.sentence.endswith("The last state is kept.")
@@ -123,7 +123,7 @@ def test_the_rank_at_fault_is_silent_or_stands_elsewhere(
 def test_a_rank_that_never_came_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     store = PrefixStore("run", HashStore())
     standing(store, 0, 1, "in step 3", 5)
-    monkeypatch.setattr(blame, "within", lambda seconds, true: true())
-    end = blame.blame(store, 0, 2, "in step 3", BROKEN)
+    monkeypatch.setattr(diagnosis, "within", lambda seconds, true: true())
+    end = diagnosis.blame(store, 0, 2, "in step 3", BROKEN)
     assert (end.rank, end.by) == (1, 0)
     assert "it was last at its start" in end.sentence

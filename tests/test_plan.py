@@ -17,25 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from kiloword import engine, parallel
-from kiloword.accumulate import backward
-from kiloword.cli import main
-from kiloword.draw import Draw
-from kiloword.learner import Learner, learner_of
-from kiloword.methods import names, preset
-from kiloword.model import build
-from kiloword.muon import orthogonal
-from kiloword.planning import memory, papers, parameters, step
+from bench import plan_papers
+from bench.plan_measure import CASES, Case, Measured, batch_of, compare, method_of
+from bench.plan_peak import compare_peak
+from kiloword.cli.main import main
+from kiloword.config.recipes import OptimConfig, sizes
+from kiloword.distributed import collectives, engine
+from kiloword.methods.registry import names, preset
+from kiloword.model.model import build
+from kiloword.planning import memory, parameters, step
 from kiloword.planning.advice import Planner
 from kiloword.planning.command import planner_of
-from kiloword.planning.measure import CASES, Case, Measured, batch_of, compare, method_of
 from kiloword.planning.memory import Layout
-from kiloword.planning.peak import compare_peak
 from kiloword.planning.shapes import Kernels, Lengths, Load
 from kiloword.planning.traffic import traffic
-from kiloword.recipes import OptimConfig, sizes
+from kiloword.randomness import Draw
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner, learner_of
+from kiloword.training.muon import orthogonal
 from kiloword.types import Example, Fetch
-from kiloword.verify import learner, over_ranks
+from kiloword.verify.suite import learner, over_ranks
 
 FLOPS, BYTES = 0.02, 0.15  # relative differences that are asked for; weights, gradients and optimizer are exact
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
@@ -238,7 +239,7 @@ WAYS = [
 
 def send(folder: str) -> None:
     """Steps on two ranks; the first writes what was planned and what was sent, in whole buffers."""
-    found, rank = [], parallel.rank()
+    found, rank = [], collectives.rank()
     for way, pieces, name, precision in WAYS:
         method, config = method_of(name), sizes()["debug"]
         learner = Learner(build(config, method), method)
@@ -350,13 +351,13 @@ def test_what_cannot_be_planned_is_refused(words: str, said: str, capsys: pytest
 
 def test_page_has_the_published_figures_and_every_command() -> None:
     text = PAGE.read_text()
-    assert papers._profiles() in text
-    for setting in papers.SETTINGS:
+    assert plan_papers._profiles() in text
+    for setting in plan_papers.SETTINGS:
         assert f"kiloword plan {setting.command}\n" in text
 
 
 def test_page_is_what_its_command_prints() -> None:
-    assert PAGE.read_text() == papers.page()
+    assert PAGE.read_text() == plan_papers.page()
 
 
 def printed(text: str) -> dict[str, list[list[str]]]:

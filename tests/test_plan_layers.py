@@ -13,19 +13,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from kiloword import recipes
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.planning import measure
+from bench import plan_measure
+from bench.plan_measure import Case, Measured, compare, method_of, planned
+from kiloword.config import recipes
+from kiloword.config.recipes import ImageConfig, TextConfig, sizes
+from kiloword.methods.registry import preset
+from kiloword.model.blocks import Block, CrossBlock
+from kiloword.model.image import ImageTower, extra
+from kiloword.model.model import build
+from kiloword.model.text import TextTower
 from kiloword.planning.heads import image_head, text_head
 from kiloword.planning.layers import Memory, block, cross_block
-from kiloword.planning.measure import Case, Measured, compare, method_of, planned
 from kiloword.planning.shapes import Kernels, Lengths, Sequences
 from kiloword.planning.towers import image_tower, patches, text_tower
-from kiloword.recipes import ImageConfig, TextConfig, sizes
-from kiloword.towers.blocks import Block, CrossBlock
-from kiloword.towers.image import ImageTower, extra
-from kiloword.towers.text import TextTower
 from kiloword.types import Batch, Features, Texts
 
 KERNELS = Kernels.of("fp32", cuda=False)
@@ -155,7 +155,7 @@ def test_a_step_of_every_kind_of_term_with_captions_of_one_length(
     debug = sizes()["debug"]
     debug = replace(debug, head=replace(debug.head, **head))
     monkeypatch.setattr(recipes, "sizes", lambda: {"debug": debug})
-    monkeypatch.setattr(measure, "method_of", lambda name: preset(name, own))
+    monkeypatch.setattr(plan_measure, "method_of", lambda name: preset(name, own))
     real = Measured(Case(name, "debug", 6, captions, pieces))
     real.batch = evened(real.batch, 10, len(real.learner.model.config.text.extra_tokens))
     plan = planned(real)

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword import losses, losses_many, losses_matching, verify_batch
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import build
+from kiloword.losses import many as losses_many
+from kiloword.losses import pairs
+from kiloword.methods.pcmepp import matching as losses_matching
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 from kiloword.planning.pairs import columns
+from kiloword.training.learner import Learner
+from kiloword.verify import batch as verify_batch
 
 COLUMNS = [
     ("siglip", {}, 0),
@@ -36,7 +39,7 @@ def test_numbers_of_every_text_that_a_loss_sums(
         counted += x.numel() if x.dim() and x.shape[-1] == len(some.texts) else 0
         return x.detach()
 
-    for module in (losses, losses_many, losses_matching):
+    for module in (pairs, losses_many, losses_matching):
         for function in ("sum_over_ranks", "extreme_over_ranks"):
             monkeypatch.setattr(module, function, count, raising=False)
     learner.pair_loss(*learner.pair_inputs(learner.encode(some), some))

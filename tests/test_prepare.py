@@ -15,13 +15,15 @@ import torch
 from counting import opened_in
 from safetensors.torch import save_file
 
-from kiloword import activations, engine, launch, meter, parallel, prepare, recipes
-from kiloword.checkpoint import read_tensors
-from kiloword.lock import Lock
-from kiloword.methods import preset
-from kiloword.options import Options
-from kiloword.prepare import make_learner, make_loader, with_length
-from kiloword.recipes import Recipe
+from kiloword.checkpoint.lock import Lock
+from kiloword.checkpoint.model_folder import read_tensors
+from kiloword.config import recipes
+from kiloword.config.options import Options
+from kiloword.config.recipes import Recipe
+from kiloword.distributed import activations, collectives, engine, launch
+from kiloword.methods.registry import preset
+from kiloword.training import meter, setup
+from kiloword.training.setup import make_learner, make_loader, with_length
 
 
 def recipe(method: str = "siglip", **more: Any) -> Recipe:
@@ -70,22 +72,22 @@ def test_options_reach_towers_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None
         )
     monkeypatch.setattr(engine, "check_same", lambda learner: calls.append(("check_same", None)))
     learner: Any = SimpleNamespace(model="model")
-    prepare.spread(learner, recipe(), Options(checkpointing="blocks", compile="towers"))
+    setup.spread(learner, recipe(), Options(checkpointing="blocks", compile="towers"))
     assert calls == [("recompute", "blocks"), ("compile", "towers")]
     calls.clear()
-    prepare.spread(learner, recipe(precision="bf16"), Options(parallel="fsdp", compile="blocks"))
+    setup.spread(learner, recipe(precision="bf16"), Options(parallel="fsdp", compile="blocks"))
     assert [name for name, _ in calls] == ["recompute", "compile", "check_same", "shard", "materialise"]
     assert dict(calls)["shard"] is True
     assert dict(calls)["materialise"] == 3
     with pytest.raises(ValueError, match="exclude each other"):
-        prepare.spread(learner, recipe(), Options(parallel="fsdp", compile="towers"))
+        setup.spread(learner, recipe(), Options(parallel="fsdp", compile="towers"))
 
 
 def test_what_a_loader_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(prepare, "Loader", lambda *args, **named: made.append({"args": args, **named}))
-    monkeypatch.setattr(parallel, "rank", lambda: 1)
-    monkeypatch.setattr(parallel, "ranks", lambda: 2)
+    monkeypatch.setattr(setup, "Loader", lambda *args, **named: made.append({"args": args, **named}))
+    monkeypatch.setattr(collectives, "rank", lambda: 1)
+    monkeypatch.setattr(collectives, "ranks", lambda: 2)
 
     class Source:
         name = "s"
@@ -155,7 +157,7 @@ def test_torchrun_is_told_why_a_rank_ends(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_slowest_rank_is_what_all_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "all_lists", lambda mine: [*mine, 0.75])
+    monkeypatch.setattr(collectives, "all_lists", lambda mine: [*mine, 0.75])
     run: Any = SimpleNamespace()
     assert meter.Meter(run, SimpleNamespace()).data_wait() == 0.75  # type: ignore[arg-type]
 

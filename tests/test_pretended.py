@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword.meter import on_host
-from kiloword.methods import names
-from kiloword.muon import Muon
-from kiloword.optim import Average
+from kiloword.methods.registry import names
+from kiloword.training.meter import on_host
+from kiloword.training.muon import Muon
+from kiloword.training.optimizer import Average
 from tests.pretended import Watch, pretended, step
 
 WAITS: dict[str, dict[str, int]] = {  # of the host for the device, a micro-batch; nothing waits where no line says so
@@ -97,7 +97,7 @@ def test_waits_are_seen() -> None:
 
 
 def test_work_on_the_cpu_and_lost_gradients_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kiloword.heads import Single
+    from kiloword.model.heads import Single
 
     project = Single.project_text_tokens
 

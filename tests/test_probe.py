@@ -17,15 +17,17 @@ from tars import picture, write_tar
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.cli import main
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.evaluation import evaluate, probe, probe_data
-from kiloword.evaluation.probe_data import Split, encoded, held_out, order, shots, split
-from kiloword.evaluation.probe_fit import Linear, Rows, logistic, shuffled, start, steps, sweep
-from kiloword.evaluation.probe_options import COUNT, RECIPES, ProbeOptions, Sweep
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import sizes
+from kiloword.cli.main import main
+from kiloword.config.recipes import sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.evaluation import evaluate
+from kiloword.evaluation.probe import data as probe_data
+from kiloword.evaluation.probe import task as probe
+from kiloword.evaluation.probe.data import Split, encoded, held_out, order, shots, split
+from kiloword.evaluation.probe.fit import Linear, Rows, logistic, shuffled, start, steps, sweep
+from kiloword.evaluation.probe.options import COUNT, RECIPES, ProbeOptions, Sweep
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 from kiloword.types import BadSample, Record, Skipped
 
 
@@ -529,8 +531,8 @@ def test_recipes_are_the_papers() -> None:
 
 
 def test_from_the_command_line(tmp_path: Path, debug: Matcher, capsys: pytest.CaptureFixture[str]) -> None:
-    from kiloword.checkpoint import save_model
-    from kiloword.recipes import ModelFile
+    from kiloword.checkpoint.model_folder import save_model
+    from kiloword.config.recipes import ModelFile
 
     file = ModelFile(method="siglip", settings={}, model=debug.model.config)
     save_model(tmp_path / "model", debug.model, debug.tokenizer, file)

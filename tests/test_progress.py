@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from kiloword import embed, log
-from kiloword.embed import Report
-from kiloword.log import PLAIN_EVERY_S, Log
+from kiloword.features import extract
+from kiloword.features.extract import Report
+from kiloword.training import log
+from kiloword.training.log import PLAIN_EVERY_S, Log
 from kiloword.watch.alerts import About
 
 
@@ -31,7 +32,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(embed, "time", clock)
+    monkeypatch.setattr(extract, "time", clock)
     monkeypatch.setattr(log, "time", clock)
     return clock
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from kiloword.config.options import Options
+from kiloword.config.recipes import default, parse, sizes
 from kiloword.data.reading import captions_of
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.gaussian import Gaussian
-from kiloword.learner import Learner
-from kiloword.methods import find, preset
-from kiloword.model import Model, build
-from kiloword.options import Options
-from kiloword.prepare import make_loader, open_sources
-from kiloword.recipes import default, parse, sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.prolip.gaussian import Gaussian
+from kiloword.methods.registry import find, preset
+from kiloword.model.model import Model, build
+from kiloword.training.learner import Learner
+from kiloword.training.setup import make_loader, open_sources
 from kiloword.types import Features
-from kiloword.verify_batch import batch, config
+from kiloword.verify.batch import batch, config
 
 TERMS = ("image_in_text", "masked_image", "masked_text", "vib_image", "vib_text")
 

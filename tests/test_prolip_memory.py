@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kiloword.gaussian import csd_matrix, inclusion_matrix
-from kiloword.learner import Learner
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import sizes
+from kiloword.config.recipes import sizes
+from kiloword.methods.prolip.gaussian import csd_matrix, inclusion_matrix
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
+from kiloword.training.learner import Learner
 from kiloword.types import Batch, Features, Texts
 
 DIM = 64

@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.scenes.grammar import parse
 from kiloword.data.scenes.tasks import TASKS
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation import prompts as choosing
-from kiloword.evaluation.bprw import combined
-from kiloword.evaluation.prompt_options import PromptOptions, Way
-from kiloword.evaluation.prompts import Pictures, Prompts, choose, filtered, labelled, least, nearest
-from kiloword.evaluation.prompts_page import Class, report
-from kiloword.experiments import bprw as experiment
-from kiloword.gaussian import variance_sum
-from kiloword.heads import Head
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelFile, sizes
+from kiloword.evaluation.zeroshot import prompts as choosing
+from kiloword.evaluation.zeroshot.bprw import combined
+from kiloword.evaluation.zeroshot.options import PromptOptions, Way
+from kiloword.evaluation.zeroshot.page import Class, report
+from kiloword.evaluation.zeroshot.prompts import Pictures, Prompts, choose, filtered, labelled, least, nearest
+from kiloword.methods.prolip.gaussian import variance_sum
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Head
+from kiloword.model.model import build
 from kiloword.types import Features
+from research import bprw as experiment
 
 SCENES = "scenes:test?task=fill&n=48&size=32"
 TEMPLATES = ["something {c}", "a {c} thing", "there is something {c}", "a red {c} thing", "{c}"]

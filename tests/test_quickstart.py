@@ -18,20 +18,21 @@ import pytest
 import torch
 from PIL import Image
 
-from kiloword import evaluation, recipes
+from kiloword import evaluation
 from kiloword.api import Matcher, load
-from kiloword.cli import main
+from kiloword.cli.main import main
+from kiloword.config import recipes
+from kiloword.config.recipes import Recipe, read_config
 from kiloword.data.scenes import matches, parse
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import average_precision
-from kiloword.experiments import quickstart as module
-from kiloword.experiments.contestants import Chance, Scenes, draw_all
-from kiloword.experiments.quickstart import quickstart, recipe
-from kiloword.experiments.quickstart_judge import QUERIES, misses, within_groups
-from kiloword.experiments.quickstart_results import Compared, Results, Sizes
-from kiloword.experiments.quickstart_words import summary, weaknesses
-from kiloword.recipes import Recipe, read_config
+from kiloword.quickstart import run as module
+from kiloword.quickstart.contestants import Chance, Scenes, draw_all
+from kiloword.quickstart.judge import QUERIES, misses, within_groups
+from kiloword.quickstart.results import Compared, Results, Sizes
+from kiloword.quickstart.run import quickstart, recipe
+from kiloword.quickstart.words import summary, weaknesses
 from kiloword.report.words import percent
 
 SIZES = Sizes(retrieval=60, classes=80, hard=24, baseline=50)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kiloword.log import read_metrics
+from kiloword.training.log import read_metrics
 
 TRAIN = [
     "train",

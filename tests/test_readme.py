@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tars import pairs, picture, write_tar
 
-from kiloword import parallel
-from kiloword.cli import main
-from kiloword.methods import names
-from kiloword.prepare import micro_batches
-from kiloword.recipes import Recipe
-from kiloword.verify import verify
+from kiloword.cli.main import main
+from kiloword.config.recipes import Recipe
+from kiloword.distributed import collectives
+from kiloword.methods.registry import names
+from kiloword.training.setup import micro_batches
+from kiloword.verify.suite import verify
 
 ROOT = Path(__file__).parents[1]
 README = re.sub(r" \\\n +", " ", (ROOT / "README.md").read_text())
@@ -112,10 +112,10 @@ def test_ranks_and_micro_batches_cut_the_batch_into_equal_parts(
         recipes.append(recipe)
         return Path()
 
-    monkeypatch.setattr("kiloword.train.train", keep)
+    monkeypatch.setattr("kiloword.training.loop.train", keep)
     main(words[words.index("kiloword") + 1 :])
     ranks = int(words[words.index("--nproc-per-node") + 1])
-    monkeypatch.setattr(parallel, "ranks", lambda: ranks)
+    monkeypatch.setattr(collectives, "ranks", lambda: ranks)
     assert micro_batches(recipes[0]) > 1
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from kiloword import recipes
-from kiloword.recipes import FIELD, MUON, PHOTOS, DataConfig, ModelFile, default, only, parse, read_config, sizes
+from kiloword.config import recipes
+from kiloword.config.recipes import FIELD, MUON, PHOTOS, DataConfig, ModelFile, default, only, parse, read_config, sizes
 
 
 @pytest.mark.parametrize(

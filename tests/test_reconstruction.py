@@ -14,22 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword import masked_images, masking
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ImageConfig, ModelFile, sizes
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.reconstruction import Judge, report, values
-from kiloword.evaluation.wrong_captions import wrong_captions
-from kiloword.masking import MaskSettings
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ImageConfig, ModelFile, sizes
-from kiloword.reconstruct import fill, mask_settings, mean_colour, mim_settings, reconstruct, speaks_of
+from kiloword.evaluation.reconstruction.task import Judge, report, values
+from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
+from kiloword.explain.reconstruct import fill, mask_settings, mean_colour, mim_settings, reconstruct, speaks_of
+from kiloword.methods.coca import masked_images, masking
+from kiloword.methods.coca.masking import MaskSettings
+from kiloword.methods.registry import preset
+from kiloword.model.image import unfold
+from kiloword.model.model import build
 from kiloword.report.covered import covered
-from kiloword.towers.image import unfold
 from kiloword.types import Record, Skipped, Texts
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
@@ -374,6 +374,6 @@ def test_the_verb_warns_of_it(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
     def perfect(model: Any, images: Tensor, hidden: Tensor, guides: list[Texts], settings: Any) -> list[Tensor]:
         return [masked_images.pixels(model, images, hidden, norm_pix=False)] * len(guides)
 
-    monkeypatch.setattr("kiloword.evaluation.reconstruction.reconstruct", perfect)
+    monkeypatch.setattr("kiloword.evaluation.reconstruction.task.reconstruct", perfect)
     evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=4", 32))
     assert not caplog.records

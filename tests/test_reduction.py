@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kiloword import accumulate, engine, muon, parallel
-from kiloword.verify import learner
-from kiloword.verify_batch import batch
+from kiloword.distributed import collectives, engine
+from kiloword.training import accumulate, muon
+from kiloword.verify.batch import batch
+from kiloword.verify.suite import learner
 
 
 class Ranks:
@@ -25,8 +26,8 @@ class Ranks:
         self.meet = threading.Barrier(ranks, timeout=60)
         self.there: list[Tensor] = [torch.empty(0)] * ranks
         self.sums: list[list[int]] = [[] for _ in range(ranks)]
-        monkeypatch.setattr(parallel, "ranks", lambda: ranks)
-        monkeypatch.setattr(parallel, "rank", lambda: self.own.rank)
+        monkeypatch.setattr(collectives, "ranks", lambda: ranks)
+        monkeypatch.setattr(collectives, "rank", lambda: self.own.rank)
         monkeypatch.setattr(dist, "new_group", lambda: None)
         monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
         monkeypatch.setattr(dist, "all_gather", self.all_gather)

@@ -19,19 +19,23 @@ from tars import noise
 import kiloword
 from kiloword import generation
 from kiloword.api import Matcher
-from kiloword.cli import main
-from kiloword.data.extra_captions import CaptionTable
+from kiloword.cli.main import main
+from kiloword.config.ranges import check as check_ranges
+from kiloword.config.recipes import ModelConfig, OptimConfig, TextConfig, sizes
 from kiloword.data.reading import captions_at
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.sources.extra_captions import CaptionTable
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.errors import sentence_of
 from kiloword.evaluation import baseline, evaluate
-from kiloword.evaluation.caption import existing
+from kiloword.evaluation.caption.task import existing
 from kiloword.evaluation.features import Seen
-from kiloword.evaluation.probe_data import encoded
-from kiloword.evaluation.prompt_options import PromptOptions
-from kiloword.evaluation.retrieval import check_pairs
-from kiloword.evaluation.shortlist import shortlisted
-from kiloword.evaluation.vqa import _counted, _lines
+from kiloword.evaluation.probe.data import encoded
+from kiloword.evaluation.retrieval.shortlist import shortlisted
+from kiloword.evaluation.retrieval.task import check_pairs
+from kiloword.evaluation.vqa.task import _counted, _lines
+from kiloword.evaluation.zeroshot.options import PromptOptions
+from kiloword.features.teachers import _quiet
 from kiloword.generation import Captioner, GenerationOptions
 from kiloword.generation.command import write_captions
 from kiloword.generation.trie import Trie
@@ -39,15 +43,11 @@ from kiloword.interop.captioners import Ours, open_captioner
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import _check
 from kiloword.interop.prolip import _check_folded
-from kiloword.interop.teachers import _quiet
-from kiloword.methods import preset
+from kiloword.methods.registry import preset
 from kiloword.mining.calibrate import some
-from kiloword.model import build
+from kiloword.model.model import build
 from kiloword.planning.cards import card
-from kiloword.ranges import check as check_ranges
-from kiloword.recipes import ModelConfig, OptimConfig, TextConfig, sizes
 from kiloword.report.histogram import bins
-from kiloword.sentences import sentence_of
 from kiloword.types import BadSample, Record, Skipped
 
 
@@ -134,7 +134,7 @@ def describer(method: str) -> Ours:
 
 
 def recipe() -> Any:
-    from kiloword.recipes import default
+    from kiloword.config.recipes import default
 
     return default("siglip", "debug")
 
@@ -245,7 +245,7 @@ def test_weights_of_prolip_that_are_whole_numbers(tmp_path: Path) -> None:
 
 def test_a_probe_needs_one_class_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     part = Seen([0], ["k0"], {"vec": torch.ones(1, 2)}, [[]], torch.ones(1, 3))
-    monkeypatch.setattr("kiloword.evaluation.probe_data.seen", lambda *all_: iter([part]))
+    monkeypatch.setattr("kiloword.evaluation.probe.data.seen", lambda *all_: iter([part]))
     with pytest.raises(ValueError, match="plain has many labels a picture: a probe needs one class each"):
         encoded(matcher(), Plain(), 2, 0)
 

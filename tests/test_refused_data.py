@@ -15,31 +15,32 @@ import pyarrow.parquet as pq
 import pytest
 from tars import noise, pairs, picture, write_tar
 
-from kiloword.data import embedded, folder, reading, tables
-from kiloword.data import index as index_module
-from kiloword.data.cleaning import siglip
-from kiloword.data.embedded import Embedded, arrow_errors
-from kiloword.data.extra_captions import with_captions
-from kiloword.data.folder import Folder
-from kiloword.data.index_file import COLUMNS, Header, make_index, open_file, write_index
+from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.data import reading
+from kiloword.data.images.augmentation import TrainTransform
+from kiloword.data.images.augmentation import read as read_image
 from kiloword.data.loader import Loader
-from kiloword.data.own import Own
-from kiloword.data.question_tables import open_table
 from kiloword.data.reading import eval_batches, name_of, read, read_picture
-from kiloword.data.roles import Roles
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import ScenesSource, open_scenes
 from kiloword.data.scenes import sample as scene_sample
 from kiloword.data.scenes import source as scene_source
 from kiloword.data.scenes.settings import parse_settings
-from kiloword.data.shard_sets import text_lines
-from kiloword.data.shards import Shards
-from kiloword.data.tokenizer import Tokenizer, siglip_tokenizer_from
-from kiloword.data.transforms import TrainTransform
-from kiloword.data.transforms import read as read_image
-from kiloword.data.views.pictures import halves
-from kiloword.draw import Draw
-from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.data.sources import embedded, folder, tables
+from kiloword.data.sources.embedded import Embedded, arrow_errors
+from kiloword.data.sources.extra_captions import with_captions
+from kiloword.data.sources.folder import Folder
+from kiloword.data.sources.own import Own
+from kiloword.data.sources.question_tables import open_table
+from kiloword.data.tars import index as index_module
+from kiloword.data.tars.index_file import COLUMNS, Header, make_index, open_file, write_index
+from kiloword.data.tars.shard_sets import text_lines
+from kiloword.data.tars.shards import Shards
+from kiloword.data.text.cleaning import siglip
+from kiloword.data.text.roles import Roles
+from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
+from kiloword.data.transforms.images import halves
+from kiloword.randomness import Draw
 from kiloword.types import BadSample, NoCaption, Record
 
 

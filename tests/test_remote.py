@@ -29,21 +29,22 @@ from fsspec.implementations.memory import MemoryFileSystem
 from servers import Server
 from tars import pairs, picture, write_tar
 
-from kiloword import recipes
-from kiloword.data import remote_cache, remote_index
+from kiloword.config import recipes
+from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data.inspect import check
 from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches
-from kiloword.data.remote_cache import Cache
-from kiloword.data.remote_config import RemoteConfig, remote_config
-from kiloword.data.remote_errors import Unreachable
+from kiloword.data.remote import cache as remote_cache
+from kiloword.data.remote import index as remote_index
+from kiloword.data.remote.cache import Cache
+from kiloword.data.remote.config import RemoteConfig, remote_config
+from kiloword.data.remote.errors import Unreachable
 from kiloword.data.sampler import Order
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.draw import Draw
-from kiloword.log import read_metrics
-from kiloword.recipes import DataConfig, TextConfig
-from kiloword.train import Options, train
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.randomness import Draw
+from kiloword.training.log import read_metrics
+from kiloword.training.loop import Options, train
 from kiloword.types import Source
 
 QUICK = "backoff=0.01 timeout=10 ahead=0"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from counting import opened_in
 
-from kiloword.data import remote_cache
-from kiloword.data.remote_cache import Cache
-from kiloword.data.remote_errors import Unreachable
+from kiloword.data.remote import cache as remote_cache
+from kiloword.data.remote.cache import Cache
+from kiloword.data.remote.errors import Unreachable
 
 
 def write(content: bytes, made: list[bytes] | None = None) -> Callable[[int], None]:

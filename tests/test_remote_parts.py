@@ -19,20 +19,21 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from tars import pairs, write_tar
 
-from kiloword.addresses import Address
-from kiloword.data import remote, remote_errors, remote_http, remote_index
-from kiloword.data.ahead import Ahead, ahead_of
-from kiloword.data.mixture import Mixture
-from kiloword.data.remote_call import bounded
-from kiloword.data.remote_config import RemoteConfig, remote_config
-from kiloword.data.remote_errors import PROGRESS, Fault, Patience, TooLarge, Unreachable
-from kiloword.data.remote_file import RemoteFile
-from kiloword.data.remote_fsspec import Fsspec, _checksum
-from kiloword.data.remote_http import Http
-from kiloword.data.remote_index import Whole, open_remote_index
-from kiloword.data.remote_stat import Checksum, Stat
-from kiloword.data.shards import Shards
-from kiloword.data.sources import open_source
+from kiloword.data.addresses import Address
+from kiloword.data.remote import errors, http_files, index
+from kiloword.data.remote import sets as remote
+from kiloword.data.remote.ahead import Ahead, ahead_of
+from kiloword.data.remote.call import bounded
+from kiloword.data.remote.config import RemoteConfig, remote_config
+from kiloword.data.remote.errors import PROGRESS, Fault, Patience, TooLarge, Unreachable
+from kiloword.data.remote.file import RemoteFile
+from kiloword.data.remote.fsspec_files import Fsspec, _checksum
+from kiloword.data.remote.http_files import Http
+from kiloword.data.remote.index import Whole, open_remote_index
+from kiloword.data.remote.stat import Checksum, Stat
+from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.open import open_source
+from kiloword.data.tars.shards import Shards
 
 ADDRESS = Address("https://data.org/0.tar")
 
@@ -40,7 +41,7 @@ ADDRESS = Address("https://data.org/0.tar")
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     slept: list[float] = []
-    monkeypatch.setattr(remote_errors, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(errors, "time", SimpleNamespace(sleep=slept.append))
     return slept
 
 
@@ -122,7 +123,7 @@ def test_what_a_file_system_says_of_a_file(shelf: Fsspec, monkeypatch: pytest.Mo
 
 
 def test_what_a_file_system_gives(shelf: Fsspec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kiloword.data.remote_fsspec._AT_ONCE", 4)
+    monkeypatch.setattr("kiloword.data.remote.fsspec_files._AT_ONCE", 4)
     stat = Stat(9, "", True)
     assert list(shelf.read(stat, 0, 9)) == [b"1234", b"5678", b"9"]
     assert list(shelf.read(stat, 2, 6)) == [b"3456"]
@@ -226,7 +227,7 @@ def test_servers_without_ranges_are_read_past_what_comes_before(monkeypatch: pyt
 def test_bodies_below_a_kilobyte_a_second_are_given_up(monkeypatch: pytest.MonkeyPatch, each: int, fails: bool) -> None:
     """Looked at once a time-out of 10 seconds; here a read takes 6."""
     now = iter(range(0, 10**6, 6))
-    monkeypatch.setattr(remote_http, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(http_files, "time", SimpleNamespace(monotonic=lambda: next(now)))
     file = http(monkeypatch, None)
     answer: Any = Answer(b"x" * (5 * each), each)
     if fails:
@@ -286,7 +287,7 @@ def test_any_bytes_of_a_file_come_by_its_pieces(tmp_path: Path, piece: int) -> N
 def test_an_index_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tar = local(write_tar(tmp_path / "0.tar", pairs(2)))
     with monkeypatch.context() as patch:
-        patch.setattr(remote_index, "header_file", lambda path: None)
+        patch.setattr(index, "header_file", lambda path: None)
         with pytest.raises(ValueError, match=r"was written, but cannot be read\. Set KILOWORD_CACHE to a local disk"):
             open_remote_index(tar)
     with (tmp_path / "cache/remote/index" / f"{tar.index.name}.lock").open("wb") as lock:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kiloword.addresses import Address
-from kiloword.data import remote_call
-from kiloword.data.remote_call import _kept, _origin, _quoted, _Redirects, check_host, end, request
-from kiloword.data.remote_config import RemoteConfig
-from kiloword.data.remote_errors import Unreachable
+from kiloword.data.addresses import Address
+from kiloword.data.remote import call
+from kiloword.data.remote.call import _kept, _origin, _quoted, _Redirects, check_host, end, request
+from kiloword.data.remote.config import RemoteConfig
+from kiloword.data.remote.errors import Unreachable
 
 CONFIG = RemoteConfig(timeout=7.0, hosts=("data.org", "*.cdn.org"))
 
@@ -22,7 +22,7 @@ CONFIG = RemoteConfig(timeout=7.0, hosts=("data.org", "*.cdn.org"))
 def test_a_request_has_its_headers_its_login_and_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     opener = SimpleNamespace(open=lambda one, timeout: asked.append((one, timeout)) or "response")
-    monkeypatch.setattr(remote_call, "_opener", lambda config: opener)
+    monkeypatch.setattr(call, "_opener", lambda config: opener)
     assert request(Address("https://data.org/a b.tar"), {"Range": "bytes=0-0"}, CONFIG) == "response"
     one, timeout = asked[0]
     assert (one.full_url, one.headers, one.unredirected_hdrs, timeout) == (

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file
 from states import load_state
 
-import kiloword.train as loop
-from kiloword import recipes
-from kiloword.log import read_metrics
-from kiloword.recipes import AugmentConfig, Recipe
-from kiloword.stopping import stop_signals
-from kiloword.train import Options, train
+import kiloword.training.loop as loop
+from kiloword.config import recipes
+from kiloword.config.recipes import AugmentConfig, Recipe
+from kiloword.training.log import read_metrics
+from kiloword.training.loop import Options, train
+from kiloword.training.signals import stop_signals
 
 TIMED = ("pairs_per_s", "loader_pairs_per_s", "data_wait", "slowest_data_wait", "save_s", "memory", "time", "restarts")
 EVERY = Options(log_every=1, save_every=4, quiet=True)
@@ -201,7 +201,7 @@ def test_a_kill_in_the_last_save_leaves_no_state_too_many(
     """The run has ended: nothing is saved any more when the same command comes again."""
     often = replace(EVERY, keep_states=keep)
     with monkeypatch.context() as patch:
-        patch.setattr("kiloword.saving.drop_old", lambda folder, keep: None)
+        patch.setattr("kiloword.training.saving.drop_old", lambda folder, keep: None)
         train(recipe(), tmp_path, options=often)
     assert len(list((tmp_path / "state").glob("step-*.json"))) == 3
     train(recipe(), tmp_path, options=often)

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword import parallel, recipes
-from kiloword.checkpoint import check_finite, check_fit, not_finite
-from kiloword.device import precision_of
-from kiloword.files import write_json
-from kiloword.methods import preset
-from kiloword.prepare import _order, _sides, micro_batches
-from kiloword.run_folder import RunFile, _differences, check_same_run, error_kept, forget_error, holds_run
-from kiloword.stopping import Stopped
+from kiloword.checkpoint.files import write_json
+from kiloword.checkpoint.model_folder import check_finite, check_fit, not_finite
+from kiloword.config import recipes
+from kiloword.distributed import collectives
+from kiloword.distributed.device import precision_of
+from kiloword.methods.registry import preset
+from kiloword.training.run_folder import RunFile, _differences, check_same_run, error_kept, forget_error, holds_run
+from kiloword.training.setup import _order, _sides, micro_batches
+from kiloword.training.signals import Stopped
 
 RECIPE = replace(recipes.default("siglip", "debug", ("scenes?n=70",)), batch=16, steps=20)
 FILE = RunFile(recipe=RECIPE, data_fingerprint="f", data_sampled="s", data_digest="d", features=("a",))
@@ -99,7 +100,7 @@ def test_differences_of_plain_values() -> None:
 def test_an_error_is_kept_for_those_who_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException, kept: str | None
 ) -> None:
-    monkeypatch.setattr(parallel, "rank", lambda: rank)
+    monkeypatch.setattr(collectives, "rank", lambda: rank)
     with pytest.raises(type(error)), error_kept(tmp_path):
         raise error
     texts = [path.read_text() for path in tmp_path.iterdir()]
@@ -174,11 +175,11 @@ def test_groups_stand_in_a_batch_together() -> None:
 
 @pytest.mark.parametrize(("ranks", "micro", "pieces"), [(1, 0, 1), (1, 4, 4), (2, 4, 2), (2, 0, 1)])
 def test_pieces_of_a_batch(monkeypatch: pytest.MonkeyPatch, ranks: int, micro: int, pieces: int) -> None:
-    monkeypatch.setattr(parallel, "ranks", lambda: ranks)
+    monkeypatch.setattr(collectives, "ranks", lambda: ranks)
     assert micro_batches(replace(RECIPE, micro=micro)) == pieces
     with pytest.raises(ValueError, match=f"micro 3 does not divide a rank's share of {16 // ranks} "):
         micro_batches(replace(RECIPE, micro=3))
-    monkeypatch.setattr(parallel, "ranks", lambda: 3)
+    monkeypatch.setattr(collectives, "ranks", lambda: 3)
     with pytest.raises(ValueError, match="batch 16 does not divide over 3 ranks"):
         micro_batches(RECIPE)
 
@@ -188,7 +189,7 @@ def test_what_features_a_method_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, path: str) -> None:
             self.name = Path(path).name
 
-    monkeypatch.setattr("kiloword.prepare.SideTable", Table)
+    monkeypatch.setattr("kiloword.training.setup.SideTable", Table)
     method = replace(preset("siglip"), needs=("teacher", "truth", "questions"))
 
     def sides(*paths: str) -> list[str]:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword import parallel, saving
-from kiloword.files import SaveError
-from kiloword.saving import LONG_S, Saver, _outcome, _write
-from kiloword.state.shards import Part, Stored
+from kiloword.checkpoint.files import SaveError
+from kiloword.checkpoint.state_shards import Part, Stored
+from kiloword.distributed import collectives
+from kiloword.training import saving
+from kiloword.training.saving import LONG_S, Saver, _outcome, _write
 
 
 class Clock:
@@ -59,10 +60,10 @@ def test_a_long_wait_for_the_disk_is_said_once(clock: Clock, seconds: float, lin
 def test_when_all_have_written_rank_0_makes_a_state_of_the_parts(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Of every rank's files; the others wait for it with a job of their own, which does nothing."""
     made: list[dict[str, str]] = []
-    monkeypatch.setattr(parallel, "rank", lambda: rank)
-    monkeypatch.setattr(parallel, "ranks", lambda: 2)
-    monkeypatch.setattr(parallel, "all_lists", lambda mine: [*mine, {"b": "2"}])
-    monkeypatch.setattr(parallel, "any_rank", lambda *mine: mine)
+    monkeypatch.setattr(collectives, "rank", lambda: rank)
+    monkeypatch.setattr(collectives, "ranks", lambda: 2)
+    monkeypatch.setattr(collectives, "all_lists", lambda mine: [*mine, {"b": "2"}])
+    monkeypatch.setattr(collectives, "any_rank", lambda *mine: mine)
     one = saver([])
     one.advance()  # nothing is in flight
     one._job, one._then = Future(), lambda files: made.append(files) or files
@@ -74,7 +75,7 @@ def test_when_all_have_written_rank_0_makes_a_state_of_the_parts(monkeypatch: py
     assert made == ([{"a": "1", "b": "2"}] if rank == 0 else [])
     one.advance()
     assert one._job is None
-    monkeypatch.setattr(parallel, "all_lists", lambda mine: [*mine, "the disk of rank 1 is full."])
+    monkeypatch.setattr(collectives, "all_lists", lambda mine: [*mine, "the disk of rank 1 is full."])
     one._job = Future()
     one._job.set_result({})
     with pytest.raises(SaveError, match="the disk of rank 1 is full"):
@@ -96,9 +97,9 @@ def test_when_all_have_written_rank_0_makes_a_state_of_the_parts(monkeypatch: py
 def test_what_is_in_flight_at_an_end(
     monkeypatch: pytest.MonkeyPatch, ranks: int, error: BaseException | None, finished: bool
 ) -> None:
-    monkeypatch.setattr(parallel, "ranks", lambda: ranks)
-    monkeypatch.setattr(parallel, "any_rank", lambda *mine: mine)
-    monkeypatch.setattr(parallel, "all_lists", lambda mine: mine)
+    monkeypatch.setattr(collectives, "ranks", lambda: ranks)
+    monkeypatch.setattr(collectives, "any_rank", lambda *mine: mine)
+    monkeypatch.setattr(collectives, "all_lists", lambda mine: mine)
     one = saver([])
 
     def run() -> None:

@@ -10,13 +10,13 @@ from PIL import Image
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.heads import Single, unit
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelFile, sizes
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile, sizes
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Single, unit
+from kiloword.model.model import build
 from kiloword.types import Features
 
 CAPTIONS = ["a red circle", "two blue squares"]

@@ -16,7 +16,7 @@ import pytest
 from servers import BASIC, PLANTED, Guarded
 from tars import pairs, write_tar
 
-from kiloword.cli import app, main
+from kiloword.cli.main import app, main
 
 
 @pytest.fixture(autouse=True)

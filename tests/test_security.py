@@ -7,23 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kiloword import checkpoint, ranges, recipes
-from kiloword.data import (
-    decode,
-    embedded,
-    remote_call,
-    remote_errors,
-    remote_file,
-    remote_stat,
-    sample,
-    tables,
-    tar,
-    time_limit,
-    tokenizer_file,
-    work,
-)
+from kiloword.checkpoint import model_folder, states
+from kiloword.config import ranges, recipes
+from kiloword.data.images import decode, time_limit, work
+from kiloword.data.remote import call, errors, stat
+from kiloword.data.remote import file as remote_file
+from kiloword.data.sources import embedded, sample, tables
+from kiloword.data.tars import headers as tar
+from kiloword.data.text import tokenizer_file
 from kiloword.interop import hf_folder
-from kiloword.state import folder
 from kiloword.watch import rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +27,7 @@ NUMBERS = {  # row -> what it says, with the limits of the code
         f"{recipes.LARGEST // MIB} MiB; width and context {IMAGE['width'][1]:,}, depth and heads {ranges.DEPTH:,}, "
         f"vocabulary {WORDS['vocab'][1]:,}, image {IMAGE['size'][1]:,} pixels"
     ],
-    "`model.safetensors`": [f"header of {checkpoint.LONGEST_HEADER // MIB} MiB"],
+    "`model.safetensors`": [f"header of {model_folder.LONGEST_HEADER // MIB} MiB"],
     "`tokenizer.json`": [f"{tokenizer_file.LARGEST // MIB} MiB"],
     "`hf:FOLDER`": [f"up to {hf_folder.MOST:,}"],
     "tar": [
@@ -50,11 +42,11 @@ NUMBERS = {  # row -> what it says, with the limits of the code
         f"rows of {tables._BLOCK // MIB} MiB, text of {embedded.MAX_TABLE // GIB} GiB",
         f"{sample.MAX_CAPTIONS:,} captions an image, {sample.MAX_CAPTION:,} characters a caption",
     ],
-    "indexes, feature stores, states of runs": [f"JSON of {folder.MAX_JSON // MIB} MiB"],
+    "indexes, feature stores, states of runs": [f"JSON of {states.MAX_JSON // MIB} MiB"],
     "servers": [
-        f"files of {remote_stat.LARGEST // 10**12} TB, small ones of {remote_file.MOST_SMALL // MIB} MiB; "
-        f"{remote_call._HOPS} redirects",
-        f"waits of {remote_errors._ASKED:g} s",
+        f"files of {stat.LARGEST // 10**12} TB, small ones of {remote_file.MOST_SMALL // MIB} MiB; "
+        f"{call._HOPS} redirects",
+        f"waits of {errors._ASKED:g} s",
     ],
     "run folder (`kiloword watch`)": [f"lines of {rows.LINE:,} bytes, {rows.NAMES:,} metrics"],
 }

@@ -12,17 +12,18 @@ import pytest
 import torch
 from tars import noise
 
-from kiloword.data import captions, transforms
-from kiloword.data.eda import eda
+from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig, sizes
+from kiloword.data.images import augmentation
 from kiloword.data.loader import Loader, Reader
-from kiloword.data.mixture import Mixture
 from kiloword.data.sampler import Order
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.data.views.mix import Compose, Cutmix, Mixup, Stylistic
-from kiloword.data.views.partner import another, cycle
-from kiloword.data.views.settings import ComposeSettings, CutmixSettings, MixupSettings, StylisticSettings
-from kiloword.draw import Draw, key, uniform
-from kiloword.recipes import AugmentConfig, DataConfig, TextConfig, sizes
+from kiloword.data.sources.mixture import Mixture
+from kiloword.data.text import captions
+from kiloword.data.text.eda import eda
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.data.transforms.mix import Compose, Cutmix, Mixup, Stylistic
+from kiloword.data.transforms.partner import another, cycle
+from kiloword.data.transforms.settings import ComposeSettings, CutmixSettings, MixupSettings, StylisticSettings
+from kiloword.randomness import Draw, key, uniform
 from kiloword.types import BadSample, Record
 
 VIEWS = (
@@ -90,13 +91,13 @@ def boxes() -> Any:
     drawn = []
     for crop, ratio in ((0.1, 4 / 3), (0.9, 1.1), (0.99, 4.0)):
         config = AugmentConfig(crop=crop, ratio=ratio)
-        drawn += [transforms.random_box(320, 100 + 70 * row, config, Draw(1, 0, row)) for row in range(4)]
+        drawn += [augmentation.random_box(320, 100 + 70 * row, config, Draw(1, 0, row)) for row in range(4)]
     return [[round(side * 1e4) for side in box] for box in drawn]
 
 
 def colours() -> Any:
     strong = AugmentConfig(crop=0.5, flip=0.5, jitter=0.9, grayscale=0.3, blur=0.5)
-    return [levels(transforms.TrainTransform(8, strong)(noise(12, 12, row), Draw(4, 1, row))) for row in range(6)]
+    return [levels(augmentation.TrainTransform(8, strong)(noise(12, 12, row), Draw(4, 1, row))) for row in range(6)]
 
 
 def levels(image: torch.Tensor) -> list[float]:

@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tars import pairs, picture, write_tar
 
-from kiloword.data import index as index_module
-from kiloword.data import mixture
-from kiloword.data.index import open_index
 from kiloword.data.inspect import check
-from kiloword.data.mixture import mix
-from kiloword.data.shards import Shards
-from kiloword.data.sources import expand, open_source
-from kiloword.draw import key as draw_key
+from kiloword.data.sources import mixture
+from kiloword.data.sources.mixture import mix
+from kiloword.data.sources.open import expand, open_source
+from kiloword.data.tars import index as index_module
+from kiloword.data.tars.index import open_index
+from kiloword.data.tars.shards import Shards
+from kiloword.randomness import key as draw_key
 from kiloword.types import BadSample, Record, Source
 
 

@@ -16,28 +16,28 @@ import torch
 from test_mining import LOW, random_corpus
 from threads import over_threads
 
-from kiloword import parallel
-from kiloword import sharing as sharing_of
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.data.side import SideTable
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.embed import Report, _embed, _file
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.config.recipes import ModelFile, default
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed import collectives
+from kiloword.distributed import sharing as sharing_of
+from kiloword.distributed.sharing import gathered, in_turns, is_first, part_by_part, share, sharing, sums
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.caption_options import CaptionOptions
+from kiloword.evaluation.caption.options import CaptionOptions
 from kiloword.evaluation.features import encode_texts
-from kiloword.evaluation.probe_options import ProbeOptions
+from kiloword.evaluation.probe.options import ProbeOptions
+from kiloword.features.extract import Report, _embed, _file
+from kiloword.features.store import SideTable
+from kiloword.features.teachers import Ours as Teacher
 from kiloword.generation import Captioner, GenerationOptions, command
 from kiloword.interop.captioners import Ours as Describer
-from kiloword.interop.teachers import Ours as Teacher
-from kiloword.methods import preset
+from kiloword.methods.registry import preset
 from kiloword.mining.pairs import search
-from kiloword.model import build
-from kiloword.recipes import ModelFile, default
-from kiloword.sharing import gathered, in_turns, is_first, part_by_part, share, sharing, sums
+from kiloword.model.model import build
 from kiloword.types import BadSample, Record, Skipped
-from kiloword.verify import over_ranks
+from kiloword.verify.suite import over_ranks
 
 SHORT = GenerationOptions(method="greedy", longest=6)
 TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # by name: method, task, data, options
@@ -132,7 +132,7 @@ def _all(names: tuple[str, ...], folder: str) -> None:
     with sharing(lockstep=True):
         found |= {f"holes {rows}": counted(rows) for rows in (13, 6)}
     assert share() == (0, 1)
-    Path(folder, f"{parallel.rank()}.pickle").write_bytes(pickle.dumps(found))
+    Path(folder, f"{collectives.rank()}.pickle").write_bytes(pickle.dumps(found))
     _write_together(Path(folder, "files"))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword import parallel, peers, sharing
+from kiloword.distributed import collectives as parallel
+from kiloword.distributed import heartbeat, sharing
 
 RANKS = 3
 
@@ -72,7 +73,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     monkeypatch.setattr(parallel, "ranks", lambda: RANKS)
     monkeypatch.setattr(parallel, "rank", made.rank)
     monkeypatch.setattr(parallel, "sum_over_ranks", lambda x: torch.stack(made.exchanged(x)).sum(0))
-    monkeypatch.setattr(peers, "wait", made.waited.append)
+    monkeypatch.setattr(heartbeat, "wait", made.waited.append)
     collectives = SimpleNamespace(all_gather_object=made.all_gather_object, gather_object=made.gather_object)
     monkeypatch.setattr(sharing, "dist", collectives)
     return made
@@ -168,7 +169,7 @@ def test_the_first_says_which_parts_are_missing(ranks: Ranks) -> None:
 
 
 def test_one_card_is_not_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kiloword.launch.adopt", lambda: 2)
+    monkeypatch.setattr("kiloword.distributed.launch.adopt", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
         pytest.raises(ValueError, match="--device cuda:1 is one card, but 2 ranks run: use --device cuda"),

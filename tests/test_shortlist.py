@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.api import Matcher
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.config.recipes import sizes
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.retrieval import retrieval
-from kiloword.evaluation.shortlist import shortlisted
-from kiloword.heads import Single
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import sizes
+from kiloword.evaluation.retrieval.shortlist import shortlisted
+from kiloword.evaluation.retrieval.task import retrieval
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Single
+from kiloword.model.model import build
 from kiloword.types import Features
 
 

@@ -22,19 +22,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kiloword.config.options import Options
+from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig, default
 from kiloword.data import keyed
 from kiloword.data.loader import Loader
-from kiloword.data.mixture import Mixture
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.side import Part, SideTable, checksum
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.draw import Draw, key
-from kiloword.embed import Report, embed
-from kiloword.options import Options
-from kiloword.recipes import AugmentConfig, DataConfig, TextConfig, default
-from kiloword.train import train
+from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.features.extract import Report, embed
+from kiloword.features.store import Part, SideTable, checksum
+from kiloword.randomness import Draw, key
+from kiloword.training.loop import train
 from kiloword.types import BadSample, Batch, Example, Fetch, Record
 
 SIZE, DIM, ROWS, PART = 16, 6, 40, 16

@@ -11,16 +11,16 @@ import torch
 from tars import pairs, write_tar
 
 from kiloword.api import Matcher
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelConfig, ModelFile, sizes
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.command import labels
 from kiloword.evaluation.spectrum import _chosen, covariance, effective_rank, report, singular_values, tower_output
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import ModelConfig, ModelFile, sizes
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 from kiloword.types import Skipped
 
 

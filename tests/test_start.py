@@ -13,13 +13,14 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from kiloword import recipes, start
 from kiloword.api import load
-from kiloword.checkpoint import load_model, read_model_file, save_model
-from kiloword.data.tokenizer import Tokenizer, siglip_tokenizer_from
-from kiloword.methods import preset
-from kiloword.model import Model, build, resize_text
-from kiloword.recipes import ModelConfig, ModelFile, Recipe, sizes
+from kiloword.checkpoint.model_folder import load_model, read_model_file, save_model
+from kiloword.config import recipes
+from kiloword.config.recipes import ModelConfig, ModelFile, Recipe, sizes
+from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build, resize_text
+from kiloword.training import start
 from kiloword.types import Features
 
 WORDS = [f"w{n}" for n in range(40)]

@@ -27,16 +27,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.spawn import spawn
 
-import kiloword.saving as saving
-from kiloword import launch, parallel, recipes
-from kiloword.checkpoint import CODES, in_order, spec_of, write_tensors
-from kiloword.files import SaveError
-from kiloword.recipes import Recipe
-from kiloword.state import shards
-from kiloword.state.folder import drop_old, newest, shards_folder, steps_done, write_numbers
-from kiloword.state.shards import Host, Part, Stored, write_part
-from kiloword.train import Options, train
-from kiloword.verify import over_ranks
+import kiloword.training.saving as saving
+from kiloword.checkpoint import state_shards as shards
+from kiloword.checkpoint.files import SaveError
+from kiloword.checkpoint.model_folder import CODES, in_order, spec_of, write_tensors
+from kiloword.checkpoint.state_shards import Host, Part, Stored, write_part
+from kiloword.checkpoint.states import drop_old, newest, shards_folder, steps_done, write_numbers
+from kiloword.config import recipes
+from kiloword.config.recipes import Recipe
+from kiloword.distributed import collectives, launch
+from kiloword.training.loop import Options, train
+from kiloword.verify.suite import over_ranks
 
 EVERY = Options(log_every=1, save_every=2, quiet=True)
 SHARD = "shard-00001-of-00001.safetensors"
@@ -136,9 +137,9 @@ def test_reading_needs_no_pickle_and_torchs_own_reader_reads_it(
 def test_tensors_that_all_ranks_have_are_spread_over_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = some() | {f"learner/{n}": torch.randn(1000 + n) for n in range(30)}
     files: dict[str, str] = {}
-    monkeypatch.setattr(parallel, "ranks", lambda: 3)
+    monkeypatch.setattr(collectives, "ranks", lambda: 3)
     for rank in range(3):
-        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
         part = Host().copy(tensors)
         assert 10 <= len(part.values) <= 16
         files |= write_part(tmp_path, part, rank, 3)
@@ -465,7 +466,7 @@ def test_an_error_in_the_thread_is_told(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_state_that_is_being_written_when_the_run_fails_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import kiloword.train as loop
+    import kiloword.training.loop as loop
 
     real, calls = loop.backward, []
 
@@ -492,7 +493,7 @@ def sharded() -> dict[str, Tensor]:
 
 
 def on_rank(folder: Path, read: bool) -> None:
-    rank, ranks = parallel.rank(), parallel.ranks()
+    rank, ranks = collectives.rank(), collectives.ranks()
     mesh = init_device_mesh("cpu", (ranks,))
     tensors = some() | {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in sharded().items()}
     if read:
@@ -509,11 +510,11 @@ def on_rank(folder: Path, read: bool) -> None:
     for step in (1, 2):
         files: dict[str, str] = {}
         part = Host().copy(tensors)
-        for made in parallel.all_lists([write_part(shards_folder(folder, step), part, rank, ranks)]):
+        for made in collectives.all_lists([write_part(shards_folder(folder, step), part, rank, ranks)]):
             files |= made
         if rank == 0:
             write_numbers(folder, step, files, {})
-    parallel.wait()
+    collectives.wait()
     if rank == 0:
         flip(folder / "step-000000002" / f"shard-00002-of-0000{ranks}.safetensors")
 

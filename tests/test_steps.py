@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword.data import steps, time_limit
+from kiloword.data import steps
+from kiloword.data.images import time_limit
+from kiloword.data.images.time_limit import Apart, Late, TimeLimit, decoding
 from kiloword.data.steps import in_order
-from kiloword.data.time_limit import Apart, Late, TimeLimit, decoding
 from kiloword.types import BadSample
 
 

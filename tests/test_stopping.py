@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kiloword import parallel, peers
-from kiloword.stopping import ENDING, Stop, Stopped, stop_signals
+from kiloword.distributed import collectives, heartbeat
+from kiloword.training.signals import ENDING, Stop, Stopped, stop_signals
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +83,8 @@ def test_a_single_rank_stops_while_it_waits_for_data(
 ) -> None:
     """Several go on: their state is saved by all together, after a step."""
     stop, places = Stop(), list[str]()
-    monkeypatch.setattr(parallel, "ranks", lambda: ranks)
-    monkeypatch.setattr(peers, "at", places.append)
+    monkeypatch.setattr(collectives, "ranks", lambda: ranks)
+    monkeypatch.setattr(heartbeat, "at", places.append)
     assert list(stop.batches(batches(stop, at), 5)) == [f"batch {n}" for n in range(count)]
     waiting = [f"waiting for its data of step {n}" for n in range(6, 7 + count)]
     inside = [f"in step {n}" for n in range(6, 6 + count)]

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from kiloword.data.side import INDEX, Part, SideTable, TableFile, checksum, part_path
-from kiloword.data.side_writer import Rows, SideWriter
-from kiloword.data.views.partner import similar
+from kiloword.data.transforms.partner import similar
+from kiloword.features.store import INDEX, Part, SideTable, TableFile, checksum, part_path
+from kiloword.features.writer import Rows, SideWriter
 from kiloword.types import BadSample, Example, Record, Skipped
 
 

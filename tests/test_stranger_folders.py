@@ -26,16 +26,17 @@ import torch
 from folders import model_folder
 from tokenizers import Regex, pre_tokenizers
 
-from kiloword import recipes, start
 from kiloword.api import load
-from kiloword.checkpoint import read_model_file, read_shapes
-from kiloword.data.cleaning import plain
-from kiloword.data.tokenizer import Tokenizer, clip_tokenizer
-from kiloword.data.tokenizer_file import PATTERNS, check
+from kiloword.checkpoint.model_folder import read_model_file, read_shapes
+from kiloword.config import recipes
+from kiloword.config.ranges import RANGES
+from kiloword.config.ranges import check as check_recipe
+from kiloword.config.recipes import TextConfig
+from kiloword.data.text.cleaning import plain
+from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer
+from kiloword.data.text.tokenizer_file import PATTERNS, check
 from kiloword.interop.open_clip import import_state, read
-from kiloword.ranges import RANGES
-from kiloword.ranges import check as check_recipe
-from kiloword.recipes import TextConfig
+from kiloword.training import start
 
 FUZZ = Path(__file__).parents[1] / "fuzz"
 
@@ -57,7 +58,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object, **options: object) -> None:
         raise AssertionError("room was made for what does not fit")
 
-    monkeypatch.setattr("kiloword.model.initialise", never)
+    monkeypatch.setattr("kiloword.model.model.initialise", never)
     monkeypatch.setattr(Path, "read_bytes", never)
 
 
@@ -416,6 +417,6 @@ def test_a_usual_vocabulary_learns_from_all() -> None:
     captions = [" ".join(rng.choices(words, k=30)) for _ in range(40)]
     assert all(len(caption) <= 1 << 16 for caption in captions)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kiloword.data.tokenizer._learned", plain)
+        patch.setattr("kiloword.data.text.tokenizer._learned", plain)
         whole = Tokenizer.train(captions, 600)._backend.to_str()
     assert Tokenizer.train(captions, 600)._backend.to_str() == whole

@@ -28,18 +28,18 @@ from literal import (
 )
 from torch import Tensor
 
-from kiloword import masking
-from kiloword.accumulate import backward
-from kiloword.draw import uniform
-from kiloword.learner import Learner
-from kiloword.masking import MaskSettings, countable, similarity
-from kiloword.methods import find, preset
-from kiloword.model import build
-from kiloword.optim import Optimizer
-from kiloword.recipes import MUON, TextConfig, parse
-from kiloword.towers.attention import Packing
+from kiloword.config.recipes import MUON, TextConfig, parse
+from kiloword.methods.coca import masking
+from kiloword.methods.coca.masking import MaskSettings, countable, similarity
+from kiloword.methods.registry import find, preset
+from kiloword.model.attention import Packing
+from kiloword.model.model import build
+from kiloword.randomness import uniform
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Texts
-from kiloword.verify_batch import config
+from kiloword.verify.batch import config
 
 # Scores and masks
 

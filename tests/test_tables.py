@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tars import picture
 
-from kiloword.data.sources import open_source
+from kiloword.data.sources.open import open_source
 from kiloword.types import BadSample, Source
 
 

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 import kiloword
-from kiloword.cli import main
+from kiloword.cli.main import main
 from kiloword.report import page
 from kiloword.screen import Screen, plain_table
 from kiloword.terminal import guarded, say, show_traceback, shown, warn
@@ -206,7 +206,9 @@ def test_terminals_of_ascii(tmp_path: Path) -> None:
     """Where nothing but ASCII can be written or named: no traceback, and escapes for the rest."""
     (tmp_path / "é").mkdir()
     verbs = [["methods"], ["doctor"], ["x\udcff\x1b"], ["data", "stats", "scenes?n=4"]]
-    code = f"import sys; from kiloword.cli import main\nfor verb in [*{verbs!a}, ['data', 'stats', sys.argv[1]]]:\n"
+    code = (
+        f"import sys; from kiloword.cli.main import main\nfor verb in [*{verbs!a}, ['data', 'stats', sys.argv[1]]]:\n"
+    )
     code += "  try: main(verb)\n  except SystemExit as end: print(end.code)"
     command = [sys.executable, "-c", code, str(tmp_path / "é")]
     done = subprocess.run(command, capture_output=True, env={**os.environ, **ASCII}, check=True)

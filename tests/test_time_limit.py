@@ -14,15 +14,15 @@ from PIL import Image
 from tars import pairs, write_tar
 from test_hostile_work import scans
 
-from kiloword.data import time_limit
+from kiloword.config.recipes import DataConfig, TextConfig
+from kiloword.data.images import time_limit
+from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches
 from kiloword.data.sampler import Order
-from kiloword.data.shards import Shards
 from kiloword.data.steps import in_order
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.data.transforms import EvalTransform
-from kiloword.recipes import DataConfig, TextConfig
+from kiloword.data.tars.shards import Shards
+from kiloword.data.text.tokenizer import Tokenizer
 
 ROWS, SLOW = 12, 5
 

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from kiloword.data.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
-from kiloword.recipes import TextConfig
+from kiloword.config.recipes import TextConfig
+from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
 
 CAPTIONS = [f"a {c} {s} on the {p} ." for c in ("red", "blue") for s in ("dog", "ball") for p in ("left", "right")] * 3
 ODD = [
@@ -128,9 +128,7 @@ def test_training_does_not_depend_on_order_or_threads(own: Tokenizer, tmp_path: 
     own.save(tmp_path)
     shuffled = CAPTIONS.copy()
     random.Random(1).shuffle(shuffled)
-    code = (
-        f"from kiloword.data.tokenizer import Tokenizer as T; T.train({shuffled!r}, 300).save({str(tmp_path / 'b')!r})"
-    )
+    code = f"from kiloword.data.text.tokenizer import Tokenizer as T; T.train({shuffled!r}, 300).save({str(tmp_path / 'b')!r})"
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "4", "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     assert (tmp_path / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()

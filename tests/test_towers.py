@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.heads import Head, Single
-from kiloword.model import Model, initialise, resize
-from kiloword.pools import AttentionalPool
-from kiloword.recipes import HeadConfig, ImageConfig, ModelConfig, TextConfig, sizes
-from kiloword.towers.attention import Cache, Packing, attention
-from kiloword.towers.blocks import Init, activate
-from kiloword.towers.decoder import ImageDecoder
-from kiloword.towers.image import ConvStem, ImageTower, fold, unfold
-from kiloword.towers.text import TextTower
+from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, TextConfig, sizes
+from kiloword.model.attention import Cache, Packing, attention
+from kiloword.model.blocks import Init, activate
+from kiloword.model.decoder import ImageDecoder
+from kiloword.model.heads import Head, Single
+from kiloword.model.image import ConvStem, ImageTower, fold, unfold
+from kiloword.model.model import Model, initialise, resize
+from kiloword.model.pooling import AttentionalPool
+from kiloword.model.text import TextTower
 from kiloword.types import Texts
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from tars import encode, noise
 
-from kiloword.data import decode as decode_module
-from kiloword.data.decode import Decoder, check_decoder, decode, picture_size
-from kiloword.data.transforms import EvalTransform, TrainTransform, random_box
-from kiloword.draw import Draw
-from kiloword.recipes import AugmentConfig
+from kiloword.config.recipes import AugmentConfig
+from kiloword.data.images import decode as decode_module
+from kiloword.data.images.augmentation import EvalTransform, TrainTransform, random_box
+from kiloword.data.images.decode import Decoder, check_decoder, decode, picture_size
+from kiloword.randomness import Draw
 from kiloword.types import BadSample
 
 DECODERS: tuple[Decoder, ...] = ("pillow", "opencv", "simplejpeg")

@@ -14,16 +14,16 @@ from tars import picture
 
 import kiloword
 from kiloword.api import load
-from kiloword.checkpoint import load_model
-from kiloword.cli import main
+from kiloword.checkpoint.model_folder import load_model
+from kiloword.checkpoint.trust import Trust
+from kiloword.cli.main import main
+from kiloword.features.teachers import open_teacher
 from kiloword.interop.captioners import open_captioner
-from kiloword.interop.teachers import open_teacher
-from kiloword.trust import Trust
 
 OWN = """
 open("imported", "a").close()
 from dataclasses import replace
-from kiloword.methods import preset as built_in
+from kiloword.methods.registry import preset as built_in
 
 def preset():
     return replace(built_in("siglip"), name="own")

@@ -13,19 +13,19 @@ import torch
 from tars import picture, write_tar
 
 from kiloword.api import Matcher
+from kiloword.config.recipes import sizes
 from kiloword.data.scenes.grammar import parse
 from kiloword.data.scenes.query import Query, matches
 from kiloword.data.scenes.source import ScenesSource, parse_scenes
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.calibration import spearman
-from kiloword.evaluation.uncertainty import brief
-from kiloword.evaluation.uncertainty_data import buckets, different, level
-from kiloword.gaussian import inclusion
-from kiloword.methods import preset
-from kiloword.model import build
-from kiloword.recipes import sizes
+from kiloword.evaluation.uncertainty.data import buckets, different, level
+from kiloword.evaluation.uncertainty.task import brief
+from kiloword.methods.prolip.gaussian import inclusion
+from kiloword.methods.registry import preset
+from kiloword.model.model import build
 from kiloword.types import Features, Record
 
 WORDS = ["a red dog on a big blue background", "a striped cat left of the circle", "two things, there is an image"]

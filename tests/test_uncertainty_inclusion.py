@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_uncertainty import matcher
 
 from kiloword.data.scenes.source import parse_scenes
-from kiloword.evaluation.uncertainty_data import chains, gather
-from kiloword.evaluation.uncertainty_inclusion import Answer, answers, best_overlap, links, pairwise
+from kiloword.evaluation.uncertainty.data import chains, gather
+from kiloword.evaluation.uncertainty.inclusion import Answer, answers, best_overlap, links, pairwise
 
 
 def test_pairs_and_their_truth() -> None:
@@ -62,7 +62,7 @@ def test_inclusion_a_part_at_a_time_is_the_whole(monkeypatch: pytest.MonkeyPatch
     a, b = ({"vec": torch.randn(30, 4, generator=g), "log_var": torch.randn(30, 4, generator=g)} for _ in range(2))
     i, j = torch.randperm(30, generator=g), torch.randperm(30, generator=g)
     whole = pairwise(a, b, i, j)
-    monkeypatch.setattr("kiloword.evaluation.uncertainty_inclusion.PAIRS", 7)
+    monkeypatch.setattr("kiloword.evaluation.uncertainty.inclusion.PAIRS", 7)
     for x, y in zip(pairwise(a, b, i, j), whole, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     assert float(whole[1][3]) == pytest.approx(

@@ -11,12 +11,12 @@ import torch
 from tars import noise
 from test_uncertainty import matcher
 
-from kiloword.checkpoint import save_model
-from kiloword.cli import main
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.cli.main import main
+from kiloword.config.recipes import ModelFile
 from kiloword.data.scenes.source import parse_scenes
-from kiloword.evaluation.uncertainty_data import gather
-from kiloword.evaluation.uncertainty_shown import plane, principal
-from kiloword.recipes import ModelFile
+from kiloword.evaluation.uncertainty.data import gather
+from kiloword.evaluation.uncertainty.shown import plane, principal
 from kiloword.report import box_plot, scatter, tiles
 from kiloword.report.scatter import Dots, Ellipse
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from kiloword import parallel, sharing, validate
+from kiloword.distributed import collectives, sharing
+from kiloword.training import validation
 from kiloword.types import BadSample, Record
 
 
@@ -49,25 +50,25 @@ class Rows:
 )
 def test_rows_that_are_tried_before_a_run(count: int, bad: set[int], good: list[int]) -> None:
     source: Any = Rows(count, bad)
-    found = validate._good_rows(source, asks=False)
+    found = validation._good_rows(source, asks=False)
     assert list(found) == good
-    some = validate._Some(source, found)
+    some = validation._Some(source, found)
     assert (len(some), some.name, some.fingerprint, some.natural) == (len(good), "rows", "r", True)
     assert [some.key(n) for n in range(len(some))] == [f"k{row}" for row in good]
     assert not hasattr(some, "answers")
     source.answers = ("yes", "no")
-    assert validate._Some(source, found).answers == ("yes", "no")
+    assert validation._Some(source, found).answers == ("yes", "no")
     if not bad:
         assert [some.record(n).key for n in range(len(some))] == [f"k{row}" for row in good]
 
 
 def test_no_more_rows_are_tried_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     source: Any = Rows(1000, set(range(1000)))
-    found = validate._good_rows(source, asks=False)
-    assert len(found) == len(source.read) == validate.TRIED
+    found = validation._good_rows(source, asks=False)
+    assert len(found) == len(source.read) == validation.TRIED
     assert max(found) < 1000
     source = Rows(5)
-    assert list(validate._good_rows(source, asks=True)) == list(range(5))  # none has a question
+    assert list(validation._good_rows(source, asks=True)) == list(range(5))  # none has a question
 
 
 @pytest.mark.parametrize(
@@ -84,9 +85,9 @@ def test_whether_the_last_step_was_validated(
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run: Any = SimpleNamespace(out=tmp_path, step=step)
-    assert validate.validated(run) == known
-    monkeypatch.setattr(parallel, "rank", lambda: 1)  # rank 0 alone reads
-    assert not validate.validated(run)
+    assert validation.validated(run) == known
+    monkeypatch.setattr(collectives, "rank", lambda: 1)  # rank 0 alone reads
+    assert not validation.validated(run)
 
 
 @pytest.mark.parametrize("opened", [False, True])
@@ -119,18 +120,18 @@ def test_averaged_weights_are_judged_and_training_goes_on(
         numbers = {"accuracy": 0.25, "text_retrieval_recall@1": 0.5, "image_retrieval_recall@1": 0.125}
         return {**numbers, "by_kind": [1, 2]}
 
-    monkeypatch.setattr(parallel, "rank", lambda: 1)
-    monkeypatch.setattr(parallel, "ranks", lambda: 2)
-    monkeypatch.setattr(parallel, "sharded", lambda p: sharded and p == "second")
+    monkeypatch.setattr(collectives, "rank", lambda: 1)
+    monkeypatch.setattr(collectives, "ranks", lambda: 2)
+    monkeypatch.setattr(collectives, "sharded", lambda p: sharded and p == "second")
     monkeypatch.setattr("kiloword.api.Matcher", lambda model, tokenizer: (model, tokenizer))
     monkeypatch.setattr("kiloword.evaluation.evaluate", evaluate)
-    monkeypatch.setattr(validate, "open_val", lambda recipe: events.append("opened") or source)
+    monkeypatch.setattr(validation, "open_val", lambda recipe: events.append("opened") or source)
 
     def precision_of(name: str, device: str) -> Any:
         events.append(f"{name} on {device}")
         return nullcontext
 
-    monkeypatch.setattr(validate, "precision_of", precision_of)
+    monkeypatch.setattr(validation, "precision_of", precision_of)
     learner = SimpleNamespace(
         model="model",
         method=SimpleNamespace(needs=("questions",) if asks else ("teacher",)),
@@ -149,7 +150,7 @@ def test_averaged_weights_are_judged_and_training_goes_on(
         log=SimpleNamespace(say=events.append),
         step=7,
     )
-    found = validate.validate(run)
+    found = validation.validate(run)
     task, said = ("vqa", "accuracy 0.250") if asks else (
         "retrieval", "text_retrieval_recall@1 0.500, image_retrieval_recall@1 0.125"
     )  # fmt: skip

@@ -9,22 +9,23 @@ from typing import Any
 
 import pytest
 
-from kiloword import cli, launch, peers
-from kiloword.cli import main
-from kiloword.evaluation.caption_options import CaptionOptions
-from kiloword.evaluation.probe_options import ProbeOptions
-from kiloword.evaluation.prompt_options import PromptOptions
-from kiloword.evaluation.vqa_options import VqaOptions
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.cli import main as cli
+from kiloword.cli.main import main
+from kiloword.distributed import heartbeat, launch
+from kiloword.evaluation.caption.options import CaptionOptions
+from kiloword.evaluation.probe.options import ProbeOptions
+from kiloword.evaluation.vqa.options import VqaOptions
+from kiloword.evaluation.zeroshot.options import PromptOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import Options as MineOptions
-from kiloword.trust import NONE, Trust
 
 OUT = Path("o")
 Words = tuple[str, str, dict[str, Any]]
 """A command line, what it calls, and arguments that must arrive there."""
 
 SHORTEST: list[Words] = [
-    ("quickstart", "kiloword.experiments.quickstart:run", {"out": Path("quickstart"), "steps": None, "seed": 0}),
+    ("quickstart", "kiloword.quickstart.run:run", {"out": Path("quickstart"), "steps": None, "seed": 0}),
     (
         "eval m zeroshot --data d",
         "kiloword.evaluation.command:main",
@@ -34,7 +35,7 @@ SHORTEST: list[Words] = [
     ),
     (
         "embed m --data d --out o",
-        "kiloword.embed:main",
+        "kiloword.features.extract:main",
         {"model": "m", "data": ("d",), "out": OUT, "name": "teacher", "extra_captions": (), "batch": 64}
         | {"workers": "auto", "device": "auto", "precision": "fp32", "dtype": "fp16", "trust": NONE},
     ),
@@ -46,20 +47,20 @@ SHORTEST: list[Words] = [
     ),
     ("mine d --side s --out o", "kiloword.mining:main", {"sources": ("d",), "options": MineOptions()}),
     ("data stats d", "kiloword.data.inspect:main", {"what": "stats", "src": "d", "png": None, "digest": False}),
-    ("verify clip", "kiloword.verify:main", {"method": "clip", "ranks": (1, 2, 4)}),
+    ("verify clip", "kiloword.verify.suite:main", {"method": "clip", "ranks": (1, 2, 4)}),
     (
         "watch r",
         "kiloword.watch.command:main",
         {"paths": (Path("r"),), "once": False, "every": 2.0, "smooth": 0.0, "curves": (), "tensorboard": None},
     ),
-    ("methods", "kiloword.describe:methods_table", {}),
-    ("sizes", "kiloword.describe:sizes_table", {}),
-    ("doctor", "kiloword.describe:doctor_table", {}),
+    ("methods", "kiloword.cli.describe:methods_table", {}),
+    ("sizes", "kiloword.cli.describe:sizes_table", {}),
+    ("doctor", "kiloword.cli.describe:doctor_table", {}),
 ]
 EVERY_FLAG: list[Words] = [
     (
         "quickstart --out o --steps 7 --seed 3",
-        "kiloword.experiments.quickstart:run",
+        "kiloword.quickstart.run:run",
         {"out": OUT, "steps": 7, "seed": 3},
     ),
     (
@@ -85,7 +86,7 @@ EVERY_FLAG: list[Words] = [
     (
         "embed m --data d e --out o --name n --extra-captions x --batch 3 --workers 2 --device cpu --precision bf16 "
         "--dtype fp32 --method clip --trust-code",
-        "kiloword.embed:main",
+        "kiloword.features.extract:main",
         {"data": ("d", "e"), "name": "n", "extra_captions": ("x",), "batch": 3, "workers": 2, "device": "cpu"}
         | {"precision": "bf16", "dtype": "fp32", "trust": Trust(method="clip", trust_code=True)},
     ),
@@ -103,7 +104,7 @@ EVERY_FLAG: list[Words] = [
     ),
     ("data index d --digest", "kiloword.data.inspect:main", {"what": "index", "src": "d", "digest": True}),
     ("data stats d --png p", "kiloword.data.inspect:main", {"png": Path("p")}),
-    ("verify siglip --ranks 1 3", "kiloword.verify:main", {"method": "siglip", "ranks": (1, 3)}),
+    ("verify siglip --ranks 1 3", "kiloword.verify.suite:main", {"method": "siglip", "ranks": (1, 3)}),
     (
         "watch r s --once --every 5 --smooth 0.5 --curves loss val/ --tensorboard t",
         "kiloword.watch.command:main",
@@ -116,7 +117,7 @@ EVERY_FLAG: list[Words] = [
         {"name": "ViT", "path": Path("w.pt"), "out": OUT},
     ),
     ("import prolip w --out o", "kiloword.interop.prolip:main", {"path": Path("w"), "out": OUT}),
-    ("train clip --data d", "kiloword.cli_train:main", {"argv": ["clip", "--data", "d"]}),
+    ("train clip --data d", "kiloword.cli.train:main", {"argv": ["clip", "--data", "d"]}),
     ("plan clip --gpus 8", "kiloword.planning.command:main", {"argv": ["clip", "--gpus", "8"]}),
 ]
 
@@ -179,7 +180,7 @@ def test_how_a_command_ends(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr("kiloword.describe.sizes_table", fail)
+    monkeypatch.setattr("kiloword.cli.describe.sizes_table", fail)
     with pytest.raises(SystemExit) as end:
         main(["sizes"])
     assert end.value.code == code
@@ -192,7 +193,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def buggy() -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("kiloword.describe.sizes_table", buggy)
+    monkeypatch.setattr("kiloword.cli.describe.sizes_table", buggy)
     with pytest.raises(KeyError, match="a bug") as error:
         main(["sizes"])
     assert any(place.name == "buggy" for place in error.traceback)
@@ -210,8 +211,8 @@ def test_only_several_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *args: object) -> None:
             met.append("out")
 
-    monkeypatch.setattr(peers, "met", Met)
-    monkeypatch.setattr("kiloword.describe.sizes_table", lambda: met.append("runs"))
+    monkeypatch.setattr(heartbeat, "met", Met)
+    monkeypatch.setattr("kiloword.cli.describe.sizes_table", lambda: met.append("runs"))
     for ranks, order in ((1, ["runs"]), (2, ["in", "runs", "out"])):
         met.clear()
         monkeypatch.setattr(launch, "adopt", lambda ranks=ranks: ranks)

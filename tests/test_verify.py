@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kiloword import parallel
-from kiloword.cli import main
-from kiloword.verify import _least, learner, over_ranks, verify
-from kiloword.verify_batch import batch
+from kiloword.cli.main import main
+from kiloword.distributed import collectives
+from kiloword.verify.batch import batch
+from kiloword.verify.suite import _least, learner, over_ranks, verify
 
 RIGHT = """
 from dataclasses import replace
-from kiloword.methods import preset as built_in
+from kiloword.methods.registry import preset as built_in
 
 def preset():
     return replace(built_in("siglip"), name="mine")
@@ -23,9 +23,9 @@ def preset():
 HEADER = """
 import torch
 from dataclasses import replace
-from kiloword.heads import Head, Single
-from kiloword.losses import softmax_loss
-from kiloword.methods import preset as built_in
+from kiloword.model.heads import Head, Single
+from kiloword.losses.pairs import softmax_loss
+from kiloword.methods.registry import preset as built_in
 from kiloword.types import Total
 
 def sigmoid(pairs, positives, weigh, count):
@@ -129,8 +129,8 @@ def test_the_command_names_what_failed(module: str, capsys: pytest.CaptureFixtur
 
 
 def write_start(folder: Path) -> None:
-    rank = parallel.rank()
-    (folder / f"{os.environ['CALL']}-{rank}").write_text(f"{os.getppid()} {parallel.ranks()}")
+    rank = collectives.rank()
+    (folder / f"{os.environ['CALL']}-{rank}").write_text(f"{os.getppid()} {collectives.ranks()}")
 
 
 def test_ranks_are_forks_of_one_server_and_know_what_the_caller_knows(
@@ -150,7 +150,7 @@ def test_ranks_are_forks_of_one_server_and_know_what_the_caller_knows(
 CONTRAST = """
 import torch
 from dataclasses import replace
-from kiloword.methods import preset as built_in
+from kiloword.methods.registry import preset as built_in
 
 class Contrast(torch.nn.Module):
     def count(self, batch):
@@ -169,7 +169,7 @@ def preset():
 def test_why_a_contrast_cannot_be_a_term(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kiloword.verify._toy", lambda method: 0.0)  # slow, and another question
+    monkeypatch.setattr("kiloword.verify.suite._toy", lambda method: 0.0)  # slow, and another question
     with pytest.raises(SystemExit) as end:
         main(["verify", module, "--ranks", "1"])
     assert end.value.code == 2

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword import activations, engine, parallel, verify
-from kiloword.methods import preset
-from kiloword.verify import EXACT, Check, Way
-from kiloword.verify_batch import PICTURES, batch
+from kiloword.distributed import activations, collectives, engine
+from kiloword.methods.registry import preset
+from kiloword.verify import suite as verify
+from kiloword.verify.batch import PICTURES, batch
+from kiloword.verify.suite import EXACT, Check, Way
 
 Gradients = dict[str, Tensor]
 REFERENCE = {"a": torch.tensor([1.0, -4.0], dtype=torch.float64), "b": torch.zeros(2), "loss:loss": torch.tensor(-8.0)}
@@ -115,8 +116,8 @@ def test_a_measure_may_be_at_its_limit_and_no_nan() -> None:
 def test_a_way_is_the_way_that_gradients_are_made(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
     """Blocks, checkpointing, shards, micro-batches, order: nothing but this changes, and each where it is asked for."""
     calls: list[Any] = []
-    monkeypatch.setattr(parallel, "rank", lambda: rank)
-    monkeypatch.setattr(parallel, "ranks", lambda: ranks)
+    monkeypatch.setattr(collectives, "rank", lambda: rank)
+    monkeypatch.setattr(collectives, "ranks", lambda: ranks)
     monkeypatch.setattr(activations, "recompute", lambda model, kind: calls.append(("recompute", kind)))
     monkeypatch.setattr(engine, "shard", lambda learner: calls.append(("shard",)))
     monkeypatch.setattr(engine, "Reducer", lambda learner: "reducer")
@@ -257,7 +258,7 @@ def test_a_score_that_a_model_folder_changes(monkeypatch: pytest.MonkeyPatch) ->
         model.head.log_scale.data += 0.5
         return model, tokenizer
 
-    monkeypatch.setattr("kiloword.model.Model.score", lambda self, images, texts: self.head.log_scale.detach())
+    monkeypatch.setattr("kiloword.model.model.Model.score", lambda self, images, texts: self.head.log_scale.detach())
     assert verify._save_and_load("siglip") == 0
     monkeypatch.setattr(verify, "load_model", other)
     assert verify._save_and_load("siglip") == pytest.approx(0.5)

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.cli import main
-from kiloword.data.mixture import Mixture
-from kiloword.data.views import (
+from kiloword.cli.main import main
+from kiloword.data.sources.mixture import Mixture
+from kiloword.data.transforms import (
     Compose,
     ComposeSettings,
     Cutmix,
@@ -32,13 +32,13 @@ from kiloword.data.views import (
     Stylistic,
     StylisticSettings,
 )
-from kiloword.data.views import partner as partners
-from kiloword.data.views.mix import joined, share
-from kiloword.data.views.partner import Partner, another, cycle
-from kiloword.data.views.pictures import blend, box, halves, paste
-from kiloword.data.views.settings import PartnerSettings
-from kiloword.draw import Draw
-from kiloword.embed import embed
+from kiloword.data.transforms import partner as partners
+from kiloword.data.transforms.images import blend, box, halves, paste
+from kiloword.data.transforms.mix import joined, share
+from kiloword.data.transforms.partner import Partner, another, cycle
+from kiloword.data.transforms.settings import PartnerSettings
+from kiloword.features.extract import embed
+from kiloword.randomness import Draw
 from kiloword.types import BadSample, Example, Record
 
 SIZES = st.integers(1, 12)

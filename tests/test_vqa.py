@@ -16,26 +16,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword import cli, verify, verify_batch
-from kiloword.answering import fused
 from kiloword.api import Matcher, load
-from kiloword.checkpoint import read_tensors
+from kiloword.checkpoint.model_folder import read_tensors
+from kiloword.cli import main as cli
+from kiloword.config.recipes import ModelConfig, Recipe, default, sizes
 from kiloword.data.reading import captions_of
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.draw import key
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.vqa_options import VqaOptions
+from kiloword.evaluation.vqa.options import VqaOptions
 from kiloword.generation.answerer import Answerer
 from kiloword.generation.options import GenerationOptions
-from kiloword.learner import Learner
-from kiloword.log import read_metrics
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.prepare import resolve
-from kiloword.recipes import ModelConfig, Recipe, default, sizes
-from kiloword.train import Options, train
+from kiloword.methods.coca.answering import fused
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
+from kiloword.randomness import key
+from kiloword.training.learner import Learner
+from kiloword.training.log import read_metrics
+from kiloword.training.loop import Options, train
+from kiloword.training.setup import resolve
 from kiloword.types import BadSample, Batch, Record, Texts
+from kiloword.verify import batch as verify_batch
+from kiloword.verify import suite as verify
 
 STEPS = 80
 DATA = "scenes:train?task=vqa&objects=1"
@@ -401,7 +403,7 @@ def test_fine_tuning_brings_towers_and_decoder(tmp_path: Path) -> None:
     before = read_tensors(first / "model.safetensors")
     recipe = recipe_of("vqa", 1, DATA + "&n=64", init=str(first))
     recipe, tokenizer = resolve(recipe, source, tmp_path / "none")
-    from kiloword.prepare import make_learner
+    from kiloword.training.setup import make_learner
 
     learner, said = make_learner(recipe, preset("vqa"))
     state = learner.model.state_dict()

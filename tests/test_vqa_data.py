@@ -17,15 +17,15 @@ import pyarrow.parquet as pq
 import pytest
 from tars import picture, write_tar
 
+from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.loader import Loader
-from kiloword.data.mixture import mix
-from kiloword.data.questions import majority
 from kiloword.data.reading import captions_of, eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import SceneQuestions, open_scenes
-from kiloword.data.sources import open_source
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.data.sources.mixture import mix
+from kiloword.data.sources.open import open_source
+from kiloword.data.sources.questions import majority
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, Batch, Record, Source
 
 NOUNS = "object|shape|thing"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kiloword.evaluation.vqa_metric import CONTRACTIONS, Judged, accuracy, means, normalise
+from kiloword.evaluation.vqa.metric import CONTRACTIONS, Judged, accuracy, means, normalise
 
 MARKS = [";", "/", "[", "]", '"', "{", "}", "(", ")", "=", "+", "\\", "_", "-", ">", "<", "@", "`", ",", "?", "!"]
 DIGITS = {

@@ -17,8 +17,8 @@ import pytest
 from rich.console import Console
 from runs import row, write
 
-from kiloword.cli import main
-from kiloword.log import Log, read_metrics
+from kiloword.cli.main import main
+from kiloword.training.log import Log, read_metrics
 from kiloword.watch import command
 from kiloword.watch.command import Runs
 from kiloword.watch.page import View, page
@@ -329,7 +329,7 @@ def test_a_pipe_in_place_of_the_log_ends_a_run(tmp_path: Path) -> None:
 def test_a_pipe_gets_plain_text_and_the_verb_needs_no_torch(tmp_path: Path) -> None:
     out = write(tmp_path / "run", [row(n) for n in range(1, 20)])
     code = (
-        "import sys; from kiloword.cli import main; main(sys.argv[1:]); "
+        "import sys; from kiloword.cli.main import main; main(sys.argv[1:]); "
         "assert not {'torch', 'tensorboard'} & set(sys.modules)"
     )
     environment = {**os.environ, "COLUMNS": "40", "PYTHONIOENCODING": "ascii"}

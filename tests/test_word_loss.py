@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kiloword import captioning
-from kiloword.captioning import prefixes, word_loss
+from kiloword.methods.coca import captioning
+from kiloword.methods.coca.captioning import prefixes, word_loss
 from kiloword.types import Texts
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from kiloword.files import replacing
+from kiloword.checkpoint.files import replacing
 
 
 def folder() -> Path:

@@ -17,12 +17,12 @@ from typing import Literal, TypeVar
 import numpy as np
 from rich.table import Table
 
-from kiloword.data.contact import contact_sheet
-from kiloword.data.decode import decode, picture_size
-from kiloword.data.digest import whole
-from kiloword.data.index import open_index
+from kiloword.data.images.contact import contact_sheet
+from kiloword.data.images.decode import decode, picture_size
 from kiloword.data.reading import name_of
-from kiloword.data.sources import open_source
+from kiloword.data.sources.digest import whole
+from kiloword.data.sources.open import open_source
+from kiloword.data.tars.index import open_index
 from kiloword.screen import Screen
 from kiloword.terminal import say
 from kiloword.types import BadSample, Record, Skipped, Source

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.data.ahead import Ahead, ahead_of
+from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.bad import reasons
-from kiloword.data.captions import choose, drop_words
-from kiloword.data.questions import check_asks, question_of
+from kiloword.data.images.augmentation import EvalTransform, TrainTransform
+from kiloword.data.images.time_limit import Row, decoding
 from kiloword.data.reading import name_of, read
+from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, share
-from kiloword.data.side import SideTable
+from kiloword.data.sources.questions import check_asks, question_of
 from kiloword.data.steps import in_order
-from kiloword.data.time_limit import Row, decoding
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.data.transforms import EvalTransform, TrainTransform
-from kiloword.draw import Draw, key
-from kiloword.recipes import AugmentConfig, DataConfig, TextConfig
+from kiloword.data.text.captions import choose, drop_words
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.features.store import SideTable
+from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Batch, Example, Skipped, Source, Texts, View
 
 ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail once in 10^64 times

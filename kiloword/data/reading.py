@@ -12,13 +12,13 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kiloword.data.ahead import Ahead, ahead_of
-from kiloword.data.decode import Pixels
-from kiloword.data.questions import question, question_of
-from kiloword.data.remote_errors import Unreachable
+from kiloword.data.images.augmentation import EvalTransform
+from kiloword.data.images.decode import Pixels
+from kiloword.data.images.time_limit import decoding
+from kiloword.data.remote.ahead import Ahead, ahead_of
+from kiloword.data.remote.errors import Unreachable
+from kiloword.data.sources.questions import question, question_of
 from kiloword.data.steps import in_order
-from kiloword.data.time_limit import decoding
-from kiloword.data.transforms import EvalTransform
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
 

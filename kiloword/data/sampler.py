@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from kiloword.draw import key
+from kiloword.randomness import key
 
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from kiloword.data.time_limit import POLL_S, Apart, Late, Row, TimeLimit
-from kiloword.sentences import WORKER, sentence_of
+from kiloword.data.images.time_limit import POLL_S, Apart, Late, Row, TimeLimit
+from kiloword.errors import WORKER, sentence_of
 
 Item = TypeVar("Item")
 SHARED_MEMORY = "/dev/shm"

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from kiloword.types import Skipped, Source
 
 TASKS = {
-    "caption": "kiloword.evaluation.caption",
-    "hierarchy": "kiloword.evaluation.hierarchy",
-    "probe": "kiloword.evaluation.probe",
-    "reconstruction": "kiloword.evaluation.reconstruction",
-    "retrieval": "kiloword.evaluation.retrieval",
+    "caption": "kiloword.evaluation.caption.task",
+    "hierarchy": "kiloword.evaluation.hierarchy.task",
+    "probe": "kiloword.evaluation.probe.task",
+    "reconstruction": "kiloword.evaluation.reconstruction.task",
+    "retrieval": "kiloword.evaluation.retrieval.task",
     "spectrum": "kiloword.evaluation.spectrum",
-    "uncertainty": "kiloword.evaluation.uncertainty",
-    "vqa": "kiloword.evaluation.vqa",
-    "zeroshot": "kiloword.evaluation.zeroshot",
+    "uncertainty": "kiloword.evaluation.uncertainty.task",
+    "vqa": "kiloword.evaluation.vqa.task",
+    "zeroshot": "kiloword.evaluation.zeroshot.task",
 }
 
 
@@ -34,12 +34,12 @@ def evaluate(
     or opened; options of the task's `run` (batch, workers, ks, shortlist, classnames, templates, of, samples, train,
     val, captions, generate, judge). Bad rows are left out, named in the list `skipped` if given.
     Returns: metrics by name, and how many rows were left out as "skipped". Of ranks that share the work (see
-    `kiloword.sharing`) all know those of most tasks; what cannot be shared (caption's scores, probe's fits) is made
+    `kiloword.distributed.sharing`) all know those of most tasks; what cannot be shared (caption's scores, probe's fits) is made
     and known by the first alone.
     """
     check(task, options)
     if isinstance(source, str):
-        from kiloword.data.sources import open_source
+        from kiloword.data.sources.open import open_source
 
         source = open_source(source, None if matcher is None else matcher.model.config.image.size)
     bad = [] if skipped is None else skipped

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kiloword.data.transforms import EvalTransform
+from kiloword.data.images.augmentation import EvalTransform
 from kiloword.evaluation.metrics import classification, standing
-from kiloword.evaluation.retrieval import retrieval
+from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.types import BadSample, Features, Source
 
 BINS = 5  # a colour channel: 125 in all

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kiloword import evaluation
+from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.terminal import say, warn
-from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def main(
     None: its own default; trust: of the first model, whose method the others may have too; precision: of encoders, as
     `by_device.encoder_precision`; workers: as `by_device.workers_of`.
     """
-    from kiloword.device import choose
+    from kiloword.distributed.device import choose
+    from kiloword.distributed.sharing import together
     from kiloword.evaluation.progress import showing_progress
-    from kiloword.sharing import together
 
     given = {name: value for name, value in options.items() if value is not None}
     evaluation.check(task, given)
@@ -72,9 +72,9 @@ def _main(
     how: How,
     given: dict[str, Any],
 ) -> None:
-    from kiloword.files import write_json
+    from kiloword.checkpoint.files import write_json
+    from kiloword.distributed.sharing import is_first
     from kiloword.report import write
-    from kiloword.sharing import is_first
 
     page = getattr(import_module(evaluation.TASKS[task]), "report", None)
     found: dict[str, Found] = {}
@@ -98,7 +98,7 @@ def _main(
 
 def _judged(folder: str, task: str, data: str, how: How, options: dict[str, Any]) -> Found:
     """The values of one model; rows that are left out are named on stderr."""
-    from kiloword.data.sources import open_source
+    from kiloword.data.sources.open import open_source
 
     instead = getattr(import_module(evaluation.TASKS[task]), "instead", None)
     stands = instead(folder) if instead is not None else None
@@ -114,8 +114,8 @@ def _judged(folder: str, task: str, data: str, how: How, options: dict[str, Any]
 def _opened(folder: str, how: How, options: Mapping[str, Any]) -> tuple[Matcher, dict[str, int]]:
     """A model, and the workers that read for it."""
     from kiloword.api import Matcher
-    from kiloword.by_device import announce, image_bytes, reason_of, workers_of
-    from kiloword.checkpoint import open_model
+    from kiloword.checkpoint.model_folder import open_model
+    from kiloword.config.by_device import announce, image_bytes, reason_of, workers_of
     from kiloword.evaluation.features import IMAGES
 
     matcher = Matcher(*open_model(folder, how.device, trust=how.trust, precision=how.precision))

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from kiloword import parallel
 from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.distributed import collectives
+from kiloword.distributed.sharing import gathered, in_turns, lockstep, own, share
 from kiloword.evaluation.progress import track
-from kiloword.sharing import gathered, in_turns, lockstep, own, share
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
-    from kiloword.data.tokenizer import Tokenizer
-    from kiloword.model import Model
+    from kiloword.data.text.tokenizer import Tokenizer
+    from kiloword.model.model import Model
 
 
 Made = TypeVar("Made")
@@ -52,7 +52,7 @@ def inference(model: Model) -> Iterator[None]:
     A sharded model keeps what it gathers for training too, so nothing of it may be a tensor of inference alone.
     """
     training = model.training
-    sharded = any(parallel.sharded(p) for p in model.parameters())
+    sharded = any(collectives.sharded(p) for p in model.parameters())
     model.eval()
     try:
         with torch.no_grad() if sharded else torch.inference_mode():

@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.contextual import OneVector
 from kiloword.data.reading import EvalBatch
-from kiloword.draw import key
+from kiloword.distributed.sharing import share
 from kiloword.evaluation.features import IMAGES, batches_in_turns, inference
-from kiloword.heads import Single
+from kiloword.methods.llip.pooling import OneVector
+from kiloword.model.heads import Single
+from kiloword.model.image import extra
+from kiloword.randomness import key
 from kiloword.report import line_plot, page, paragraph, table
 from kiloword.report.parts import Cell
-from kiloword.sharing import share
-from kiloword.towers.image import extra
 from kiloword.types import Record, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
-    from kiloword.model import Model
+    from kiloword.model.model import Model
 
 Of = Literal["tower", "vec"]
 VALUE = "singular_value@"

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.answering import fused
-from kiloword.captioning import decoded
-from kiloword.data.tokenizer import Tokenizer
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation.features import chunks, inference
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.decoding import Memory, next_logits, table_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.trie import Trie
-from kiloword.model import Model
+from kiloword.methods.coca.answering import fused
+from kiloword.methods.coca.captioning import decoded
+from kiloword.model.model import Model
 from kiloword.types import Texts
 
 ANSWERS = 256  # answers whose words are looked at together

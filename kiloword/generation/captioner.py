@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kiloword.data.tokenizer import Tokenizer
-from kiloword.draw import key
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation.features import inference
 from kiloword.generation.decoding import Memory, ModelDecoding, WholeDecoding, text_decoder, writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import NEVER, Found, Rules
 from kiloword.generation.search import search
 from kiloword.generation.trie import Trie
-from kiloword.model import Model
+from kiloword.model.model import Model
+from kiloword.randomness import key
 
 ROUNDS = 4  # of search, each wider than the one before, where a picture's captions are not all different
 

@@ -8,11 +8,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-from kiloword.by_device import announce, image_bytes, workers_of
+from kiloword.checkpoint.lock import Lock
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.config.by_device import announce, image_bytes, workers_of
+from kiloword.config.recipes import DataConfig
 from kiloword.data.reading import EvalBatch, eval_batches
-from kiloword.data.sources import open_data
-from kiloword.device import choose
-from kiloword.embed import Report, every_row
+from kiloword.data.sources.open import open_data
+from kiloword.distributed.device import choose
+from kiloword.distributed.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
+from kiloword.features.extract import Report, every_row
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import (
     CaptionFile,
@@ -25,11 +29,7 @@ from kiloword.generation.table import (
     what_is_there,
 )
 from kiloword.interop.captioners import Describer, open_captioner
-from kiloword.lock import Lock
-from kiloword.recipes import DataConfig
-from kiloword.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
 from kiloword.terminal import say
-from kiloword.trust import NONE, Trust
 from kiloword.types import Skipped, Source
 
 PART = 1024  # rows a part: what an interruption costs at most
@@ -93,7 +93,7 @@ def write_captions(
     Args: source: pictures, which need no captions of their own; of a mixture every row of each part is described,
     whatever its weight; model: as messages name the describer; batch: pictures at a time; part: rows between
     interruptions.
-    Returns: numbers of pictures and captions in the table. `kiloword.data.extra_captions` reads it.
+    Returns: numbers of pictures and captions in the table. `kiloword.data.sources.extra_captions` reads it.
     Errors: ValueError when `out` holds something else, keys repeat with other pictures, or no row is usable.
     """
     with alone():

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.model import Model
-from kiloword.towers.attention import Cache, Packing
-from kiloword.towers.blocks import Keys
-from kiloword.towers.decoder import TextDecoder
+from kiloword.model.attention import Cache, Packing
+from kiloword.model.blocks import Keys
+from kiloword.model.decoder import TextDecoder
+from kiloword.model.model import Model
 from kiloword.types import Texts
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kiloword.recipes import Settings
+from kiloword.config.recipes import Settings
 
 Way = Literal["greedy", "beam", "nucleus"]
 

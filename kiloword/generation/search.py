@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kiloword.draw import uniform
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import NEVER, Decoding, Found, Rows, Rules
+from kiloword.randomness import uniform
 
 LIKELY = 256  # tokens among which the nucleus is looked for before all are sorted
 

@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from kiloword.checkpoint.files import atomic, is_taken, write_atomic, write_json
+from kiloword.config.recipes import Settings, parse, read_config
 from kiloword.data import keyed
-from kiloword.files import atomic, is_taken, write_atomic, write_json
 from kiloword.generation.options import GenerationOptions
-from kiloword.recipes import Settings, parse, read_config
 from kiloword.types import Skipped
 
 FILE = "captions.json"

@@ -11,18 +11,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kiloword.checkpoint import check_finite, open_model
-from kiloword.data.decode import Pixels, decode
+from kiloword.checkpoint.model_folder import check_finite, open_model
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.data.images.augmentation import EvalTransform
+from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.reading import Transform
-from kiloword.data.transforms import EvalTransform
-from kiloword.device import choose
+from kiloword.distributed.device import choose
+from kiloword.features.teachers import digest
 from kiloword.generation.captioner import ROUNDS, Captioner
 from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.hf_folder import check_strangers
-from kiloword.interop.teachers import digest
-from kiloword.trust import NONE, Trust
 
 Scored = tuple[str, float]
 """A caption and its score: log probability / tokens^length_penalty."""

@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kiloword.checkpoint import check_finite, save_model, words_of
-from kiloword.data.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
-from kiloword.files import is_taken
-from kiloword.lock import NAME, Lock
-from kiloword.methods import preset
-from kiloword.model import Model, build
-from kiloword.recipes import ModelConfig, ModelFile
+from kiloword.checkpoint.files import is_taken
+from kiloword.checkpoint.lock import NAME, Lock
+from kiloword.checkpoint.model_folder import check_finite, save_model, words_of
+from kiloword.config.recipes import ModelConfig, ModelFile
+from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model, build
 from kiloword.screen import Screen, plain_table
 from kiloword.terminal import say
 

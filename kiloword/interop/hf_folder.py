@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kiloword.data import tokenizer_file
-from kiloword.ranges import DEPTH
-from kiloword.recipes import Preprocess
+from kiloword.config.ranges import DEPTH
+from kiloword.config.recipes import Preprocess
+from kiloword.data.text import tokenizer_file
 
 MOST = 1 << 22  # of any number in a config.json of transformers
 _BICUBIC = 3  # Pillow's number, which `resample` holds

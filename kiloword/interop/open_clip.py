@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kiloword.heads import Head, Single
+from kiloword.config.recipes import ModelConfig
 from kiloword.interop import folder, open_clip_coca
 from kiloword.interop.open_clip_config import model_config
-from kiloword.methods import preset
-from kiloword.model import Model
-from kiloword.recipes import ModelConfig
+from kiloword.methods.registry import preset
+from kiloword.model.heads import Head, Single
+from kiloword.model.model import Model
 
 MAX_SCALE = 100.0  # CLIP's
 

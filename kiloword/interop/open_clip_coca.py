@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiloword.recipes import ModelConfig
+from kiloword.config.recipes import ModelConfig
 
 TEXT_KEYS = {"embed_cls", "output_tokens", "correct_cls_mask", "pad_id", "eos_id"}
 IMAGE_KEYS = {"attentional_pool", "attn_pooler_queries", "attn_pooler_heads", "output_tokens"}

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from kiloword.config.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Preprocess, TextConfig
 from kiloword.interop import open_clip_coca
 from kiloword.interop.compat import torchvision_ready
-from kiloword.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Preprocess, TextConfig
 
 _TEXT_KEYS = {
     *("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "no_causal_mask", "proj_bias"),

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kiloword.data.roles import Roles
+from kiloword.config.recipes import ModelConfig
+from kiloword.data.text.roles import Roles
 from kiloword.interop import folder
 from kiloword.interop.open_clip import Imported, Report, place, read
 from kiloword.interop.prolip_config import model_config
-from kiloword.methods import preset
-from kiloword.model import Model
-from kiloword.recipes import ModelConfig
+from kiloword.methods.registry import preset
+from kiloword.model.model import Model
 
 _TOKENS = "text.token_embedding.weight"
 _POSITIONS = "visual.positional_embedding"  # of [CLS], [UNC] and the patches

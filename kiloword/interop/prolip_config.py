@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kiloword.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Settings, TextConfig, read_config
+from kiloword.config.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Settings, TextConfig, read_config
 
 APPENDED = 2  # [UNC] and [CLS], which their context does not count
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword import recipes
-from kiloword.heads import Head, Single
-from kiloword.losses import softmax_loss
-from kiloword.method import Method, Piece
-from kiloword.recipes import ModelConfig
+from kiloword.config import recipes
+from kiloword.config.recipes import ModelConfig
+from kiloword.losses.pairs import softmax_loss
+from kiloword.methods.method import Method, Piece
+from kiloword.model.heads import Head, Single
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kiloword.data.views import (
+from kiloword.config.recipes import only
+from kiloword.data.transforms import (
     Compose,
     ComposeSettings,
     Cutmix,
@@ -16,9 +17,8 @@ from kiloword.data.views import (
     Stylistic,
     StylisticSettings,
 )
-from kiloword.method import Method, Piece
 from kiloword.methods import clip
-from kiloword.recipes import only
+from kiloword.methods.method import Method, Piece
 from kiloword.types import View
 
 

@@ -17,17 +17,17 @@ def main(sources: Sequence[str], side: Path, out: Path, options: Options) -> Non
 
     Errors: ValueError for data that cannot be opened, a side table of other data, or settings out of range.
     """
-    from kiloword.data.side import SideTable
-    from kiloword.data.sources import open_data
-    from kiloword.device import choose
-    from kiloword.lock import Lock
-    from kiloword.methods.fff import Mined, check
+    from kiloword.checkpoint.lock import Lock
+    from kiloword.config.recipes import DataConfig
+    from kiloword.data.sources.open import open_data
+    from kiloword.distributed.device import choose
+    from kiloword.distributed.sharing import is_first, together
+    from kiloword.features.store import SideTable
+    from kiloword.methods.fff.preset import Mined, check
     from kiloword.mining import output
     from kiloword.mining.corpus import Corpus
     from kiloword.mining.origin import Origin, split_extra
     from kiloword.mining.results import judge
-    from kiloword.recipes import DataConfig
-    from kiloword.sharing import is_first, together
 
     options.check()
     options = replace(options, device=choose(options.device))

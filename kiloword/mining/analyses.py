@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.draw import key
+from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.features import chunks
 from kiloword.evaluation.metrics import rounding
 from kiloword.mining.calibrate import some
 from kiloword.mining.corpus import Corpus, Floats, Ints
-from kiloword.sharing import in_turns
+from kiloword.randomness import key
 
 BATCHES = 16  # at most, of which the true caption is ranked
 QUERIES = 4096  # at most, captions whose nearest ones are looked up

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.draw import key
-from kiloword.methods.fff import Mined, matches
+from kiloword.methods.fff.preset import Mined, matches
 from kiloword.mining.corpus import Corpus, Floats, Ints, similarities
+from kiloword.randomness import key
 
 NEARLY_SAME = 0.999  # highest p2 and p3: rounding may put identical features below 1
 FLOOR = 0.1  # share of annotated pairs that p1' refuses

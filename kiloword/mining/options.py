@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Mined = TypeVar("Mined", bound=Any)
-"""Settings with thresholds (`kiloword.methods.fff.Mined`)."""
+"""Settings with thresholds (`kiloword.methods.fff.preset.Mined`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ import pyarrow.parquet
 import torch
 
 from kiloword import report
-from kiloword.draw import key
-from kiloword.files import write_atomic, write_json
+from kiloword.checkpoint.files import write_atomic, write_json
 from kiloword.mining.corpus import Corpus
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.page import page
 from kiloword.mining.pairs import TERMS, Found, by_term
 from kiloword.mining.pictures import Pair, Shown
 from kiloword.mining.results import WHOLE, Results, as_json, flags, terms, thresholds, warning
+from kiloword.randomness import key
 from kiloword.terminal import say
 
 WIDE, BEST = 6, 5  # captions that fit many pictures, and pictures shown of each

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kiloword.distributed.sharing import own, share, to_first
 from kiloword.evaluation.features import chunks
-from kiloword.methods.fff import Mined, check, matches
+from kiloword.methods.fff.preset import Mined, check, matches
 from kiloword.mining.corpus import Corpus, similarities
-from kiloword.sharing import own, share, to_first
 
 TERMS = {"it": "image_text", "ii": "image_image", "tt": "text_text"}
 """The terms of eq. 2 and the switches of `Mined` that they have."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword import report
-from kiloword.methods.fff import Mined
+from kiloword.methods.fff.preset import Mined
 from kiloword.mining.results import Results
 
 Pixels = NDArray[np.uint8]

@@ -6,8 +6,8 @@ import sys
 import time
 from typing import TextIO
 
-from kiloword.log import PLAIN_EVERY_S
 from kiloword.terminal import say
+from kiloword.training.log import PLAIN_EVERY_S
 from kiloword.watch.pace import duration
 
 

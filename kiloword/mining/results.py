@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from kiloword.methods.fff import Mined, check
+from kiloword.distributed.sharing import is_first
+from kiloword.methods.fff.preset import Mined, check
 from kiloword.mining import analyses, pairs
 from kiloword.mining.calibrate import Choice, Sample, calibrate, candidates, compare, random_pairs
 from kiloword.mining.corpus import Corpus, Floats
 from kiloword.mining.options import Options
 from kiloword.mining.origin import Truths
 from kiloword.mining.progress import Bar
-from kiloword.sharing import is_first
 from kiloword.watch.rule import LIMITS
 
 WHOLE = "eq. 2"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kiloword.data.views.mix import LARGE
-from kiloword.data.views.mix import share as composed_share
-from kiloword.data.views.settings import MixingSettings
-from kiloword.learner import Learner, learner_of
-from kiloword.method import Method
+from kiloword.data.transforms.mix import LARGE
+from kiloword.data.transforms.mix import share as composed_share
+from kiloword.data.transforms.settings import MixingSettings
+from kiloword.methods.method import Method
 from kiloword.planning.cards import NODE, Card
 from kiloword.planning.memory import Layout, memory
 from kiloword.planning.request import Plan
 from kiloword.planning.shapes import Kernels, Lengths, Load, text_length
 from kiloword.planning.step import Step, step_of
 from kiloword.planning.traffic import EXPOSED, traffic
+from kiloword.training.learner import Learner, learner_of
 
 CAPTIONS = 6  # of methods that take all: a raw one and five made ones (arXiv:2405.10286)
 QUESTION = 12.0  # tokens

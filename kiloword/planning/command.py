@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kiloword import recipes
-from kiloword.cli_method import asked, values_of
+from kiloword.cli.method import asked, values_of
+from kiloword.config import recipes
 from kiloword.planning.cards import card
 from kiloword.planning.request import Plan, check
 
@@ -28,7 +28,7 @@ def planner_of(argv: Sequence[str]) -> Planner:
     words = asked(argv, "plan siglip --samples 1e9")
     plan, settings = words.read(_plan(words.flags))
     check(plan)
-    from kiloword.methods import preset
+    from kiloword.methods.registry import preset
     from kiloword.planning.advice import Planner
 
     own = {} if settings is None else asdict(settings)

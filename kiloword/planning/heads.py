@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kiloword.contextual import Attention, Contextual, LearnedAverage
-from kiloword.gaussian import Gaussian
-from kiloword.heads import Single
-from kiloword.methods.prolip_released import FromMean
-from kiloword.model import Model
+from kiloword.config.recipes import ImageConfig
+from kiloword.methods.llip.pooling import Attention, Contextual, LearnedAverage
+from kiloword.methods.prolip.gaussian import Gaussian
+from kiloword.methods.prolip.released import FromMean
+from kiloword.model.heads import Single
+from kiloword.model.image import extra
+from kiloword.model.model import Model
+from kiloword.model.pooling import AttentionalPool, ImagePool, MapPool, TextPool
 from kiloword.planning.layers import Work, linear, outside
 from kiloword.planning.shapes import Kernels, Lengths
 from kiloword.planning.towers import patches
-from kiloword.pools import AttentionalPool, ImagePool, MapPool, TextPool
-from kiloword.recipes import ImageConfig
-from kiloword.towers.image import extra
 
 
 def head(model: Model, images: float, texts: Lengths, kernels: Kernels, tokens: float | None = None) -> Work:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kiloword.captioning import CHUNK
-from kiloword.engine import BUCKET
-from kiloword.learner import Learner
+from kiloword.config.recipes import OptimConfig
+from kiloword.distributed.engine import BUCKET
+from kiloword.methods.coca.captioning import CHUNK
+from kiloword.model.attention import WIDEST_HEAD, bad_heads
+from kiloword.model.decoder import ImageDecoder, TextDecoder
+from kiloword.model.image import extra
 from kiloword.planning.cards import GIB
 from kiloword.planning.pairs import features
 from kiloword.planning.parameters import bytes_of, in_products, shards
 from kiloword.planning.shapes import Load
 from kiloword.planning.step import micro_batch, piece_of, step_of
-from kiloword.recipes import OptimConfig
-from kiloword.towers.attention import WIDEST_HEAD, bad_heads
-from kiloword.towers.decoder import ImageDecoder, TextDecoder
-from kiloword.towers.image import extra
+from kiloword.training.learner import Learner
 
 CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance, not a formula
 SCRATCH = 128  # rows of a block of the backward pass of attention

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kiloword import mixing
-from kiloword.contextual import Contextual
-from kiloword.heads import BLOCK
-from kiloword.losses import sigmoid_loss, softmax_loss
-from kiloword.losses_many import Balanced, supcon_loss
-from kiloword.losses_matching import WithDeterministic, matching_loss
-from kiloword.method import Method
-from kiloword.methods.fff import MinedPositives
-from kiloword.model import Model
+from kiloword.losses.many import Balanced, supcon_loss
+from kiloword.losses.pairs import sigmoid_loss, softmax_loss
+from kiloword.methods.fff.preset import MinedPositives
+from kiloword.methods.llip import scores as mixing
+from kiloword.methods.llip.pooling import Contextual
+from kiloword.methods.method import Method
+from kiloword.methods.pcmepp.matching import WithDeterministic, matching_loss
+from kiloword.model.heads import BLOCK
+from kiloword.model.model import Model
 from kiloword.planning.heads import mixed_tokens
 from kiloword.planning.layers import Work
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kiloword.contextual import Attention
-from kiloword.engine import units
-from kiloword.learner import Learner
-from kiloword.optim import groups
-from kiloword.recipes import OptimConfig
+from kiloword.config.recipes import OptimConfig
+from kiloword.distributed.engine import units
+from kiloword.methods.llip.pooling import Attention
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import groups
 
 NORM = 16  # bytes: the optimizer's running gradient norm and its weight
 TABLES = ("tokens", "positions", "class_token", "extra_tokens", "uncertainty_token", "mask_token")

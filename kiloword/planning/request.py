@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kiloword.recipes import ModelConfig, OptimConfig
+from kiloword.config.recipes import ModelConfig, OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from kiloword.recipes import TextConfig
-from kiloword.towers.text import ROWS
+from kiloword.config.recipes import TextConfig
+from kiloword.model.text import ROWS
 from kiloword.types import Texts
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.learner import Learner
-from kiloword.model import Model
-from kiloword.optim import STACKED, groups
+from kiloword.config.recipes import OptimConfig
+from kiloword.model.model import Model
 from kiloword.planning.heads import head
 from kiloword.planning.layers import Work
 from kiloword.planning.pairs import pair_work
 from kiloword.planning.shapes import Load
 from kiloword.planning.terms import KINDS, SCORES, term_work
 from kiloword.planning.towers import image_tower, text_tower
-from kiloword.recipes import OptimConfig
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import STACKED, groups
 
 ROUNDS = 5  # of Muon's Newton-Schulz iteration: the default of `optim.orthogonal`
 

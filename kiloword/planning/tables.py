@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kiloword.files import write_atomic
+from kiloword.checkpoint.files import write_atomic
 from kiloword.planning import pairs, parameters, step
 from kiloword.planning.advice import Option, Planner
 from kiloword.planning.cards import GIB, NODE

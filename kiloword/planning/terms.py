@@ -7,25 +7,17 @@ from dataclasses import replace
 
 from torch import nn
 
-from kiloword.answering import Answer
-from kiloword.captioning import Caption
-from kiloword.inclusion import ImageInText, MaskedImage, MaskedText, Spread, Vib
-from kiloword.masked_images import MaskedPictures
-from kiloword.model import Model
+from kiloword.methods.coca.answering import Answer
+from kiloword.methods.coca.captioning import Caption
+from kiloword.methods.coca.masked_images import MaskedPictures
+from kiloword.methods.prolip.inclusion import ImageInText, MaskedImage, MaskedText, Spread, Vib
+from kiloword.model.decoder import ImageDecoder, TextDecoder
+from kiloword.model.image import extra
+from kiloword.model.model import Model
 from kiloword.planning.heads import image_head, memory_work, text_head
 from kiloword.planning.layers import Memory, Work, linear, outside
 from kiloword.planning.shapes import Load
-from kiloword.planning.towers import (
-    fuser,
-    image_decoder,
-    image_tower,
-    patches,
-    seen_pictures,
-    text_decoder,
-    text_tower,
-)
-from kiloword.towers.decoder import ImageDecoder, TextDecoder
-from kiloword.towers.image import extra
+from kiloword.planning.towers import fuser, image_decoder, image_tower, patches, seen_pictures, text_decoder, text_tower
 
 SCORES = "scores of patches"
 ELEMENTWISE = 14  # numbers a dimension that one inclusion of a pair of Gaussians keeps

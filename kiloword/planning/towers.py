@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from kiloword.model import Model
+from kiloword.config.recipes import ImageConfig, TextConfig
+from kiloword.model.decoder import ImageDecoder, TextDecoder
+from kiloword.model.image import extra, stem_plan
+from kiloword.model.model import Model
 from kiloword.planning.layers import Memory, Work, block, cross_block, linear, outside
 from kiloword.planning.shapes import Kernels, Lengths, Load, Sequences
-from kiloword.recipes import ImageConfig, TextConfig
-from kiloword.towers.decoder import ImageDecoder, TextDecoder
-from kiloword.towers.image import extra, stem_plan
 
 
 def patches(config: ImageConfig) -> int:

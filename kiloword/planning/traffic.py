@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
-from kiloword.learner import Learner
-from kiloword.optim import groups
+from kiloword.config.recipes import OptimConfig
+from kiloword.model.blocks import Block, CrossBlock
+from kiloword.model.decoder import Layer
 from kiloword.planning.memory import Layout
 from kiloword.planning.pairs import columns, features
 from kiloword.planning.parameters import bytes_of, matrices, shards
 from kiloword.planning.shapes import Load
 from kiloword.planning.step import micro_batch
-from kiloword.recipes import OptimConfig
-from kiloword.towers.blocks import Block, CrossBlock
-from kiloword.towers.decoder import Layer
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import groups
 
 EXPOSED = ("features", "columns", "Muon's updates")  # no arithmetic hides them
 

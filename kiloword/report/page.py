@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from kiloword.files import replacing
+from kiloword.checkpoint.files import replacing
 from kiloword.report.style import style_sheet
 
 # The reader's browser itself refuses every request: what is missing shows at once instead of working by luck.

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kiloword.files import replacing
+from kiloword.checkpoint.files import replacing
 from kiloword.watch.rows import Reader
 from kiloword.watch.rule import number
 from kiloword.watch.runs import Watched

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from kiloword.data.decode import Pixels, decode
+from kiloword.checkpoint.lock import NAME, Lock
+from kiloword.config.recipes import Settings
 from kiloword.data.hierarimgs.masks import Mask, decode_mask
-from kiloword.data.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole
-from kiloword.lock import NAME, Lock
-from kiloword.recipes import Settings
+from kiloword.data.images.decode import Pixels, decode
+from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole
 from kiloword.types import BadSample
 
 CANVAS = {"white": 255, "grey": 128, "black": 0}

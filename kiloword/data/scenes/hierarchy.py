@@ -13,7 +13,7 @@ import numpy as np
 from kiloword.data.scenes.query import Pattern, Query
 from kiloword.data.scenes.raster import BACKGROUND_RGB, draw, draw_inner
 from kiloword.data.scenes.world import MOST, Scene, Thing
-from kiloword.draw import key
+from kiloword.randomness import key
 from kiloword.types import Record
 
 if TYPE_CHECKING:

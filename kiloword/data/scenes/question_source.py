@@ -8,12 +8,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from kiloword.data.questions import majority
 from kiloword.data.scenes.questions import ANSWERS, VERSION, Question, ask
 from kiloword.data.scenes.raster import draw
 from kiloword.data.scenes.settings import VQA, Settings, default_rows, parse_settings
 from kiloword.data.scenes.source import ScenesSource
-from kiloword.draw import key
+from kiloword.data.sources.questions import majority
+from kiloword.randomness import key
 from kiloword.types import Record
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kiloword.data.scenes.world import MOST, SPLITS, VERSION, Rows, codes, held_out, splits
-from kiloword.draw import key
+from kiloword.randomness import key
 
 BLOCK = 4096
 GROUP = 8  # scenes of a hard group

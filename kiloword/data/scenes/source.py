@@ -18,7 +18,7 @@ from kiloword.data.scenes.sample import GROUP, Drawn, draw_scenes
 from kiloword.data.scenes.settings import VQA, Settings, parse_settings
 from kiloword.data.scenes.tasks import TASKS, label
 from kiloword.data.scenes.world import VERSION, Rows, Scene, to_rows, to_scene
-from kiloword.draw import key
+from kiloword.randomness import key
 from kiloword.types import Record
 
 
@@ -58,7 +58,7 @@ class ScenesSource:
     def __init__(self, settings: Settings | None = None, name: str = "scenes") -> None:
         self.settings = settings or Settings()
         if self.settings.task == VQA:
-            raise ValueError(f"{name} has questions in place of captions: open it with kiloword.data.sources")
+            raise ValueError(f"{name} has questions in place of captions: open it with kiloword.data.sources.open")
         self.name = name
         # of scenes and captions; the size of the drawing is left out, as a photo's size would be
         inner = "inner" if self.settings.inner else ""

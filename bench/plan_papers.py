@@ -1,0 +1,227 @@
+"""What the papers' runs take, as a page: python -m bench.plan_papers > docs/plan.md"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kiloword.planning import parameters
+from kiloword.planning.advice import Option, Planner
+from kiloword.planning.cards import CARDS, GIB
+from kiloword.planning.command import planner_of
+from kiloword.planning.tables import days_of
+from kiloword.terminal import say
+
+TEXT_768 = "--model.text.width 768 --model.text.heads 12 --model.text.mlp 3072"
+BIG = (
+    "--model.image.width 1664 --model.image.depth 48 --model.image.mlp 8192 --model.text.width 1280 "
+    "--model.text.depth 32 --model.text.heads 20 --model.text.mlp 5120 --model.head.dim 1280"
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A paper's run: what it states, and the command that plans it."""
+
+    name: str
+    stated: str
+    ours: str  # what the paper leaves open, as it is planned here
+    command: str
+
+
+SETTINGS = (
+    Setting(
+        "Llip, ViT-B/16",
+        '"12.8B pairs", "batch size of 32,768", "128 V100", checkpointed image tower (arXiv:2405.00740, section 4)',
+        "K 64; A100 of 40 GB, as V100 have no bf16",
+        "llip --size b16 --gpus 128 --batch 32768 --samples 12.8e9 --gpu a100-40 --settings.k 64",
+    ),
+    Setting(
+        "Llip, ViT-L/14",
+        "the same on 128 A100",
+        "K 64; A100 of 80 GB",
+        "llip --size l14 --gpus 128 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64",
+    ),
+    Setting(
+        "Llip, ViT-G/14 (g14)",
+        '"256 A100 80GB", K 64',
+        "g14's widths",
+        "llip --size g14 --gpus 256 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64",
+    ),
+    Setting(
+        "Llip, ViT-G/14 (bigG)",
+        "the same",
+        "the widths of open_clip's ViT-bigG-14, should the paper's G/14 be that",
+        f"llip --size g14 --gpus 256 --batch 32768 --samples 12.8e9 --gpu a100-80 --settings.k 64 {BIG}",
+    ),
+    Setting(
+        "ProLIP, ViT-B/16, 1.28 B",
+        '"512 for each GPU", "32 NVIDIA H100", text 12 x 768, D 768, 64 tokens (arXiv:2410.18857, 4, B.1)',
+        "vocabulary 49,408",
+        f"prolip --size b16 --gpus 32 --batch 16384 --samples 1.28e9 --gpu h100 --model.head.dim 768 "
+        f"--model.text.context 64 {TEXT_768}",
+    ),
+    Setting(
+        "ProLIP, ViT-B/16, 12.8 B",
+        '"12.8 billion seen samples"',
+        "the same cards",
+        f"prolip --size b16 --gpus 32 --batch 16384 --samples 12.8e9 --gpu h100 --model.head.dim 768 "
+        f"--model.text.context 64 {TEXT_768}",
+    ),
+    Setting(
+        "SyCoCa, base",
+        '"12 million" pairs, "20 epochs", batch "2048", two machines of "8 NVIDIA A100", r 50% (arXiv:2401.02137, 4.1)',
+        "patches of 16; A100 of 40 GB",
+        f"sycoca --size b16 --gpus 16 --batch 2048 --samples 2.4e8 --gpu a100-40 {TEXT_768}",
+    ),
+    Setting(
+        "FFF, ViT-B/32",
+        '"32 epochs" of "8,096", "8 NVIDIA A100", "approximately 15M" pairs, raw and five made captions (2405.10286)',
+        "A100 of 40 GB",
+        "fff --size b32 --gpus 8 --batch 8096 --samples 4.8e8 --gpu a100-40 --captions 6",
+    ),
+    Setting(
+        "CLIP-C, ViT-S/16",
+        '"40 epochs on CC3M" (arXiv:2407.01408)',
+        "batch 1024, rho 0.3, 3 M pairs, one A100 of 40 GB: our text of the paper has lost them, or it does not say",
+        "clip-c --size s16 --gpus 1 --batch 1024 --samples 1.2e8 --gpu a100-40 --settings.rho 0.3",
+    ),
+)
+
+# open_clip's docs/model_profile.csv: million parameters, GFLOP of a picture and of a caption of 77 tokens, forward
+PROFILES = {
+    "b32": ("ViT-B-32", 151.28, 8.82, 5.96),
+    "b16": ("ViT-B-16", 149.62, 35.13, 5.96),
+    "l16": ("ViT-L-16", 427.74, 123.11, 13.30),
+    "l14": ("ViT-L-14", 427.62, 162.03, 13.30),
+    "h14": ("ViT-H-14", 986.11, 334.59, 47.09),
+    "g14": ("ViT-g-14", 1366.68, 534.06, 47.09),
+}
+RATES = {"b32": 797, "b16": 343, "l14": 72}  # pairs/s and A100 that open_clip's docs/PRETRAINED.md reports
+
+INTRO = """# What a run takes
+
+`kiloword plan METHOD --size L --gpus N --batch B --samples S [--gpu h200]` says before machines are rented how many
+parameters a model has, what arithmetic a pair costs, how memory and traffic of a GPU come about, how long the run takes
+at a stated utilisation, and which of ddp and fsdp, checkpointing and micro-batches is the fastest that fits. It takes
+the method's settings, `--model.*` and `--optim.*` as `train` does; `--json FILE` writes every figure. When nothing fits
+the card, the tables show the nearest way and the command ends with exit code 2.
+
+This page is what `python -m bench.plan_papers` prints. Everywhere: bf16, AdamW, captions of 20 tokens on average
+(start and end included) packed end to end, 0.4 of the data sheet's FLOP/s for all arithmetic, what is done twice
+included. A pair is a picture with its captions; a multiply-add is two FLOP. Losses compute in fp32, at the
+card's fp32 speed: on an A100 Llip's pair loss, 3% of the arithmetic of g14, takes a third of its time, and a quarter of
+b16's arithmetic most of its.
+"""
+
+CHECKS = """## What the figures rest on
+
+Everything is an analytic function of shapes: `kiloword/planning/layers.py` derives a block's arithmetic and what it
+keeps for the backward pass, `towers.py`, `heads.py`, `terms.py` and `pairs.py` the parts of each method, `memory.py`
+and `traffic.py` what follows for a GPU. `python bench/plan.py` compares with real steps: FLOPs (within 2%), weights,
+gradients and optimizer states (exact), activations and the peak (within 15%); `bench/gpu.sh plan` on a GPU.
+
+What is not in it: data loading (`kiloword data stats` and the run's own log say how fast that is), evaluation, a frozen
+tower, `--compile` (which keeps less), the network's latency, stragglers and failures. The utilisation is an
+assumption, not a forecast: the last table shows that public runs reach far less. The network between nodes is a guess
+by card (`kiloword/planning/cards.py`); say yours by `--bandwidth`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    planned = [(s, planner := planner_of(s.command.split()), planner.options()[0]) for s in SETTINGS]
+    parts = [INTRO, "## The papers' settings\n", _stated(), _commands(), "## What they take\n"]
+    parts += [
+        _summary(planned),
+        "Memory of a GPU, GiB:\n",
+        _memory(planned),
+        "Arithmetic of a pair, GFLOP forward and backward:\n",
+    ]
+    parts += [_work(planned), "## Against published figures\n", _profiles(), _speeds(planned), CHECKS]
+    return "\n".join(parts)
+
+
+Planned = Sequence[tuple[Setting, Planner, Option]]
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table: names on the left, numbers on the right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _stated() -> str:
+    lines = ["| run | the paper | left open, planned as |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {s.name} | {s.stated} | {s.ours} |" for s in SETTINGS)]) + "\n"
+
+
+def _commands() -> str:
+    return "```\n" + "".join(f"kiloword plan {s.command}\n" for s in SETTINGS) + "```\n"
+
+
+def _summary(planned: Planned) -> str:
+    columns = ("run", "M parameters", "GFLOP a pair", "padded", "advice", "GiB", "pairs/s", "days", "GPU hours")
+    rows = []
+    for setting, planner, best in planned:
+        padded, days = planner.padded(best), days_of(planner, best)
+        layout = best.layout
+        pieces = f" x {layout.pieces}" if layout.pieces > 1 else ""
+        advice = f"{layout.parallel}, {layout.checkpointing}, micro-batch {best.micro}{pieces}"
+        cells = [setting.name, f"{parameters.total(planner.learner) / 1e6:.1f}"]
+        cells += [f"{option.step.needed / planner.pictures / 1e9:.4g}" for option in (best, padded)]
+        cells += [advice, f"{best.bytes / GIB:.1f} of {planner.card.memory / GIB:.0f}", f"{planner.rate(best):,.0f}"]
+        rows.append([*cells, f"{days:.2f}", f"{24 * days * planner.plan.gpus:,.0f}"])
+    return markdown(columns, rows)
+
+
+def _memory(planned: Planned) -> str:
+    names = list(dict.fromkeys(name for _, _, best in planned for name in best.memory))
+    rows = [[name, *(f"{best.memory.get(name, 0.0) / GIB:.2f}" for _, _, best in planned)] for name in names]
+    return markdown(("part", *(setting.name for setting, _, _ in planned)), rows)
+
+
+def _work(planned: Planned) -> str:
+    found = [
+        {w.name: (w.forward + w.backward) / planner.pictures / 1e9 for w in best.step.parts}
+        for _, planner, best in planned
+    ]
+    names = [name for name in dict.fromkeys(n for work in found for n in work) if any(work.get(name) for work in found)]
+    rows = [[name, *(f"{work[name]:.3g}" if name in work else "" for work in found)] for name in names]
+    return markdown(("part", *(setting.name for setting, _, _ in planned)), rows)
+
+
+def _profiles() -> str:
+    rows = []
+    for size, (name, millions, image, text) in PROFILES.items():
+        planner = planner_of(f"clip --size {size} --samples 1e9 --tokens 77 --batch 1".split())
+        work = {w.name: w.forward / 1e9 for w in planner.option("ddp", "none", 1).step.parts}
+        ours = parameters.total(planner.learner) / 1e6
+        cells = [f"{size}, {name}", f"{ours:.2f}", f"{millions:.2f}"]
+        cells += [f"{work['image tower']:.2f}", f"{image:.2f}", f"{work['text tower']:.2f}", f"{text:.2f}"]
+        rows.append(cells)
+    columns = ("size", "M parameters", "open_clip's", "GFLOP picture", "open_clip's", "GFLOP 77 tokens", "open_clip's")
+    return "open_clip's `docs/model_profile.csv`, forward pass:\n\n" + markdown(columns, rows)
+
+
+def _speeds(planned: Planned) -> str:
+    """Utilisation that published speeds imply."""
+    rows, peak = [], CARDS["a100-80"].flops
+    for size, rate in RATES.items():
+        planner = planner_of(f"clip --size {size} --samples 1e9 --tokens 77 --batch 1".split())
+        work = planner.option("ddp", "none", 1).step.needed
+        rows.append([f"open_clip {size}, padded", f"{rate} pairs/s an A100", f"{rate * work / peak:.3f}"])
+    for setting, planner, best in planned:
+        if setting.name.startswith("ProLIP") and planner.plan.samples < 2e9:
+            used = best.step.needed / planner.pictures * planner.plan.samples / (86400 * planner.plan.gpus)
+            rows.append([setting.name, '"about one day" on 32 H100', f"{used / planner.card.flops:.3f}"])
+        if "G/14" in setting.name:
+            used = best.step.needed / planner.pictures * planner.plan.samples / (11.99e4 * 3600)
+            said = "11.99e4 A100 hours (its figure 8b, which run is damaged in our text)"
+            rows.append([setting.name, said, f"{used / planner.card.flops:.3f}"])
+    intro = "Utilisation that published speeds imply (arithmetic of the method alone, over the data sheet's bf16):\n\n"
+    return intro + markdown(("run", "published", "utilisation"), rows)
+
+
+if __name__ == "__main__":
+    say(*page().splitlines())

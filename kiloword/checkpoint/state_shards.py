@@ -1,0 +1,160 @@
+"""One rank's part of a state: which tensors it writes, their copy in host memory, its file; and reading all parts.
+
+Planning and reading are `torch.distributed.checkpoint`'s. Writing is ours: its writer opens the file under the name
+that counts, keeps two more copies of the part in memory, takes no checksum and asks all ranks for their plans.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from kiloword.checkpoint.model_folder import Spec, in_order, spec_of, write_tensors
+from kiloword.distributed import collectives
+
+AT_ONCE = 1 << 28  # bytes of whole tensors that are put together from their shards at a time
+
+
+@dataclass
+class Part:
+    """What one rank writes: a chunk a tensor."""
+
+    values: dict[str, Tensor]
+    offsets: dict[str, tuple[int, ...]]  # of the chunk in its tensor
+
+
+class Host:
+    """Copies of this rank's part in host memory.
+
+    Kept from save to save: fresh pages cost 10 times the copying, and copies from a GPU want pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> Part:
+        """This rank's part of `tensors`, which may change from here on.
+
+        Args: tensors: plain (equal on all ranks) or DTensors (sharded over all ranks).
+        """
+        part = Part({}, {})
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors))
+        for item in _own(planner.create_local_plan().items):
+            assert item.tensor_data is not None
+            name, value = item.index.fqn, planner.resolve_data(item)
+            assert isinstance(value, Tensor)
+            part.values[name] = self._buffer(name, value.detach()).copy_(value, non_blocking=True)
+            part.offsets[name] = tuple(item.tensor_data.chunk.offsets)
+        if any(value.is_pinned() for value in part.values.values()):
+            torch.cuda.synchronize()
+        return part
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        found = self._buffers.get(name)
+        if found is None or spec_of(found) != spec_of(like):
+            found = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            self._buffers[name] = found
+        return found
+
+
+def _own(items: Sequence[WriteItem]) -> list[WriteItem]:
+    """What this rank writes: its chunks, and its share of what all ranks have, by size (all ranks reckon alike)."""
+    loads = [0] * collectives.ranks()
+    own = []
+    for item in sorted(items, key=lambda item: (-_size(item), item.index.fqn)):
+        if item.type == WriteItemType.SHARD:
+            owner = collectives.rank() if _size(item) else None
+        else:
+            owner = loads.index(min(loads))
+            loads[owner] += max(1, _size(item))
+        if owner == collectives.rank():
+            own.append(item)
+    return own
+
+
+def _size(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def write_part(folder: Path, part: Part, rank: int, ranks: int) -> dict[str, str]:
+    """Write a rank's file. Returns: its name -> its SHA-256. Raises: SaveError."""
+    path = folder / f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+    specs = {name: spec_of(value) for name, value in part.values.items()}
+    places = {name: {"saved_offsets": part.offsets[name]} for name in in_order(specs)}
+    about = {"DCP_SHARDING_INFO": json.dumps(places)}
+    return {path.name: write_tensors(path, specs, (part.values[name] for name in in_order(specs)), about)}
+
+
+class _Listed(FileSystem):
+    """The files of a state, whatever else lies beside them."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = [str(file) for file in files]
+
+    def ls(self, path: Any) -> list[str]:
+        return self.files
+
+
+class Stored:
+    """A whole state on disk.
+
+    Args: files: of its tensors; numbers: what else it holds.
+    Errors: ValueError for files that are no safetensors, or whose header makes no sense; nothing is allocated for it.
+    """
+
+    def __init__(self, files: Sequence[Path], numbers: dict[str, Any]) -> None:
+        self.numbers = numbers
+        self._reader = HuggingFaceStorageReader(str(files[0].parent))
+        self._reader.fs = _Listed(files)
+        try:
+            self._metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, AssertionError, OSError) as e:
+            raise ValueError(f"{files[0].name}: {type(e).__name__}: {str(e)[:200]}") from e
+        self.specs: dict[str, Spec] = {}
+        for name, stored in self._metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata)
+            self.specs[name] = stored.properties.dtype, tuple(stored.size)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors in place, plain or sharded; each rank reads what it has of them."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), self._metadata)
+        plan = planner.finish_plan(planner.create_local_plan())
+        self._reader.read_data(plan, planner).wait()
+
+    def whole(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Whole tensors in the order of `names`, some at a time."""
+        for group in self._groups(names):
+            found = {name: torch.empty(self.specs[name][1], dtype=self.specs[name][0]) for name in group}
+            self.load(found)
+            yield from found.values()
+
+    def _groups(self, names: Sequence[str]) -> Iterator[list[str]]:
+        group: list[str] = []
+        size = 0
+        for name in names:
+            dtype, shape = self.specs[name]
+            more = dtype.itemsize * torch.Size(shape).numel()
+            if group and size + more > AT_ONCE:
+                yield group
+                group, size = [], 0
+            group.append(name)
+            size += more
+        if group:
+            yield group

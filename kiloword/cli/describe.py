@@ -1,0 +1,196 @@
+"""What there is: presets with their slots, sizes of towers, this machine. The verbs methods, sizes and doctor."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+
+import torch
+
+from kiloword import __version__
+from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig, sizes
+from kiloword.distributed.device import cores
+from kiloword.methods.method import Method
+from kiloword.methods.registry import names, pieces, preset
+from kiloword.model.heads import Head
+from kiloword.model.image import extra, stem_plan
+from kiloword.model.model import Model
+from kiloword.screen import Screen, plain_table
+from kiloword.terminal import say
+
+_WIDE = 240  # columns where the output is no terminal
+
+
+def methods_table() -> None:
+    """Print the presets: where each comes from, and what fills its slots."""
+    columns = ("method", "source", "views", "captions", "pooling", "uncertainty", "positives", "pair loss", "terms")
+    table = plain_table(*columns, "summary")
+    for name in names():
+        table.add_row(*slots(preset(name)).values())
+    Screen(_WIDE).print(table)
+    table = plain_table("piece", "slot", "summary")
+    for name, piece in pieces().items():
+        table.add_row(name, piece.slot, piece.summary)
+    say("Pieces fill a slot of another method: kiloword train siglip+NAME, or by the flag of the slot (--views NAME).")
+    Screen(_WIDE).print(table)
+
+
+def slots(method: Method) -> dict[str, str]:
+    """What fills the slots of a method, in words; "" is an empty slot."""
+    head = _head(method, sizes()["debug"])
+    doubt = head.uncertainty
+    return {
+        "method": method.name,
+        "source": method.source,
+        "views": ", ".join(_word(view) for view in method.views),
+        "captions": str(method.captions),
+        "pooling": _word(head.pooling),
+        "uncertainty": "" if doubt is None else _word(doubt),
+        "positives": _word(method.positives),
+        "pair loss": _word(method.pair_loss).removesuffix(" loss") if method.pair_weight else "",
+        "terms": ", ".join(method.terms),
+        "summary": method.summary,
+    }
+
+
+def sizes_table() -> None:
+    """Print the named sizes of towers with their parameters and arithmetic."""
+    table = plain_table("size", "picture", "patch", "image tower", "text tower", "context", "embedding")
+    for name in ("M parameters", "GFLOP image", "text", "pair"):
+        table.add_column(name, justify="right")
+    for name, config in sizes().items():
+        image, text = config.image, config.text
+        work = image_flops(config), text_flops(config), image_flops(config) + text_flops(config)
+        table.add_row(
+            *(name, str(image.size), str(image.patch), _shape(image), _shape(text), str(text.context)),
+            *(str(config.head.dim), f"{parameters(config) / 1e6:.2f}", *(f"{w / 1e9:.3g}" for w in work)),
+        )
+    Screen(_WIDE).print(table)
+    say(
+        "Towers are width x depth / heads. GFLOP: one forward pass, two a multiply-add, of one picture and of one",
+        "caption that fills the context; a training step takes three times as much. Captions are never padded.",
+    )
+
+
+def parameters(config: ModelConfig, method: str = "clip") -> int:
+    """Number of parameters of a model, counted without making it."""
+    with torch.device("meta"):
+        model = Model(config, _head(preset(method), config))
+    return sum(p.numel() for p in model.parameters())
+
+
+def model_in_words(model: Model, method: Method | None = None) -> str:
+    """A model on one line: method, towers, size, number of parameters, precision, device."""
+    config, some = model.config, next(model.parameters())
+    more = f", with {', '.join(name.replace('_', ' ') for name in model.more)}" if model.more else ""
+    name = method.name if method else "unknown method"
+    return (
+        f"{name}: image tower {_shape(config.image)}, {config.image.size} pixels, "
+        f"patch {config.image.patch}; text tower {_shape(config.text)}, {config.text.context} tokens; embedding "
+        f"{config.head.dim}{more}; {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
+        f"{str(some.dtype).removeprefix('torch.')} on {some.device}"
+    )
+
+
+def image_flops(config: ModelConfig) -> int:
+    """Arithmetic of one picture's forward pass: matrix products, two a multiply-add; any pool but "map"."""
+    image = config.image
+    patches = (image.size // image.patch) ** 2
+    stem = 2 * patches * 3 * image.patch**2 * image.width
+    side = image.size
+    for before, after, kernel, stride in stem_plan(image) if image.stem == "conv" else ():
+        side //= stride
+        stem += 2 * side**2 * before * after * kernel**2
+    return stem + _blocks(image, patches + extra(image)) + 2 * image.width * config.head.dim
+
+
+def text_flops(config: ModelConfig) -> int:
+    """Arithmetic of the forward pass of one caption that fills the context."""
+    text = config.text
+    return _blocks(text, text.context) + 2 * text.width * config.head.dim
+
+
+def _blocks(tower: ImageConfig | TextConfig, tokens: int) -> int:
+    """Projections, MLP and attention of all blocks; attention as if no key were hidden."""
+    weights = 4 * tower.width**2 + 2 * tower.width * tower.mlp
+    return 2 * tower.depth * (tokens * weights + 2 * tokens**2 * tower.width)
+
+
+def doctor_table() -> None:
+    """Print what this machine has, and what could be better."""
+    table = plain_table("", "")
+    for name, value in machine().items():
+        table.add_row(name, value)
+    for name, packages in extras().items():
+        missing = [package for package, version in packages.items() if not version]
+        have = ", ".join(f"{package} {version}" for package, version in packages.items() if version)
+        install = f"missing: {', '.join(missing)} (pip install 'kiloword[{name}]')" if missing else ""
+        table.add_row(f"extra {name}", "; ".join(part for part in (have, install) if part))
+    Screen(_WIDE).print(table)
+    say(*(f"hint: {hint}" for hint in hints()))
+
+
+def machine() -> dict[str, str]:
+    """Versions, devices and threads."""
+    cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    settings = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith(("OMP_", "MKL_NUM"))]
+    return {
+        "kiloword": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(cores()),
+        "devices": ", ".join(["cpu", *(f"{c.name} ({c.total_memory / 2**30:.0f} GiB)" for c in cards)]),
+        "threads of torch": str(torch.get_num_threads()),
+        "OpenMP": " ".join(settings) or "as the library likes (no OMP_... in the environment)",
+    }
+
+
+def extras() -> dict[str, dict[str, str]]:
+    """Every extra of kiloword -> its packages -> the installed version, "" where it is missing."""
+    found: dict[str, dict[str, str]] = {}
+    for line in metadata.requires("kiloword") or []:
+        if match := re.match(r"""([\w.-]+).*;.*extra == ['"]([\w-]+)['"]""", line):
+            found.setdefault(match[2], {})[match[1]] = _version(match[1])
+    return found
+
+
+def hints() -> list[str]:
+    """What could be better on this machine, a sentence each."""
+    out = []
+    if not torch.cuda.is_available():
+        out.append("no CUDA device: sizes debug and tiny train on a CPU within minutes, s16 and up want a GPU.")
+        if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+            out.append("OMP_WAIT_POLICY=PASSIVE keeps loader processes and training from fighting over the cores.")
+    if torch.get_num_threads() > cores():
+        out.append(f"torch uses {torch.get_num_threads()} threads on {cores()} cores: set OMP_NUM_THREADS={cores()}.")
+    if not any(_version(package) for package in ("simplejpeg", "opencv-python-headless", "opencv-python")):
+        out.append("pip install 'kiloword[fast]' brings faster decoders (--decoder simplejpeg or opencv).")
+    return out
+
+
+def _head(method: Method, config: ModelConfig) -> Head:
+    return method.head(method.shape(config))
+
+
+def _word(thing: object | Callable[..., object]) -> str:
+    """A slot's content by its name: a function's, else its class's."""
+    thing = thing.func if isinstance(thing, partial) else thing
+    name = getattr(thing, "__name__", type(thing).__name__)
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).replace("_", " ").lower().strip()
+
+
+def _shape(tower: ImageConfig | TextConfig) -> str:
+    return f"{tower.width} x {tower.depth} / {tower.heads}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,94 @@
+"""The verb score. No torch at import: help is instant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.terminal import say, warn
+
+
+def score(
+    model: Positional[str],
+    images: tuple[Path, ...],
+    texts: tuple[str, ...],
+    explain: Path | None = None,
+    explain_what: tuple[Literal["maps", "words", "gradcam", "masks", "reconstruction"], ...] = (),
+    maps: Literal["last", "rollout"] = "last",
+    device: str = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    trust: Annotated[Trust, arg(name="")] = NONE,
+) -> None:
+    """Score pictures against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
+
+    Where each text looks: kiloword score MODEL --images a.jpg --texts "a dog" --explain inside
+
+    Args:
+        model: model folder.
+        images: image files, or folders of them.
+        texts: captions to compare with.
+        explain: folder for a PNG a picture, which shows where each text looks, and weights.json; of a model with
+            decoders also PICTURE-inside.png and inside.json.
+        explain_what: with explain, what is drawn if not all: maps (where each text looks), and of decoders words (where
+            the text decoder looks as it writes each word), gradcam (of the first layer), masks (which patches each
+            text hides) and reconstruction (hidden patches as the image decoder paints them).
+        maps: with explain, attention of the image tower's last block, or rolled out over all blocks.
+        device: auto, cpu, cuda, cuda:N.
+        precision: of the encoders; auto: bf16 on CUDA where the model is larger than size tiny, else fp32. Features and
+            scores are fp32.
+        trust: whose code the model folder may run.
+    """
+    from kiloword.api import load
+    from kiloword.config.by_device import announce, reason_of
+
+    images = _files(images)
+    _check(texts)
+    matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
+    made = matcher.model
+    announce(str(made.mean.device), made.precision, reason_of(precision, made.config))
+    for n, (tokens, read) in matcher.tokenizer.cut(texts, matcher.model.config.text).items():
+        warn(f"text {n + 1} ({texts[n][:60]!r}) is cut: it has {tokens} tokens, of which the model reads {read}")
+    _print(images, texts, matcher.score(list(images), list(texts)).tolist())
+    if explain is not None:
+        from kiloword.explain.sheets import write
+
+        say(*write(explain, matcher, images, texts, maps, explain_what or None))
+    elif explain_what:
+        raise ValueError("--explain-what says what --explain DIR draws: give a folder by --explain.")
+
+
+def _files(images: Sequence[Path]) -> tuple[Path, ...]:
+    """The files, and in place of a folder the image files in it, by name. Raises: ValueError for a folder without."""
+    from kiloword.data.sources.folder import is_picture
+
+    files: list[Path] = []
+    for path in images:
+        inside = sorted(f for f in path.iterdir() if is_picture(f.name) and f.is_file()) if path.is_dir() else [path]
+        if not inside:
+            raise ValueError(f"--images got the folder {path}, which holds no images: expected image files in it.")
+        files += inside
+    return tuple(files)
+
+
+def _check(texts: Sequence[str]) -> None:
+    for n, text in enumerate(texts, 1):
+        if not text.strip():
+            raise ValueError(f"text {n} of --texts is empty: expected words.")
+
+
+def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
+    """Scores [pictures, texts] as a table; each picture's best are bold."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from kiloword.screen import Screen
+
+    table = Table("picture", *texts)
+    for path, row in zip(images, scores, strict=True):
+        best = max(row)
+        table.add_row(path.name, *(Text(f"{s:.3f}", "bold" if s == best else "") for s in row))
+    Screen(120).print(table)

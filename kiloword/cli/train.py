@@ -1,0 +1,148 @@
+"""The verb train: its flags are the recipe's settings, whose defaults depend on method, size and data.
+
+No torch at import: help is instant.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import arg
+
+from kiloword.cli.method import asked, values_of
+from kiloword.config import recipes
+from kiloword.config.options import Options
+from kiloword.config.ranges import check
+from kiloword.config.recipes import AugmentConfig, Matmul, ModelConfig, OptimConfig, Precision, Recipe
+from kiloword.terminal import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model; the same command again resumes.
+
+    Examples:
+      kiloword train siglip --data scenes --out runs/first
+      kiloword train clip --data photos/train --val photos/dev --out runs/photos --epochs 30
+      kiloword train siglip --data table.csv --out runs/table --size s16 --optim.lr 1e-3 --workers 8
+      kiloword train llip --views compose --positives mined --side features --data photos/train --out runs/mix
+    """
+
+    out: Path = tyro.MISSING  # folder of the run
+    data: tuple[str, ...] = ("scenes",)  # folder of tars, brace pattern, csv/tsv/parquet, picture folder, scenes
+    val: str | None = None  # evaluate retrieval on this
+    views: str | None = None  # another method's views: compose, mixup, cutmix, stylistic (`kiloword methods`)
+    positives: str | None = None  # another method's positives: mined, exact
+    pair_loss: str | None = None  # another method's pair loss: softmax, sigmoid, supcon, ppcl, matching
+    pooling: str | None = None  # another method's pooling: contextual
+    uncertainty: str | None = None  # gaussian: features with a variance
+    terms: tuple[str, ...] = ()  # more terms of the loss, one or several: caption, mim, inclusion
+    side: tuple[str, ...] = ()  # side tables of features (`kiloword embed`), joined by key
+    extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the pictures' own
+    raw_captions: bool = True  # whether the pictures' own captions stay beside the extra ones
+    size: str = "tiny"  # of the towers (`kiloword sizes`)
+    steps: int | None = None  # length of the run, or --epochs, or --samples
+    epochs: float | None = None  # length in passes over the data
+    samples: int | None = None  # length in pictures seen
+    batch: int = 128  # pictures, over all ranks
+    micro: int = 0  # pictures a micro-batch; 0: a rank's whole share
+    chunk: int = 0  # rows and columns of pairs a block; 0: chosen
+    # of the arithmetic, weights stay in fp32 under bf16; auto: bf16 for tiny, and for larger sizes on CUDA
+    precision: Precision = "auto"
+    matmul: Matmul = "auto"  # of products in fp32, as losses have them: high is TF32 on CUDA, the default there
+    freeze: Literal["none", "image", "text"] = "none"  # a tower that stays as it is
+    init: str | None = None  # model folder to start from; brings its towers and picture size
+    # of an image (vqa: answers) in a batch: one, redrawn each epoch, all, N
+    captions: int | Literal["one", "all"] = "one"
+    decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"  # of image files; the others are faster
+    weights: tuple[float, ...] = ()  # how often each of several --data comes in an epoch
+    together: int = 1  # consecutive rows that stand in a batch together (groups of hard negatives)
+    vocab: int = 4096  # most entries of the tokenizer that is trained on the captions
+    bad_share: float = 0.01  # stop when a larger share of the rows is bad
+    seed: int = 0  # of first weights, order and augmentation
+    dry_run: bool = False  # say what would run, and stop
+    options: Annotated[Options, arg(name="")] = field(default_factory=Options)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
+def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
+    """The recipe that the flags of `train` describe, but for its length; settings: the method's own, or None.
+
+    Raises: ValueError for numbers that are NaN, infinite or out of their range.
+    """
+    base = recipes.default(method, args.size, args.data)
+    data = replace(
+        base.data,
+        val=args.val,
+        extra_captions=args.extra_captions,
+        raw_captions=args.raw_captions,
+        side=args.side,
+        captions=args.captions,
+        decoder=args.decoder,
+        weights=args.weights,
+        together=args.together,
+        tokenizer_vocab=args.vocab,
+        bad_share=args.bad_share,
+        augment=args.augment,
+    )
+    own = {} if settings is None else asdict(settings)
+    same = ("batch", "micro", "chunk", "precision", "matmul", "freeze", "init", "seed", "optim", "model")
+    recipe = replace(base, data=data, settings=own, **{name: getattr(args, name) for name in same})
+    check(recipe)
+    return recipe
+
+
+def main(argv: Sequence[str]) -> None:
+    """`kiloword train METHOD ...`. Raises: ValueError for a recipe that cannot be."""
+    words = asked(argv, "train siglip --out runs/first")
+    usual = _defaults(words.method, words.flags)
+    args, settings = words.read(_train(usual))
+    from kiloword.config import effects
+    from kiloword.training import start
+    from kiloword.training.dry_run import rehearse
+    from kiloword.training.loop import train
+    from kiloword.training.setup import open_sources, with_length
+
+    recipe = recipe_of(words.method, args, settings)
+    start.check(recipe)
+    effects.check(recipe, usual, args.options.trust_code)
+    source = open_sources(recipe)
+    recipe = with_length(recipe, len(source), args.steps, args.epochs, args.samples)
+    if args.dry_run:
+        rehearse(recipe, source, args.out, args.options)
+        return
+    folder = train(recipe, args.out, source, args.options)
+    if os.environ.get("RANK", "0") == "0":  # of torchrun
+        say(f"model: {folder}")
+
+
+def _train(base: Recipe) -> Train:
+    """The flags whose defaults a recipe has."""
+    return Train(
+        size=base.size,
+        optim=base.optim,
+        augment=base.data.augment,
+        model=base.model,
+        batch=base.batch,
+        captions=base.data.captions,
+        precision=base.precision,
+        matmul=base.matmul,
+    )
+
+
+def _defaults(method: str, argv: Sequence[str]) -> Recipe:
+    """The recipe that method, size, data and init imply."""
+    data = values_of(argv, "--data") or ("scenes",)
+    size, init = ((values_of(argv, flag) or (None,))[0] for flag in ("--size", "--init"))
+    if init is None:
+        return recipes.default(method, size or "tiny", data)
+    from kiloword.training import start
+
+    return start.defaults(method, init, size, data)

@@ -1,0 +1,167 @@
+"""Settings that change nothing, and runs that cannot do what their settings say: found before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.checkpoint.model_folder import read_shapes
+from kiloword.checkpoint.trust import Trust
+from kiloword.config.options import Options
+from kiloword.config.recipes import ModelConfig, Recipe
+from kiloword.distributed import collectives
+from kiloword.distributed.device import choose
+from kiloword.methods.registry import find, preset
+from kiloword.model.attention import HEAD, OLDEST, WIDEST_HEAD, bad_heads, old_card
+from kiloword.model.model import rules_of
+from kiloword.training import start
+from kiloword.training.learner import Learner, learner_of
+from kiloword.training.optimizer import schedule, warmup_steps
+
+NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that another one turns on
+    "optim.muon_lr": ("--optim.name muon", lambda r: r.optim.name == "muon"),
+    "optim.muon_weight_decay": ("--optim.name muon", lambda r: r.optim.name == "muon"),
+    "optim.momentum": ("--optim.name muon", lambda r: r.optim.name == "muon"),
+    "augment.ratio": ("--augment.crop below 1", lambda r: r.data.augment.crop < 1),
+    "augment.jitter_strength": ("--augment.jitter above 0", lambda r: r.data.augment.jitter > 0),
+    "augment.blur_sigma": ("--augment.blur above 0", lambda r: r.data.augment.blur > 0),
+}
+
+
+def notes(recipe: Recipe, options: Options) -> list[str]:
+    """What a user should know of a run before it starts, one message each; of a process group, asked inside it."""
+    found = [] if (warmup := _warmup(recipe)) is None else [warmup]
+    if options.parallel == "fsdp" and collectives.ranks() == 1:
+        found.append("--parallel fsdp shards nothing in one process: start several by torchrun.")
+    padded = _padded(recipe, torch.device(choose(options.device)))
+    return found if padded is None else [*found, padded]
+
+
+def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
+    """Refuse settings that somebody chose and that change nothing.
+
+    Args: usual: the recipe with all defaults, of the same size, data and `init`; trust_code: as of `Options`.
+    Raises: ValueError naming them.
+    """
+    idle = [*_turned_off(recipe, usual), *_of_model(recipe, usual.model), *_of_method(recipe, trust_code)]
+    if idle:
+        raise ValueError(f"{'; '.join(idle[:3])}. Omit what changes nothing.")
+
+
+def _padded(recipe: Recipe, device: torch.device) -> str | None:
+    """Why attention over texts pads them on a CUDA device though it computes in half precision."""
+    if device.type != "cuda" or recipe.precision != "bf16":
+        return None
+    head = recipe.model.text.width // recipe.model.text.heads
+    if old_card(device.index):
+        why = f"this GPU has a compute capability below {'.'.join(map(str, OLDEST))}"
+    elif bad_heads(head):
+        why = f"heads of {head} dimensions are no multiple of {HEAD} up to {WIDEST_HEAD} (--model.text.heads)"
+    else:
+        return None
+    return f"captions are padded to the longest of a batch, which costs time and memory: {why}."
+
+
+def _warmup(recipe: Recipe) -> str | None:
+    """A run that ends within its warm-up never reaches its learning rate."""
+    steps, optim = recipe.steps, recipe.optim
+    warmup = warmup_steps(steps, optim)
+    if steps >= warmup:
+        return None
+    highest = optim.lr * schedule(steps - 1, steps, optim)
+    return (
+        f"the warm-up takes {warmup:g} steps and the run has {steps}: the learning rate reaches {highest:.2g} instead "
+        f"of {optim.lr:g}. Give a share of the run, such as --optim.warmup 0.05, or fewer steps of warm-up."
+    )
+
+
+def _turned_off(recipe: Recipe, usual: Recipe) -> Iterator[str]:
+    for name, (needed, on) in NEEDED.items():
+        part, _, field = name.partition(".")
+        mine, theirs = (getattr(r.optim if part == "optim" else r.data.augment, field) for r in (recipe, usual))
+        if mine != theirs and not on(recipe):
+            yield f"--{name.replace('_', '-')} is {mine}, which counts with {needed} alone"
+
+
+def _of_model(recipe: Recipe, usual: ModelConfig) -> Iterator[str]:
+    """Settings of the model without which the same model would be built."""
+    method = preset(recipe.method, recipe.settings)
+    for part in ("image", "text", "head"):
+        mine, theirs = getattr(recipe.model, part), getattr(usual, part)
+        for name in (f.name for f in fields(mine)):
+            value, other = getattr(mine, name), getattr(theirs, name)
+            if value == other:
+                continue
+            without = replace(recipe.model, **{part: replace(mine, **{name: other})})
+            try:
+                same = _built(learner_of(recipe.model, method)) == _built(learner_of(without, method))
+            except ValueError:  # the one without it cannot be
+                continue
+            if same:
+                flag = f"--model.{part}.{name.replace('_', '-')}"
+                yield f"{flag} is {value}, but {recipe.method} builds the same model with {other}"
+
+
+def _of_method(recipe: Recipe, trust_code: bool) -> Iterator[str]:
+    """Settings of the method that say how weights start which the model of `init` brings."""
+    kind: Any = find(recipe.method)[1]
+    if recipe.init is None or kind is None:
+        return
+    for path, value, settings in _without_one(recipe.settings, asdict(kind())):
+        mine, other = (learner_of(recipe.model, preset(recipe.method, s)) for s in (recipe.settings, settings))
+        if _built(mine) != _built(other):
+            continue
+        here, there = rules_of(mine.model), rules_of(other.model)
+        changed = {name for name in here if here[name] != there[name]}
+        if changed and changed <= _brought(recipe.init, mine, Trust(named=recipe.method, trust_code=trust_code)):
+            flag = f"--settings.{path.replace('_', '-')}"
+            yield f"{flag} is {value}, but {', '.join(sorted(changed))} comes from {recipe.init}"
+
+
+def _without_one(settings: Mapping[str, Any], usual: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every setting that is not the usual one: its dotted name, its value, and all settings with the usual one."""
+    for name, value in settings.items():
+        other = usual.get(name)
+        if isinstance(value, dict) and isinstance(other, dict):
+            for path, inner, rest in _without_one(value, other, f"{at}{name}."):
+                yield path, inner, {**settings, name: rest}
+        elif value != other:
+            yield at + name, value, {**settings, name: other}
+
+
+def _brought(init: str, learner: Learner, trust: Trust) -> set[str]:
+    """Names of the weights that a model takes from the folder it starts from."""
+    names = set(read_shapes(Path(init) / "model.safetensors"))
+    return names if start.same_scale(init, learner.model, names, trust) else names - {"head.log_scale", "head.bias"}
+
+
+def _built(learner: Learner) -> Any:
+    """All that decides what a learner computes, but for the values of its weights."""
+    method = learner.method
+    slots = (method.pair_loss, method.pair_weight, method.positives, method.views, method.prepare)
+    weights = [weight for weight, _ in method.terms.values()]
+    shapes = {name: (p.shape, p.requires_grad) for name, p in learner.named_parameters()}
+    parts = {
+        path: (type(part), {name: _plain(x) for name, x in vars(part).items() if not name.startswith("_")})
+        for path, part in learner.named_modules()
+        if part is not learner
+    }
+    parts["model"][1].pop("config")  # its parts know what they take from it
+    return _plain(slots), weights, shapes, parts
+
+
+def _plain(value: Any) -> Any:
+    """Something that is equal for what computes alike; what cannot tell is equal to itself alone."""
+    if isinstance(value, Tensor | nn.Module):
+        return id(value)
+    if isinstance(value, partial):
+        return _plain(value.func), _plain(value.args), _plain(value.keywords)
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value

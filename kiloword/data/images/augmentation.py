@@ -1,0 +1,209 @@
+"""From a stored picture to uint8 [3, size, size]: augmented for training, as the tower expects it for evaluation.
+
+Training crops are drawn before decoding, so that a large JPEG is decoded no finer than its crop needs. They are resized
+by torch's antialiased bicubic, which is several times faster than Pillow's and differs from it by at most 1 level of
+255. Evaluation decodes fully and resizes with Pillow itself, so that it equals what open_clip's users do bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance, ImageFilter
+from torch import Tensor
+from torch.nn import functional as F
+
+from kiloword.config.recipes import AugmentConfig
+from kiloword.data.images.decode import MAX_PIXELS, Decoder, Pixels, check_decoder, decode, picture_size, to_rgb
+from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.randomness import Draw
+from kiloword.types import BadSample
+
+Resize = Literal["shortest", "squash"]
+Box = tuple[float, float, float, float]  # left, top, width, height as shares of the picture's sides
+
+__all__ = ["EvalTransform", "TrainTransform", "decode", "fit", "read"]
+
+
+@dataclass(frozen=True)
+class EvalTransform:
+    """Resize the shorter side (bicubic) and crop the centre, or squash: uint8 [3, size, size].
+
+    `torchvision.transforms.Resize` and `CenterCrop` on a Pillow picture give the same pixels.
+    """
+
+    size: int
+    resize: Resize = "shortest"
+    decoder: Decoder = "pillow"
+
+    def __post_init__(self) -> None:
+        check_decoder(self.decoder)
+
+    def __call__(self, image: bytes | Pixels) -> Tensor:
+        """Raises BadSample for a picture that cannot be decoded."""
+        return fit(Image.fromarray(decode(image, self.decoder)), self.size, self.resize)
+
+
+def fit(picture: Image.Image, size: int, resize: Resize = "shortest") -> Tensor:
+    """What `EvalTransform` does, for a Pillow picture of any mode: uint8 [3, size, size].
+
+    Errors: BadSample for a floating-point picture.
+    """
+    picture = to_rgb(picture)
+    wide, high = _scaled(picture.width, picture.height, size, resize)
+    left, top = round((wide - size) / 2), round((high - size) / 2)
+    if wide * high > MAX_PIXELS:  # of a picture of one line: only what is kept is made
+        x, y = picture.width / wide, picture.height / high
+        box = left * x, top * y, min((left + size) * x, picture.width), min((top + size) * y, picture.height)
+        return _tensor(np.asarray(picture.resize((size, size), Image.Resampling.BICUBIC, box=box))).contiguous()
+    if (wide, high) != picture.size:
+        picture = picture.resize((wide, high), Image.Resampling.BICUBIC)
+    return _tensor(np.asarray(picture.crop((left, top, left + size, top + size)))).contiguous()
+
+
+def read(path: str | Path) -> Image.Image:
+    """A picture file as an upright RGB Pillow picture. Errors: ValueError when it cannot be read or decoded."""
+    try:
+        return Image.fromarray(decode(read_whole(Path(path), "it", MAX_IMAGE)))
+    except OSError as error:
+        raise ValueError(f"picture {path} cannot be read: {error.strerror}") from None
+    except BadSample as error:
+        raise ValueError(f"picture {path} cannot be used: {error}") from None
+
+
+def _scaled(width: int, height: int, size: int, resize: Resize) -> tuple[int, int]:
+    """Width and height before the centre crop; the longer side is rounded down, as torchvision does."""
+    if resize == "squash":
+        return size, size
+    if width <= height:
+        return size, int(size * height / width)
+    return int(size * width / height), size
+
+
+@dataclass(frozen=True)
+class TrainTransform:
+    """Random crop, mirror, colour jitter, grey and blur as `augment` says, drawn from `Draw`: uint8 [3, size, size].
+
+    Without a random crop (`augment.crop` 1) the picture is resized as for evaluation (`resize`).
+    `natural` False (the picture's places and directions mean something) turns crop and mirror off.
+    """
+
+    size: int
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    resize: Resize = "shortest"
+    decoder: Decoder = "pillow"
+    natural: bool = True
+
+    def __post_init__(self) -> None:
+        check_decoder(self.decoder)
+
+    def __call__(self, image: bytes | Pixels, draw: Draw) -> Tensor:
+        """Raises BadSample for a picture that cannot be decoded."""
+        width, height = picture_size(image)
+        box = self._box(width, height, draw)
+        least = self.size / min(box[2] * width, box[3] * height)  # scale below which the crop would lose detail
+        pixels = decode(image, self.decoder, math.ceil(least * min(width, height)))
+        cropped = _crop_resize(pixels, box, self.size)
+        if self.natural and _happens(self.augment.flip, draw, "flip"):
+            cropped = cropped.flip(-1)
+        return _colour(cropped, self.augment, draw)
+
+    @property
+    def crops(self) -> bool:
+        """Whether images are cropped at random."""
+        return self.natural and self.augment.crop < 1
+
+    def _box(self, width: int, height: int, draw: Draw) -> Box:
+        if self.crops:
+            return random_box(width, height, self.augment, draw)
+        if self.resize == "squash":
+            return 0.0, 0.0, 1.0, 1.0
+        return _centre(width, height, 1.0, 1.0)
+
+
+def random_box(width: int, height: int, augment: AugmentConfig, draw: Draw) -> Box:
+    """RandomResizedCrop (arXiv:1409.4842, sec. 6): area uniform in [crop, 1], log of the aspect ratio uniform.
+
+    Ten tries to fit; then the largest centre crop whose ratio is allowed. As torchvision, but with a keyed generator.
+    """
+    rng, log_ratio = draw.rng("crop"), math.log(augment.ratio)
+    for _ in range(10):
+        area = width * height * rng.uniform(augment.crop, 1.0)
+        ratio = math.exp(rng.uniform(-log_ratio, log_ratio))
+        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < high <= height:
+            left, top = rng.integers(width - wide + 1), rng.integers(height - high + 1)
+            return left / width, top / height, wide / width, high / height
+    return _centre(width, height, 1 / augment.ratio, augment.ratio)
+
+
+def _centre(width: int, height: int, narrowest: float, widest: float) -> Box:
+    """The largest centre crop with an aspect ratio (width over height) in [narrowest, widest]."""
+    wide, high = min(1.0, height * widest / width), min(1.0, width / narrowest / height)
+    return (1 - wide) / 2, (1 - high) / 2, wide, high
+
+
+def _crop_resize(pixels: Pixels, box: Box, size: int) -> Tensor:
+    """[H, W, 3] to [3, size, size]; the box is rounded to whole pixels."""
+    height, width = pixels.shape[:2]
+    left, top = round(box[0] * width), round(box[1] * height)
+    wide, high = max(1, round(box[2] * width)), max(1, round(box[3] * height))
+    left, top = min(left, width - wide), min(top, height - high)
+    cropped = _tensor(pixels[top : top + high, left : left + wide])
+    if (wide, high) == (size, size):
+        return cropped
+    # [1, 3, H, W] with channels last in memory: the layout of torch's fast uint8 kernel
+    return F.interpolate(cropped[None], (size, size), mode="bicubic", antialias=True)[0]
+
+
+def _tensor(pixels: Pixels) -> Tensor:
+    """A copy [3, H, W] that keeps channels last in memory; decoders may hand out read-only arrays."""
+    return torch.from_numpy(np.array(pixels, order="C")).permute(2, 0, 1)
+
+
+def _happens(probability: float, draw: Draw, purpose: str) -> bool:
+    return probability > 0 and draw.rng(purpose).random() < probability
+
+
+def _colour(image: Tensor, augment: AugmentConfig, draw: Draw) -> Tensor:
+    """Colour jitter, grey, blur, in this order, with Pillow's operations: [3, H, W] to [3, H, W]."""
+    jitter = _happens(augment.jitter, draw, "jitter")
+    grey = _happens(augment.grayscale, draw, "grayscale")
+    blur = _happens(augment.blur, draw, "blur")
+    if not (jitter or grey or blur):
+        return image.contiguous()
+    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    if jitter:
+        picture = _jitter(picture, augment.jitter_strength, draw)
+    if grey:
+        picture = picture.convert("L").convert("RGB")
+    if blur:
+        low, high = augment.blur_sigma
+        picture = picture.filter(ImageFilter.GaussianBlur(draw.rng("blur sigma").uniform(low, high)))
+    return _tensor(np.asarray(picture)).contiguous()
+
+
+def _jitter(picture: Image.Image, strength: tuple[float, float, float, float], draw: Draw) -> Image.Image:
+    """Brightness, contrast, saturation by factors in [1 - s, 1 + s], hue by a turn in [-s, s], in random order."""
+    rng = draw.rng("jitter strength")
+    factors = [rng.uniform(max(0.0, 1 - s), 1 + s) for s in strength[:3]]
+    turn = rng.uniform(-strength[3], strength[3])
+    enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+    for which in rng.permutation(4):
+        if which == 3:
+            picture = _turn_hue(picture, turn)
+        else:
+            picture = enhancers[which](picture).enhance(factors[which])
+    return picture
+
+
+def _turn_hue(picture: Image.Image, turn: float) -> Image.Image:
+    """`turn` is a share of the full circle."""
+    hue, saturation, value = picture.convert("HSV").split()
+    turned = np.asarray(hue) + np.uint8(round(turn * 255) % 256)  # wraps around, as a circle does
+    return Image.merge("HSV", (Image.fromarray(turned), saturation, value)).convert("RGB")

@@ -1,0 +1,102 @@
+"""A picture of samples: what a data set looks like, at one glance."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from kiloword.checkpoint.files import write_atomic
+from kiloword.data.images.decode import decode
+from kiloword.randomness import key
+from kiloword.types import BadSample, Record, Source
+
+_COLUMNS, TILES = 6, 24
+_TILE, _PICTURE, _GAP = (240, 280), (240, 180), 16  # pixels: width and height, gap between tiles
+_LINES, _LINE, _FONT = 5, 17, 13  # caption lines, pixels a line, font size
+_INK, _FAINT, _EDGE = (20, 20, 20), (130, 130, 130), (215, 215, 215)
+
+
+def contact_sheet(source: Source, path: Path) -> None:
+    """Writes a PNG of up to 24 samples with a caption each, the same ones every time; bad samples are passed over.
+
+    Errors: ValueError when no sample is readable, or the file cannot be written.
+    """
+    shown = [(picture, _caption(source, record), len(record.captions)) for picture, record in _readable(source)]
+    if not shown:
+        raise ValueError(f"{source.name}: none of the samples that were tried is readable.")
+    draw_tiles(shown, path)
+
+
+def draw_tiles(shown: Sequence[tuple[Image.Image, str, int]], path: Path) -> None:
+    """Writes a PNG of images, each with a text below it, and how many captions it stands for.
+
+    Errors: ValueError when the file cannot be written.
+    """
+    rows = -(-len(shown) // _COLUMNS)
+    size = (_GAP + _COLUMNS * (_TILE[0] + _GAP), _GAP + rows * (_TILE[1] + _GAP))
+    sheet = Image.new("RGB", size, "white")
+    for place, (picture, text, captions) in enumerate(shown):
+        row, column = divmod(place, _COLUMNS)
+        corner = (_GAP + column * (_TILE[0] + _GAP), _GAP + row * (_TILE[1] + _GAP))
+        _tile(sheet, corner, picture, text, captions)
+    file = io.BytesIO()
+    sheet.save(file, "PNG")
+    write_atomic(path, file.getvalue())
+
+
+def _readable(source: Source) -> Iterator[tuple[Image.Image, Record]]:
+    """Samples in an order that the fingerprint decides; at most ten times as many are tried as are shown."""
+    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "contact sheet")))
+    found = 0
+    for row in rng.permutation(len(source))[: 10 * TILES].tolist():
+        try:
+            record = source.record(row)
+            picture = Image.fromarray(decode(record.image, at_least=max(_PICTURE)))
+        except BadSample:
+            continue
+        yield picture, record
+        found += 1
+        if found == TILES:
+            return
+
+
+def _caption(source: Source, record: Record) -> str:
+    if record.captions:
+        return record.captions[0]
+    names = getattr(source, "classnames", None) or []
+    label = record.label
+    return names[label] if label is not None and label < len(names) else f"class {label}"
+
+
+def _tile(sheet: Image.Image, corner: tuple[int, int], picture: Image.Image, caption: str, captions: int) -> None:
+    scale = min(_PICTURE[0] / picture.width, _PICTURE[1] / picture.height)
+    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
+    sheet.paste(picture.resize(size, Image.Resampling.BICUBIC), corner)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT)
+    draw.rectangle((corner[0] - 1, corner[1] - 1, corner[0] + size[0], corner[1] + size[1]), outline=_EDGE)
+    more = f"+ {captions - 1} more" if captions > 1 else ""
+    lines = _wrap(caption, font, _LINES - bool(more))
+    x, y = corner[0], corner[1] + _PICTURE[1] + 6
+    for line in lines:
+        draw.text((x, y), line, _INK, font)
+        y += _LINE
+    draw.text((x, y), more, _FAINT, font)
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, lines: int) -> list[str]:
+    """At most `lines` lines that fit the tile; "..." where text is left out."""
+    wrapped, line, width = [], "", _TILE[0]
+    for word in text[:400].split():
+        longer = f"{line} {word}".strip()
+        if line and font.getlength(longer) > width:
+            wrapped.append(line)
+            longer = word
+        while font.getlength(longer) > width:
+            longer = longer[:-1]
+        line = longer
+    wrapped.append(line)
+    return wrapped if len(wrapped) <= lines else [*wrapped[: lines - 1], wrapped[lines - 1][:-3] + "..."]

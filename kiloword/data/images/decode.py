@@ -1,0 +1,249 @@
+"""From an encoded picture to uint8 [H, W, 3], by one function whatever the decoder.
+
+What unusual pictures become, with every decoder: EXIF orientation is applied; transparency lies over white; of an
+animation the first frame is taken; 16-bit grey is scaled to 8 (by 257), 16-bit colour keeps its high bytes; palettes,
+grey, CMYK and YCbCr become RGB; colour profiles and gamma are not applied. The content decides, never the extension.
+OpenCV decodes plain 8-bit JPEG and PNG, simplejpeg plain JPEG; Pillow takes whatever else comes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFile, UnidentifiedImageError
+
+from kiloword.data.images.work import check_bytes, check_opened, finder, is_whole_png
+from kiloword.terminal import shown
+from kiloword.types import BadSample
+
+Decoder = Literal["pillow", "opencv", "simplejpeg"]
+Pixels = NDArray[np.uint8]
+
+MAX_PIXELS = 80_000_000  # 240 MB decoded; just below Pillow's own limit
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # not EPS and the like, which start other programs
+_PACKAGES = {"opencv": ("cv2", "opencv-python-headless"), "simplejpeg": ("simplejpeg", "simplejpeg")}
+_ORIENTATION = 0x0112
+_PROGRESSIVE, _SCAN, _END = b"\xc2", b"\xda", b"\xd9"  # second bytes of JPEG's markers
+_MARKERS = frozenset(bytes([kind]) for kind in (0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE))
+_EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` that may hold it
+_LATE = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+
+
+def check_decoder(decoder: str) -> None:
+    """Errors: ValueError when the decoder is unknown or its package is not installed."""
+    if decoder == "pillow":
+        return
+    if decoder not in _PACKAGES:
+        raise ValueError(f"unknown decoder '{decoder}'. Expected pillow, opencv or simplejpeg.")
+    module, package = _PACKAGES[decoder]
+    if not _installed(module):
+        raise ValueError(f"decoder '{decoder}' needs a package that is not installed: pip install {package}")
+
+
+@cache
+def _installed(module: str) -> bool:
+    return find_spec(module) is not None
+
+
+def picture_size(image: bytes | Pixels) -> tuple[int, int]:
+    """Width and height in pixels, orientation applied, from the header alone. Raises BadSample."""
+    if isinstance(image, np.ndarray):
+        return image.shape[1], image.shape[0]
+    with _reading():
+        return _upright(_open(image))
+
+
+def decode(image: bytes | Pixels, decoder: Decoder = "pillow", at_least: int | None = None) -> Pixels:
+    """One picture as uint8 [H, W, 3], RGB.
+
+    Args: at_least: a JPEG may be decoded at 1/2, 1/4 or 1/8 (much faster) as long as its shorter side keeps that many
+    pixels; None: full size. An array [H, W, 3] is returned as it is.
+    Errors: BadSample with the reason (not a picture, truncated, more than MAX_PIXELS); ValueError for the decoder.
+    """
+    check_decoder(decoder)
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+            raise BadSample(f"array is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3]")
+        return image
+    with _reading():
+        picture = _open(image)
+        factor = _reduction(picture, at_least)
+        pixels = _fast(image, picture, decoder, factor)
+        if pixels is not None:
+            return pixels
+        if factor > 1:
+            picture.draft("RGB", (picture.width // factor, picture.height // factor))
+        return np.asarray(to_rgb(picture))
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turns whatever a decoder raises on bad bytes into BadSample, and keeps its warnings from the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except (BadSample, MemoryError):
+            raise
+        except Image.DecompressionBombError as error:  # where Pillow only warns, `_open` refuses
+            found = re.search(r"\((\d+) pixels\)", str(error))
+            raise _too_large(int(found[1]) if found else None) from None
+        except UnidentifiedImageError:
+            raise BadSample("not a picture in a known format") from None
+        except Exception as error:  # plugins raise nearly every type on hostile bytes; only they run in here
+            what = str(error).strip() or type(error).__name__
+            raise BadSample(shown(f"cannot be decoded: {what}"[:200])) from None
+
+
+def _open(image: bytes) -> ImageFile.ImageFile:
+    """Reads the header and checks the number of pixels and what else decoding takes (see `kiloword.data.images.work`)."""
+    if not image:
+        raise BadSample("the picture has zero bytes")
+    check_bytes(image)
+    picture = Image.open(io.BytesIO(image), formats=_FORMATS)
+    pixels = max(picture.width * picture.height, _tile(picture))
+    if pixels > MAX_PIXELS:
+        raise _too_large(pixels)
+    check_opened(image, picture, pixels)
+    if picture.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & picture.info.keys():
+        picture.load()  # what a PNG says of itself may stand behind its pixels
+    return picture
+
+
+def _tile(picture: Image.Image) -> int:
+    """Pixels of a tile of a TIFF, for which room is made whatever the picture's size; 0 without tiles."""
+    tags: Mapping[int, Any] = getattr(picture, "tag_v2", {})
+    width, height = tags.get(322, 0), tags.get(323, 0)
+    return width * height if isinstance(width, int) and isinstance(height, int) else 0
+
+
+def _too_large(pixels: int | None) -> BadSample:
+    count = "too many" if pixels is None else f"{pixels:,}"
+    return BadSample(f"picture has {count} pixels, more than {MAX_PIXELS:,}")
+
+
+def _orientation(picture: Image.Image) -> int:
+    """1 to 8; 1 is upright. Reads EXIF only where there is some."""
+    if not _EXIF & picture.info.keys():
+        return 1
+    value = picture.getexif().get(_ORIENTATION, 1)
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _upright(picture: Image.Image) -> tuple[int, int]:
+    turned = _orientation(picture) >= 5
+    return (picture.height, picture.width) if turned else (picture.width, picture.height)
+
+
+def _reduction(picture: Image.Image, at_least: int | None) -> int:
+    """The largest of 1, 2, 4, 8 that keeps `at_least` pixels on the shorter side of a JPEG."""
+    if at_least is None or picture.format not in ("JPEG", "MPO"):
+        return 1
+    shorter = min(picture.size)
+    return next((f for f in (8, 4, 2) if shorter // f >= max(1, at_least)), 1)
+
+
+def _fast(image: bytes, picture: Image.Image, decoder: Decoder, factor: int) -> Pixels | None:
+    """The other decoders, where they do what Pillow would; None leaves the picture to Pillow."""
+    plain = picture.mode in ("RGB", "L") and _orientation(picture) == 1 and "transparency" not in picture.info
+    if decoder == "pillow" or not plain:
+        return None
+    if picture.format == "JPEG" and decoder == "simplejpeg":
+        return _simplejpeg(image, picture, factor)
+    still = picture.format == "PNG" and getattr(picture, "n_frames", 1) == 1 and is_whole_png(image)
+    if decoder == "opencv" and (still or (picture.format == "JPEG" and _is_whole(image))):
+        return _opencv(image, factor)
+    return None
+
+
+def _is_whole(jpeg: bytes) -> bool:
+    """Whether its markers lead from one to the next up to the end of the picture (ITU-T T.81, B.1.1).
+
+    Pillow and simplejpeg notice where they do not; OpenCV fills what is missing with grey.
+    """
+    at, progressive, next_marker = 2, False, finder(jpeg)
+    while jpeg[at : at + 1] == b"\xff" and (kind := jpeg[at + 1 : at + 2]) != _END:
+        if kind != b"\xff":  # any number of them may stand before a marker
+            length = int.from_bytes(jpeg[at + 2 : at + 4], "big")
+            if kind not in _MARKERS or length < 2:
+                return False
+            progressive |= kind == _PROGRESSIVE
+            at += 1 + length
+        at += 1
+        if kind == _SCAN:
+            at = next_marker(at)
+            if at < 0 or (jpeg[at + 1 : at + 2] != _END and not progressive):
+                return False  # several scans of one pass are rare, and wrong ones no error to OpenCV
+    return jpeg[at : at + 1] == b"\xff"
+
+
+def _simplejpeg(image: bytes, picture: Image.Image, factor: int) -> Pixels | None:
+    """None when simplejpeg will not, which takes libjpeg's warnings for errors: Pillow then decides."""
+    import simplejpeg
+
+    least = {"min_height": picture.height // factor, "min_width": picture.width // factor} if factor > 1 else {}
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
+    except ValueError:
+        return None
+    return pixels
+
+
+def _opencv(image: bytes, factor: int) -> Pixels | None:
+    """None when OpenCV cannot: Pillow then says why."""
+    import cv2
+
+    flag = {1: cv2.IMREAD_COLOR, 2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4}.get(
+        factor, cv2.IMREAD_REDUCED_COLOR_8
+    )
+    pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flag | cv2.IMREAD_IGNORE_ORIENTATION)
+    return None if pixels is None else cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels)
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Decodes; upright, transparency over white, 8 bits a channel. Raises BadSample for floating-point pictures."""
+    orientation = _orientation(picture)
+    if picture.mode.startswith("I"):
+        picture = _from_16_bit(picture)
+    elif picture.mode == "F":
+        raise BadSample("floating-point pictures are not supported")
+    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+        layer = picture.convert("RGBA")
+        picture = Image.new("RGB", layer.size, (255, 255, 255))
+        picture.paste(layer, mask=layer.getchannel("A"))
+    elif picture.mode != "RGB":
+        picture = picture.convert("RGB")
+    else:
+        picture.load()
+    return _turn(picture, orientation)
+
+
+def _from_16_bit(picture: Image.Image) -> Image.Image:
+    """Grey of 16 bits, [0, 65535] to [0, 255], to the nearest."""
+    grey = np.asarray(picture).clip(0, 65535).astype(np.uint32)
+    grey += 128
+    grey //= 257
+    return Image.fromarray(grey.astype(np.uint8))
+
+
+def _turn(picture: Image.Image, orientation: int) -> Image.Image:
+    flip = Image.Transpose
+    turns = {
+        2: flip.FLIP_LEFT_RIGHT,
+        3: flip.ROTATE_180,
+        4: flip.FLIP_TOP_BOTTOM,
+        5: flip.TRANSPOSE,
+        6: flip.ROTATE_270,
+        7: flip.TRANSVERSE,
+        8: flip.ROTATE_90,
+    }
+    return picture.transpose(turns[orientation]) if orientation in turns else picture

@@ -1,0 +1,106 @@
+"""Images as users of a `Matcher` pass them -> the uint8 pixels that a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from kiloword.data.images.augmentation import EvalTransform
+from kiloword.data.images.decode import Pixels, to_rgb
+from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.types import BadSample
+
+OneImage: TypeAlias = "Image.Image | str | Path | np.ndarray[Any, Any] | Tensor"
+"""A Pillow image, a path, a uint8 array [H, W, 3], a uint8 tensor [3, H, W] or a float one from 0 to 1."""
+
+Images: TypeAlias = "OneImage | Sequence[OneImage]"
+"""One image or several; an array [I, H, W, 3] and a tensor [I, 3, H, W] are several."""
+
+EXPECTED = (
+    "expected a Pillow image, a path, a uint8 array [H, W, 3], a uint8 tensor [3, H, W], a float tensor [3, H, W] with "
+    "values from 0 to 1, or a list of these"
+)
+
+
+def is_one(images: Any) -> bool:
+    """Whether it stands for one image, and not for several."""
+    if isinstance(images, np.ndarray | Tensor):
+        return images.ndim != 4
+    return isinstance(images, str | Path | Image.Image)
+
+
+def as_list(images: Images) -> Any:
+    """The same as what has a length and slices: a list of one, a sequence, or an array or tensor of several.
+
+    Raises: ValueError for anything else, and for none at all.
+    """
+    if is_one(images):
+        return [images]
+    if not isinstance(images, Sequence | np.ndarray | Tensor):
+        raise ValueError(f"got {kind(images)} as images: {EXPECTED}.")
+    if not len(images):
+        raise ValueError("got no images: expected at least one.")
+    return images
+
+
+def prepare(images: Any, transform: EvalTransform, first: int = 0) -> Tensor:
+    """Some of the images of `as_list` as uint8 [n, 3, size, size]; `first` is their place, for messages.
+
+    Raises: ValueError for what is not an image, or cannot be read.
+    """
+    if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.shape[1:] == (3, *[transform.size] * 2):
+        return images
+    return torch.stack([_prepare(image, transform, first + i) for i, image in enumerate(images)])
+
+
+def _prepare(image: Any, transform: EvalTransform, place: int) -> Tensor:
+    path = Path(image) if isinstance(image, str | Path) else None
+    if path is not None and path.is_dir():
+        raise ValueError(f"image {path} is a folder: expected an image file.")
+    try:
+        return transform(_pixels(image, place) if path is None else read_whole(path, "it", MAX_IMAGE))
+    except OSError as error:
+        raise ValueError(f"cannot read image {path}: {error.strerror}") from error
+    except BadSample as error:
+        raise ValueError(f"cannot use image {place if path is None else path}: {error}") from error
+
+
+def _pixels(image: Any, place: int) -> Pixels:
+    """What is in memory as uint8 [H, W, 3]. Raises: ValueError, BadSample."""
+    if isinstance(image, Image.Image):
+        return np.asarray(to_rgb(image))
+    if isinstance(image, Tensor):
+        return _of_tensor(image, place)
+    if not isinstance(image, np.ndarray):
+        raise ValueError(f"got {kind(image)} as image {place}: {EXPECTED}.")
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+        raise ValueError(f"image {place} is a {image.dtype} array {list(image.shape)}: {EXPECTED}.")
+    return image
+
+
+def _of_tensor(image: Tensor, place: int) -> Pixels:
+    known = image.dtype == torch.uint8 or image.is_floating_point()
+    if not known or image.ndim != 3 or image.shape[0] != 3 or not image.numel():
+        raise ValueError(f"image {place} is a {image.dtype} tensor {list(image.shape)}: {EXPECTED}.")
+    image = image.detach().cpu()
+    if image.is_floating_point():
+        least, most = image.min().item(), image.max().item()
+        if not 0 <= least <= most <= 1:
+            raise ValueError(
+                f"image {place} is a {image.dtype} tensor with values from {least:.3g} to {most:.3g}: expected 0 to 1; "
+                "the model normalises images itself."
+            )
+        image = (image.float() * 255).round().to(torch.uint8)
+    return image.permute(1, 2, 0).contiguous().numpy()
+
+
+def kind(value: Any) -> str:
+    """What something is, with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

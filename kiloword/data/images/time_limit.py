@@ -1,0 +1,146 @@
+"""A limit on the processor time that decoding one sample may take: the net below the limits on work.
+
+What is known to take long is refused by its bytes (see `kiloword.data.images.work`). For the rest, a reader notes which row it
+decodes and since when; who waits for its batch looks there, gives a late row up, and begins again without it.
+Processor time, unlike time, grows neither while a process is stopped nor while others have the cores.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import multiprocessing
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from kiloword.types import BadSample
+
+SECONDS = 60.0  # the largest images within the limits on work take some seconds
+REASON = "decoding takes more than"
+POLL_S = 2.0  # between two looks of who waits
+ENDED_S = 5.0  # that a thread may take to end, which it does at its next row
+_SLOT = struct.Struct("<qqqqd")  # row, part, process, thread, processor time of the thread when it began
+_IDLE = _SLOT.pack(-1, 0, 0, 0, math.inf)  # infinite: a slot that is read while it is written is not late
+_here = threading.local()
+
+Row = tuple[int, int]
+"""Part and row of a source. Where its rows differ from epoch to epoch, an epoch is a part; else the part is 0."""
+
+
+class Late(Exception):
+    """Some row has been decoded for too long; it is given up."""
+
+
+class TimeLimit:
+    """What each of some readers decodes now, in memory that forked processes share; and the rows that are given up.
+
+    Without /proc (outside of Linux) no row is late.
+    """
+
+    def __init__(self, readers: int, given_up: set[Row]) -> None:
+        self.given_up, self.over = given_up, False
+        readers = max(1, readers)
+        self._slots = mmap.mmap(-1, _SLOT.size * readers)
+        self._slots[:] = _IDLE * readers
+
+    def is_shared(self) -> bool:
+        """Whether worker processes see the same memory."""
+        return multiprocessing.get_start_method() == "fork"
+
+    def enter(self, reader: int) -> None:
+        """From now on this thread is that reader."""
+        _here.reading = self, reader * _SLOT.size, os.getpid(), threading.get_native_id()
+
+    def begin(self, place: int, process: int, thread: int, row: Row) -> None:
+        """Raises: BadSample for a row that was given up; SystemExit in a thread that nobody waits for any more."""
+        if self.over:
+            raise SystemExit
+        if row in self.given_up:
+            raise BadSample(f"{REASON} {SECONDS:g} s of processor time")
+        _SLOT.pack_into(self._slots, place, row[1], row[0], process, thread, time.thread_time())
+
+    def end(self, place: int) -> None:
+        self._slots[place : place + _SLOT.size] = _IDLE
+
+    def check(self) -> None:
+        """Gives up what is late. Raises: Late when there is something."""
+        late = {
+            (part, row)
+            for row, part, process, thread, begun in _SLOT.iter_unpack(self._slots[:])
+            if row >= 0 and _busy(process, thread) - begun > SECONDS
+        }
+        if late:
+            self.given_up |= late
+            self.over = True
+            raise Late
+
+
+@contextmanager
+def decoding(row: int, part: int = 0) -> Iterator[None]:
+    """What is done within counts against the limit of a row, where there is one. Raises BadSample for late rows."""
+    reading = getattr(_here, "reading", None)
+    if reading is None:
+        yield
+        return
+    limit, place, process, thread = reading
+    limit.begin(place, process, thread, (part, row))
+    try:
+        yield
+    finally:
+        limit.end(place)
+
+
+class Apart:
+    """Calls, one after the other, in a thread of its own. One that is late is left alone: no thread can be ended."""
+
+    def __init__(self, call: Callable[[], Any], limit: TimeLimit) -> None:
+        self._call, self._limit = call, limit
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __call__(self) -> Any:
+        """What the call returns or raises. Raises: Late."""
+        self._asked.put(True)
+        while True:
+            try:
+                value, error = self._answers.get(timeout=POLL_S)
+            except Empty:
+                self._limit.check()
+                continue
+            if error is not None:
+                raise error
+            return value
+
+    def close(self) -> None:
+        """Ends the thread at its next row, and waits for it unless it is late.
+
+        A process that ends while a thread decodes is aborted by torch and OpenCV (SIGABRT in place of its exit code).
+        """
+        late, self._limit.over = self._limit.over, True
+        self._asked.put(False)
+        self._thread.join(0 if late else ENDED_S)
+
+    def _run(self) -> None:
+        self._limit.enter(0)
+        while self._asked.get():
+            try:
+                self._answers.put((self._call(), None))
+            except BaseException as error:  # for who waits
+                self._answers.put((None, error))
+
+
+def _busy(process: int, thread: int) -> float:
+    """Processor time of a thread, seconds; 0 where nobody can tell."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{process}/task/{thread}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0

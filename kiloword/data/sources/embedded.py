@@ -1,0 +1,153 @@
+"""Pictures inside a parquet file. A parquet page cannot be entered at one value, so they are laid out flat once.
+
+File format (`x.parquet.kwpictures`): the pictures end to end; a digest [N, 16] and an end, int64 [N], of each; the
+fingerprint of the table (32 hexadecimal digits).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from kiloword.data import cache
+from kiloword.data.sources.sample import MAX_IMAGE, check_size
+from kiloword.terminal import shown
+
+MAX_TABLE = 1 << 33  # bytes of text that the columns of a table may hold
+_SUFFIX = ".kwpictures"
+_DIGEST = 16
+
+
+class Embedded:
+    """N pictures; any one is a single `pread`. Each process opens the file itself."""
+
+    def __init__(self, table: Path, column: str, fingerprint: str) -> None:
+        rows = pa.parquet.read_metadata(table).num_rows
+        found = next((p for p in cache.places(table, _SUFFIX) if _is_valid(p, rows, fingerprint)), None)
+        self.path = found or cache.write(table, _SUFFIX, lambda file: _lay_out(file, table, column, fingerprint))
+        self._start, self.rows = _tables_start(self.path.stat().st_size, rows, fingerprint), rows
+        self._open()
+
+    def _open(self) -> None:
+        self._file = cache.PositionlessFile(self.path)
+        raw = self._file.read(self._start + self.rows * _DIGEST, self.rows * 8)
+        self._ends = np.concatenate([[0], np.frombuffer(raw, "<i8")])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_file", "_ends")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def digests(self) -> NDArray[np.void]:
+        """[N] one digest a picture: equal for the same picture."""
+        return np.frombuffer(self._file.read(self._start, self.rows * _DIGEST), f"V{_DIGEST}")
+
+    def read(self, row: int) -> bytes:
+        start, end = int(self._ends[row]), int(self._ends[row + 1])
+        check_size("the picture", end - start, MAX_IMAGE)
+        return self._file.read(start, end - start)
+
+
+@contextmanager
+def arrow_errors(path: Path) -> Iterator[None]:
+    """Turns what Arrow raises on a damaged table into a ValueError. Errors of the disk stay as they are."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} cannot be read as a table: {shown(what[:200])}") from None
+
+
+def check_rows(table: Path, *counts: int) -> None:
+    """Errors: ValueError when the columns of a damaged table, or its head and its pages, have different rows."""
+    if len(set(counts)) > 1:
+        raise ValueError(f"{table} is damaged: {' and '.join(map(str, counts))} rows where there should be as many.")
+
+
+def check_expanded(table: Path, columns: Sequence[str]) -> None:
+    """Errors: ValueError when text columns take more than MAX_TABLE bytes: repeated cells are stored once in a parquet.
+
+    They are looked at as they are stored, before anybody makes room for them.
+    """
+    leaves = pa.parquet.read_metadata(table).schema
+    paths = [leaves.column(n).path for n in range(len(leaves))]
+    packed = [path for path in paths if path.split(".")[0] in columns]
+    total = 0
+    with pa.parquet.ParquetFile(table, read_dictionary=packed) as parquet:
+        for batch in parquet.iter_batches(columns=list(columns)):
+            total += sum(_expanded(column) for column in batch.columns)
+            if total > MAX_TABLE:
+                raise ValueError(
+                    f"{table}: the columns {', '.join(columns)} hold more than {MAX_TABLE:,} bytes of text."
+                )
+
+
+def _expanded(column: pa.Array) -> int:
+    """Bytes that an array would take without its dictionary."""
+    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        column = column.flatten()
+    if not pa.types.is_dictionary(column.type):
+        return int(column.nbytes)
+    lengths = pa.compute.binary_length(column.dictionary).take(column.indices)
+    return int(pa.compute.sum(lengths).as_py() or 0)
+
+
+def is_embedded(table: Path, column: str) -> bool:
+    """Whether a column holds pictures rather than paths. Errors: ValueError when it could hold neither."""
+    kind = pa.parquet.read_schema(table).field(column).type
+    if not pa.types.is_struct(kind):
+        return _is_bytes(kind)
+    inner = [field for field in kind if field.name == "bytes"]
+    if len(inner) != 1 or not _is_bytes(inner[0].type):
+        raise ValueError(
+            f"{table}: the column {column} is {shown(str(kind)[:100])}. Expected paths, bytes, or `bytes` inside."
+        )
+    return True
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _tables_start(size: int, rows: int, fingerprint: str) -> int:
+    return size - rows * (_DIGEST + 8) - len(fingerprint)
+
+
+def _is_valid(path: Path, rows: int, fingerprint: str) -> bool:
+    if not path.is_file():
+        return False
+    size = path.stat().st_size
+    start = _tables_start(size, rows, fingerprint)
+    if start < 0 or rows < 1:
+        return False
+    file = cache.PositionlessFile(path)
+    last_end = int.from_bytes(file.read(size - len(fingerprint) - 8, 8), "little")
+    return last_end == start and file.read(size - len(fingerprint), len(fingerprint)) == fingerprint.encode()
+
+
+def _lay_out(file: BinaryIO, table: Path, column: str, fingerprint: str) -> None:
+    digests, ends, end = [], [], 0
+    with arrow_errors(table), pa.parquet.ParquetFile(table) as parquet:
+        for batch in parquet.iter_batches(batch_size=256, columns=[column]):
+            pictures = batch.column(0)
+            if pa.types.is_struct(pictures.type):
+                pictures = pictures.field("bytes")
+            for picture in (p.as_py() or b"" for p in pictures):
+                end += file.write(picture)
+                digests.append(hashlib.blake2b(picture, digest_size=_DIGEST).digest())
+                ends.append(end)
+    check_rows(table, len(ends), pa.parquet.read_metadata(table).num_rows)
+    file.write(b"".join(digests) + np.array(ends, "<i8").tobytes() + fingerprint.encode())

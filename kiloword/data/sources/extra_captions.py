@@ -1,0 +1,225 @@
+"""Pseudo-captions: parquet tables whose captions join the pictures' own, by key (arXiv:2405.10286, section 4.4)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from kiloword.data import keyed
+from kiloword.data.sources.embedded import arrow_errors, check_expanded
+from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.sample import clean
+from kiloword.data.sources.tables import check_once, fingerprint
+from kiloword.terminal import shown
+from kiloword.types import BadSample, NoCaption, Record, Source
+
+CAPTION_COLUMNS = ("captions", "caption")
+
+
+class CaptionTable:
+    """A parquet table with a column `key` and a column `captions` (list of strings) or `caption` (string).
+
+    Rows of one key are merged in their order. Sending it to a worker sends the path alone.
+    Errors: ValueError when the file cannot be read, or its columns are missing or of another type.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ValueError(f"{path}: no such file. Expected a parquet table with the columns `key` and `captions`.")
+        self.fingerprint = fingerprint(self.path)
+        self._open()
+
+    def _open(self) -> None:
+        keys, self._captions = _read(self.path)
+        self._keys = keys.cast(pa.large_binary())
+        places = np.arange(len(keys), dtype=np.uint64)
+        self._lookup = keyed.lookup((key.as_py() or b"" for key in self._keys), places)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "fingerprint": self.fingerprint}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def captions(self, key: str) -> list[str]:
+        """The captions of a key; none for a key that is not there."""
+        return clean([c for cell in self._cells(key) for c in cell if c is not None])
+
+    def first(self, key: str) -> str | None:
+        """The first caption of a key, "" where it is empty; None for a key that is not there."""
+        cells = self._cells(key)
+        if not cells:
+            return None
+        return next((c.strip() for cell in cells for c in cell if c is not None), "")
+
+    def _cells(self, key: str) -> list[list[str | None]]:
+        """What the rows of a key hold."""
+        raw = keyed.raw(key)
+        cells = [self._captions[row].as_py() for row in keyed.find(self._lookup, raw) if self._keys[row].as_py() == raw]
+        return [[cell] if isinstance(cell, str) else cell or [] for cell in cells]
+
+    def __contains__(self, key: str) -> bool:
+        return bool(self.captions(key))
+
+    @property
+    def first_key(self) -> str:
+        """For messages."""
+        return keyed.text(self._keys[0].as_py() or b"")
+
+
+class WithCaptions:
+    """A source whose pictures have the captions of tables beside, or in place of, their own.
+
+    What else the source knows (class names, truth, labels) stays. A row without an entry keeps its own captions; with
+    `own` False it is bad: "no caption". A row that the source calls bad for want of a caption has those of the tables;
+    what is bad for another reason stays bad.
+    For a mixture use `with_captions`, which wraps its parts.
+    """
+
+    def __init__(self, source: Source, tables: Sequence[CaptionTable], own: bool = True) -> None:
+        assert not isinstance(source, Mixture), "its rows change from epoch to epoch: wrap the parts"
+        self.source, self.tables, self.own = source, list(tables), own
+        self.name = " + ".join([source.name, *(str(table.path) for table in tables)])
+        lines = "\n".join(sorted(self.contents))
+        self.fingerprint = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def contents(self) -> frozenset[str]:
+        """What pictures and captions come from; see `kiloword.features.store.contents`."""
+        base = self.source.fingerprint
+        own = {f"{base} captions"} if self.own else set()
+        return frozenset({f"{base} pictures", *own, *(f"{base} + {table.fingerprint}" for table in self.tables)})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":  # while it is unpickled there is no source yet
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def key(self, row: int) -> str:
+        """As in the source."""
+        return key_of(self.source, row)
+
+    def captions(self, row: int) -> list[str]:
+        """Captions, without the picture where the source can do that. Raises BadSample."""
+        if not self.own:
+            return self._joined(self.key(row), [])
+        read = getattr(self.source, "captions", None)
+        return self._joined(self.key(row), read(row) if read else self.source.record(row).captions)
+
+    def record(self, row: int) -> Record:
+        """The stored sample with its captions. Raises BadSample with the reason."""
+        try:
+            record = self.source.record(row)
+        except NoCaption as error:
+            record = error.record
+        captions = self._all(record.key, record.captions if self.own else [])
+        if not captions:
+            raise NoCaption(replace(record, captions=[]))
+        return replace(record, captions=captions)
+
+    def _joined(self, key: str, captions: list[str]) -> list[str]:
+        """As `_all`. Raises BadSample where there is none."""
+        joined = self._all(key, captions)
+        if not joined:
+            raise BadSample("no caption")
+        return joined
+
+    def _all(self, key: str, captions: list[str]) -> list[str]:
+        """Own captions, then those of the tables that are not there yet."""
+        extra = dict.fromkeys(caption for table in self.tables for caption in table.captions(key))
+        return [*captions, *(caption for caption in extra if caption not in captions)]
+
+
+def with_captions(source: Source, paths: Sequence[Path | str], own: bool = True) -> Source:
+    """The source, or each part of a mixture, with the captions of parquet tables.
+
+    Args: own: whether the pictures' own captions stay.
+    Errors: ValueError for a table that cannot be read or names no picture of the source; own False without tables.
+    """
+    if not paths:
+        if not own:
+            raise ValueError("without raw captions and without extra ones no picture has any: name --extra-captions.")
+        return source
+    tables = [CaptionTable(path) for path in paths]
+    for table in tables:
+        _check_matches(table, source)
+    return _wrap(source, tables, own)
+
+
+def _wrap(source: Source, tables: Sequence[CaptionTable], own: bool) -> Source:
+    if isinstance(source, Mixture):
+        return Mixture([_wrap(part, tables, own) for part in source.sources], source.weights, source.epoch)
+    return WithCaptions(source, tables, own)
+
+
+def key_of(source: Source, row: int) -> str:
+    """A row's key, without its picture where the source can tell. Raises BadSample."""
+    key = getattr(source, "key", None)
+    return str(key(row)) if callable(key) else source.record(row).key
+
+
+def _check_matches(table: CaptionTable, source: Source) -> None:
+    """Stops at the first key that matches; only a table that matches none costs a look at every row."""
+    seen = ""
+    for row in range(len(source)):
+        try:
+            key = key_of(source, row)
+        except BadSample:
+            continue
+        if key in table:
+            return
+        seen = seen or key
+    raise ValueError(
+        f"{table.path} has captions for none of the {len(source):,} pictures of {source.name}: its keys are such as "
+        f"{table.first_key!r}, the pictures' such as {seen!r}. Write the pictures' keys into the column `key`."
+    )
+
+
+def _read(path: Path) -> tuple[pa.Array, pa.Array]:
+    """Keys and captions [N], strings in large arrays. Errors: ValueError."""
+    with arrow_errors(path):
+        names = pa.parquet.read_schema(path).names
+        column = next((c for c in CAPTION_COLUMNS if c in names), None)
+        if "key" not in names or column is None:
+            raise ValueError(
+                f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `key`, and `captions` "
+                "(lists of text) or `caption`."
+            )
+        check_once(path, names, "key", column)
+        check_expanded(path, ["key", column])
+        table = pa.parquet.read_table(path, columns=["key", column], memory_map=True)
+        keys, captions = _strings(path, table, "key", False), _strings(path, table, column, True)
+    if not len(keys):
+        raise ValueError(f"{path} has no rows. Expected a key and its captions a row.")
+    return keys, captions
+
+
+def _strings(path: Path, table: pa.Table, name: str, lists: bool) -> pa.Array:
+    """A column of text (or of lists of text) as one array."""
+    column = table.column(name)
+    kind, inner = column.type, column.type
+    if pa.types.is_dictionary(kind):
+        kind = inner = kind.value_type
+    nested = lists and (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    if nested:
+        inner = kind.value_type
+    if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
+        expected = "text or lists of text" if lists else "text, as the pictures are named (not numbers)"
+        raise ValueError(f"{path}: the column `{name}` holds {shown(str(column.type)[:100])}. Expected {expected}.")
+    wanted = pa.large_list(pa.large_string()) if nested else pa.large_string()
+    array = pa.chunked_array(column.cast(wanted), wanted).combine_chunks()
+    array.validate(full=True)  # text that is no UTF-8 is said now
+    return array

@@ -1,0 +1,106 @@
+"""Several sources as one, each with a weight."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kiloword.data.sources.questions import question
+from kiloword.randomness import key as draw_key
+from kiloword.types import Record, Source
+
+
+class Mixture:
+    """Sources one after the other; a weight says how often a source's rows come in an epoch.
+
+    A weight of 2.3 is two whole passes and a part of round(0.3 N) rows, chosen by a keyed permutation. Every pass has
+    rows of its own, so that its draws differ. `at(epoch)` moves the part on through the permutation: after 1/0.3 epochs
+    all rows have come equally often. The length never changes; only the part's rows do.
+    """
+
+    classnames: list[str] | None = None
+    templates: list[str] | None = None
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float], epoch: int = 0) -> None:
+        self.sources, self.weights, self.epoch = list(sources), list(weights), epoch
+        self.name = " + ".join(f"{w:g} x {s.name}" for s, w in zip(sources, weights, strict=True))
+        lines = "\n".join(f"{s.fingerprint} {w!r}" for s, w in zip(sources, weights, strict=True))
+        self.fingerprint = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+        self.natural = all(getattr(s, "natural", True) for s in sources)
+        self.from_files = all(getattr(s, "from_files", False) for s in sources)
+        self.notes = [note for s in sources for note in getattr(s, "notes", [])]
+        self._parts = [_part(s, math.modf(w)[0], epoch) for s, w in zip(sources, weights, strict=True)]
+        lengths = [int(w) * len(s) + len(p) for s, w, p in zip(sources, weights, self._parts, strict=True)]
+        self._ends = list(accumulate(lengths))
+
+    def at(self, epoch: int) -> Mixture:
+        """The same mixture with the parts of another epoch."""
+        return Mixture(self.sources, self.weights, epoch)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def locate(self, row: int) -> tuple[Source, int]:
+        """The source and its own row behind a row of the mixture."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        which = bisect_right(self._ends, row)
+        source, local = self.sources[which], row - (self._ends[which - 1] if which else 0)
+        passes = int(self.weights[which]) * len(source)
+        return source, local % len(source) if local < passes else int(self._parts[which][local - passes])
+
+    def key(self, row: int) -> str:
+        """As in its own source."""
+        source, local = self.locate(row)
+        return str(source.key(local)) if hasattr(source, "key") else str(local)
+
+    def captions(self, row: int) -> list[str]:
+        """Captions without the picture. Raises BadSample."""
+        source, local = self.locate(row)
+        return list(source.captions(local)) if hasattr(source, "captions") else source.record(local).captions
+
+    def question(self, row: int) -> str | None:
+        """The question, without the picture where the source can. Raises BadSample."""
+        return question(*self.locate(row))
+
+    def record(self, row: int) -> Record:
+        """The stored sample. Raises BadSample with the reason."""
+        source, local = self.locate(row)
+        return source.record(local)
+
+
+def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
+    """One source of several; without weights every row comes once an epoch.
+
+    Errors: ValueError when there are no sources, or the weights do not fit.
+    """
+    if not sources:
+        raise ValueError("no data: name at least one source.")
+    weights = list(weights) or [1.0] * len(sources)
+    if len(weights) != len(sources):
+        raise ValueError(f"{len(weights)} weights for {len(sources)} sources: give one each, or none.")
+    for source, weight in zip(sources, weights, strict=True):
+        if not (math.isfinite(weight) and round(weight * len(source)) >= 1):
+            raise ValueError(f"weight {weight:g} of {source.name} takes none of its {len(source):,} rows.")
+    return sources[0] if weights == [1.0] else Mixture(sources, weights)
+
+
+def _part(source: Source, share: float, epoch: int) -> NDArray[np.integer[Any]]:
+    """[round(share N)] rows, ascending so that reading stays sequential."""
+    count = round(share * len(source))
+    if not count:
+        return np.empty(0, np.int64)
+    rng = np.random.Generator(np.random.Philox(draw_key(source.fingerprint, "part of a mixture")))
+    rows = np.arange(len(source), dtype=np.int32 if len(source) < 1 << 31 else np.int64)
+    rng.shuffle(rows)  # in place, the same for both types: the order of hundreds of millions of rows takes gigabytes
+    start = epoch * count % len(source)
+    part = np.concatenate([rows[start : start + count], rows[: max(0, start + count - len(source))]])
+    part.sort()
+    return part

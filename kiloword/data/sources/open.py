@@ -1,0 +1,114 @@
+"""SRC, as written on the command line, to a Source."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from kiloword.config.recipes import DataConfig
+from kiloword.data.addresses import is_url
+from kiloword.data.remote.sets import open_remote
+from kiloword.data.sources.extra_captions import with_captions
+from kiloword.data.sources.folder import Folder, is_picture
+from kiloword.data.sources.mixture import mix
+from kiloword.data.sources.question_tables import open_table
+from kiloword.data.sources.sample import check_regular
+from kiloword.data.tars.shard_sets import RANGE, expand, natural, text_lines
+from kiloword.data.tars.shards import Shards
+from kiloword.types import Source
+
+__all__ = ["expand", "mix", "open_data", "open_source"]
+
+_TABLES = (".csv", ".tsv", ".parquet")
+_KINDS = "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, a folder of pictures, or scenes"
+
+
+def open_source(src: str, size: int | None = None) -> Source:
+    """The data set that `src` names.
+
+    Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet, a folder of pictures, or
+    `scenes...`; or a URL (see `remote`); size: pixels a side that drawn pictures (scenes) get.
+    Errors: ValueError when there is nothing there, or nothing that can be read.
+    """
+    if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
+        from kiloword.data.scenes import open_scenes
+
+        scenes = open_scenes(src)
+        return scenes if size is None else scenes.resolution(size)
+    if is_url(src):
+        return open_remote(src)
+    if RANGE.search(src):
+        return _shards(src, _existing(src, [Path(p) for p in expand(src)]))
+    path = Path(src).expanduser()
+    if not path.exists():
+        raise ValueError(f"{src}: no such file or folder. Expected {_KINDS}.")
+    if path.is_dir():
+        return _open_folder(src, path)
+    check_regular(path)
+    suffix = path.suffix.lower()
+    if suffix in _TABLES:
+        return open_table(src, path)
+    if suffix == ".tar":
+        return _shards(src, [path])
+    raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")
+
+
+def open_data(data: DataConfig, size: int | None = None) -> Source:
+    """The training data that the settings name: sources, their weights, extra captions.
+
+    Args: size: pixels a side that drawn pictures (scenes) get.
+    Errors: ValueError when something is missing or does not fit.
+    """
+    sources = [open_source(src, size=size) for src in data.sources]
+    return with_captions(mix(sources, data.weights), data.extra_captions, data.raw_captions)
+
+
+def _existing(src: str, tars: list[Path]) -> list[Path]:
+    missing = [tar for tar in tars if not tar.is_file()]
+    if missing:
+        raise ValueError(f"{src}: {len(missing)} of {len(tars)} tars are missing, the first is {missing[0]}.")
+    return tars
+
+
+def _open_folder(src: str, folder: Path) -> Source:
+    files = os.listdir(folder)
+    if any(is_picture(file) for file in files) and not _tars(folder):
+        return Folder(src, folder, *_class_data(folder))
+    tars = _tars(folder)
+    if not tars and (folder / "classnames.txt").is_file():
+        tars = _tars(folder / "test")  # CLIP_benchmark's layout
+    if tars:
+        return _shards(src, tars)
+    inner = [file for file in sorted(files) if _tars(folder / file)]
+    if inner:
+        raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} have: name one of them.")
+    raise ValueError(
+        f"{src} is {'an empty folder' if not files else 'a folder without tars or pictures'}. Expected {_KINDS}."
+    )
+
+
+def _tars(folder: Path) -> list[Path]:
+    """The tars right in a folder: 2.tar before 10.tar."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if Path(entry.name).suffix == ".tar" and entry.is_file()]
+    return [folder / name for name in sorted(names, key=natural)]
+
+
+def _shards(src: str, tars: list[Path]) -> Shards:
+    return Shards(src, tars, *_class_data(tars[0].parent))
+
+
+def _class_data(folder: Path) -> tuple[list[str] | None, list[str] | None]:
+    """Class names and prompts of class data, each None where there are none."""
+    return _lines(folder, "classnames.txt"), _lines(folder, "zeroshot_classification_templates.txt")
+
+
+def _lines(folder: Path, name: str) -> list[str] | None:
+    """The lines of a file in the folder or its parent; None without one. Errors: ValueError for an empty one."""
+    for path in (folder / name, folder.absolute().parent / name):
+        if path.is_file():
+            return text_lines(str(path), path.read_bytes())
+    return None

@@ -1,0 +1,128 @@
+"""Easy data augmentation of captions: synonyms, insertions, swaps, deletions. Source: arXiv:1901.11196, section 2.
+
+Words are what white space separates; what surrounds a word's letters and its first capital stay. Which words have a
+synonym decides what may be replaced, so that no list of stop words is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from numpy.random import Generator
+
+from kiloword.data.sources.sample import check_regular
+from kiloword.data.text.synonyms import GROUPS
+
+Synonyms = Mapping[str, Sequence[str]]
+"""The other words of a word's group, all in lower case."""
+
+_CORE = re.compile(r"(\W*)(.*?)(\W*)", re.DOTALL)  # what stands before a word, the word, what follows it
+
+
+def eda(caption: str, synonyms: Synonyms, edits: float, rng: Generator) -> str:
+    """A caption changed by one of the four operations, each as likely; of one word or none, only a synonym may come.
+
+    Args: edits: share of the words that change, at least one; the probability of each deletion.
+    Returns: never an empty caption, unless it was one.
+    """
+    words = caption.split()
+    if not words:
+        return caption
+    operation = int(rng.integers(4))
+    count = max(1, int(edits * len(words)))
+    if operation == 0:
+        words = replace_words(words, count, synonyms, rng)
+    elif operation == 1:
+        words = insert_words(words, count, synonyms, rng)
+    elif operation == 2:
+        words = swap_words(words, count, rng)
+    else:
+        words = delete_words(words, edits, rng)
+    return " ".join(words)
+
+
+def replace_words(words: Sequence[str], count: int, synonyms: Synonyms, rng: Generator) -> list[str]:
+    """`count` words that have a synonym (all of them where fewer have) become one of their synonyms."""
+    out, known = list(words), [n for n, word in enumerate(words) if _bare(word) in synonyms]
+    for place in rng.permutation(known)[:count].tolist():
+        out[place] = _dressed(words[place], _pick(synonyms[_bare(words[place])], rng))
+    return out
+
+
+def insert_words(words: Sequence[str], count: int, synonyms: Synonyms, rng: Generator) -> list[str]:
+    """`count` times a synonym of a word is put at a random place; nothing where no word has one."""
+    out, known = list(words), [word for word in words if _bare(word) in synonyms]
+    for _ in range(count if known else 0):
+        new = _pick(synonyms[_bare(_pick(known, rng))], rng)
+        out.insert(int(rng.integers(len(out) + 1)), new)
+    return out
+
+
+def swap_words(words: Sequence[str], count: int, rng: Generator) -> list[str]:
+    """`count` times two words change places."""
+    out = list(words)
+    for _ in range(count if len(out) > 1 else 0):
+        a, b = rng.choice(len(out), 2, replace=False)
+        out[a], out[b] = out[b], out[a]
+    return out
+
+
+def delete_words(words: Sequence[str], probability: float, rng: Generator) -> list[str]:
+    """Each word is left out with `probability`; where none would stay, one does."""
+    kept = [word for word, luck in zip(words, rng.random(len(words)), strict=True) if luck >= probability]
+    return kept or [_pick(words, rng)]
+
+
+@lru_cache(maxsize=4)
+def read_synonyms(path: str | None = None) -> Synonyms:
+    """Synonyms of a text file, a line a group of words of one meaning, by commas; None: our own list.
+
+    Raises: ValueError when the file cannot be read, or holds no group of two words.
+    """
+    if path is None:
+        return _grouped(GROUPS)
+    check_regular(Path(path))
+    try:
+        found = _grouped(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"synonyms {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"synonyms {path} is not UTF-8.") from None
+    if not found:
+        raise ValueError(f"synonyms {path}: no line has two words. Expected a group a line, such as `dog, hound`.")
+    return found
+
+
+def _grouped(text: str) -> dict[str, list[str]]:
+    """A word of several groups has the synonyms of all of them."""
+    found: dict[str, list[str]] = {}
+    for line in text.lower().splitlines():
+        group = [word.strip() for word in line.split(",") if word.strip()]
+        for word in group:
+            others = [other for other in group if other != word]
+            if others:
+                found.setdefault(word, []).extend(others)
+    return found
+
+
+def _parts(word: str) -> tuple[str, str, str]:
+    match = _CORE.fullmatch(word)
+    assert match is not None
+    return match[1], match[2], match[3]
+
+
+def _bare(word: str) -> str:
+    return _parts(word)[1].lower()
+
+
+def _dressed(word: str, new: str) -> str:
+    """`new` with the punctuation and the first capital of `word`."""
+    before, core, after = _parts(word)
+    return before + (new[0].upper() + new[1:] if core[:1].isupper() else new) + after
+
+
+def _pick(words: Sequence[str], rng: Generator) -> str:
+    return words[int(rng.integers(len(words)))]

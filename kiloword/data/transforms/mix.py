@@ -1,0 +1,232 @@
+"""Views that mix an example with another one: with probability rho, redrawn in every epoch.
+
+Source: arXiv:2407.01408 (CLIP-C), section 3 and its studies of other image operations and of stylistic augmentation.
+
+Captions are joined as they are written: white space and full stops stay. Caption c of an example goes with caption
+c mod n of a partner that has n, so that an example keeps its number of captions and its rows of side features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from kiloword.config.recipes import AugmentConfig
+from kiloword.data.images.augmentation import TrainTransform
+from kiloword.data.text.eda import eda, read_synonyms
+from kiloword.data.transforms.files import Rewrites
+from kiloword.data.transforms.images import blend, box, halves, paste
+from kiloword.data.transforms.partner import Partner
+from kiloword.data.transforms.settings import (
+    ComposeSettings,
+    CutmixSettings,
+    HalfSettings,
+    MixingSettings,
+    MixupSettings,
+    PartnerSettings,
+    StylisticSettings,
+)
+from kiloword.randomness import Draw, key
+from kiloword.types import Example, Fetch, Source
+
+LARGE = 3_500_000  # rows: CC3M is below, CC12M and RedCaps above
+FEW = 0.5  # share of composed examples with a rewrite; below, a note says so
+RHO = {"small": 0.3, "large": 0.15}
+
+
+def share(rho: float | None, rows: int) -> float:
+    """The share of composed examples that rho means for a data set of `rows`."""
+    return rho if rho is not None else RHO["small" if rows < LARGE else "large"]
+
+
+class _Mix:
+    """What all have in common: whether, in which order, and what is composed."""
+
+    settings: MixingSettings
+
+    def __post_init__(self) -> None:
+        rho = self.settings.rho
+        if rho is not None and not 0 <= rho <= 1:
+            raise ValueError(f"rho is {rho}: expected 0 to 1.")
+
+    def __call__(self, example: Example, fetch: Fetch, draw: Draw) -> Example:
+        rng = draw.rng("compose")
+        if rng.random() >= share(self.settings.rho, len(fetch)):
+            return example
+        own_first = bool(rng.random() < 0.5)
+        other = self._other(example, fetch, draw, rng)
+        image, captions = example.image, example.captions
+        if self.settings.parts != "captions":
+            image = self._image(image, other.image, own_first, fetch, draw, rng)
+        if self.settings.parts != "images":
+            captions = self._captions(example, other, own_first)
+        return replace(example, image=image, captions=captions, composed=True)
+
+    def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
+        raise NotImplementedError
+
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
+        return joined(example.captions, other.captions, self.settings.merge, own_first)
+
+
+@dataclass(frozen=True)
+class _WithPartner(_Mix):
+    """Mixed with another row of the whole data set."""
+
+    settings: PartnerSettings
+    partner: Partner | None = None
+    rewrites: Rewrites | None = None
+    note: str | None = None  # what a user should know before the run, after `bind`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Partner(self.settings)  # says at once what is missing
+
+    def bind(self, source: Source) -> _WithPartner:
+        """The view that knows the data set. Raises: ValueError for files that cannot be used, or are of other data."""
+        path, partner = self.settings.rewrites, Partner(self.settings).bind(source)
+        if path is None:
+            return replace(self, partner=partner)
+        rewrites = Rewrites.read(path, source)
+        rows = None if partner.rows is None else partner.rows.tolist()
+        used = 0.0 if self.settings.parts == "images" else rewrites.share(source, rows)
+        return replace(self, partner=partner, rewrites=rewrites, note=_few(self.settings, used))
+
+    def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
+        """The partner, augmented by draws of its own: not with the crop and mirror of the example."""
+        row = (self.partner or Partner(self.settings)).row(example.row, len(fetch), draw, rng)
+        return fetch.example(row, _apart(draw, "partner"))
+
+    def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
+        said = self.rewrites.of(example.key, other.key) if self.rewrites else []
+        if said:
+            return [said[n % len(said)] for n in range(len(example.captions))]
+        return super()._captions(example, other, own_first)
+
+
+def _few(settings: PartnerSettings, used: float) -> str | None:
+    """A note where rewrites are used for less than FEW of the composed examples."""
+    if used >= FEW:
+        return None
+    if settings.parts == "images":
+        return f"{settings.rewrites} is never used: with parts images, captions stay as they are. Leave rewrites out."
+    return (
+        f"{settings.rewrites} has captions for {used:.2%} of the pairs that partner {settings.partner} makes; the "
+        f"others are joined by {settings.merge!r}. To use them, name each sample's partner: partner file with "
+        "partner_file."
+    )
+
+
+@dataclass(frozen=True)
+class Compose(_WithPartner):
+    """CLIP-C: the centre halves of two pictures put together along width or height, and both captions."""
+
+    settings: ComposeSettings
+
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
+        return _halves(own, other, own_first, self.settings, rng)
+
+
+@dataclass(frozen=True)
+class _ByShare(_WithPartner):
+    """Of each picture a share that is drawn from a Beta distribution."""
+
+    settings: MixupSettings | CutmixSettings
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.settings.alpha < np.inf:
+            raise ValueError(f"alpha is {self.settings.alpha}: expected a number above 0.")
+
+    def _share(self, rng: np.random.Generator) -> float:
+        return rng.beta(self.settings.alpha, self.settings.alpha)
+
+
+@dataclass(frozen=True)
+class Mixup(_ByShare):
+    """Two pictures blended pixel by pixel, and both captions."""
+
+    settings: MixupSettings
+
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
+        return blend(own, other, self._share(rng))
+
+
+@dataclass(frozen=True)
+class Cutmix(_ByShare):
+    """A crop of the partner's picture pasted at the same place on the own one, and both captions."""
+
+    settings: CutmixSettings
+
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
+        kept = self._share(rng)
+        down, right = rng.random(2)
+        return paste(own, other, box(own.shape[1], own.shape[2], kept, down, right))
+
+
+@dataclass(frozen=True)
+class Stylistic(_Mix):
+    """The control: two crops of one picture as the two halves, and its caption with an edited copy of it."""
+
+    settings: StylisticSettings
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("least_area", 0.001), ("edits", 0.0)):
+            value = getattr(self.settings, name)
+            if not least <= value <= 1:
+                raise ValueError(f"{name} is {value}: expected {least:g} to 1.")
+
+    def bind(self, source: Source) -> Stylistic:
+        """The same view. Raises: ValueError when the file of synonyms cannot be used."""
+        read_synonyms(self.settings.synonyms)
+        return self
+
+    def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
+        """The same example augmented once more, its own captions edited."""
+        again = fetch.example(example.row, _apart(draw, "again"))
+        words, synonyms = draw.rng("eda"), read_synonyms(self.settings.synonyms)
+        return replace(again, captions=[eda(c, synonyms, self.settings.edits, words) for c in example.captions])
+
+    def _image(
+        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+    ) -> Tensor:
+        if not fetch.crops:
+            own, other = (self._crop(own, _apart(draw, name)) for name in ("first crop", "second crop"))
+        return _halves(own, other, own_first, self.settings, rng)
+
+    def _crop(self, picture: Tensor, draw: Draw) -> Tensor:
+        crop = TrainTransform(picture.shape[-1], AugmentConfig(crop=self.settings.least_area))
+        return crop(picture.permute(1, 2, 0).numpy(), draw)
+
+
+def joined(own: Sequence[str], others: Sequence[str], merge: str, own_first: bool) -> list[str]:
+    """Each own caption with one of the other's, either first: as many as the own ones."""
+    pairs = [(caption, others[n % len(others)]) for n, caption in enumerate(own)]
+    return [merge.join(pair if own_first else pair[::-1]) for pair in pairs]
+
+
+def _halves(own: Tensor, other: Tensor, own_first: bool, settings: HalfSettings, rng: np.random.Generator) -> Tensor:
+    side_by_side = bool(rng.random() < 0.5)
+    swapped = settings.image_order == "follows_caption" and not own_first
+    first, second = (other, own) if swapped else (own, other)
+    return halves(first, second, side_by_side, settings.crop == "squash")
+
+
+def _apart(draw: Draw, purpose: str) -> Draw:
+    """Draws of the same row and epoch that have nothing to do with its own."""
+    return replace(draw, seed=key(draw.seed, purpose))

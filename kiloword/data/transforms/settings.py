@@ -1,0 +1,51 @@
+"""Settings of the views that mix examples. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kiloword.config import recipes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixingSettings(recipes.Settings):
+    rho: float | None = None  # share of composed examples; default: 0.3, 0.15 from 3.5 million pictures
+    merge: str = " and "  # what stands between two captions; " " leaves the word out
+    parts: Literal["both", "images", "captions"] = "both"  # what is composed; the other stays the example's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartnerSettings(MixingSettings):
+    partner: Literal["random", "fixed", "nearest", "farthest", "file"] = "random"  # random: another each epoch
+    partner_table: str | None = None  # side table of sentence embeddings (`kiloword embed`), for nearest and farthest
+    partner_file: str | None = None  # parquet with columns key and partner, for file
+    rewrites: str | None = None  # parquet (key, partner, caption): said of a pair in place of both captions
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfSettings(recipes.Settings):
+    crop: Literal["centre", "squash"] = "centre"  # centre half of each picture, or the whole picture squeezed to a half
+    image_order: Literal["fixed", "follows_caption"] = "fixed"  # fixed: the example's own picture is left or above
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposeSettings(HalfSettings, PartnerSettings):
+    """Two half pictures side by side or one above the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixupSettings(PartnerSettings):
+    alpha: float = 1.0  # the own picture's share is drawn from Beta(alpha, alpha)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutmixSettings(PartnerSettings):
+    alpha: float = 1.0  # the own picture's share of the area is drawn from Beta(alpha, alpha)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StylisticSettings(HalfSettings, MixingSettings):
+    least_area: float = 0.5  # of the two crops, where the loader's own random crop is off
+    edits: float = 0.1  # share of the words that change
+    synonyms: str | None = None  # text file, a line a group of words of one meaning, by commas; default: a list of ours

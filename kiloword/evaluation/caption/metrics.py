@@ -1,0 +1,106 @@
+"""How near captions are to those that people wrote: BLEU, ROUGE-L, CIDEr-D, METEOR, SPICE, and how much they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kiloword.evaluation.caption import java
+from kiloword.evaluation.caption.scorers import Captions, Floats, bleu, cider, rouge_l
+from kiloword.evaluation.caption.tokens import TokenizerName, tokenize
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Values of a whole set by name, those of each picture, [I], and the words that were compared."""
+
+    values: dict[str, float]
+    cider: Floats
+    rouge_l: Floats
+    captions: Captions
+
+
+def score_captions(
+    candidates: Sequence[str],
+    references: Sequence[Sequence[str]],
+    *,
+    tokenizer: TokenizerName = "own",
+    meteor: bool = False,
+    spice: bool = False,
+    limit: float = 600,
+) -> dict[str, float]:
+    """Metrics of one caption a picture against all captions that the picture has.
+
+    `bleu_1` to `bleu_4`, `rouge_l`, `cider` (CIDEr-D; papers print it times 100), `meteor` and `spice` where asked for;
+    then of the candidates alone: `distinct` (share of different ones), `words` (mean length), `vocabulary` (different
+    words). With tokenizer "ptb" all figures are pycocoevalcap's; "own" needs no Java.
+
+    Args: I candidates, which may be empty; I lists of at least one reference; limit in seconds for each Java program.
+    Errors: ValueError without a picture or a reference, or where Java or what it needs is missing or fails.
+    """
+    found = score(candidates, references, tokenizer=tokenizer, meteor=meteor, spice=spice, limit=limit)
+    return {**found.values, **variety(found.captions.candidates)}
+
+
+def score(
+    candidates: Sequence[str],
+    references: Sequence[Sequence[str]],
+    *,
+    tokenizer: TokenizerName = "own",
+    meteor: bool = False,
+    spice: bool = False,
+    limit: float = 600,
+) -> Scored:
+    """As `score_captions`, without what `variety` finds, and with the values of each picture."""
+    _check(candidates, references)
+    check_programs(tokenizer, spice)
+    captions = tokenized(candidates, references, tokenizer, limit)
+    each_cider, each_rouge = cider(captions), rouge_l(captions)
+    values = {f"bleu_{n}": value for n, value in enumerate(bleu(captions), start=1)}
+    values |= {"rouge_l": float(each_rouge.mean()), "cider": float(each_cider.mean())}
+    if meteor:
+        values["meteor"] = java.meteor(captions.candidates, captions.references, limit)[0]
+    if spice:
+        values["spice"] = java.spice(captions.candidates, captions.references, limit)
+    return Scored(values, each_cider, each_rouge, captions)
+
+
+def check_programs(tokenizer: TokenizerName, spice: bool) -> None:
+    """Raises: ValueError for what is asked for and not there, before anything is computed."""
+    why = java.missing(java.TOKENIZER) if tokenizer == "ptb" else None
+    if why is not None:
+        raise ValueError(f"the tokenizer ptb cannot run: {why}.")
+    why = java.no_spice() if spice else None
+    if why is not None:
+        raise ValueError(f"SPICE cannot be computed: {why}.")
+
+
+def tokenized(
+    candidates: Sequence[str], references: Sequence[Sequence[str]], tokenizer: TokenizerName, limit: float
+) -> Captions:
+    """Candidates and references in words, as `tokenize` cuts them."""
+    lines = iter(tokenize([*candidates, *(r for own in references for r in own)], tokenizer, limit))
+    said = [next(lines) for _ in candidates]
+    return Captions(said, [[next(lines) for _ in own] for own in references])
+
+
+def variety(candidates: Sequence[str]) -> dict[str, float]:
+    """How much tokenized captions differ: a model that says the same of every picture has `distinct` near 0."""
+    words = [candidate.split() for candidate in candidates]
+    return {
+        "distinct": len(set(candidates)) / len(candidates),
+        "words": sum(map(len, words)) / len(words),
+        "vocabulary": float(len({word for own in words for word in own})),
+    }
+
+
+def _check(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    if isinstance(candidates, str) or any(isinstance(own, str) for own in references):
+        raise ValueError("captions came as one string. Expected a list of captions, and a list of lists of references.")
+    if not candidates or len(candidates) != len(references):
+        raise ValueError(
+            f"{len(candidates)} captions came for {len(references)} pictures. Expected one for each of some pictures."
+        )
+    bare = next((i for i, own in enumerate(references) if not own), None)
+    if bare is not None:
+        raise ValueError(f"picture {bare} has no references. Leave pictures without captions of their own out.")

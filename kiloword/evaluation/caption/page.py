@@ -1,0 +1,179 @@
+"""The page of `kiloword eval MODEL caption --html`: figures, and captions beside those that people wrote."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from kiloword.data.images.decode import decode
+from kiloword.data.reading import read
+from kiloword.evaluation.caption.scorers import Floats
+from kiloword.evaluation.caption.truth import KINDS, Judged
+from kiloword.randomness import key
+from kiloword.report import card, grid, histogram, page, paragraph, table
+from kiloword.report.histogram import bins
+from kiloword.report.parts import Cell
+from kiloword.report.words import percent
+from kiloword.types import BadSample, Source
+
+NOTHING = "(nothing)"
+SIDE = 256  # pixels of a picture, at most
+CARDS = 6  # of each kind: best, worst, any
+REFERENCES = 5  # of each card
+FREQUENT = 8  # captions in the table of those said most often
+_FIGURES = {
+    "cider": "CIDEr-D",
+    "bleu_1": "BLEU-1",
+    "bleu_4": "BLEU-4",
+    "rouge_l": "ROUGE-L",
+    "meteor": "METEOR",
+    "spice": "SPICE",
+    "distinct": "different captions, share",
+    "words": "words a caption",
+    "vocabulary": "different words",
+}
+_TRUTH = {
+    "parsable": "captions in the language",
+    "wholly_true": "captions wholly true",
+    "wholly_true_elsewhere": "— of another picture",
+    "statements_true": "statements true, of captions in the language",
+    "statements_true_elsewhere": "— of another picture",
+    "caption_statements_true": "true share of a caption, 0 outside the language",
+    "caption_statements_true_elsewhere": "— of another picture",
+    "objects_mentioned": "objects mentioned",
+    "objects_mentioned_elsewhere": "— of another picture",
+    "statements": "statements a caption",
+}
+_INTRO = (
+    "Every caption is compared with all that the data has of its picture: BLEU, ROUGE-L and METEOR ask how much of the "
+    "wording agrees, CIDEr-D weighs what is rare in these captions (papers print it times 100)."
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What was said of one picture, and what people say of it."""
+
+    row: int
+    key: str
+    caption: str
+    references: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the page draws of one model."""
+
+    source: Source
+    told: Sequence[Told]
+    cider: Floats  # of each
+    judged: Sequence[Judged] | None  # of each, where the truth is known
+
+
+def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+    """A page about several models: model -> what `run` yields, and what it shows."""
+    sections = [("Figures", _figures(found, _FIGURES))]
+    if any("parsable" in values for values in found.values()):
+        note = paragraph("Of another picture: the same captions judged on the picture half the set further on.")
+        sections.append(("What is true", _figures(found, _TRUTH) + note + _kinds(found)))
+    drawn: dict[str, Shown] = {model: more["captions"] for model, more in shown.items() if "captions" in more}
+    sections.append(("CIDEr-D of single pictures", _spread(drawn)))
+    sections += [(f"Captions of {model}", _examples(one)) for model, one in drawn.items()]
+    return page("Captions", f"On {data}. {_INTRO}", sections)
+
+
+def _figures(found: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:
+    """A row for every figure, a column for every model."""
+    rows: list[list[Cell]] = [
+        [title, *(_number(values.get(name), whole=name == "vocabulary") for values in found.values())]
+        for name, title in names.items()
+        if any(name in values for values in found.values())
+    ]
+    return table(rows, ["", *found])
+
+
+def _number(value: float | None, whole: bool = False) -> Cell:
+    return None if value is None else f"{value:.{0 if whole else 3}f}"
+
+
+def _kinds(found: Mapping[str, Mapping[str, float]]) -> str:
+    """Shares of the statements of each kind that are true."""
+    rows: list[list[Cell]] = []
+    for kind in KINDS:
+        name = f"statements_true@{kind}"
+        if any(name in values for values in found.values()):
+            rows.append([kind, *(_number(values.get(name)) for values in found.values())])
+    return table(rows, ["statements true, of those about", *found]) if rows else ""
+
+
+def _spread(drawn: Mapping[str, Shown]) -> str:
+    """How many pictures score how much."""
+    edges = bins([v for one in drawn.values() for v in one.cider.tolist()] + [0.0], 30)
+    counts = {model: np.histogram(one.cider, edges)[0].tolist() for model, one in drawn.items()}
+    return histogram(counts, edges, "CIDEr-D", "pictures")
+
+
+def _examples(one: Shown) -> str:
+    """Pictures chosen blindly, the best and the worst, and what is said most often."""
+    order = np.argsort(-one.cider, kind="stable").tolist()
+    some = sorted(order, key=lambda i: key(one.source.fingerprint, "captions", one.told[i].row))
+    parts = {
+        "Chosen blindly, the same pictures for every model:": some[:CARDS],
+        "Nearest to the data's own captions, by CIDEr-D:": order[:CARDS],
+        "Farthest from them:": order[: -CARDS - 1 : -1],
+    }
+    shown = [paragraph(words) + _cards(one, places) for words, places in parts.items()]
+    return "".join([*shown, _frequent(one)])
+
+
+def _cards(one: Shown, places: Sequence[int]) -> str:
+    """Pictures that cannot be read any more are left out."""
+    cards = []
+    for place in places:
+        with suppress(BadSample):
+            cards.append(_card(one, place))
+    return grid(cards, narrow=True)
+
+
+def _card(one: Shown, place: int) -> str:
+    """One picture with its caption. Raises BadSample."""
+    told = one.told[place]
+    lines = [f"CIDEr-D {one.cider[place]:.2f}"]
+    if one.judged is not None:
+        lines.append(_verdict(one.judged[place]))
+    lines += [f"“{reference}”" for reference in told.references[:REFERENCES]]
+    if len(told.references) > REFERENCES:
+        lines.append(f"and {len(told.references) - REFERENCES} more")
+    return card([(_small(one.source, told.row), told.key)], lines, strong=told.caption or NOTHING)
+
+
+def _small(source: Source, row: int) -> npt.NDArray[np.uint8]:
+    """A picture [H, W, 3] of at most SIDE pixels a side. Raises BadSample."""
+    image = Image.fromarray(decode(read(source, row).image))
+    image.thumbnail((SIDE, SIDE))
+    return np.asarray(image)
+
+
+def _verdict(judged: Judged) -> str:
+    """Every statement with a mark."""
+    if not judged.parsable:
+        return "✗ outside the language"
+    marks = [f"{'✓' if s.true else '✗'} {s.words}".replace(" ", "\N{NO-BREAK SPACE}") for s in judged.statements]
+    return ", ".join([*(marks or ["states nothing"]), f"{judged.mentioned} of {judged.objects} objects mentioned"])
+
+
+def _frequent(one: Shown) -> str:
+    """The captions that most pictures get: a model that has collapsed says one of all."""
+    counts = Counter(told.caption for told in one.told)
+    rows: list[list[Cell]] = [
+        [caption or NOTHING, count, percent(count / len(one.told))] for caption, count in counts.most_common(FREQUENT)
+    ]
+    note = paragraph(f"{len(counts):,} different captions of {len(one.told):,} pictures.")
+    return table(rows, ["caption", "pictures", "share"]) + note

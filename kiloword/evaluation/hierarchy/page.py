@@ -1,0 +1,152 @@
+"""The page of `kiloword eval MODEL hierarchy --html`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kiloword.data.images.decode import decode
+from kiloword.evaluation.hierarchy.chains import Chains
+from kiloword.randomness import key
+from kiloword.report import histogram, ladder, line_plot, page, paragraph, table
+from kiloword.report.histogram import bins
+from kiloword.report.ladder import Steps
+from kiloword.report.parts import Cell
+
+EXAMPLES = 8
+Found = Mapping[str, Mapping[str, float]]
+Shown = Mapping[str, Mapping[str, Any]]
+
+_MEASURES = ("precision", "recall", "hit", "root_recall", "root_hit", "true_precision", "true_recall")
+_INTRO = (
+    "Captions come in chains from general (level 0) to specific. Two protocols retrieve, for every picture, what is "
+    "said of it at every level; precision is the share of the retrieved texts that are right, recall the share of the "
+    "levels at which a right one was found.\n\n"
+    "HierarCaps takes the best match among the texts up to 50 distances from the embedding of the empty string. A "
+    "traversal goes in 50 steps from the text nearest to the picture to a root: the empty string, the text that "
+    "includes the picture most, or the mean of both. The numbers of the two answer different questions and do not "
+    "compare."
+)
+
+
+def report(found: Found, data: str, shown: Shown) -> str:
+    """A page about several models: model -> what `run` yields, and what it shows."""
+    sections = [(heading, html) for heading, html in _sections(found, shown) if html]
+    return page("General and specific", f"On {data}. {_INTRO}", sections)
+
+
+def _sections(found: Found, shown: Shown) -> Iterator[tuple[str, str]]:
+    yield "Retrieval along chains", _retrieval(found)
+    yield "Uncertainty by level", _uncertainty(found)
+    yield "Inclusion", _inclusion(found)
+    yield "Pictures against the whole", "".join(_differences(model, more) for model, more in shown.items())
+    for model, more in shown.items():
+        yield f"Examples of {model}", _examples(more)
+
+
+def _retrieval(found: Found) -> str:
+    """A row for every model and protocol."""
+    rows: list[list[Cell]] = []
+    for model, values in found.items():
+        for prefix in dict.fromkeys(n.removesuffix("_hit").removesuffix("_root") for n in values if n.endswith("_hit")):
+            measures = (values.get(f"{prefix}_{m}") for m in _MEASURES)
+            rows.append([f"{model}, {prefix.replace('_', ', root ', 1)}", *measures, values.get(f"{prefix}_order")])
+    if not rows:
+        return ""
+    header = ["", *(m.replace("_", " ") for m in _MEASURES), "order"]
+    note = paragraph(
+        "Hit: any text of the chain. Root recall: the text nearest to the root is the chain's most general; root hit: "
+        "it is in the chain. True: every text counts that is true of the picture, which only drawn scenes know. Order: "
+        "Kendall's tau of level and distance from the empty string."
+    )
+    return table(rows, header, digits=3) + note
+
+
+def _uncertainty(found: Found) -> str:
+    """Mean uncertainty by level: texts of all models in one plot, pictures in another."""
+    html = ""
+    for kind, name in (("text", "texts"), ("image", "pictures")):
+        lines = {m: _levels(values, f"{kind}_chain_uncertainty@") for m, values in found.items()}
+        lines = {model: points for model, points in lines.items() if points}
+        if lines:
+            spread: list[list[Cell]] = [
+                [
+                    model,
+                    found[model].get(f"{kind}_chain_uncertainty_spearman"),
+                    found[model][f"{kind}_chain_uncertainty_order"],
+                ]
+                for model in lines
+            ]
+            html += line_plot(lines, f"level of {name}", "mean sum of variances", whole_x=True)
+            html += table(spread, [name, "Spearman with level", "falls within chains (tau)"], digits=3)
+    return html
+
+
+def _levels(values: Mapping[str, float], prefix: str) -> list[tuple[float, float]]:
+    return [(float(n.removeprefix(prefix)), v) for n, v in values.items() if n.startswith(prefix)]
+
+
+def _inclusion(found: Found) -> str:
+    """Shares of pairs that pass each test, a column a level."""
+    names = dict.fromkeys(n for values in found.values() for n in values if "_inclusion_" in n)
+    rows: list[list[Cell]] = [
+        [f"{model}, {_test(name)}", values[name]] for model, values in found.items() for name in names if name in values
+    ]
+    if not rows:
+        return ""
+    note = paragraph(
+        "H > 0: the more specific is the narrower, mostly; the distance of the two does not count against it. By inc: "
+        "the chain's own more general text includes it more than one that is wrong of the picture. Chance is one half."
+    )
+    return table(rows, ["is it included?", "share"], digits=3) + note
+
+
+def _test(name: str) -> str:
+    kind, level = name.split("_inclusion_")[0], int(name.split("@")[1])
+    what = "texts" if kind == "text" else "pictures"
+    if "whole" in name:
+        return f"{what}: the whole in level {level}, H > 0"
+    return f"{what}: level {level} in level {level - 1}, {'H > 0' if '_h@' in name else 'by inc'}"
+
+
+def _differences(model: str, more: Mapping[str, Any]) -> str:
+    """How much less certain a part is than the whole picture."""
+    pictures: Tensor | None = more.get("pictures")
+    if pictures is None:
+        return ""
+    gaps = {f"level {k}": pictures[:, k] - pictures[:, -1] for k in range(pictures.shape[1] - 1)}
+    edges = bins([v for gap in gaps.values() for v in gap.tolist()], 40)
+    counts = {name: np.histogram(gap.numpy(), edges)[0].tolist() for name, gap in gaps.items()}
+    return histogram(counts, edges, f"uncertainty above the whole picture's, {model}", "pictures")
+
+
+def _examples(more: Mapping[str, Any]) -> str:
+    """Some pictures, the same ones for every model: their chains and what each protocol retrieved."""
+    chains: Chains | None = more.get("chains")
+    if chains is None:
+        return ""
+    source, n = more["source"], len(chains.rows)
+    chosen = sorted(range(n), key=lambda i: key(source.fingerprint, "examples", chains.rows[i]))[:EXAMPLES]
+    html = ""
+    for i in sorted(chosen):
+        record = source.record(chains.rows[i])
+        columns: list[Steps] = [("as annotated", [(chains.texts[t], None) for t in own]) for own in chains.of(i)[:1]]
+        for name, paths in more["paths"].items():
+            path = paths[i].tolist()
+            columns.append((name, _steps(path if name == "HierarCaps" else path[::-1], i, chains, more["truth"])))
+        html += ladder(decode(record.image), record.key, columns)
+    return html
+
+
+def _steps(path: list[int], picture: int, chains: Chains, truth: Any) -> list[tuple[str, bool]]:
+    """A path without consecutive repeats; right is what is in a chain of the picture, or, where known, true of it."""
+    short = [text for text, _ in groupby(path)]
+    if truth is None:
+        right = {text for chain in chains.of(picture) for text in chain}
+        return [(chains.texts[text], text in right) for text in short]
+    known = truth(short, slice(picture, picture + 1))
+    return [(chains.texts[text], bool(true)) for text, true in zip(short, known[:, 0].tolist(), strict=True)]

@@ -1,0 +1,213 @@
+"""From a picture to what is said of it, ever more generally: two protocols that each give a path of retrieved texts.
+
+They answer different questions: never compare the numbers of one with those of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kiloword.distributed.sharing import in_turns
+from kiloword.evaluation.features import chunks, rows
+from kiloword.evaluation.hierarchy.chains import Chains
+from kiloword.evaluation.metrics import check_scores
+from kiloword.evaluation.retrieval.task import Score
+from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
+from kiloword.model.heads import unit
+from kiloword.model.pooling import at_least_float
+from kiloword.types import Features
+
+Includes = Literal["inc", "h"]
+Nearest = Literal["cosine", "csd"]
+Truth = Callable[[list[int], slice], Tensor]
+"""Texts, by index, and pictures i to j -> [texts, j - i] bool: which are true of which."""
+
+STEPS = 50
+PANEL = 1 << 22  # scores held at once
+PAIRS = 1 << 18  # dimensions of pairs of Gaussians held at once
+JUDGED = 256  # pictures of which the truth is asked at once
+TURN = 64  # blocks of pictures that a rank does at a time
+
+
+def radii(texts: Features, root: Features) -> Tensor:
+    """How far N texts lie from the root [1, D], by "vec": [N] in double precision."""
+    return (texts["vec"].double() - root["vec"].double()).square().sum(1).sqrt()
+
+
+def radius_paths(score: Score, images: Features, texts: Features, radius: Tensor, steps: int = STEPS) -> Tensor:
+    """The protocol of HierarCaps: at each of some thresholds, the best-matching text with a radius up to it.
+
+    Thresholds are equally spaced from the least to the greatest radius [N], so paths go from general to specific.
+    Of texts with equal scores the first is taken, as there.
+
+    Returns: [I, steps] int64, indices into the texts. Source: arXiv:2407.08521 and its public evaluator.
+    """
+    limits = torch.linspace(0, 1, steps, dtype=radius.dtype, device=radius.device)
+    limits = radius.min() + limits * (radius.max() - radius.min())
+    limits[-1] = radius.max()
+    first = torch.searchsorted(limits, radius)  # [N] the first step that admits each text
+    order = first.argsort(stable=True)
+    bounds = torch.searchsorted(first[order], torch.arange(steps + 1, device=order.device)).tolist()
+
+    def paths(part: slice) -> Tensor:
+        panel = check_scores(score(rows(images, part), texts))[:, order]
+        return _best_so_far(panel, order, bounds).cpu()
+
+    parts = list(chunks(len(images["vec"]), max(1, PANEL // len(order))))
+    return torch.cat(list(in_turns(parts, paths))).to(order.device)
+
+
+def _best_so_far(panel: Tensor, order: Tensor, bounds: list[int]) -> Tensor:
+    """The best column among those before each bound: scores [i, N], their numbers [N] -> [i, steps]."""
+    best, place = panel.new_full((len(panel),), -torch.inf), order[0].expand(len(panel))
+    path = []
+    for start, end in pairwise(bounds):
+        if end > start:
+            value, at = panel[:, start:end].max(1)  # of equal values the first
+            at = order[start + at]
+            better = (value > best) | ((value == best) & (at < place))
+            best, place = torch.where(better, value, best), torch.where(better, at, place)
+        path.append(place)
+    return torch.stack(path, 1)
+
+
+def traversals(
+    score: Score,
+    images: Features,
+    texts: Features,
+    roots: Tensor,
+    nearest: Nearest = "cosine",
+    steps: int = STEPS,
+) -> Tensor:
+    """ProLIP's protocol: from the text nearest to a picture towards a root, at each of some steps the nearest text.
+
+    Steps are equally spaced on the line between both, ends included, and scaled to norm 1. The first text is nearest
+    by the model's own score. The paper does not say what nearest means at the other steps: "cosine" of the means, or
+    "csd", which takes half of each text's variance off (the point itself is certain).
+
+    Args: roots [I, D] or [1, D], norm 1. Returns: [I, steps] int64. Source: arXiv:2410.18857, section 4.4.
+    """
+    vec = at_least_float(texts["vec"])
+    penalty = 0.5 * variance_sum(texts) if nearest == "csd" else vec.new_zeros(len(vec))
+    roots = at_least_float(roots).expand(len(images["vec"]), -1)
+
+    def paths(part: slice) -> Tensor:
+        start = vec[check_scores(score(rows(images, part), texts)).argmax(1)]  # [i, D]
+        near, far = start @ vec.T, roots[part] @ vec.T  # [i, N]
+        path = []
+        for weight in torch.linspace(0, 1, steps).tolist():
+            length = torch.lerp(start, roots[part], weight).norm(dim=1, keepdim=True).clamp(min=1e-12)
+            path.append((torch.lerp(near, far, weight) / length - penalty).argmax(1))
+        return torch.stack(path, 1).cpu()
+
+    parts = list(chunks(len(roots), max(1, PANEL // len(vec))))
+    return torch.cat(list(in_turns(parts, paths))).to(vec.device)
+
+
+def most_inclusive(images: Features, texts: Features, by: Includes = "inc", eps: float = 0.0) -> Tensor:
+    """The text that includes each image most: [I] int64, of I and N Gaussians; the sum over dimensions.
+
+    Args: by: "inc", inc of eq. 3, by which the authors' code ranks; "h", H of eq. 4, which the paper names; eps: as of
+    `log_inclusion`. At eps 0 and the small variances of trained models H is about the squared distance over the sum of
+    the variances, greatest for the narrowest text that is wider than the image: the specific ones, not the general.
+    Inc falls with the distance. At eps -10 or less distances hardly count: H takes the widest text, inc the narrowest.
+
+    Raises: ValueError for another `by`, or an eps outside -100 to 20.
+    """
+    check_includes(by, eps)
+    n, d = texts["vec"].shape
+    some = max(1, min(16, PAIRS // d))
+    picture = {name: images[name][:, None] for name in ("vec", "log_var")}
+    text = {name: texts[name][None] for name in ("vec", "log_var")}
+
+    def found(i: slice) -> Tensor:
+        own = rows(picture, i)
+        parts = [
+            _included(own, {name: value[:, t] for name, value in text.items()}, by, eps)
+            for t in chunks(n, max(1, PAIRS // (some * d)))
+        ]
+        return torch.cat(parts, 1).argmax(1).cpu()
+
+    def several(part: slice) -> Tensor:
+        return torch.cat([found(slice(part.start + i.start, part.start + i.stop)) for i in chunks(_len(part), some)])
+
+    return torch.cat(list(in_turns(list(chunks(len(images["vec"]), TURN * some)), several))).to(images["vec"].device)
+
+
+def _len(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def check_includes(by: str, eps: float) -> None:
+    """Raises: ValueError for what `most_inclusive` does not take."""
+    if by not in get_args(Includes):
+        raise ValueError(f"includes is {by!r}: expected {' or '.join(get_args(Includes))}.")
+    if not -100 <= eps <= 20:
+        raise ValueError(f"eps is {eps}: expected a number from -100 to 20; the paper evaluates at 0.")
+
+
+def _included(a: Features, b: Features, by: Includes, eps: float) -> Tensor:
+    return (inclusion(a, b, eps) if by == "h" else log_inclusion(a, b, eps)).sum(-1)
+
+
+def mean_root(empty: Tensor, inclusive: Tensor) -> Tensor:
+    """The normalised mean of two roots, [I, D] of [1, D] and [I, D]."""
+    return unit(empty + inclusive)
+
+
+def measure(paths: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
+    """Means over pictures of what their paths [I, S] retrieved, each text counted once, whatever the order.
+
+    `precision`: share of the retrieved texts that are in a chain of the picture; `recall`: share of the levels at which
+    a chain's text was retrieved; `hit`: whether any was.
+    """
+    precision = recall = hit = 0.0
+    for i, path in enumerate(paths.tolist()):
+        found, own = set(path), chains.of(i)
+        right = found & {text for chain in own for text in chain}
+        precision += len(right) / len(found)
+        recall += sum(any(text in found for text in level) for level in zip(*own, strict=True)) / len(own[0])
+        hit += bool(right)
+    yield "precision", precision / len(paths)
+    yield "recall", recall / len(paths)
+    yield "hit", hit / len(paths)
+
+
+def measure_root(retrieved: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
+    """Of the text that was nearest to each picture's root, [I]: how often it is of the picture's chains.
+
+    `root_recall`: is the most general text of one, R@1[ROOT] of ProLIP's table 2 as we read it; `root_hit`: stands
+    anywhere in one, the other reading.
+    """
+    general = whole = 0
+    for i, text in enumerate(retrieved.tolist()):
+        own = chains.of(i)
+        general += any(chain[0] == text for chain in own)
+        whole += any(text in chain for chain in own)
+    yield "root_recall", general / len(retrieved)
+    yield "root_hit", whole / len(retrieved)
+
+
+def measure_truth(paths: Tensor, chains: Chains, truth: Truth, batch: int = JUDGED) -> Iterator[tuple[str, float]]:
+    """As `measure`, where every text counts that is true of the picture, in its chains or not.
+
+    `true_precision`: share of the retrieved texts that are true; `true_recall`: share of the levels at which one of the
+    true retrieved texts stands, in whichever chain.
+    """
+    at = chains.levels()
+    precision = recall = 0.0
+    for part in chunks(len(paths), batch):
+        some = sorted({text for path in paths[part].tolist() for text in path})
+        known = dict(zip(some, truth(some, part), strict=True))
+        for i, path in enumerate(paths[part].tolist()):
+            found = sorted(set(path))
+            right = [text for text in found if bool(known[text][i])]
+            precision += len(right) / len(found)
+            recall += float(at[right].any(0).float().mean())
+    yield "true_precision", precision / len(paths)
+    yield "true_recall", recall / len(paths)

@@ -1,0 +1,220 @@
+"""Whether a model knows what is general and what is specific: `kiloword eval MODEL hierarchy` (arXiv:2410.18857, 4.4).
+
+Two protocols retrieve what is said of a picture ever more generally (names with `hierarcaps_` and `traversal_`); of
+Gaussian models it is also told how uncertainty and inclusion go with the levels of texts and of pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kiloword.distributed.sharing import is_first
+from kiloword.evaluation.features import IMAGES, join, seen
+from kiloword.evaluation.hierarchy.chains import Chains, Stored, complete, gather, read
+from kiloword.evaluation.hierarchy.levels import (
+    included,
+    inclusion_by_level,
+    kendall,
+    uncertainty_by_level,
+    wrong_texts,
+)
+from kiloword.evaluation.hierarchy.page import report
+from kiloword.evaluation.hierarchy.paths import (
+    Includes,
+    Nearest,
+    Truth,
+    check_includes,
+    mean_root,
+    measure,
+    measure_root,
+    measure_truth,
+    most_inclusive,
+    radii,
+    radius_paths,
+    traversals,
+)
+from kiloword.methods.prolip.gaussian import variance_sum
+from kiloword.terminal import warn
+from kiloword.types import Features, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+__all__ = ["report", "run"]
+
+Values = Iterator[tuple[str, float]]
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    includes: Includes | None = None,
+    eps: float | None = None,
+    nearest: Nearest = "cosine",
+    batch: int = IMAGES,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+    shown: dict[str, Any] | None = None,
+) -> Values:
+    """Judge by chains of captions (json `hierarchies`, scenes) and by pictures of several levels (HierarImgs, scenes).
+
+    Args: includes, eps: by what a caption includes an image most, see `most_inclusive`; None: "inc" and 0; nearest:
+    what the steps of a traversal go by, "cosine" or "csd" (Gaussian models).
+    Raises: ValueError for options out of range, and where the data has neither, or has levels of images alone and
+    the model no uncertainty.
+    """
+    by: tuple[Includes, float] = ("inc" if includes is None else includes, 0.0 if eps is None else eps)
+    check_includes(*by)
+    bad = [] if skipped is None else skipped
+    page: dict[str, Any] = {} if shown is None else shown
+    stored = read(source)
+    if stored.chains:
+        chains, images = _encode(matcher, source, stored, batch, workers, bad)
+        texts = matcher.encode_text(chains.texts)
+        truth = _truth(source, chains)
+        yield from _official(matcher, images, texts, chains, truth, page)
+        yield from _traversals(matcher, images, texts, chains, truth, by, nearest, page)
+        if "log_var" not in texts and (includes, eps) != (None, None) and is_first():
+            warn("note: --includes and --eps change nothing here: they compare Gaussians, and this model has none.")
+        if "log_var" in texts:
+            yield from _text_levels(texts, chains, truth, page)
+        page |= {"chains": chains, "source": source, "truth": truth}
+    levelled = _levelled(source, stored)
+    if levelled is not None:
+        yield from _picture_levels(matcher, levelled, bool(stored.chains), batch, workers, bad, page)
+    elif not stored.chains:
+        why = f" (row {next(iter(stored.problems))}: {next(iter(stored.problems.values()))})" if stored.problems else ""
+        raise ValueError(
+            f"{source.name} has no levels{why}: give each picture's json `hierarchies` (chains of captions, general to "
+            "specific), make pictures of several levels (python -m kiloword.data.hierarimgs), or use scenes"
+        )
+
+
+def _encode(
+    matcher: Matcher, source: Source, stored: Stored, batch: int, workers: int, skipped: list[Skipped]
+) -> tuple[Chains, Features]:
+    """The pictures that have chains; the others are named as skipped."""
+    parts, chains = [], []
+    for part in seen(matcher, source, batch, workers, skipped):
+        why = {row: stored.problems.get(row, "no hierarchies") for row in part.rows if row not in stored.chains}
+        for reason in sorted(set(why.values())):
+            part = part.without([why.get(row) == reason for row in part.rows], reason, skipped)
+        parts.append(part.images)
+        chains += [(row, stored.chains[row]) for row in part.rows]
+    if not chains:
+        raise ValueError(f"{source.name}: none of the pictures that have hierarchies is usable")
+    return gather(chains), join(parts)
+
+
+def _truth(source: Source, chains: Chains) -> Truth | None:
+    """What the source knows of any caption and any picture."""
+    relevance: Callable[..., Any] | None = getattr(source, "relevance", None)
+    if relevance is None:
+        return None
+    known = relevance
+    return lambda some, part: torch.as_tensor(known([chains.texts[t] for t in some], chains.rows[part]))
+
+
+def _official(
+    matcher: Matcher, images: Features, texts: Features, chains: Chains, truth: Truth | None, page: dict[str, Any]
+) -> Values:
+    """HierarCaps' own protocol; its `order` is Kendall's tau of radius against level."""
+    radius = radii(texts, matcher.encode_text([""]))
+    paths = radius_paths(matcher.score, images, texts, radius).cpu()
+    page["paths"] = {"HierarCaps": paths}
+    yield from _named("hierarcaps_", measure(paths, chains))
+    yield "hierarcaps_order", float(kendall(radius.cpu()[chains.places]).mean())
+    if truth is not None:
+        yield from _named("hierarcaps_", measure_truth(paths, chains, truth))
+
+
+def _traversals(
+    matcher: Matcher,
+    images: Features,
+    texts: Features,
+    chains: Chains,
+    truth: Truth | None,
+    includes: tuple[Includes, float],
+    nearest: Nearest,
+    page: dict[str, Any],
+) -> Values:
+    """ProLIP's protocol towards each root that the model can give."""
+    if nearest == "csd" and "log_var" not in texts:
+        raise ValueError("steps by csd need a model with uncertainty; this one has none: leave nearest at cosine")
+    for name, root in _roots(matcher, images, texts, includes).items():
+        paths = traversals(matcher.score, images, texts, root, nearest).cpu()
+        page["paths"][f"traversal, root {name}"] = paths
+        yield from _named(f"traversal_{name}_", measure(paths, chains))
+        yield from _named(f"traversal_{name}_", measure_root(paths[:, -1], chains))
+        if truth is not None:
+            yield from _named(f"traversal_{name}_", measure_truth(paths, chains, truth))
+
+
+def _roots(matcher: Matcher, images: Features, texts: Features, includes: tuple[Includes, float]) -> dict[str, Tensor]:
+    """The embedding of "" [1, D]; of Gaussians also of the text that includes each picture most, and both's mean."""
+    empty = matcher.encode_text([""])["vec"]
+    if "log_var" not in texts:
+        return {"empty": empty}
+    inclusive = texts["vec"][most_inclusive(images, texts, *includes)]
+    return {"empty": empty, "inclusive": inclusive, "mean": mean_root(empty, inclusive)}
+
+
+def _text_levels(texts: Features, chains: Chains, truth: Truth | None, page: dict[str, Any]) -> Values:
+    uncertainty = variance_sum(texts).cpu()[chains.places]  # [C, L]
+    page["texts"] = uncertainty
+    yield from _named("text_", uncertainty_by_level(uncertainty))
+    some = {name: texts[name].cpu() for name in ("vec", "log_var")}
+    yield from _named("text_", inclusion_by_level(some, chains.places, wrong_texts(chains, truth)))
+
+
+def _levelled(source: Source, stored: Stored) -> Source | None:
+    """The source whose pictures have several levels."""
+    make: Callable[[], Source] | None = getattr(source, "picture_levels", None)
+    if make is not None:
+        return make()
+    return source if stored.groups else None
+
+
+def _picture_levels(
+    matcher: Matcher,
+    source: Source,
+    optional: bool,
+    batch: int,
+    workers: int,
+    skipped: list[Skipped],
+    page: dict[str, Any],
+) -> Values:
+    """Uncertainty of pictures by level, and inclusion of the more specific in the more general."""
+    parts = list(seen(matcher, source, batch, workers, skipped))
+    images = {name: value.cpu() for name, value in join([part.images for part in parts]).items()}
+    place = {row: i for i, row in enumerate(row for part in parts for row in part.rows)}
+    groups = _usable(complete(read(source).groups), place)
+    if "log_var" not in images or len(groups) < 1 or groups.shape[1] < 2:
+        if optional:
+            return
+        why = "the model has no uncertainty" if "log_var" not in images else "no picture is there at every level"
+        raise ValueError(f"{source.name}: levels of pictures are judged by their uncertainty, but {why}")
+    uncertainty = variance_sum(images)[groups]  # [G, L]
+    page |= {"pictures": uncertainty, "groups": groups}
+    yield from _named("image_", uncertainty_by_level(uncertainty))
+    yield from _named("image_", inclusion_by_level(images, groups, torch.full_like(groups, -1)))
+    whole = groups[:, -1]
+    for k in range(groups.shape[1] - 1):
+        h = included(images, whole, groups[:, k])
+        page.setdefault("whole_in_level", {})[k] = h
+        yield f"image_inclusion_whole_h@{k}", float((h > 0).double().mean())
+
+
+def _usable(groups: Tensor, place: dict[int, int]) -> Tensor:
+    """Groups of rows whose pictures could all be read, as places among the encoded: [G, L]."""
+    whole = [[place[row] for row in group] for group in groups.tolist() if all(row in place for row in group)]
+    return torch.tensor(whole, dtype=torch.int64).view(-1, groups.shape[1])
+
+
+def _named(prefix: str, values: Values) -> Values:
+    return ((prefix + name, value) for name, value in values)

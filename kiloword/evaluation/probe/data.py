@@ -1,0 +1,192 @@
+"""Pictures of a probe as frozen features: computed once, kept on disk where asked, drawn from by class."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from kiloword.checkpoint.files import write_atomic
+from kiloword.distributed.sharing import gathered, is_first
+from kiloword.evaluation.features import labelled, seen
+from kiloword.randomness import key
+from kiloword.types import Features, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.model.model import Model
+
+FORMAT = "kiloword-probe-1"
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Split:
+    """All labelled pictures of a source, on the CPU."""
+
+    features: dict[str, Tensor]  # "vec" [N, D], and "pooled" [N, W] where the model has it; float32
+    labels: Tensor  # [N] int64
+    rows: Tensor  # [N] int64, of the source
+    skipped: list[Skipped]
+
+
+def split(matcher: Matcher, source: Source, batch: int, workers: int, cache: Path | None) -> Split:
+    """Features of a source, un-augmented; from the file in `cache` where there is one, else they are left there.
+
+    The file is known by the weights, their precision, the data's fingerprint and the size of pictures.
+    """
+    if cache is None:
+        return encoded(matcher, source, batch, workers)
+    path = cache / f"{_name(matcher.model, source)}.probe"
+    found = _read(path)
+    lacking = any(gathered(found is None))  # on any rank: then all encode
+    if found is None or lacking:
+        found = encoded(matcher, source, batch, workers)
+        if is_first():
+            _write(path, found)
+    return found
+
+
+def encoded(matcher: Matcher, source: Source, batch: int, workers: int) -> Split:
+    """Every picture seen once. Raises: ValueError for data without classes, or with many a picture."""
+    skipped: list[Skipped] = []
+    features: dict[str, list[Tensor]] = {}
+    labels, rows = [], []
+    with before_projection(matcher.model) as caught:
+
+        def encode(images: Tensor) -> Features:
+            caught.clear()
+            return _with_pooled(matcher.encode_image(images, batch), caught)
+
+        for part in labelled(seen(matcher, source, batch, workers, skipped, encode), source, skipped):
+            assert part.labels is not None, "rows without labels were left out"
+            if part.labels.ndim != 1:
+                raise ValueError(f"{source.name} has many labels a picture: a probe needs one class each")
+            for name in ("vec", "pooled"):
+                if name in part.images:
+                    features.setdefault(name, []).append(part.images[name].float().cpu())
+            labels.append(part.labels.cpu())
+            rows += part.rows
+    joined = {name: torch.cat(parts) for name, parts in features.items()}
+    return Split(joined, torch.cat(labels), torch.tensor(rows), skipped)
+
+
+def _with_pooled(images: Features, caught: Sequence[Tensor]) -> Features:
+    """What was caught while a batch was encoded goes with it."""
+    if all(x.ndim == 2 for x in caught) and sum(map(len, caught)) == len(images["vec"]):
+        return {**images, "pooled": torch.cat(list(caught))}
+    return images
+
+
+@contextmanager
+def before_projection(model: Model) -> Iterator[list[Tensor]]:
+    """A list that takes what the projection to the embedding gets, [I, W], whenever pictures are encoded.
+
+    Poolings of several vectors project a sum of them last; without a projection it is what the pooling makes.
+    """
+    pooling: Any = getattr(model.head, "pooling", None)
+    caught: list[Tensor] = []
+    layer = next((x for name in ("image_projection", "out") if (x := getattr(pooling, name, None)) is not None), None)
+    if isinstance(layer, nn.Module):
+        hook = layer.register_forward_pre_hook(lambda _, given: caught.append(given[0]))
+    elif isinstance(pool := getattr(pooling, "image_pool", None), nn.Module):
+        hook = pool.register_forward_hook(lambda _, given, out: caught.append(out))
+    else:
+        yield caught
+        return
+    try:
+        yield caught
+    finally:
+        hook.remove()
+
+
+def _name(model: Model, source: Source) -> str:
+    """Of the cached file: what features depend on."""
+    digest = hashlib.blake2b(digest_size=16)
+    parts = (FORMAT, model.config, source.fingerprint, len(source))
+    digest.update(repr(parts).encode())
+    digest.update(model.precision.encode() if model.precision != "fp32" else b"")
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _write(path: Path, found: Split) -> None:
+    """One line of JSON, then tensors: readers see all of it or nothing."""
+    body = save({**found.features, "labels": found.labels, "rows": found.rows})
+    head = {"format": FORMAT, "checksum": _checksum(body), "skipped": [astuple(one) for one in found.skipped]}
+    write_atomic(path, json.dumps(head).encode() + b"\n" + body)
+
+
+def _read(path: Path) -> Split | None:
+    """None where there is no file, or a damaged one, which is said."""
+    try:
+        head, _, body = path.read_bytes().partition(b"\n")
+        said = json.loads(head)
+        if _checksum(body) != said["checksum"]:
+            raise ValueError("its checksum differs")
+        tensors = load(body)
+        labels, rows = tensors.pop("labels"), tensors.pop("rows")
+        return Split(tensors, labels, rows, [Skipped(*one) for one in said["skipped"]])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        log.warning("%s is damaged (%s): the features are computed again.", path, error)
+        return None
+
+
+def _checksum(body: bytes) -> str:
+    return hashlib.blake2b(body, digest_size=16).hexdigest()
+
+
+def order(found: Split, fingerprint: str, seed: int) -> list[list[int]]:
+    """Places in the split by class, [C][n_c], each class in an order of its own that the seed draws.
+
+    A row's place in it hangs on the row alone: of k a class, the first are those of any smaller k.
+    """
+    drawn = [key(fingerprint, seed, "probe rows", row) for row in found.rows.tolist()]
+    own: list[list[int]] = [[] for _ in range(int(found.labels.max()) + 1)]
+    for place in sorted(range(len(drawn)), key=drawn.__getitem__):
+        own[int(found.labels[place])].append(place)
+    return own
+
+
+def shots(own: Sequence[Sequence[int]], k: int, names: Sequence[str]) -> list[list[int]]:
+    """The first k places of each class that occurs. Raises: ValueError where a class has fewer."""
+    few = next((c for c, places in enumerate(own) if 0 < len(places) < k), None)
+    if few is not None:
+        raise ValueError(
+            f"the class {names[few]!r} has {len(own[few])} labelled training pictures, but --probe.shots is {k}: "
+            "expected at least as many in every class."
+        )
+    return [list(places[:k]) for places in own]
+
+
+def held_out(own: Sequence[Sequence[int]], share: float) -> tuple[list[int], list[int]]:
+    """Places to fit on and to choose on: of each class its last `share`, one at least, and not its only one.
+
+    Raises: ValueError where no class has two.
+    """
+    fitted: list[int] = []
+    chosen: list[int] = []
+    for places in own:
+        count = min(max(1, round(share * len(places))), len(places) - 1) if len(places) > 1 else 0
+        fitted += places[: len(places) - count]
+        chosen += places[len(places) - count :]
+    if not chosen:
+        raise ValueError(
+            "one training picture a class leaves none to choose a weight decay on: give --val, --probe.weight-decay, "
+            "or --probe.shots 2 and more."
+        )
+    return fitted, chosen

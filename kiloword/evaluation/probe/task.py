@@ -1,0 +1,242 @@
+"""Linear probe: how well one linear layer on frozen features tells classes apart. `kiloword eval MODEL probe`."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kiloword.distributed.sharing import is_first
+from kiloword.evaluation.features import IMAGES, chunks
+from kiloword.evaluation.probe.data import Split, held_out, log, order, shots, split
+from kiloword.evaluation.probe.fit import Linear, Rows, fit, sweep
+from kiloword.evaluation.probe.options import RECIPES, ProbeOptions
+from kiloword.evaluation.zeroshot.task import zeroshot
+from kiloword.types import Features, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+SWEEP, SEED = "sweep@", "seed@"
+TRAIN_ROWS, DECAY = "train_rows", "weight_decay"
+TESTS = ("test", "val", "valid", "validation", "dev")  # folders beside `train`
+ROWS = 4096  # pictures classified at once
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    train: Source | str | None = None,
+    val: Source | str | None = None,
+    cache: Path | None = None,
+    probe: ProbeOptions | None = None,
+    batch: int = IMAGES,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Fit on `train`, judge on `source`: `acc1`, `acc5`, `mean_per_class_recall`, as `zeroshot` names them.
+
+    Args: train: without it, the split named train beside or in `source`; val: where the weight decay is chosen; cache:
+    folder that keeps the features; probe: recipe and numbers. Of several seeds the mean, and the standard deviation
+    over them (of a sample: divided by their number less one) as `acc1_std`; then every seed's own as `seed@0.acc1`.
+    Also yields the accuracy on the training rows, how many these are, and the decay; of sweeps, the accuracy on the
+    validation rows by decay, as `sweep@0.01`.
+    """
+    options = probe or ProbeOptions()
+    options.check(val is not None)
+    options = options.resolved(val is not None)
+    data = _read(matcher, _sources(matcher, source, train, val), options, cache, batch, workers, skipped)
+    if not is_first():
+        return
+    found = [dict(_once(data, options, seed)) for seed in options.seeds]
+    if len(found) == 1:
+        yield from found[0].items()
+        return
+    yield from _together(found)
+    for seed, one in zip(options.seeds, found, strict=True):
+        yield from ((f"{SEED}{seed}.{name}", value) for name, value in one.items())
+
+
+def _together(found: Sequence[dict[str, float]]) -> Iterator[tuple[str, float]]:
+    """Means and deviations of accuracies; of other numbers those on which all draws agree."""
+    for name in (n for n in found[0] if not n.startswith(SWEEP)):
+        values = [one[name] for one in found]
+        if name not in (TRAIN_ROWS, DECAY):
+            yield name, statistics.fmean(values)
+            yield f"{name}_std", statistics.stdev(values)
+        elif len(set(values)) == 1:
+            yield name, values[0]
+
+
+def brief(name: str) -> bool:
+    """Whether a value belongs on a screen: single draws and sweeps do not."""
+    return not name.startswith((SWEEP, SEED))
+
+
+@dataclass
+class Data:
+    """What a probe is fitted and judged on."""
+
+    train: Rows
+    test: Rows
+    val: Rows | None
+    names: Sequence[str]  # of all classes
+    split: Split  # train's
+    fingerprint: str  # train's
+
+
+def _once(data: Data, options: ProbeOptions, seed: int) -> Iterator[tuple[str, float]]:
+    """One draw: choose the decay, fit again on all that was drawn, judge."""
+    own = order(data.split, data.fingerprint, seed)
+    if options.shots:
+        own = shots(own, options.shots, data.names)
+    rows, count = data.train.of(_flat(own)), len(data.names)
+    decay, tried = options.weight_decay, dict[float, float]()
+    if decay is None:
+        fitted, chosen = rows, data.val
+        if chosen is None:
+            assert options.val_share is not None
+            fitted, chosen = (data.train.of(torch.tensor(x).sort()[0]) for x in held_out(own, options.val_share))
+        decay, tried = _choose(fitted, chosen, count, options, seed)
+        if data.val is not None and not options.shots:  # k shots stay k
+            rows = rows.and_(data.val)
+    layer = fit(rows, count, options, decay, seed)
+    yield from judged(layer, data.test)
+    yield "train_acc1", layer.accuracy(rows)
+    yield TRAIN_ROWS, float(len(rows))
+    yield DECAY, decay
+    yield from ((f"{SWEEP}{value:.3g}", accuracy) for value, accuracy in sorted(tried.items()))
+
+
+def _flat(own: Sequence[Sequence[int]]) -> torch.Tensor:
+    """All places, in the order of the source."""
+    return torch.tensor([place for places in own for place in places]).sort()[0]
+
+
+def _choose(
+    fitted: Rows, chosen: Rows, classes: int, options: ProbeOptions, seed: int
+) -> tuple[float, dict[float, float]]:
+    values = RECIPES[options.recipe].sweep
+    assert values is not None
+    return sweep(values.values(), lambda decay: fit(fitted, classes, options, decay, seed).accuracy(chosen))
+
+
+def judged(layer: Linear, test: Rows) -> Iterator[tuple[str, float]]:
+    """`zeroshot`'s metrics of a classifier. Raises: ValueError when it diverged."""
+    if not bool(layer.weight.isfinite().all() and layer.bias.isfinite().all()):
+        raise ValueError("the probe's weights are no numbers any more: a smaller --probe.lr or --probe.weight-decay")
+
+    def score(pictures: Features, _: Features) -> torch.Tensor:
+        return layer(pictures["vec"])
+
+    batches = (({"vec": test.x[part]}, test.y[part]) for part in chunks(len(test), ROWS))
+    yield from zeroshot(score, batches, {"vec": layer.weight})
+
+
+def _read(
+    matcher: Matcher,
+    sources: dict[str, Source],
+    options: ProbeOptions,
+    cache: Path | None,
+    batch: int,
+    workers: int,
+    skipped: list[Skipped] | None,
+) -> Data:
+    """Features of all splits, checked."""
+    splits: dict[str, Split] = {}
+    for what, source in sources.items():
+        splits[what] = split(matcher, source, batch, workers, cache)
+        if skipped is not None:
+            skipped += [_told(one, what) for one in splits[what].skipped]
+    names = _classes(sources, splits)
+    found = {what: _rows(sources[what].name, splits[what], options) for what in splits}
+    train = splits["train"]
+    return Data(found["train"], found["test"], found.get("val"), names, train, sources["train"].fingerprint)
+
+
+def _told(one: Skipped, what: str) -> Skipped:
+    """With the split it is missing from, where that is not the one that is judged."""
+    return one if what == "test" else Skipped(one.row, one.key, f"{one.reason} ({what})")
+
+
+def _rows(name: str, found: Split, options: ProbeOptions) -> Rows:
+    assert options.features is not None
+    x = found.features.get(options.features)
+    if x is None:
+        raise ValueError(
+            f"this model has no features {options.features!r}: it has no projection that one could stand before. "
+            "Use --probe.features vec."
+        )
+    bad = (~x.isfinite().all(1)).nonzero()[:, 0]
+    if len(bad):
+        row = int(found.rows[bad[0]])
+        raise ValueError(f"{name}: features of {len(bad)} of {len(x)} pictures are no numbers, first of row {row}.")
+    return Rows(x, found.labels)
+
+
+def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:
+    """Names of all classes, by number where the data has none. Says which ones training lacks."""
+    named = {what: getattr(source, "classnames", None) for what, source in sources.items()}
+    lists = {what: list(names) for what, names in named.items() if names}
+    first, names = next(iter(lists.items()), ("", []))
+    for what, other in lists.items():
+        if other != names:
+            raise ValueError(
+                f"{sources[first].name} names {len(names)} classes and {sources[what].name} {len(other)}, or others: "
+                "expected the same names in the same order."
+            )
+    highest = max(int(found.labels.max()) for found in splits.values())
+    names = names or [str(c) for c in range(highest + 1)]
+    if highest >= len(names):
+        raise ValueError(f"labels run to {highest}, but classnames.txt names {len(names)} classes: expected one each.")
+    present = set(splits["train"].labels.tolist())
+    if len(present) < 2:
+        raise ValueError(f"{sources['train'].name} has one class only: there is nothing to tell apart.")
+    lacking = sorted(set(splits["test"].labels.tolist()) - present)
+    if lacking:
+        some = ", ".join(repr(names[c]) for c in lacking[:3])
+        said = "%d classes of the test pictures have no training picture, so the probe cannot know them: %s"
+        log.warning(said, len(lacking), some)
+    return names
+
+
+def _sources(matcher: Matcher, test: Source, train: Source | str | None, val: Source | str | None) -> dict[str, Source]:
+    """The splits by what they are for. Raises: ValueError where two are the same."""
+    from kiloword.data.sources.open import open_source
+
+    size = matcher.model.config.image.size
+    if train is None:
+        train = beside(test.name)
+        log.warning("training data: %s", train)
+    given: dict[str, Source | str | None] = {"test": test, "train": train, "val": val}
+    sources = {
+        what: open_source(one, size) if isinstance(one, str) else one for what, one in given.items() if one is not None
+    }
+    for what, source in sources.items():
+        same = next((w for w, other in sources.items() if w != what and other.fingerprint == source.fingerprint), None)
+        if same is not None:
+            raise ValueError(f"the {what} and {same} data are the same, {source.name}: expected different pictures.")
+    return sources
+
+
+def beside(test: str) -> str:
+    """The training split that goes with test data: scenes:train, or a folder `train` in it or beside it.
+
+    Raises: ValueError where there is none.
+    """
+    if re.match(r"scenes:(test|val)(\?|$)", test):
+        return re.sub("^scenes:(test|val)", "scenes:train", test)
+    folder = Path(test).expanduser()
+    places = [folder / "train", *([folder.absolute().parent / "train"] if folder.name in TESTS else [])]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise ValueError(
+            f"no training data beside {test}: give --train SRC, with a class label for every picture (.cls members)."
+        )
+    return str(found)

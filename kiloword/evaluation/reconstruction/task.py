@@ -1,0 +1,222 @@
+"""Whether a model paints hidden patches better from the right caption: `kiloword eval MODEL reconstruction`.
+
+Text-guided masked pictures (arXiv:2401.02137, section 3.2), judged as they were trained: by the L1 of hidden patches.
+The paper has no such numbers; that the right caption is the best guide is what its term is for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kiloword.data.reading import EvalBatch
+from kiloword.evaluation.features import IMAGES, batches_in_turns, inference
+from kiloword.evaluation.reconstruction.page import SHOWN, Example, report, worse_than_flat
+from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
+from kiloword.explain.reconstruct import fill, mean_colour, mim_settings, reconstruct, speaks_of
+from kiloword.methods.coca import masked_images, masking
+from kiloword.model.image import unfold
+from kiloword.randomness import key, uniform
+from kiloword.types import Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+__all__ = ["report", "run"]
+
+log = logging.getLogger(__name__)
+
+MASKS = ("attentive", "random")
+GUIDES = ("right", "wrong", "none")
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    batch: int = IMAGES,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+    shown: dict[str, Any] | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Yield, for masks "attentive" and "random", what hidden patches lose by the right caption, a wrong one and none.
+
+    `reconstruction_l1_right@MASK`, `_wrong`, `_none`: mean over pictures of the L1 of their hidden patches, in
+    normalised pixels; `_mean_colour`: of the patches that are seen; `_mean_picture`: this data's mean at each pixel.
+    `right_beats_wrong@MASK`: share of pictures, a tie is half of one; `wrong_minus_right@MASK`: the mean difference,
+    `wrong_minus_right_se@MASK`: its standard error; so for none. A picture's patches are hidden alike for all of these,
+    as many as in training: those that its right caption speaks of most by this model, or random ones by its row, which
+    are the same for all models of one number of patches.
+
+    The right caption is a picture's first, a wrong one another picture's (see `wrong_captions`), none an empty one,
+    which training may never have shown: `_none` then holds what a model loses by an input new to it, too. A model
+    trained without text paints the same whatever is said: it has `_none` alone. One trained on pixels less each
+    patch's mean is given mean and deviation of the true patches, and beside it stands `_own_mean`: that mean alone.
+
+    A model that paints worse than one flat colour is warned about.
+
+    Raises: ValueError for a model without an image decoder, and for data without two pictures that differ in captions.
+    """
+    judge = Judge(matcher)
+    bad = [] if skipped is None else skipped
+    wrong, mean = _known(judge, source, batch, workers, bad)
+
+    def judged(part: EvalBatch) -> Judged | None:
+        places = [n for n, row in enumerate(part.rows) if row in wrong]
+        return judge.judged(source, part, places, [wrong[part.rows[n]] for n in places], mean) if places else None
+
+    for found, _ in batches_in_turns(matcher, source, batch, workers, judged):
+        if found is not None:
+            judge.add(found)
+    if shown is not None:
+        shown.update(examples=judge.examples, norm_pix=judge.settings.norm_pix, truth=hasattr(source, "relevance"))
+    yield "pictures", float(len(wrong))
+    for mask, losses in judge.losses.items():
+        metrics = dict(values(losses, mask))
+        if worse := worse_than_flat(metrics, mask):
+            log.warning("%s patches: %s", mask, worse)
+        yield from metrics.items()
+
+
+def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, float]]:
+    """The metrics of one kind of mask. Args: losses of every picture, by what its patches were painted from."""
+    for name, each in losses.items():
+        yield f"reconstruction_l1_{name}@{mask}", math.fsum(each) / len(each)
+    if "right" not in losses:
+        return
+    for other in ("wrong", "none"):
+        more = torch.tensor(losses[other], dtype=torch.float64) - torch.tensor(losses["right"], dtype=torch.float64)
+        yield f"right_beats_{other}@{mask}", float((more > 0).double().mean() + 0.5 * (more == 0).double().mean())
+        yield f"{other}_minus_right@{mask}", float(more.mean())
+        if len(more) > 1:
+            yield f"{other}_minus_right_se@{mask}", float(more.std()) / math.sqrt(len(more))
+
+
+def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Skipped]) -> tuple[dict[int, str], Tensor]:
+    """What a first reading tells: a wrong caption of each row, and the mean picture [3, H, W], 0 to 255."""
+
+    def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor, list[Skipped]]:
+        named = list(zip(part.rows, part.keys, part.captions, strict=True))
+        kept = [n for n, own in enumerate(part.captions) if own]
+        bare = [Skipped(row, name, "no caption") for row, name, own in named if not own]
+        return [named[n] for n in kept], part.images[kept].double().sum(0), bare
+
+    found: list[tuple[int, str, list[str]]] = []
+    total = torch.zeros((), dtype=torch.float64)  # of whole numbers: exact in any order
+    for made, skipped in batches_in_turns(judge.matcher, source, batch, workers, look):
+        bad += skipped
+        if made is not None:
+            found += made[0]
+            total = total + made[1]
+            bad += made[2]
+    rows = [row for row, _, _ in found]
+    wrong = wrong_captions(source, rows, [captions for _, _, captions in found])
+    bad += [Skipped(row, name, "no other's caption is wrong of it") for row, name, _ in found if row not in wrong]
+    if not wrong:
+        raise ValueError(
+            f"{source.name}: of its {len(rows)} pictures with captions none has a wrong one among the others'; "
+            "expected at least two pictures whose captions differ."
+        )
+    return wrong, total / len(rows)
+
+
+@dataclass(frozen=True)
+class Painted:
+    """A batch of pictures with hidden patches, painted from several guides."""
+
+    images: Tensor  # uint8 [n, 3, H, W]
+    hidden: Tensor  # [n, m]
+    pixels: dict[str, Tensor]  # [n, m, 3 * patch^2] by guide, normalised
+    losses: dict[str, Tensor]  # [n] by guide, and by baseline
+
+
+@dataclass
+class Judged:
+    """What a batch of pictures lost, by mask, then guide, and a few of them."""
+
+    losses: dict[str, dict[str, list[float]]]
+    examples: list[Example]
+
+
+class Judge:
+    """A model that paints pictures, what they lost so far, and a few of them."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.settings = mim_settings(matcher)
+        self.matcher, self.model = matcher, matcher.model
+        self.losses: dict[str, dict[str, list[float]]] = {mask: {} for mask in MASKS}  # by mask, then guide: [pictures]
+        self.examples: list[Example] = []
+
+    def add(self, found: Judged) -> None:
+        """Count a batch."""
+        for mask, losses in found.losses.items():
+            for name, values_ in losses.items():
+                self.losses[mask].setdefault(name, []).extend(values_)
+            some = [example for example in found.examples if example.mask == mask]
+            self.examples += some[: self._room(mask)]
+
+    def _room(self, mask: str) -> int:
+        return SHOWN - sum(example.mask == mask for example in self.examples)
+
+    def judged(self, source: Source, part: EvalBatch, places: list[int], wrong: list[str], mean: Tensor) -> Judged:
+        """Paint some pictures of a batch, each from its right caption, a wrong one and none."""
+        device = next(self.model.parameters()).device
+        right = [part.captions[n][0] for n in places]
+        seeds = torch.tensor([key(source.fingerprint, "reconstruction", part.rows[n]) for n in places])
+        found = Judged({}, [])
+        for mask in self.losses:
+            with inference(self.model):
+                done = self.paint(part.images[places].to(device), right, wrong, seeds.to(device), mask, mean.to(device))
+            found.losses[mask] = {name: values_.double().tolist() for name, values_ in done.losses.items()}
+            shown = range(min(self._room(mask), len(right)))
+            found.examples += [self.example(done, n, mask, right[n], wrong[n]) for n in shown]
+        return found
+
+    def paint(
+        self, images: Tensor, right: Sequence[str], wrong: Sequence[str], seeds: Tensor, mask: str, mean: Tensor
+    ) -> Painted:
+        """Images uint8 [n, 3, H, W]; seeds [n] of random masks; mean: the mean picture."""
+        model, config = self.model, self.model.config
+        said = dict(zip(GUIDES, (right, wrong, [""] * len(right)), strict=True))
+        guides = {k: self.matcher.tokenizer.encode(v, config.text).to(images.device) for k, v in said.items()}
+        patches = (config.image.size // config.image.patch) ** 2
+        if mask == "attentive":
+            scored = speaks_of(model, images, guides["right"], self.settings)
+        else:
+            scored = uniform(seeds, "reconstruction.mask", patches)
+        hidden = masking.chosen(scored, masking.number(self.settings.mim_share, patches, "mim_share"), most=True)
+        used = guides if self.settings.guide == "text" else {"none": guides["none"]}
+        pixels = dict(zip(used, reconstruct(model, images, hidden, list(used.values()), self.settings), strict=True))
+        target = masked_images.pixels(model, images, hidden, norm_pix=False)
+        every = {**pixels, **self.baselines(images, hidden, target, mean)}
+        losses = {name: masked_images.distance(one, target).mean(1) for name, one in every.items()}
+        return Painted(images, hidden, pixels, losses)
+
+    def baselines(self, images: Tensor, hidden: Tensor, target: Tensor, mean: Tensor) -> dict[str, Tensor]:
+        """What needs no model: [n, m, 3 * patch^2], or what broadcasts to it."""
+        patch, std = self.model.config.image.patch, self.model.std.float()
+        everywhere = unfold(((mean.float() / 255 - self.model.mean.float()) / std)[None], patch)[0]
+        found = {
+            "mean_colour": mean_colour(self.model.normalise(images).float(), hidden, patch),
+            "mean_picture": everywhere[hidden],
+        }
+        return {**found, "own_mean": target.mean(-1, keepdim=True)} if self.settings.norm_pix else found
+
+    def example(self, done: Painted, n: int, mask: str, right: str, wrong: str) -> Example:
+        """Picture n of a batch, as the page shows it."""
+        one = slice(n, n + 1)
+        filled = {
+            name: fill(self.model, done.images[one], done.hidden[one], pixels[one])[0].permute(1, 2, 0).cpu().numpy()
+            for name, pixels in done.pixels.items()
+        }
+        original = done.images[n].permute(1, 2, 0).cpu().numpy()
+        losses = {name: float(done.losses[name][n]) for name in done.pixels}
+        side = self.model.config.image.size // self.model.config.image.patch
+        hidden = masking.as_bool(done.hidden[one], side * side)[0].view(side, side).cpu().numpy()
+        return Example(mask, original, hidden, filled, losses, right, wrong)

@@ -1,0 +1,131 @@
+"""Retrieval in two stages: a shortlist by "vec", then the exact score of what is on it.
+
+For heads whose score is dearer than a product of vectors: `kiloword eval MODEL retrieval --shortlist 50`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kiloword.distributed.sharing import in_turns
+from kiloword.evaluation.features import chunks, rows
+from kiloword.evaluation.metrics import Standing, check_scores, hit, standing
+from kiloword.evaluation.progress import track
+from kiloword.evaluation.retrieval.task import PANEL, Relevance, check_pairs, true_means
+from kiloword.model.pooling import at_least_float
+from kiloword.types import Features
+
+PairScore = Callable[[Features, Features], Tensor]
+"""n pictures and n texts, row by row: [n], higher = better match; a head's `score_pairs`."""
+
+GATHERED = 1 << 26  # bytes of features that are copied at once to score pairs
+
+
+def shortlisted(
+    score: PairScore,
+    images: Features,
+    texts: Features,
+    image_of_text: Tensor,
+    shortlist: int,
+    ks: Sequence[int] = (1, 5, 10),
+    relevance: Relevance | Tensor | None = None,
+) -> Iterator[tuple[str, float]]:
+    """The metrics of `retrieval` where only the `shortlist` items nearest by "vec" are scored exactly.
+
+    They stand first, in the order of their scores; the rest follows in the order of "vec". So with a shortlist of
+    everything the metrics are those of `retrieval`. How much the first stage loses is told too:
+    `image_retrieval_shortlist_recall@N`: share of texts whose picture is among the N pictures nearest to them.
+    `text_retrieval_shortlist_recall@N`: share of texts that are among the N texts nearest to their picture.
+
+    Args: images [I, ...]; texts [T, ...]; image_of_text [T] int64; relevance as a function of rows or [T, I] bool.
+    """
+    if shortlist < 1:
+        raise ValueError(f"a shortlist of {shortlist} items; expected at least 1")
+    check_pairs(images, texts, image_of_text)
+    picture = image_of_text.to(images["vec"].device)
+    listed = {
+        "text_retrieval": _own(
+            _Panels(score, images, texts, shortlist), lambda r: picture == _numbers(r, picture), picture.device
+        ),
+        "image_retrieval": _own(
+            _Panels(lambda t, i: score(i, t), texts, images, shortlist),
+            lambda c: picture[c, None] == torch.arange(len(images["vec"]), device=picture.device),
+            picture.device,
+        ),
+    }
+    for k in ks:
+        for name, (where, _) in listed.items():
+            yield f"{name}_recall@{k}", hit(where, k).mean().item()
+    for name, (_, kept) in listed.items():
+        yield f"{name}_shortlist_recall@{shortlist}", kept / len(picture)
+    if relevance is not None:
+        yield from _true_relevance(score, images, texts, shortlist, relevance, ks)
+
+
+@dataclass(frozen=True)
+class _Panels:
+    """Queries against C items, of which the n nearest by "vec" are scored exactly."""
+
+    score: PairScore
+    queries: Features
+    items: Features
+    n: int
+
+    def parts(self) -> list[slice]:
+        """Queries that are looked at together."""
+        return list(chunks(len(self.queries["vec"]), max(1, PANEL // len(self.items["vec"]))))
+
+    def of(self, q: slice) -> tuple[Tensor, Tensor]:
+        """The scores that some queries rank all items by [q, C], and their shortlists [q, N]."""
+        some, items = rows(self.queries, q), self.items
+        near = check_scores(at_least_float(some["vec"]) @ at_least_float(items["vec"]).T)
+        short = near.topk(min(self.n, len(items["vec"])), 1).indices
+        exact = check_scores(_listed(self.score, some, items, short))
+        rest = near.to(exact.dtype) - 2 + exact.amin(1, keepdim=True)  # cosines are at most 1: below all on the list
+        return rest.scatter(1, short, exact), short
+
+
+def _listed(score: PairScore, queries: Features, items: Features, short: Tensor) -> Tensor:
+    """Every query against the items on its list [q, N]: [q, N]."""
+    query = torch.arange(len(short), device=short.device).repeat_interleave(short.shape[1])
+    item = short.flatten()
+    row_bytes = sum(x[0].numel() * x.element_size() for x in (*queries.values(), *items.values()))
+    parts = [
+        score({k: v[query[p]] for k, v in queries.items()}, {k: v[item[p]] for k, v in items.items()})
+        for p in chunks(len(item), max(1, GATHERED // row_bytes))
+    ]
+    return torch.cat(parts).view(short.shape)
+
+
+def _own(panels: _Panels, positives: Callable[[slice], Tensor], device: torch.device) -> tuple[Standing, float]:
+    """Where the best positive of every query stands, and how many positives the shortlists hold."""
+
+    def judged(q: slice) -> tuple[list[Tensor], int]:
+        panel, short = panels.of(q)
+        positive = positives(q)  # [q, C] bool
+        return [x.cpu() for x in standing(panel, positive)], int(positive.gather(1, short).sum())
+
+    queries = panels.parts()
+    parts, kept = zip(*track(in_turns(queries, judged), "ranks", "blocks of queries", len(queries)), strict=True)
+    return Standing(*(torch.cat(values).to(device) for values in zip(*parts, strict=True))), sum(kept)
+
+
+def _numbers(r: slice, like: Tensor) -> Tensor:
+    """The row numbers of a slice as a column [r, 1]."""
+    return torch.arange(r.start, r.stop, device=like.device)[:, None]
+
+
+def _true_relevance(
+    score: PairScore,
+    images: Features,
+    texts: Features,
+    shortlist: int,
+    relevance: Relevance | Tensor,
+    ks: Sequence[int],
+) -> Iterator[tuple[str, float]]:
+    panels = _Panels(lambda t, i: score(i, t), texts, images, shortlist)
+    yield from true_means(lambda c: panels.of(c)[0], len(images["vec"]), len(texts["vec"]), relevance, ks)

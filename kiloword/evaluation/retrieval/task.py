@@ -1,0 +1,230 @@
+"""Retrieval both ways, many captions a picture: `kiloword eval MODEL retrieval`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kiloword.distributed.sharing import gathered, in_turns, own, sums
+from kiloword.evaluation.features import IMAGES, chunks, join, rows, seen
+from kiloword.evaluation.metrics import Standing, average_precision, check_scores, hit, precision_at, rounding, standing
+from kiloword.evaluation.progress import track
+from kiloword.types import Features, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+Score = Callable[[Features, Features], Tensor]
+"""Pictures [i, ...] and texts [t, ...] -> [i, t], higher = better match: a head's `score`."""
+
+Relevance = Callable[[slice], "Tensor | np.ndarray"]
+"""Rows of texts -> [t, I] bool: every picture that a text is true of."""
+
+PANEL = 1 << 22  # scores sorted at once for true relevance
+
+
+def retrieval(
+    score: Score,
+    images: Features,
+    texts: Features,
+    image_of_text: Tensor,
+    ks: Sequence[int] = (1, 5, 10),
+    relevance: Relevance | Tensor | None = None,
+    chunk: int = 1024,
+) -> Iterator[tuple[str, float]]:
+    """Recall@k both ways, as CLIP_benchmark defines and names it; no [I, T] is ever held.
+
+    `image_retrieval_recall@k`: share of texts whose picture is among the first k pictures.
+    `text_retrieval_recall@k`: share of pictures with any of their captions among the first k texts; a picture
+    without captions is a miss. With relevance also what `true_relevance` yields. Ties get their expected value.
+
+    Args: images [I, ...]; texts [T, ...]; image_of_text [T] int64; relevance as a function of rows or [T, I] bool.
+    """
+    check_pairs(images, texts, image_of_text)
+    for_images, for_texts = standings(score, images, texts, image_of_text, chunk)
+    for k in ks:
+        yield f"text_retrieval_recall@{k}", hit(for_images, k).mean().item()
+        yield f"image_retrieval_recall@{k}", hit(for_texts, k).mean().item()
+    if relevance is not None:
+        yield from true_relevance(score, images, texts, relevance, ks, chunk)
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    batch: int = IMAGES,
+    workers: int = 0,
+    ks: Sequence[int] = (1, 5, 10),
+    chunk: int = 1024,
+    shortlist: int | None = None,
+    skipped: list[Skipped] | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Encode a source and yield its retrieval metrics; true relevance too where the source offers it.
+
+    Args: shortlist: score only so many items a query exactly, the nearest by "vec"; None: all of them.
+    """
+    bad = [] if skipped is None else skipped
+    captioned: list[Features] = []
+    captions: list[str] = []
+    places: list[int] = []  # rows of the source
+    picture: list[int] = []  # of each caption, an index into places
+    for part in seen(matcher, source, batch, workers, bad):
+        described = part.without([not some for some in part.captions], "no caption", bad)
+        for row, some in zip(described.rows, described.captions, strict=True):
+            picture += [len(places)] * len(some)
+            captions += some
+            places.append(row)
+        captioned.append(described.images)
+    if not captions:
+        raise ValueError(
+            f"{source.name} has no captions to retrieve with: expected images with captions. Class data is for "
+            "`kiloword eval MODEL zeroshot`."
+        )
+    truth = getattr(source, "relevance", None)
+    relevance = None if truth is None else lambda c: truth(captions[c], places)
+    texts = matcher.encode_text(captions)
+    images, image_of_text = join(captioned), torch.tensor(picture)
+    if shortlist is None:
+        yield from retrieval(matcher.score, images, texts, image_of_text, ks, relevance, chunk)
+    else:
+        from kiloword.evaluation.retrieval.shortlist import shortlisted
+
+        yield from shortlisted(matcher.score_pairs, images, texts, image_of_text, shortlist, ks, relevance)
+
+
+def check_pairs(images: Features, texts: Features, image_of_text: Tensor) -> None:
+    """Refuse what cannot be ranked."""
+    n, t = len(images["vec"]), len(texts["vec"])
+    if n == 0 or t == 0:
+        raise ValueError(f"retrieval got {n} pictures and {t} texts: it needs at least one of each")
+    if image_of_text.shape != (t,) or not 0 <= int(image_of_text.min()) <= int(image_of_text.max()) < n:
+        raise ValueError(f"image_of_text must hold, for each of the {t} texts, the row of one of the {n} pictures")
+
+
+def standings(
+    score: Score, images: Features, texts: Features, image_of_text: Tensor, chunk: int
+) -> tuple[Standing, Standing]:
+    """Where the best caption of every picture [I] and the picture of every text [T] stand, block by block.
+
+    The pairs' own scores are taken first; all else is then counted against them. Ranks share the blocks.
+    """
+    device = images["vec"].device
+    n, t = len(images["vec"]), len(texts["vec"])
+    picture = image_of_text.to(device)
+    of_own = _own_scores(score, images, texts, picture, chunk)  # [T]
+    best = torch.full((n,), -torch.inf, dtype=of_own.dtype, device=device).scatter_reduce(0, picture, of_own, "amax")
+    low_i, high_i = best - rounding(best), best + rounding(best)
+    low_t, high_t = of_own - rounding(of_own), of_own + rounding(of_own)
+    above_i, reach_i, above_t, reach_t = (torch.zeros(k, dtype=torch.int64, device=device) for k in (n, n, t, t))
+    blocks = own(_blocks(n, t, chunk))
+    for r, c in track(blocks, "ranks", "blocks of pairs", len(blocks)):
+        block = _others(check_scores(score(rows(images, r), rows(texts, c))), picture[c], r)
+        above_i[r] += _count(block > high_i[r, None], 1)
+        reach_i[r] += _count(block >= low_i[r, None], 1)
+        above_t[c] += _count(block > high_t[c], 0)
+        reach_t[c] += _count(block >= low_t[c], 0)
+    above_i, reach_i, above_t, reach_t = sums(above_i, reach_i, above_t, reach_t)  # reach: above or tied, own left out
+    is_best = (of_own >= low_i[picture]).long()
+    positives, ones = torch.zeros_like(above_i).index_add_(0, picture, is_best), torch.ones_like(above_t)
+    return Standing(above_i, reach_i + positives - above_i, positives), Standing(above_t, reach_t + 1 - above_t, ones)
+
+
+def _blocks(n: int, t: int, chunk: int) -> list[tuple[slice, slice]]:
+    """Rows and columns of every block of n pictures and t texts."""
+    return [(r, c) for r in chunks(n, chunk) for c in chunks(t, chunk)]
+
+
+def _count(found: Tensor, dim: int) -> Tensor:
+    return found.sum(dim, dtype=torch.int32)  # three times as fast as the default, and a block is smaller than 2^31
+
+
+def _own_scores(score: Score, images: Features, texts: Features, picture: Tensor, chunk: int) -> Tensor:
+    """Every text against its own picture: [T]. Blocks without such a pair are not computed."""
+    found = []
+    blocks = [(r, c) for r, c in _blocks(len(images["vec"]), len(picture), chunk) if len(_pairs(picture[c], r))]
+    for r, c in own(blocks):
+        at = _pairs(picture[c], r)
+        block = check_scores(score(rows(images, r), rows(texts, c)))
+        found.append(((at + c.start).cpu(), block[picture[c][at] - r.start, at].cpu()))
+    columns, values = zip(*(one for some in gathered(found) for one in some), strict=True)
+    of_own = torch.cat(values)
+    return torch.empty_like(of_own).scatter(0, torch.cat(columns), of_own).to(picture.device)
+
+
+def _others(block: Tensor, picture: Tensor, r: slice) -> Tensor:
+    """A block of scores [i, t] whose own pairs are NaN: neither above nor beside anything."""
+    at = _pairs(picture, r)
+    if not len(at):
+        return block
+    others: Tensor = block.index_put((picture[at] - r.start, at), block.new_tensor(torch.nan))
+    return others
+
+
+def _pairs(picture: Tensor, r: slice) -> Tensor:
+    """Columns of a block whose own picture is one of its rows."""
+    return torch.where((picture >= r.start) & (picture < r.stop))[0]
+
+
+def true_relevance(
+    score: Score,
+    images: Features,
+    texts: Features,
+    relevance: Relevance | Tensor,
+    ks: Sequence[int] = (1, 5, 10),
+    chunk: int = 1024,
+) -> Iterator[tuple[str, float]]:
+    """Retrieval of pictures where the truth is known: every picture that a text is true of counts.
+
+    `image_retrieval_true_map` (average precision), `image_retrieval_true_r_precision` (hits among the first R over R,
+    with R pictures to find), `image_retrieval_true_recall@k` (any hit among the first k). Means over the texts that are
+    true of some picture; the others, if any, are counted as `image_retrieval_true_unmatched`.
+    """
+    n, t = len(images["vec"]), len(texts["vec"])
+
+    def panel(c: slice) -> Tensor:
+        return torch.cat([score(rows(images, r), rows(texts, c)) for r in chunks(n, chunk)]).T
+
+    yield from true_means(panel, n, t, relevance, ks)
+
+
+def true_means(
+    panel: Callable[[slice], Tensor], n: int, t: int, relevance: Relevance | Tensor, ks: Sequence[int]
+) -> Iterator[tuple[str, float]]:
+    """What `true_relevance` yields, of n pictures and t texts. Args: panel: the scores [rows, I] of rows of texts."""
+
+    def judged(c: slice) -> tuple[int, dict[str, float]]:
+        scores = panel(c)
+        truth = torch.as_tensor(relevance[c] if isinstance(relevance, Tensor) else relevance(c))
+        if truth.shape != scores.shape:
+            came, wanted = tuple(truth.shape), tuple(scores.shape)
+            raise ValueError(f"relevance came as {came}; {wanted} (texts, pictures) expected")
+        known = truth.any(1)
+        found = _panel_metrics(scores[known.to(scores.device)], truth[known].to(scores.device), ks)
+        return int(known.sum()), dict(found)
+
+    totals: dict[str, float] = {}
+    answerable = 0
+    for count, found in in_turns(list(chunks(t, max(1, PANEL // n))), judged):
+        answerable += count
+        for name, value in found.items():
+            totals[name] = totals.get(name, 0.0) + value
+    if not answerable:
+        raise ValueError("no text is true of any picture: there is nothing to retrieve")
+    for name, value in totals.items():
+        yield name, value / answerable
+    if answerable < t:
+        yield "image_retrieval_true_unmatched", float(t - answerable)
+
+
+def _panel_metrics(scores: Tensor, truth: Tensor, ks: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """Sums over the texts of one panel: scores [t, I], truth [t, I] bool."""
+    yield "image_retrieval_true_map", average_precision(scores, truth).sum().item()
+    yield "image_retrieval_true_r_precision", precision_at(scores, truth, truth.sum(1)).sum().item()
+    where = standing(scores, truth)
+    for k in ks:
+        yield f"image_retrieval_true_recall@{k}", hit(where, k).sum().item()

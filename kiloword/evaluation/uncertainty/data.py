@@ -1,0 +1,146 @@
+"""What the task `uncertainty` looks at: pictures, captions and their levels as Gaussians, encoded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kiloword.data.scenes.grammar import parse
+from kiloword.data.scenes.query import ANY, Query
+from kiloword.evaluation.features import join, seen
+from kiloword.evaluation.hierarchy.chains import read
+from kiloword.methods.prolip.gaussian import variance_sum
+from kiloword.types import Features, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+LENGTHS = (0, 6, 11, 16, 21, 31)  # words from which a bucket of lengths starts
+
+Chain = tuple[int, list[str]]
+"""A picture (index, not row) and texts about it from general to specific."""
+
+
+@dataclass
+class Data:
+    """I encoded pictures of a source and their T captions."""
+
+    source: Source
+    rows: list[int]  # [I] of the source
+    images: Features
+    labels: Tensor  # [I] int64, -1: none
+    captions: list[str]  # [T]
+    picture: Tensor  # [T] int64, index of each caption's picture
+    texts: Features | None  # None: there are no captions
+    image_doubt: Tensor  # [I] sums of variances
+    text_doubt: Tensor  # [T]
+
+
+@dataclass
+class Levelled:
+    """N different texts that stand at a level of generality each, 0 the most general."""
+
+    level: Tensor  # [N] int64
+    doubt: Tensor  # [N] sums of variances
+    captions: bool  # these are the data's different captions, in their order; else texts of chains
+
+
+def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> Data:
+    """Encode a source, a batch at a time; what has no caption stays, as a picture."""
+    rows: list[int] = []
+    images: list[Features] = []
+    labels: list[Tensor] = []
+    captions: list[str] = []
+    picture: list[int] = []
+    for part in seen(matcher, source, batch, workers, skipped):
+        for i, own in enumerate(part.captions, start=len(rows)):
+            picture += [i] * len(own)
+            captions += own
+        rows += part.rows
+        images.append(part.images)
+        one = part.labels is not None and part.labels.ndim == 1  # many labels a picture are neither right nor wrong
+        labels.append(part.labels if part.labels is not None and one else torch.full((len(part.rows),), -1))
+    joined, texts = join(images), matcher.encode_text(captions) if captions else None
+    return Data(
+        source=source,
+        rows=rows,
+        images=joined,
+        labels=torch.cat(labels),
+        captions=captions,
+        picture=torch.tensor(picture, dtype=torch.int64),
+        texts=texts,
+        image_doubt=doubt(joined, source.name),
+        text_doubt=torch.empty(0) if texts is None else doubt(texts, source.name),
+    )
+
+
+def doubt(features: Features, name: str) -> Tensor:
+    """Sums of variances, [N] double; ValueError when one is not finite."""
+    found = variance_sum(features).double().cpu()
+    if not bool(found.isfinite().all()):
+        raise ValueError(f"{name}: variances are not finite: the weights hold NaN, or log variances overflow")
+    return found
+
+
+def different(items: Sequence[object]) -> list[int]:
+    """Where each different item stands first, ascending."""
+    first: dict[object, int] = {}
+    for i, item in enumerate(items):
+        first.setdefault(item, i)
+    return list(first.values())
+
+
+def buckets(words: Tensor) -> list[tuple[str, Tensor]]:
+    """Numbers of words [N] put together: "6-10" and which they are, [N] bool, of the buckets that hold any."""
+    found = []
+    for low, high in zip(LENGTHS, (*LENGTHS[1:], None), strict=True):
+        inside = (words >= low) & (words < high if high else True)
+        if bool(inside.any()):
+            found.append((f"{low}-{high - 1}" if high else f"{low}+", inside))
+    return found
+
+
+def caption_levels(source: Source, captions: Sequence[str]) -> list[int] | None:
+    """Levels of captions whose source knows the truth of them and whose words are those of scenes; else None."""
+    if not captions or not hasattr(source, "relevance"):
+        return None
+    queries = [parse(caption) for caption in captions]
+    known = [level(query) for query in queries if query is not None]
+    return known if len(known) == len(captions) else None
+
+
+def level(query: Query) -> int:
+    """How specific a query is, by what it says.
+
+    0: nothing that is not true of every scene; 1: one fact; 3: all six facts of every thing it names; 2: else.
+    """
+    said = sum(fact is not None for thing in query.things for fact in thing)
+    facts = said + (query.count is not None) + (query.background is not None) + (query.relation is not None)
+    if facts == 0 and len(query.things) < 2:
+        return 0
+    if facts <= 1 and len(query.things) < 2:
+        return 1
+    return 3 if query.things and said == len(query.things) * len(ANY) else 2
+
+
+def chains(data: Data) -> list[Chain]:
+    """The chains of every encoded picture, all of one length: the source's own, or HierarCaps' from its json."""
+    found = read(data.source).chains
+    return [(i, texts) for i, row in enumerate(data.rows) for texts in found.get(row, [])]
+
+
+def levelled(matcher: Matcher, data: Data, found: Sequence[Chain]) -> Levelled | None:
+    """Captions of scenes where they are of several levels, else the texts of chains; None where nothing has levels."""
+    levels = caption_levels(data.source, data.captions)
+    if levels is not None and (len(set(levels)) > 1 or not found):
+        first = different(data.captions)
+        return Levelled(torch.tensor(levels)[first], data.text_doubt[first], captions=True)
+    standing = [(text, k) for _, texts in found for k, text in enumerate(texts)]
+    if not standing:
+        return None
+    texts, level = zip(*(standing[i] for i in different(standing)), strict=True)
+    return Levelled(torch.tensor(level), doubt(matcher.encode_text(texts), data.source.name), captions=False)

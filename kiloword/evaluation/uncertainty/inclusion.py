@@ -1,0 +1,169 @@
+"""Whether Gaussians include each other as pictures and captions do: H, eq. 4 of arXiv:2410.18857."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kiloword.data.scenes.entailment import follows
+from kiloword.data.scenes.grammar import parse
+from kiloword.evaluation.calibration import groups
+from kiloword.evaluation.features import chunks
+from kiloword.evaluation.uncertainty.data import Chain, Data
+from kiloword.methods.prolip.gaussian import csd, inclusion
+from kiloword.randomness import key
+from kiloword.types import Features
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+PAIRS = 4096  # compared at once
+MOST = 2000  # chains that are tested
+
+Pair = tuple[int, int, int]
+"""Indices of two texts (what is inside, what it is inside of), and the number of the chain that they come from."""
+
+
+def pairwise(a: Features, b: Features, of: Tensor, within: Tensor) -> tuple[Tensor, Tensor]:
+    """H(a in b), the sum over dimensions with eps 0, and CSD, of rows `of` of a and `within` of b.
+
+    Returns: [n] double each, of [n] and [n].
+    """
+    h, distance = [], []
+    for part in chunks(len(of), PAIRS):
+        x, y = _rows(a, of[part]), _rows(b, within[part])
+        h.append(inclusion(x, y).double().sum(-1).cpu())
+        distance.append(csd(x, y).double().cpu())
+    return torch.cat(h), torch.cat(distance)
+
+
+def _rows(features: Features, which: Tensor) -> Features:
+    return {name: features[name][which.to(features[name].device)] for name in ("vec", "log_var")}
+
+
+def matched(data: Data) -> Tensor:
+    """H(picture in caption) of every caption with its own picture, [T]; its negative is H(caption in picture)."""
+    assert data.texts is not None
+    return pairwise(data.images, data.texts, data.picture, torch.arange(len(data.picture)))[0]
+
+
+@dataclass
+class Links:
+    """Pairs of texts that are compared, out of N chains."""
+
+    texts: list[str]  # all different
+    pairs: dict[str, list[Pair]]  # "chain_3_in_2": a text in the next more general one, ...; "reverse"; "unrelated"
+    exact: bool  # whether the truth is known (scenes) or read off the chains
+
+    def right(self, pairs: Sequence[Pair]) -> Tensor:
+        """Whether each pair's first text truly lies in its second, [n] bool."""
+        if self.exact:
+            return torch.tensor([_follows(self.texts[a], self.texts[b]) for a, b, _ in pairs])
+        known = {(a, b) for name, own in self.pairs.items() if name.startswith("chain") for a, b, _ in own}
+        return torch.tensor([(a, b) in known or a == b for a, b, _ in pairs])
+
+
+def links(found: Sequence[Chain], exact: bool) -> Links:
+    """Pairs of at most MOST chains, drawn by how many there are. Equal texts of one chain make no pair.
+
+    "chain" holds those of every link, "reverse" the same the other way round, "unrelated" a text and the next more
+    general one of another picture's chain. Args: exact: the texts are captions of scenes.
+    """
+    rng = np.random.Generator(np.random.Philox(key("chains", len(found))))
+    index: dict[str, int] = {}
+    order = rng.permutation(len(found))[:MOST].tolist()
+    own = [(found[n][0], [index.setdefault(text, len(index)) for text in found[n][1]]) for n in order]
+    pairs: dict[str, list[Pair]] = {}
+    for n, ((picture, chain), (other, wrong)) in enumerate(zip(own, [*own[1:], *own[:1]], strict=True)):
+        for k in range(len(chain) - 1, 0, -1):
+            if chain[k] != chain[k - 1]:
+                pairs.setdefault(f"chain_{k}_in_{k - 1}", []).append((chain[k], chain[k - 1], n))
+            if picture != other:
+                pairs.setdefault("unrelated", []).append((chain[k], wrong[k - 1], n))
+    every = [pair for name, own_pairs in pairs.items() if name != "unrelated" for pair in own_pairs]
+    unrelated = pairs.pop("unrelated", [])
+    return Links(
+        list(index),
+        {**pairs, "chain": every, "reverse": [(b, a, n) for a, b, n in every], "unrelated": unrelated},
+        exact,
+    )
+
+
+def _follows(a: str, b: str) -> bool:
+    specific, general = parse(a), parse(b)
+    assert specific is not None, "captions of scenes are understood"
+    assert general is not None, "captions of scenes are understood"
+    return follows(specific, general)
+
+
+@dataclass
+class Answer:
+    """What a model says of n pairs, and the truth. All [n]."""
+
+    h: Tensor  # double, H(first in second)
+    distance: Tensor  # double, CSD
+    truth: Tensor  # bool
+    held: Tensor  # bool, of the chains by which the overlap is chosen
+
+    def says(self, overlap: float = math.inf) -> Tensor:
+        """What `Matcher.includes` says."""
+        return (self.h > 0) & (self.distance < overlap)
+
+
+def answers(matcher: Matcher, tested: Links) -> dict[str, Answer]:
+    """Every list of pairs that holds any."""
+    features = matcher.encode_text(tested.texts)
+    found = {}
+    for name, pairs in tested.pairs.items():
+        if pairs:
+            a, b, n = torch.tensor(pairs).T
+            h, distance = pairwise(features, features, a, b)
+            found[name] = Answer(h, distance, tested.right(pairs), n % 2 == 0)
+    return found
+
+
+def inclusion_tests(found: Mapping[str, Answer]) -> Iterator[tuple[str, float]]:
+    """Rates of right answers, in [0, 1], to the question whether one text includes another; yes where H > 0.
+
+    `inclusion_chain_K_in_J`: a text of level K in that of level J of one chain; `inclusion_chain`: over all of these;
+    `inclusion_reverse`: the other way round; `inclusion_unrelated`: a text in the more general one of another
+    picture's chain, in which a share `inclusion_unrelated_true` truly is. The sign of H says mostly which is wider, so
+    unrelated pairs pass too; under names with `_overlap` the two must also lie nearer than `inclusion_overlap`, as
+    `Matcher.includes` asks: every other chain chooses it, and the rates are those of the rest.
+    """
+    for name, answer in found.items():
+        yield f"inclusion_{name}", _rate(answer.says(), answer.truth)
+    if "unrelated" not in found:
+        return
+    yield "inclusion_unrelated_true", float(found["unrelated"].truth.double().mean())
+    overlap = best_overlap([found[name] for name in ("chain", "unrelated") if name in found])
+    yield "inclusion_overlap", overlap
+    for name, answer in found.items():
+        if bool((~answer.held).any()):
+            yield f"inclusion_{name}_overlap", _rate(answer.says(overlap)[~answer.held], answer.truth[~answer.held])
+
+
+def best_overlap(found: Sequence[Answer]) -> float:
+    """The distance below which to believe H > 0, so that most answers about the held pairs are right; 4 for any.
+
+    4 is the distance of opposite means without variance.
+    """
+    asked = [answer.held & (answer.h > 0) for answer in found]
+    distance = torch.cat([answer.distance[some] for answer, some in zip(found, asked, strict=True)])
+    truth = torch.cat([answer.truth[some] for answer, some in zip(found, asked, strict=True)])
+    values, which, _ = groups(distance)
+    gain = torch.zeros_like(values).index_add(0, which, 2 * truth.double() - 1)  # of believing those at this distance
+    best = int(torch.cat([gain.new_zeros(1), gain.cumsum(0)]).argmax())
+    if best == len(values):
+        return max(4.0, 2 * float(values[-1])) if len(values) else 4.0
+    return float(values[best]) if best == 0 else float((values[best - 1] + values[best]) / 2)
+
+
+def _rate(said: Tensor, truth: Tensor) -> float:
+    return float((said == truth).double().mean())

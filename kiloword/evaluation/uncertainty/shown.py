@@ -1,0 +1,135 @@
+"""What the page of the task `uncertainty` draws: numbers and pictures, without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from kiloword.data.images.augmentation import fit
+from kiloword.data.images.decode import decode
+from kiloword.evaluation.calibration import Bins
+from kiloword.evaluation.uncertainty.data import Data, Levelled, different
+from kiloword.evaluation.uncertainty.inclusion import Answer
+from kiloword.randomness import key
+from kiloword.types import Features
+
+Pixels = npt.NDArray[np.uint8]
+
+SHOWN = 12  # most and least certain pictures, and texts
+LONG = 90  # percent of the texts are shorter than those that are called long
+PLANE = 4  # pictures in the plane
+CAPTIONS = 4  # of each of them
+SIDE = 128  # pixels a side of a picture on the page, at most
+
+
+@dataclass
+class Findings:
+    """What `run` found, beside its values."""
+
+    data: Data
+    matched: Tensor | None = None  # [T] H(picture in caption) of matched pairs
+    true_of: Tensor | None = None  # [N] pictures that each different caption is true of
+    levelled: Levelled | None = None
+    answers: dict[str, Answer] = field(default_factory=dict)
+    exact: bool = False  # whether the truth of these is known
+    bins: dict[str, Bins] = field(default_factory=dict)
+
+
+@dataclass
+class Plane:
+    """A few pictures and captions in the plane of their means' two largest principal components."""
+
+    pictures: list[Pixels]  # [n]
+    of: list[int]  # [m] of each point, a picture
+    is_text: list[bool]  # [m]
+    texts: list[str]  # [m], "" for pictures
+    means: Tensor  # [m, 2]
+    spread: Tensor  # [m, 2, 2] covariances
+    share: Tensor  # [2] of the means' variance
+
+
+def drawn(found: Findings) -> dict[str, Any]:
+    """Everything by name; captions count once where they are the same."""
+    data = found.data
+    first = different(data.captions)
+    doubts = data.text_doubt[first]
+    texts = [data.captions[i] for i in first]
+    up = doubts.argsort(stable=True).tolist()
+    words = torch.tensor([len(text.split()) for text in texts])
+    long = words >= np.percentile(words, LONG) if texts else words
+    pictures = data.image_doubt.argsort(stable=True).tolist()
+    return {
+        "image": data.image_doubt,
+        "text": data.text_doubt,
+        "own": data.image_doubt[data.picture],  # of each caption's picture
+        "words": words,
+        "different": doubts,
+        "found": {
+            name: getattr(found, name) for name in ("matched", "true_of", "levelled", "answers", "exact", "bins")
+        },
+        "certain": _pictures(data, pictures[:SHOWN]),
+        "uncertain": _pictures(data, pictures[::-1][:SHOWN]),
+        "certain texts": [(texts[i], float(doubts[i])) for i in up[:SHOWN]],
+        "uncertain texts": [(texts[i], float(doubts[i])) for i in up[::-1][:SHOWN]],
+        "long texts": [(texts[i], float(doubts[i])) for i in up[::-1] if long[i]][:SHOWN],
+        "plane": plane(data),
+    }
+
+
+def _pictures(data: Data, which: Sequence[int]) -> list[tuple[Pixels, float]]:
+    return [(pixels(data, i), float(data.image_doubt[i])) for i in which]
+
+
+def pixels(data: Data, picture: int) -> Pixels:
+    """The centre of a picture, at most SIDE pixels a side: uint8 [H, W, 3]."""
+    whole = decode(data.source.record(data.rows[picture]).image)
+    square: Pixels = fit(Image.fromarray(whole), min(SIDE, *whole.shape[:2])).permute(1, 2, 0).numpy()
+    return square
+
+
+def plane(data: Data) -> Plane | None:
+    """Some pictures with captions, the same ones for every model; None below two points.
+
+    The projection is linear, so a Gaussian stays one: its covariance becomes P diag(variances) P^T (appendix A.1 uses
+    draws of it instead).
+    """
+    if data.texts is None:
+        return None
+    owners = sorted(set(data.picture.tolist()))
+    chosen = sorted(owners, key=lambda i: key(data.source.fingerprint, "plane", data.rows[i]))[:PLANE]
+    captions = [(n, t) for n, i in enumerate(chosen) for t in (data.picture == i).nonzero()[:CAPTIONS, 0].tolist()]
+    parts = [_rows(data.images, chosen), _rows(data.texts, [t for _, t in captions])]
+    means, variances = (torch.cat([part[name] for part in parts]) for name in ("vec", "log_var"))
+    axes, share = principal(means)  # [2, D]
+    return Plane(
+        [pixels(data, i) for i in chosen],
+        [*range(len(chosen)), *(n for n, _ in captions)],
+        [False] * len(chosen) + [True] * len(captions),
+        [""] * len(chosen) + [data.captions[t] for _, t in captions],
+        (means - means.mean(0)) @ axes.T,
+        torch.einsum("ad,nd,bd->nab", axes, variances.exp(), axes),
+        share,
+    )
+
+
+def _rows(features: Features, which: Sequence[int]) -> Features:
+    return {name: features[name][list(which)].double().cpu() for name in ("vec", "log_var")}
+
+
+def principal(points: Tensor) -> tuple[Tensor, Tensor]:
+    """Two axes [2, D] along which points [N, D] vary most, their shares of the variance [2].
+
+    An axis may point either way: the largest of its numbers is made positive.
+    """
+    _, values, axes = torch.linalg.svd(points - points.mean(0), full_matrices=True)
+    axes = axes[:2]
+    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
+    squares = torch.nn.functional.pad(values.square(), (0, 2))
+    return axes * largest.sign(), squares[:2] / squares.sum().clamp_min(torch.finfo(squares.dtype).tiny)

@@ -1,0 +1,195 @@
+"""What a model's uncertainty says: `kiloword eval MODEL uncertainty` (arXiv:2410.18857, section 4.3).
+
+The uncertainty of a picture or a text is the sum of the variances of its Gaussian. Whether it is honest is asked of
+lengths and levels of captions, of the number of pictures that they are true of, of what is included in what, and of
+errors (calibration, as PCME++ does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kiloword.distributed.sharing import in_turns
+from kiloword.evaluation.calibration import binned, calibration, defined, groups, spearman
+from kiloword.evaluation.features import IMAGES, chunks
+from kiloword.evaluation.metrics import hit, standing
+from kiloword.evaluation.retrieval.task import PANEL, standings
+from kiloword.evaluation.uncertainty.data import (
+    Data,
+    Levelled,
+    buckets,
+    caption_levels,
+    chains,
+    different,
+    gather,
+    levelled,
+)
+from kiloword.evaluation.uncertainty.inclusion import answers, inclusion_tests, links, matched
+from kiloword.evaluation.uncertainty.page import report
+from kiloword.evaluation.uncertainty.shown import Findings, drawn
+from kiloword.evaluation.zeroshot.task import Templates, classifier
+from kiloword.types import Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+
+__all__ = ["brief", "report", "run"]
+
+QUANTILES = (5, 25, 50, 75, 95)  # percent
+Values = Iterator[tuple[str, float]]
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    classnames: Sequence[str] | None = None,
+    templates: Templates | None = None,
+    batch: int = IMAGES,
+    workers: int = 0,
+    chunk: int = 1024,
+    skipped: list[Skipped] | None = None,
+    shown: dict[str, Any] | None = None,
+) -> Values:
+    """Encode a source and yield what its parts allow; without captions, that of pictures and classes.
+
+    `image_uncertainty_*`, `text_uncertainty_*` (mean, std, q05 to q95; by words, `_words_A-B` and `_words_spearman`; by
+    level, `_level@k` and `_level_spearman`), `text_above_image`, `image_in_text`, `text_in_image`, then what
+    `of_truth`, `inclusion_tests` and `calibration` yield.
+
+    Args: classnames, templates: of zero-shot classes, default to the source's own; shown: is filled with what the page
+    draws. Errors: ValueError for a model without Gaussians.
+    """
+    if matcher.model.head.uncertainty is None:
+        raise ValueError(
+            "this model's features have no variance, so it has no uncertainty to evaluate: train one that has, "
+            "as `kiloword train prolip` or any method with --uncertainty gaussian"
+        )
+    data = gather(matcher, source, batch, workers, [] if skipped is None else skipped)
+    found = Findings(data)
+    yield from spread("image_uncertainty", data.image_doubt)
+    if data.texts is not None:
+        yield from _of_texts(data, found)
+    written = chains(data)
+    found.levelled = levelled(matcher, data, written)
+    if found.levelled is not None:
+        yield from by_level(found.levelled)
+    if written:
+        found.exact = caption_levels(source, [text for _, texts in written for text in texts]) is not None
+        found.answers = answers(matcher, links(written, found.exact))
+        yield from inclusion_tests(found.answers)
+    for name, doubts, right in _judged(matcher, data, classnames, templates, chunk):
+        found.bins[name] = binned(doubts, right)
+        yield from calibration(f"calibration_{name}", found.bins[name])
+    if shown is not None:
+        shown |= drawn(found)
+
+
+def spread(name: str, doubts: Tensor) -> Values:
+    """Of sums of variances [N]: mean, standard deviation (of these N) and quantiles."""
+    yield f"{name}_mean", float(doubts.mean())
+    yield f"{name}_std", float(doubts.std(correction=0))
+    for q, value in zip(QUANTILES, np.percentile(doubts.numpy(), QUANTILES).tolist(), strict=True):
+        yield f"{name}_q{q:02d}", value
+
+
+def _of_texts(data: Data, found: Findings) -> Values:
+    """What captions alone, and with their own pictures, say."""
+    assert data.texts is not None
+    yield from spread("text_uncertainty", data.text_doubt)
+    above = data.text_doubt > data.image_doubt[data.picture]
+    yield "text_above_image", float(above.double().mean())
+    found.matched = matched(data)
+    yield "image_in_text", float((found.matched > 0).double().mean())
+    yield "text_in_image", float((found.matched < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
+    first = different(data.captions)
+    yield from by_length(torch.tensor([len(data.captions[i].split()) for i in first]), data.text_doubt[first])
+    if hasattr(data.source, "relevance"):
+        found.true_of = true_of(data, first)
+        yield from of_truth(data, first, found.true_of)
+
+
+def by_length(words: Tensor, doubts: Tensor) -> Values:
+    """Of N different texts: Spearman's correlation with their numbers of words, and means by bucket of these."""
+    yield from defined("text_uncertainty_words_spearman", spearman(words, doubts))
+    for name, inside in buckets(words):
+        yield f"text_uncertainty_words_{name}", float(doubts[inside].mean())
+
+
+def by_level(texts: Levelled) -> Values:
+    """Means by level, and Spearman's correlation of level and uncertainty: negative where the general is uncertain."""
+    yield from defined("text_uncertainty_level_spearman", spearman(texts.level, texts.doubt))
+    for k in sorted(set(texts.level.tolist())):
+        yield f"text_uncertainty_level@{k}", float(texts.doubt[texts.level == k].mean())
+
+
+def true_of(data: Data, which: Sequence[int]) -> Tensor:
+    """How many of the pictures some captions are true of: [n] int64, a block of captions at a time."""
+    truth = data.source.relevance  # type: ignore[attr-defined]
+    texts = [data.captions[i] for i in which]
+    parts = list(chunks(len(texts), max(1, PANEL // len(data.rows))))
+    return torch.cat(list(in_turns(parts, lambda part: torch.as_tensor(truth(texts[part], data.rows)).sum(1))))
+
+
+def of_truth(data: Data, which: Sequence[int], count: Tensor) -> Values:
+    """Spearman's correlation of uncertainty and the (logarithm of the) number of pictures that a caption is true of.
+
+    `truth_spearman`: over the captions that differ and are true of some picture, `truth_captions` of them, those true
+    of all pictures too; `truth_spearman_level@k`: over those of one level, where their numbers differ;
+    `truth_unmatched`: captions true of none, left out.
+    """
+    doubts, some = data.text_doubt[list(which)], count > 0
+    yield from defined("truth_spearman", spearman(doubts[some], count[some]))
+    levels = caption_levels(data.source, [data.captions[i] for i in which])
+    for k in sorted(set(levels or [])):
+        here = some & (torch.tensor(levels) == k)
+        yield from defined(f"truth_spearman_level@{k}", spearman(doubts[here], count[here]))
+    yield "truth_captions", float(some.sum())
+    yield "truth_unmatched", float((~some).sum())
+
+
+def _judged(
+    matcher: Matcher, data: Data, classnames: Sequence[str] | None, templates: Templates | None, chunk: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What may be right or wrong: its name, uncertainties [N] and chances of being right [N].
+
+    "text": is a caption's own picture found first; "image": is any caption of a picture found first, both by the
+    model's score; "zeroshot": is a picture's class. Pictures without captions, or without a label, are left out.
+    """
+    if data.texts is not None:
+        kept, place, _ = groups(data.picture)
+        images = {name: value[kept.to(value.device)] for name, value in data.images.items()}
+        for_images, for_texts = standings(matcher.score, images, data.texts, place, chunk)
+        yield "text", data.text_doubt, hit(for_texts, 1).cpu()
+        yield "image", data.image_doubt[kept], hit(for_images, 1).cpu()
+    names = classnames or getattr(data.source, "classnames", None)
+    kept = (data.labels >= 0).nonzero()[:, 0]
+    if names and len(kept):
+        given = templates or getattr(data.source, "templates", None) or ["{c}"]
+        yield "zeroshot", data.image_doubt[kept], _classified(matcher, data, kept, names, given, chunk)
+
+
+def _classified(
+    matcher: Matcher, data: Data, kept: Tensor, names: Sequence[str], templates: Templates, chunk: int
+) -> Tensor:
+    """Chance that the class of some pictures [n] stands first, [n]."""
+    classes = classifier(matcher.model, matcher.tokenizer, names, templates)
+    labels = data.labels[kept]
+    if int(labels.max()) >= len(names):
+        raise ValueError(f"labels run to {int(labels.max())}, but there are {len(names)} classes")
+    parts = []
+    for part in chunks(len(kept), chunk):
+        some = {name: value[kept[part].to(value.device)] for name, value in data.images.items()}
+        right = torch.nn.functional.one_hot(labels[part], len(names)).bool()
+        parts.append(hit(standing(matcher.score(some, classes).cpu(), right), 1))
+    return torch.cat(parts)
+
+
+def brief(name: str) -> bool:
+    """Whether a value belongs on a screen: the bins of the calibration and most quantiles do not."""
+    return "_right@" not in name and "_uncertainty@" not in name and not name.endswith(("_q25", "_q75"))

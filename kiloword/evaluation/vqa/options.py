@@ -1,0 +1,31 @@
+"""How questions are answered: what `kiloword eval MODEL vqa` may be told. No torch: help is instant."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kiloword.config.recipes import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class VqaOptions(Settings):
+    """What answers there are, and how one is chosen."""
+
+    answers: Path | None = None  # the closed list, an answer a line; without: those of --train, or the data's own
+    most: int = 3128  # of the answers of --train, so many of the most frequent
+    decode: Literal["list", "rank", "free"] = "list"  # word by word within the list; every answer tried; any words
+    beams: int = 5  # list and free: unfinished answers that are kept; 1: greedy
+    length_penalty: float = 0.0  # an answer's score is its log probability / tokens^this
+
+    def check(self) -> None:
+        """Raises: ValueError for numbers that make no sense, and for what is not read."""
+        for name in ("most", "beams"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--vqa.{name} is {getattr(self, name)}. Expected at least 1.")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"--vqa.length-penalty is {self.length_penalty}. Expected a finite number, such as 0.")
+        if self.decode == "rank" and self.beams != VqaOptions.beams:
+            raise ValueError("--vqa.beams is not read by --vqa.decode rank: leave it away.")

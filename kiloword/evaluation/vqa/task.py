@@ -1,0 +1,190 @@
+"""Visual question answering: how right a model's answers are. `kiloword eval MODEL vqa`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kiloword.data.reading import EvalBatch, captions_at
+from kiloword.data.sources.open import open_source
+from kiloword.data.sources.questions import ANSWERS, check_asks, question_in
+from kiloword.data.sources.sample import check_regular
+from kiloword.distributed.sharing import alone, lockstep
+from kiloword.evaluation.features import IMAGES, batches_in_turns
+from kiloword.evaluation.vqa.metric import Judged, accuracy, means
+from kiloword.evaluation.vqa.options import VqaOptions
+from kiloword.generation.options import GenerationOptions
+from kiloword.types import BadSample, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.generation.answerer import Answerer, AnswerList
+
+Guesses = Mapping[str | None, str]
+"""The most frequent answer by question type, and over all of them under None."""
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    train: Source | str | None = None,
+    vqa: VqaOptions | None = None,
+    batch: int = IMAGES,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+) -> Iterator[tuple[str, float]]:
+    """VQA accuracy (see `vqa_metric.accuracy`) over all questions, by question type and by answer type.
+
+    Args: train: data whose answers are the closed list; vqa: other lists, and how an answer is found.
+    Yields: "accuracy", "accuracy/question/TYPE", "accuracy/answer/TYPE"; where the training answers are known, the same
+    as "majority_..." of who always gives the most frequent one (to this type of question, on scenes); "questions";
+    and, where there is a list, its length as "answers" and the share of answers outside it as "outside".
+    Errors: ValueError for a model that answers no questions, data that asks none, a list that is missing.
+    """
+    from kiloword.generation.answerer import Answerer
+
+    options = vqa or VqaOptions()
+    options.check()
+    check_asks(source)
+    answerer, bad = Answerer(matcher.model, matcher.tokenizer), [] if skipped is None else skipped
+    known = _known(source, train, options)
+    listed = None if known.answers is None else answerer.close(known.answers)
+
+    def answer(images: Tensor, infos: Sequence[Mapping[str, Any]]) -> list[_Given]:
+        said = _answer(answerer, images, [info["question"] for info in infos], listed, options)
+        return [_Given(answer, info) for answer, info in zip(said, infos, strict=True)]
+
+    given = _asked(matcher, source, batch, workers, bad, answer)
+    yield from means(one.judged(one.answer) for one in given)
+    if known.guesses:
+        judged = (one.judged(known.guess(one)) for one in given)
+        yield from ((f"majority_{name}", value) for name, value in means(judged))
+    yield "questions", float(len(given))
+    if known.answers is not None:
+        yield "answers", float(len(known.answers))
+        inside = set(known.answers)
+        yield "outside", sum(one.answer not in inside for one in given) / len(given)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """An answer that the model gave, and what the data says of the question."""
+
+    answer: str
+    info: Mapping[str, Any]
+
+    def judged(self, answer: str) -> Judged:
+        """How right an answer to this question is."""
+        kinds = (self.info.get("question_type"), self.info.get("answer_type"))
+        return Judged(accuracy(answer, self.info[ANSWERS]), *kinds)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of answers before any question is asked."""
+
+    answers: Sequence[str] | None = None
+    guesses: Guesses = field(default_factory=dict)
+
+    def guess(self, one: _Given) -> str:
+        return self.guesses.get(one.info.get("question_type"), self.guesses[None])
+
+
+def _known(source: Source, train: Source | str | None, options: VqaOptions) -> _Known:
+    """The closed list and the most frequent answers. Raises: ValueError when a list is needed and there is none."""
+    if isinstance(train, str):
+        train = open_source(train)
+    counted = _counted(train, options.most) if train is not None else None
+    own = getattr(source, "majority", None)
+    guesses: Guesses = own() if callable(own) else {None: counted[0]} if counted else {}
+    if options.answers is not None:
+        return _Known(_lines(options.answers), guesses)
+    answers = counted or getattr(source, "answers", None)
+    if answers is None and options.decode != "free":
+        raise ValueError(
+            f"{source.name} has no closed list of answers: name the data that the model was trained on with --train, "
+            "or a file with an answer a line with --vqa.answers; --vqa.decode free needs none."
+        )
+    return _Known(answers, guesses)
+
+
+def _counted(train: Source, most: int) -> list[str]:
+    """The most frequent answers of a data set, of equally frequent ones by the alphabet.
+
+    Raises: ValueError for none, and for data that asks no questions: its captions are no answers.
+    """
+    check_asks(train)
+    counts: Counter[str] = Counter()
+    for row in range(len(train)):
+        try:
+            counts.update(captions_at(train, row))
+        except BadSample:
+            continue
+    if not counts:
+        raise ValueError(f"{train.name} has no answers: expected `answers` beside its questions.")
+    return sorted(counts, key=lambda answer: (-counts[answer], answer))[:most]
+
+
+def _lines(path: Path) -> list[str]:
+    check_regular(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8: expected an answer a line.") from None
+    answers = [line.strip() for line in lines if line.strip()]
+    if not answers:
+        raise ValueError(f"{path} is empty: expected an answer a line.")
+    return answers
+
+
+def _asked(
+    matcher: Matcher,
+    source: Source,
+    batch: int,
+    workers: int,
+    skipped: list[Skipped],
+    answer: Callable[[Tensor, Sequence[Mapping[str, Any]]], list[_Given]],
+) -> list[_Given]:
+    """All answers, given pictures [n, 3, H, W] and what is known of their questions; rows without one are `skipped`.
+
+    A sharded model answers the same questions on every rank: how often it is called hangs on the answers.
+    """
+
+    def ask(part: EvalBatch) -> tuple[list[_Given], list[Skipped]]:
+        asks = [question_in(info) is not None for info in part.infos]
+        named = zip(part.rows, part.keys, asks, strict=True)
+        bare = [Skipped(row, key, "no question with an answer") for row, key, asked in named if not asked]
+        some = [info for info, asked in zip(part.infos, asks, strict=True) if asked]
+        return answer(part.images[asks], some) if some else [], bare
+
+    given: list[_Given] = []
+    with alone() if lockstep() else nullcontext():
+        for made, bad in batches_in_turns(matcher, source, batch, workers, ask):
+            skipped += bad
+            if made is not None:
+                skipped += made[1]
+                given += made[0]
+    if not given:
+        why = f", the first because: {skipped[0].reason}" if skipped else ""
+        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable picture with a question{why}")
+    return given
+
+
+def _answer(
+    answerer: Answerer, images: Tensor, questions: list[str], listed: AnswerList | None, options: VqaOptions
+) -> list[str]:
+    memory = answerer.memory(images, questions)
+    if options.decode == "rank":
+        assert listed is not None, "a list was asked for"
+        return answerer.rank(memory, listed, options.length_penalty)
+    how = GenerationOptions(
+        method="beam", beams=options.beams, length_penalty=options.length_penalty, exact=True, shortest=1
+    )
+    return answerer.answer(memory, how, listed if options.decode == "list" else None)

@@ -1,0 +1,160 @@
+"""Bayesian prompt re-weighting: how much each prompt of a class explains pictures of it.
+
+The prompts of a class are the components of a Gaussian mixture, draws from pictures its observations; the weights are
+the mode of their posterior under a Dirichlet prior, by expectation maximisation. Source: arXiv:2410.18857, algorithm 1.
+
+    C  classes   N  prompts of a class, the most; others are padded   J  observations of a class
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kiloword.evaluation.features import chunks
+from kiloword.evaluation.zeroshot.options import PromptOptions
+from kiloword.model.heads import Head
+from kiloword.model.pooling import at_least_float
+from kiloword.randomness import key
+from kiloword.types import Features
+
+HELD = 2**23  # numbers of observations that are held at once, in double precision
+
+
+@dataclass
+class Weights:
+    """Weights of T prompts."""
+
+    weights: Tensor  # [T] float64; those of a class sum to 1
+    steps: int  # of expectation maximisation, the most of any class
+
+
+def reweigh(
+    texts: Features,
+    group: Tensor,
+    n: int,
+    pictures: Features,
+    names: list[str],
+    chosen: Tensor,
+    options: PromptOptions,
+) -> Weights:
+    """Weights of the prompts of n classes.
+
+    Args: texts: Gaussians of T prompts; group [T] int64 in [0, n); pictures: Gaussians of I pictures, on the CPU as all
+    that is computed here; names: a word for each, which keys its draws; chosen [n, M] int64, each class's pictures.
+    """
+    options = options.resolved()
+    assert options.samples is not None
+    mean, log_var = texts["vec"].cpu().double(), texts["log_var"].cpu().double()
+    place = padded(group.cpu(), n)  # [C, N], -1: none
+    held = chosen.shape[1] * options.samples * mean.shape[1]
+    out, steps = torch.zeros(len(mean), dtype=torch.float64), 0
+    for part in chunks(n, max(1, HELD // held)):
+        seen = torch.stack([observations(pictures, names, which, options) for which in chosen[part]])
+        real = place[part] >= 0
+        found, used = fit(seen, mean[place[part]], log_var[place[part]], real, options)
+        out[place[part][real]] = found[real]
+        steps = max(steps, used)
+    return Weights(out, steps)
+
+
+def padded(group: Tensor, n: int) -> Tensor:
+    """The prompts of each class in their order, [n, N], -1 where a class has fewer than the most."""
+    own = [(group == c).nonzero()[:, 0] for c in range(n)]
+    return torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1)
+
+
+def observations(pictures: Features, names: list[str], which: Tensor, options: PromptOptions) -> Tensor:
+    """Draws from the Gaussians of M pictures, [M x samples, D] float64; those of a picture are the same everywhere."""
+    assert options.samples is not None
+    some = {name: pictures[name][which].cpu().double()[:, None] for name in ("vec", "log_var")}  # [M, 1, D]
+    noise = [_normal(options.samples, some["vec"].shape[-1], options.seed, names[i]) for i in which.tolist()]
+    return (some["vec"] + (0.5 * some["log_var"]).exp() * torch.stack(noise)).flatten(0, 1)
+
+
+def _normal(samples: int, dim: int, seed: int, name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(key(seed, name, "prompts"))
+    return torch.randn(samples, dim, generator=generator, dtype=torch.float64)
+
+
+def fit(seen: Tensor, mean: Tensor, log_var: Tensor, real: Tensor, options: PromptOptions) -> tuple[Tensor, int]:
+    """Weights [C, N] of the components, and the steps that were taken.
+
+    Args: seen [C, J, D]; mean, log_var [C, N, D]; real [C, N] bool: not padding.
+    """
+    options = options.resolved()
+    assert options.alpha is not None
+    start = initial(log_var, real)
+    density = log_density(seen, mean, log_var.exp() + options.eps).masked_fill(~real[:, None], -math.inf)
+    pseudo = prior(start, real, options.alpha, options.prior)
+    weights, going, taken = start, torch.ones(len(start), dtype=torch.bool), 0
+    while taken < options.steps and bool(going.any()):
+        new = maximised(density, weights, pseudo)
+        moved = (new - weights).abs().amax(1) > options.tolerance
+        weights = torch.where(going[:, None], new, weights)  # a class ends by itself, whichever stand beside it
+        going, taken = going & moved, taken + 1
+    return weights, taken
+
+
+def initial(log_var: Tensor, real: Tensor) -> Tensor:
+    """Where the weights start: proportional to 1 / trace, [C, N] of log variances [C, N, D] (line 5)."""
+    return (-log_var.logsumexp(-1)).masked_fill(~real, -math.inf).softmax(-1)
+
+
+def log_density(seen: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """log f_n(x_j), [C, J, N] of seen [C, J, D] and components [C, N, D]; as products of matrices, never [C, J, N, D].
+
+    Around the mean of a class's components, so that the expanded square cancels little.
+    """
+    middle = mean.mean(1, keepdim=True)
+    x, m, precision = seen - middle, mean - middle, 1 / var
+    square = x.square() @ precision.mT - 2 * x @ (m * precision).mT + (m.square() * precision).sum(-1)[:, None]
+    volume = (var.log() + math.log(2 * math.pi)).sum(-1)
+    return -0.5 * (square + volume[:, None])
+
+
+def prior(start: Tensor, real: Tensor, alpha: float, kind: Literal["symmetric", "uncertainty"]) -> Tensor:
+    """alpha_n - 1 of the Dirichlet prior, [C, N]: equal, or as many in all with the mode at `start`."""
+    count = real.sum(-1, keepdim=True).to(start)
+    share = real / count if kind == "symmetric" else start
+    return (alpha - 1) * count * share
+
+
+def maximised(density: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
+    """One step of expectation maximisation: new weights [C, N] (lines 10 to 19).
+
+    Below alpha 1 a weight that would be negative is 0; where all would be, the one that explains most is 1.
+    """
+    responsible = (density + weights.log()[:, None]).softmax(-1)  # [C, J, N]
+    explained = responsible.sum(1)
+    new = (explained + pseudo).clamp(min=0)
+    most = torch.nn.functional.one_hot(explained.argmax(-1), explained.shape[-1]).to(new)
+    new = torch.where(new.sum(-1, keepdim=True) > 0, new, most)
+    return new / new.sum(-1, keepdim=True)
+
+
+def objective(density: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
+    """Log posterior of weights up to a constant, [C]: what no step makes smaller while alpha is at least 1."""
+    likelihood = (density + weights.log()[:, None]).logsumexp(-1).sum(-1)
+    return likelihood + torch.xlogy(pseudo, weights).sum(-1)
+
+
+def combined(head: Head, texts: Features, group: Tensor, n: int, weights: Tensor, options: PromptOptions) -> Features:
+    """One row a class, sum of weight times Gaussian: as the head weighs prompts, but for two settings of `options`.
+
+    The mean keeps its length, as the authors' code has it, or gets norm 1; variances are weighed by squares or plainly.
+    """
+    share = weights.to(texts["vec"])
+    classes = head.ensemble(texts, group, n, share)
+    if not options.renormalise:
+        vec = at_least_float(texts["vec"]) * share[:, None]
+        classes["vec"] = vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec)
+    log_share = (2 if options.variance == "squares" else 1) * share.log()
+    place = padded(group.cpu(), n).to(group.device)
+    log_var = (at_least_float(texts["log_var"]) + log_share[:, None])[place]  # [C, N, D]
+    classes["log_var"] = log_var.masked_fill(place[..., None] < 0, -math.inf).logsumexp(1)
+    return classes

@@ -1,0 +1,134 @@
+"""What `kiloword eval MODEL zeroshot --html` draws: accuracy, and which prompts of each class count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kiloword.report import card, grid, page, paragraph, table
+from kiloword.report.parts import Cell
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.evaluation.zeroshot.options import Way
+    from kiloword.evaluation.zeroshot.prompts import Chosen, Pictures, Prompts
+    from kiloword.types import Source
+
+CARDS = 12  # classes shown with pictures: those whose weights are least uniform
+SEEN = 3  # pictures of each
+ENDS = 3  # prompts at each end of a card
+LINES = 200  # classes in the table
+VALUES = {  # columns of the first table: metric -> heading
+    "acc1": "acc1",
+    "ensemble_acc1": "acc1, ensemble",
+    "acc5": "acc5",
+    "mean_per_class_recall": "mean per class recall",
+    "mean_average_precision": "mAP",
+    "ensemble_mean_average_precision": "mAP, ensemble",
+    "held_out": "held out",
+    "kept": "prompts kept",
+    "max_weight": "largest weight",
+    "max_weight_uniform": "if uniform",
+    "entropy": "entropy",
+    "entropy_uniform": "if uniform",
+}
+
+
+@dataclass
+class Class:
+    """The weighed prompts of one class."""
+
+    name: str
+    prompts: list[tuple[str, float]]  # heaviest first
+    pictures: list[tuple[npt.NDArray[np.uint8], str]]  # that it learned from, with their true classes
+
+    @property
+    def concentration(self) -> float:
+        """The largest weight against the uniform one."""
+        return self.prompts[0][1] * len(self.prompts)
+
+
+def drawn(
+    matcher: Matcher,
+    source: Source,
+    way: Way,
+    chosen: Chosen,
+    prompts: Prompts,
+    pictures: Pictures,
+    captions: Sequence[str],
+) -> dict[str, Any]:
+    """What the page shows of one model: its classes, those with the least uniform weights first."""
+    group, weights = prompts.group.tolist(), chosen.weights.tolist()
+    own: list[list[tuple[str, float]]] = [[] for _ in prompts.names]
+    for c, caption, weight in zip(group, captions, weights, strict=True):
+        own[c].append((caption, weight))
+    classes = [Class(n, sorted(p, key=lambda x: -x[1]), []) for n, p in zip(prompts.names, own, strict=True)]
+    order = sorted(range(len(classes)), key=lambda c: -classes[c].concentration)
+    if chosen.seen is not None:
+        for c in order[:CARDS]:
+            classes[c].pictures = _seen(matcher, source, pictures, chosen.seen[c][:SEEN], prompts.names)
+    return {"way": way, "classes": [classes[c] for c in order]}
+
+
+def _seen(
+    matcher: Matcher, source: Source, pictures: Pictures, which: torch.Tensor, names: Sequence[str]
+) -> list[tuple[npt.NDArray[np.uint8], str]]:
+    from kiloword.data.reading import eval_batches
+
+    config, places = matcher.model.config, which.tolist()
+    rows = [range(pictures.rows[i], pictures.rows[i] + 1) for i in places]
+    pixels = torch.cat(
+        [b.images for b in eval_batches(source, config.image.size, config.preprocess.resize, parts=rows)]
+    )
+    labels = [pictures.labels[i] for i in places]
+    words = [names[int(label)] if label.ndim == 0 else "" for label in labels]
+    return list(zip((p.permute(1, 2, 0).numpy() for p in pixels), words, strict=True))
+
+
+def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+    """A page: accuracy of every model, then the weights of its prompts, where it has any."""
+    columns = [name for name in VALUES if any(name in values for values in found.values())]
+    rows: list[list[Cell]] = [[m, *(_shown(v, name) for name in columns)] for m, v in found.items()]
+    numbers = table(rows, ["model", *(VALUES[name] for name in columns)], digits=3, strong=1)
+    sections = [("Accuracy", numbers)]
+    for model, more in shown.items():
+        classes: list[Class] = more.get("classes", [])
+        if classes:
+            sections.append((f"Prompts of {model}, by {more['way']}", _weights(classes) + _cards(classes)))
+    intro = f"Zero-shot classification of {data}."
+    if any(more.get("classes") for more in shown.values()):
+        intro += " Weights of a class's prompts sum to 1."
+    if "entropy" in columns:
+        intro += " Entropies are in nats."
+    return page("Zero-shot classification by prompts", intro, sections)
+
+
+def _shown(values: Mapping[str, float], name: str) -> Cell:
+    return int(values[name]) if name == "held_out" and name in values else values.get(name)
+
+
+def _weights(classes: Sequence[Class]) -> str:
+    rows: list[list[Cell]] = []
+    for one in classes[:LINES]:
+        (most, high), (fewest, low) = one.prompts[0], one.prompts[-1]
+        rows.append([one.name, most, high, fewest, low, 1 / len(one.prompts)])
+    note = paragraph(f"The first {LINES} of {len(classes)} classes.") if len(classes) > LINES else ""
+    return table(rows, ["class", "heaviest prompt", "weight", "lightest prompt", "weight", "uniform"], digits=3) + note
+
+
+def _cards(classes: Sequence[Class]) -> str:
+    cards = [_card(one) for one in classes if one.pictures]
+    note = paragraph("Pictures that the weights were learned from, each with its true class below.")
+    return note + grid(cards) if cards else ""
+
+
+def _card(one: Class) -> str:
+    lines = [f"{weight:.3f}  {prompt}" for prompt, weight in one.prompts]
+    if len(lines) > 2 * ENDS:
+        lines = [*lines[:ENDS], "…", *lines[-ENDS:]]
+    return card(one.pictures, lines, strong=one.name)

@@ -1,0 +1,220 @@
+"""Which of a class's prompts count, and how much: all alike, the least uncertain, or as they explain pictures.
+
+Source: arXiv:2410.18857, section 3.4 and table 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kiloword.evaluation.features import chunks, rows
+from kiloword.evaluation.retrieval.task import Score
+from kiloword.evaluation.zeroshot.bprw import combined, padded, reweigh
+from kiloword.evaluation.zeroshot.options import PromptOptions, Way
+from kiloword.methods.prolip.gaussian import variance_sum
+from kiloword.model.heads import Head
+from kiloword.randomness import key
+from kiloword.types import Features
+
+WEIGHT = "weight@"
+ROWS = 4096  # pictures whose scores are held at once
+
+
+@dataclass
+class Prompts:
+    """The prompts of n classes."""
+
+    texts: Features  # of T prompts
+    group: Tensor  # [T] int64, the class of each, in [0, n)
+    n: int
+    names: Sequence[str]  # of the classes
+
+
+@dataclass
+class Pictures:
+    """Pictures that weights may be learned from, and are then scored."""
+
+    images: Features  # of I pictures
+    labels: Tensor  # [I] int64, or [I, C] 0/1
+    rows: list[int]  # of the source
+    fingerprint: str  # of the source
+
+    def without(self, places: Tensor) -> Pictures:
+        """All but some."""
+        keep = torch.ones(len(self.rows), dtype=torch.bool)
+        keep[places] = False
+        where = keep.nonzero()[:, 0]
+        images = {name: value[where.to(value.device)] for name, value in self.images.items()}
+        return Pictures(images, self.labels[where], [self.rows[i] for i in where.tolist()], self.fingerprint)
+
+
+@dataclass
+class Chosen:
+    """Classes made of weighed prompts."""
+
+    classes: Features  # [n, ...]
+    weights: Tensor  # [T] float64; those of a class sum to 1
+    taken: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # labelled pictures learned from
+    seen: Tensor | None = None  # [n, M] pictures that each class learned from
+    steps: int = 0  # of expectation maximisation
+
+
+def check_gaussians(features: Features, way: Way) -> None:
+    """Raises: ValueError for a model that knows no uncertainty."""
+    if way != "ensemble" and "log_var" not in features:
+        raise ValueError(
+            f"--prompts {way} weighs prompts by their uncertainty, which this model does not know. "
+            "Use --prompts ensemble, or a model trained by prolip or with +gaussian."
+        )
+
+
+def choose(
+    way: Way,
+    head: Head,
+    score: Score,
+    prompts: Prompts,
+    pictures: Pictures,
+    options: PromptOptions,
+) -> Chosen:
+    """Classes from prompts; only bprw looks at the pictures, and only with shots at their labels.
+
+    Raises: ValueError for a model without Gaussians (but for the ensemble), and where labelled pictures are too few.
+    """
+    check_gaussians(prompts.texts, way)
+    options.check(way)
+    if way == "bprw":
+        return _bprw(head, score, prompts, pictures, options)
+    kept = torch.ones(len(prompts.group), dtype=torch.bool)
+    if way != "ensemble":
+        doubt, group = variance_sum(prompts.texts).cpu().double(), prompts.group.cpu()
+        kept = filtered(doubt, group, options.coeff) if way == "filter" else least(doubt, group, options.k)
+    where = kept.nonzero()[:, 0].to(prompts.group.device)
+    some, group = {name: value[where] for name, value in prompts.texts.items()}, prompts.group[where]
+    return Chosen(head.ensemble(some, group, prompts.n), _shares(kept, prompts.group.cpu()))
+
+
+def filtered(doubt: Tensor, group: Tensor, coeff: float) -> Tensor:
+    """Which prompts are at most mean + coeff * standard deviation uncertain, of their class; the least always is.
+
+    Args: doubt, group [T]. Returns: [T] bool.
+    """
+    place = padded(group, int(group.max()) + 1)
+    real = place >= 0
+    own = doubt[place].masked_fill(~real, 0)  # [C, N]
+    mean = own.sum(1, keepdim=True) / real.sum(1, keepdim=True)
+    spread = ((own - mean).square().masked_fill(~real, 0).sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
+    lowest = own.masked_fill(~real, math.inf).amin(1, keepdim=True)
+    return _spread(own <= torch.maximum(mean + coeff * spread, lowest), place, len(doubt))
+
+
+def least(doubt: Tensor, group: Tensor, k: int) -> Tensor:
+    """The k least uncertain prompts of each class, or half of them, rounded up, for k = 0; of equals the first.
+
+    Args: doubt, group [T]. Returns: [T] bool.
+    """
+    place = padded(group, int(group.max()) + 1)
+    rank = doubt[place].masked_fill(place < 0, math.inf).argsort(dim=1, stable=True).argsort(1)  # [C, N]
+    most = torch.full((len(place), 1), k) if k else ((place >= 0).sum(1, keepdim=True) + 1) // 2
+    return _spread(rank < most, place, len(doubt))
+
+
+def _spread(kept: Tensor, place: Tensor, count: int) -> Tensor:
+    """From a table of classes [C, N] to their prompts [T]."""
+    out = torch.zeros(count, dtype=torch.bool)
+    out[place[place >= 0]] = kept[place >= 0]
+    return out
+
+
+def _shares(kept: Tensor, group: Tensor) -> Tensor:
+    """Equal weights of the prompts that stay, [T] float64."""
+    count = torch.bincount(group[kept], minlength=int(group.max()) + 1)
+    return kept / count[group].double()
+
+
+def _bprw(
+    head: Head,
+    score: Score,
+    prompts: Prompts,
+    pictures: Pictures,
+    options: PromptOptions,
+) -> Chosen:
+    taken = torch.zeros(0, dtype=torch.int64)
+    if options.shots:
+        seen = labelled(pictures, prompts.names, options)
+        taken = seen.flatten()
+    else:
+        base = head.ensemble(prompts.texts, prompts.group, prompts.n)
+        seen = nearest(score, pictures.images, base, options.neighbours)
+    names = [f"{pictures.fingerprint} {row}" for row in pictures.rows]
+    found = reweigh(prompts.texts, prompts.group, prompts.n, pictures.images, names, seen, options)
+    classes = combined(head, prompts.texts, prompts.group, prompts.n, found.weights, options)
+    return Chosen(classes, found.weights, taken, seen, found.steps)
+
+
+def nearest(score: Score, images: Features, classes: Features, m: int) -> Tensor:
+    """The m pictures that each class scores best, all where there are fewer: [n, m]; no label is looked at."""
+    total = len(images["vec"])
+    best, place = torch.zeros(len(classes["vec"]), 0), torch.zeros(len(classes["vec"]), 0, dtype=torch.int64)
+    for part in chunks(total, ROWS):
+        scores = score(rows(images, part), classes).cpu().T  # [n, i]
+        best = torch.cat([best.to(scores), scores], 1)
+        place = torch.cat([place, torch.arange(part.start, part.stop).expand(len(scores), -1)], 1)
+        best, order = best.topk(min(m, best.shape[1]), dim=1)
+        place = place.gather(1, order)
+    return place
+
+
+def labelled(pictures: Pictures, names: Sequence[str], options: PromptOptions) -> Tensor:
+    """`shots` pictures of each class, [n, shots], drawn by the data's fingerprint and the seed.
+
+    Raises: ValueError for many labels a picture, and where a class would keep no picture to be scored.
+    """
+    if pictures.labels.ndim != 1:
+        raise ValueError("--prompts.shots needs one class a picture, but these have many: use --prompts.shots 0.")
+    drawn = [key(pictures.fingerprint, options.seed, "shots", row) for row in pictures.rows]
+    order = sorted(range(len(drawn)), key=drawn.__getitem__)
+    own: list[list[int]] = [[] for _ in names]
+    for place in order:
+        own[int(pictures.labels[place])].append(place)
+    few = next((c for c, places in enumerate(own) if len(places) <= options.shots), None)
+    if few is not None:
+        raise ValueError(
+            f"the class {names[few]!r} has {len(own[few])} labelled pictures: --prompts.shots {options.shots} takes "
+            f"{options.shots} of each class away, and one at least must be left to score."
+        )
+    return torch.tensor([places[: options.shots] for places in own])
+
+
+def values(way: Way, chosen: Chosen, prompts: Prompts, captions: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """What the weights are like, beside what they are when all prompts count alike; then `weight@CLASS.N@PROMPT`.
+
+    `max_weight` and `entropy` (nats) are means over classes (appendix C.5: 1 / N and ln N when uniform).
+    """
+    group = prompts.group.cpu()
+    if way == "bprw":
+        yield "held_out", float(len(chosen.taken))
+        yield "steps", float(chosen.steps)
+        place = padded(group, prompts.n)
+        count = (place >= 0).sum(1).double()
+        own = chosen.weights[place].masked_fill(place < 0, 0)  # [C, N]
+        yield "max_weight", float(own.amax(1).mean())
+        yield "max_weight_uniform", float((1 / count).mean())
+        yield "entropy", float(torch.special.entr(own).sum(1).mean())
+        yield "entropy_uniform", float(count.log().mean())
+    elif way != "ensemble":
+        yield "kept", float((chosen.weights > 0).sum()) / prompts.n
+    if way != "ensemble":
+        yield from zip(_weight_names(group.tolist(), captions), chosen.weights.tolist(), strict=True)
+
+
+def _weight_names(group: Sequence[int], captions: Sequence[str]) -> Iterator[str]:
+    """Numbers tell classes and prompts of one name apart."""
+    place: dict[int, int] = {}
+    for c, caption in zip(group, captions, strict=True):
+        place[c] = place.get(c, -1) + 1
+        yield f"{WEIGHT}{c}.{place[c]}@{caption}"

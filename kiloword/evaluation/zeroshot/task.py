@@ -1,0 +1,194 @@
+"""Zero-shot classification by prompts: `kiloword eval MODEL zeroshot`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kiloword.evaluation.features import IMAGES, Seen, chunks, encode_texts, inference, join, labelled, rows, seen
+from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
+from kiloword.evaluation.retrieval.task import Score
+from kiloword.evaluation.zeroshot.options import PromptOptions, Way
+from kiloword.evaluation.zeroshot.page import drawn
+from kiloword.evaluation.zeroshot.page import report as report
+from kiloword.evaluation.zeroshot.prompts import (
+    ROWS,
+    WEIGHT,
+    Chosen,
+    Pictures,
+    Prompts,
+    check_gaussians,
+    choose,
+    values,
+)
+from kiloword.types import Features, Skipped, Source
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.data.text.tokenizer import Tokenizer
+    from kiloword.model.model import Model
+
+Templates = Sequence[str] | Mapping[str, Sequence[str]]
+"""Prompts with `{c}` for the class name; or, per class name, its own prompts."""
+
+
+def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str], list[int]]:
+    """All prompts, class by class, and the class index of each."""
+    if isinstance(classnames, str) or not all(isinstance(name, str) for name in classnames):
+        raise ValueError(f"class names must be a list of strings, got {classnames!r}")
+    if not classnames:
+        raise ValueError("no class names came: at least one is needed")
+    if isinstance(templates, Mapping):
+        missing = [name for name in classnames if not templates.get(name)]
+        if missing:
+            raise ValueError(f"templates give no prompts for the class {missing[0]!r} ({len(missing)} such classes)")
+        lists = [list(templates[name]) for name in classnames]
+    else:
+        plain = [template for template in templates if "{c}" not in template]
+        if plain or not templates or isinstance(templates, str):
+            raise ValueError(f"templates must be a list of prompts with {{c}} for the class name, got {templates!r}")
+        lists = [[template.replace("{c}", name) for template in templates] for name in classnames]
+    return [prompt for group in lists for prompt in group], [i for i, group in enumerate(lists) for _ in group]
+
+
+def classifier(model: Model, tokenizer: Tokenizer, classnames: Sequence[str], templates: Templates) -> Features:
+    """One row of text features a class, from all its prompts, as the head ensembles them: every value [C, ...]."""
+    captions, group = prompts(classnames, templates)
+    texts = encode_texts(model, tokenizer, captions)
+    with inference(model):
+        return model.head.ensemble(texts, torch.tensor(group, device=texts["vec"].device), len(classnames))
+
+
+def zeroshot(
+    score: Score, batches: Iterable[tuple[Features, Tensor]], classes: Features
+) -> Iterator[tuple[str, float]]:
+    """CLIP_benchmark's metrics: `acc1`, `acc5`, `mean_per_class_recall`; or `mean_average_precision` for many labels.
+
+    Args: batches of picture features [n, ...] with labels, [n] int64 or [n, C] 0/1; classes [C, ...].
+    Holds three numbers a picture, and [N, C] scores only for many labels. Ties get their expected value.
+    """
+    count = len(classes["vec"])
+    standings: list[Standing] = []
+    targets: list[Tensor] = []
+    scores: list[Tensor] = []
+    for images, labels in batches:
+        block = score(images, classes).cpu()  # [n, C]
+        targets.append(labels.cpu())
+        if labels.ndim == 2:
+            scores.append(check_scores(block))
+        else:
+            standings.append(_standing(block, targets[-1], count))
+    if scores:
+        yield "mean_average_precision", mean_average_precision(torch.cat(scores), torch.cat(targets))
+    else:
+        columns = [torch.cat(column) for column in zip(*standings, strict=True)]
+        yield from classification(Standing(*columns), torch.cat(targets), count)
+
+
+def _standing(scores: Tensor, labels: Tensor, count: int) -> Standing:
+    """Where the true class of every picture stands among all classes."""
+    _check_labels(labels, count)
+    return standing(scores, torch.nn.functional.one_hot(labels, count).bool())
+
+
+def _check_labels(labels: Tensor, count: int) -> None:
+    if not 0 <= int(labels.min()) <= int(labels.max()) < count:
+        raise ValueError(f"labels run from {int(labels.min())} to {int(labels.max())}, but there are {count} classes")
+
+
+def run(
+    matcher: Matcher,
+    source: Source,
+    *,
+    classnames: Sequence[str] | None = None,
+    templates: Templates | None = None,
+    prompts: Way = "ensemble",
+    prompt_options: PromptOptions | None = None,
+    batch: int = IMAGES,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+    shown: dict[str, Any] | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Classify a source's pictures by the prompts of its classes; names and templates default to the source's own.
+
+    Args: prompts: how a class's prompts become one row; all but "ensemble" need Gaussians and hold the features of all
+    pictures. They also yield what the ensemble makes of the same pictures (`ensemble_acc1`, ...), and all weights.
+    """
+    names = classnames or getattr(source, "classnames", None)
+    if not names:
+        raise ValueError(
+            f"{source.name} has no class names: expected classnames.txt in its folder or the one above "
+            "(for scenes: scenes:test?task=colour)"
+        )
+    given = templates or getattr(source, "templates", None) or ["{c}"]
+    options = prompt_options or PromptOptions()
+    options.check(prompts)
+    bad = [] if skipped is None else skipped
+    if prompts == "ensemble":
+        parts = _labelled(matcher, source, batch, workers, bad)
+        classes = classifier(matcher.model, matcher.tokenizer, names, given)
+        yield from zeroshot(matcher.score, ((part.images, _labels(part)) for part in parts), classes)
+        return
+    captions, asked = encoded(matcher, names, given)
+    check_gaussians(asked.texts, prompts)
+    pictures = encoded_pictures(matcher, source, len(names), batch, workers, bad)
+    chosen = chosen_by(matcher, prompts, asked, pictures, options)
+    rest = pictures.without(chosen.taken)
+    yield from judged(matcher, rest, chosen.classes)
+    alike = chosen_by(matcher, "ensemble", asked, rest, PromptOptions())
+    yield from ((f"ensemble_{name}", value) for name, value in judged(matcher, rest, alike.classes))
+    yield from values(prompts, chosen, asked, captions)
+    if shown is not None:
+        shown |= drawn(matcher, source, prompts, chosen, asked, pictures, captions)
+
+
+def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tuple[list[str], Prompts]:
+    """All prompts of all classes, as words and as features."""
+    captions, group = prompts(names, templates)
+    texts = encode_texts(matcher.model, matcher.tokenizer, captions)
+    return captions, Prompts(texts, torch.tensor(group, device=texts["vec"].device), len(names), names)
+
+
+def chosen_by(matcher: Matcher, way: Way, asked: Prompts, pictures: Pictures, options: PromptOptions) -> Chosen:
+    """`prompts.choose` with a model."""
+    with inference(matcher.model):
+        return choose(way, matcher.model.head, matcher.score, asked, pictures, options)
+
+
+def judged(matcher: Matcher, pictures: Pictures, classes: Features) -> Iterator[tuple[str, float]]:
+    """`zeroshot` of pictures that are held."""
+    parts = chunks(len(pictures.rows), ROWS)
+    yield from zeroshot(matcher.score, ((rows(pictures.images, p), pictures.labels[p]) for p in parts), classes)
+
+
+def encoded_pictures(
+    matcher: Matcher,
+    source: Source,
+    classes: int,
+    batch: int = IMAGES,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+) -> Pictures:
+    """All labelled pictures of a source, held together."""
+    held = list(_labelled(matcher, source, batch, workers, [] if skipped is None else skipped))
+    labels = torch.cat([_labels(part).cpu() for part in held])
+    if labels.ndim == 1:
+        _check_labels(labels, classes)
+    return Pictures(join([part.images for part in held]), labels, [r for p in held for r in p.rows], source.fingerprint)
+
+
+def _labels(part: Seen) -> Tensor:
+    assert part.labels is not None, "rows without labels were left out"
+    return part.labels
+
+
+def brief(name: str) -> bool:
+    """Whether a value belongs on a screen: the prompts' weights do not."""
+    return not name.startswith(WEIGHT)
+
+
+def _labelled(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> Iterator[Seen]:
+    return labelled(seen(matcher, source, batch, workers, skipped), source, skipped)

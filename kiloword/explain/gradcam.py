@@ -1,0 +1,131 @@
+"""Grad-CAM: what in an early layer of the image tower made a picture match a text, or the decoder write it.
+
+Source: Selvaraju et al., ICCV 2017 (arXiv:1610.02391), eq. 1 and 2; the first layer: arXiv:2401.02137, figure 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.explain.words import check_choice, check_texts, log_chances
+from kiloword.generation.decoding import writer
+from kiloword.model.image import ImageTower, extra
+from kiloword.model.pooling import at_least_float
+from kiloword.types import Features
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher, Pictures
+    from kiloword.model.model import Model
+
+Target = Literal["score", "caption"]
+"""Of what gradients are: the score of picture and text, or the log probability that the decoder gives the caption."""
+
+
+@dataclass(frozen=True)
+class GradCam:
+    """Grad-CAM of I pictures and T texts; `grid` rows x columns of patches make P."""
+
+    maps: Tensor  # [I, T, P], at least 0, of any scale; 0 everywhere where no channel speaks for the text
+    values: Tensor  # [I, T] the scores, or log probabilities
+    grid: tuple[int, int]
+
+
+def gradcam(
+    matcher: Matcher, images: Pictures, texts: Sequence[str], target: Target = "score", layer: int = 0
+) -> GradCam:
+    """ReLU(sum_c alpha_c A_c) of a layer's patches A [P, W]; alpha_c is the mean over patches of d target / d A_c.
+
+    Args: layer: 0, what the stem makes of the patches (the figure's first layer, before positions are added), or the
+    number of a block.
+    Raises: ValueError for a layer or target that is not there, and of target "caption" for a model without a text
+    decoder.
+    """
+    model = matcher.model
+    if not 0 <= layer <= len(model.image_tower.blocks):
+        raise ValueError(
+            f"layer is {layer}: expected 0, the stem, or the number of a block up to {len(model.image_tower.blocks)}."
+        )
+    check_texts("gradcam", texts)
+    check_choice("target", target, Target)
+    value = _scores(matcher, texts) if target == "score" else _log_likelihoods(matcher, texts)
+    pixels = matcher.pixels(images)
+    with _evaluated(model), held(model.image_tower, layer) as seen:
+        values = value(model.image_tokens(pixels))  # [I, T]
+    maps = [_map(column, seen) for column in values.unbind(1)]
+    side = model.config.image.size // model.config.image.patch
+    return GradCam(torch.stack(maps, 1), values.detach(), (side, side))
+
+
+def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    """[I, P], of the values [I] of one text: no picture's depends on another's activations."""
+    (gradient,) = torch.autograd.grad(values.sum(), seen["leaf"], retain_graph=True)
+    first = seen["leaf"].shape[1] - seen["activations"].shape[1]
+    alpha = at_least_float(gradient[:, first:]).mean(1, keepdim=True)  # [I, 1, W]
+    return (alpha * at_least_float(seen["activations"])).sum(-1).relu()
+
+
+def _scores(matcher: Matcher, texts: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """From image tokens to scores [I, T]."""
+    # made without a record for gradients, and copied, so that gradients of pictures may pass through them
+    features: Features = {name: value.clone() for name, value in matcher.encode_text(texts).items()}
+    model = matcher.model
+    return lambda tokens: model.score(model.head.image(tokens), features)
+
+
+def _log_likelihoods(matcher: Matcher, texts: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """From image tokens to the log probability of each text [I, T], its end included."""
+    model, decoder = matcher.model, writer(matcher.model)
+
+    def of(tokens: Tensor) -> Tensor:
+        memory, columns = decoder.remember(model.memory(tokens)), []
+        for text in texts:
+            packed = matcher.tokenizer.encode([text] * len(tokens), model.config.text).to(tokens.device)
+            log_p, packing = log_chances(model, decoder, packed, model.text_tower(packed), memory)
+            columns.append(log_p.new_zeros(len(tokens)).index_add(0, packing.text, log_p))
+        return torch.stack(columns, 1)
+
+    return of
+
+
+@contextmanager
+def held(tower: ImageTower, layer: int) -> Iterator[dict[str, Tensor]]:
+    """While the tower runs, hold a layer: "activations" [I, P, W], and "leaf", by which gradients are taken.
+
+    The leaf is the layer's output: of the stem that of its linear part, to which the convolutions' is added.
+    """
+    seen: dict[str, Tensor] = {}
+
+    def hold(module: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+        seen["leaf"] = out.detach().requires_grad_()
+        seen["activations"] = seen["leaf"].detach()[:, extra(tower.config) if layer else 0 :]
+        return seen["leaf"]
+
+    def add(module: nn.Module, inputs: Any, out: Tensor) -> None:
+        seen["activations"] = seen["activations"] + out.detach()
+
+    handles = [(tower.blocks[layer - 1] if layer else tower.patches).register_forward_hook(hold)]
+    if layer == 0 and tower.stem is not None:
+        handles.append(tower.stem.register_forward_hook(add))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _evaluated(model: Model) -> Iterator[None]:
+    """Eval mode, with gradients, until the end."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        model.train(training)

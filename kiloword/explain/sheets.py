@@ -1,0 +1,195 @@
+"""What `kiloword score --explain DIR` writes: figures of every picture, and all numbers as json."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from kiloword.checkpoint.files import write_atomic, write_json
+from kiloword.data.images.augmentation import EvalTransform
+from kiloword.data.sources.sample import MAX_IMAGE, read_whole
+from kiloword.errors import count
+from kiloword.explain.maps import Explanation, Maps
+from kiloword.explain.word_sheets import Asked, Found, What, looked, possible
+from kiloword.model.image import extra
+from kiloword.report.overlay import SIDE, Pixels, Row, TokenMap, figure
+from kiloword.report.sheet import Block, sheet
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from kiloword.api import Matcher
+
+SHEET = "The part of the picture that the model sees, and what its decoders do with each caption."
+TOP = 4  # tokens a text that are shown
+ENTROPY = "Entropy of the weights: 0 is one token a head, 1 is all tokens alike."
+
+
+def write(
+    folder: Path,
+    matcher: Matcher,
+    images: Sequence[Path],
+    texts: Sequence[str],
+    maps: Maps = "last",
+    what: Sequence[str] | None = None,
+) -> list[str]:
+    """Explain every pair: `folder`/PICTURE.png and weights.json; of decoders PICTURE-inside.png and inside.json.
+
+    Args: what: "maps", "words", "gradcam", "masks", "reconstruction"; None: all that the model can show.
+    Returns: lines for the screen.
+    Errors: ValueError when a picture cannot be read, the folder cannot be written, a figure would replace a picture, or
+    the model cannot show what is asked for.
+    """
+    kinds: Sequence[str] = ("maps", *possible(matcher)) if what is None else what
+    inside = [kind for kind in get_args(What) if kind in kinds]
+    names = file_names([*images, *(path.with_name(f"{path.stem}-inside.png") for path in images)])
+    figures, sheets = names[: len(images)] if "maps" in kinds else [], names[len(images) :] if inside else []
+    _check_apart(folder, images, [*figures, *sheets])
+    large = [_large(matcher, path) for path in images]
+    found = looked(Asked(matcher, matcher.pixels(list(images)), large, texts), inside)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be made: {error.strerror}; choose another folder for --explain.") from error
+    lines = _write_maps(folder, matcher, images, texts, maps, large, figures) if figures else []
+    return [*lines, *(_write_sheets(folder, matcher, images, texts, large, found, sheets) if sheets else [])]
+
+
+def _write_sheets(
+    folder: Path,
+    matcher: Matcher,
+    images: Sequence[Path],
+    texts: Sequence[str],
+    large: Sequence[Pixels],
+    found: Mapping[What, Found],
+    files: Sequence[str],
+) -> list[str]:
+    """Sheets of what decoders do, all kinds on one a picture, and their numbers."""
+    scores = matcher.score(list(images), texts).tolist()
+    pictures = []
+    for i, (path, file) in enumerate(zip(images, files, strict=True)):
+        blocks, numbers = [], []
+        for t, text in enumerate(texts):
+            parts = [kind[i][t] for kind in found.values()]
+            said = f"“{text}”" if text else "the empty caption"
+            note = f"score {scores[i][t]:.3f}{_cut(matcher, text)}"
+            strips = [strip if t == 0 else replace(strip, about="") for strip, _ in parts]  # once a sheet is enough
+            blocks.append(Block(said, note, strips))
+            numbers.append(
+                {"text": text, "score": scores[i][t], **{k: v for _, part in parts for k, v in part.items()}}
+            )
+        _save(sheet(large[i], path.name, SHEET, blocks), folder / file)
+        pictures.append({"picture": str(path), "figure": file, "texts": numbers})
+    write_json(folder / "inside.json", {"pictures": pictures})
+    return [f"{len(files)} sheet{'s' * (len(files) > 1)} ({', '.join(found)}) and inside.json: {folder}"]
+
+
+def _cut(matcher: Matcher, text: str) -> str:
+    """A few words where the model sees only the beginning of a text."""
+    cut = matcher.tokenizer.cut([text], matcher.model.config.text)
+    return "; too long: the model reads {1} of its {0} tokens".format(*cut[0]) if cut else ""
+
+
+def _write_maps(
+    folder: Path,
+    matcher: Matcher,
+    images: Sequence[Path],
+    texts: Sequence[str],
+    maps: Maps,
+    large: Sequence[Pixels],
+    files: Sequence[str],
+) -> list[str]:
+    """Where each text looks, by what makes the score; returns a line a pair: its score, entropy, heaviest tokens."""
+    found = matcher.explain(list(images), texts, maps)
+    names = token_names(matcher, found)
+    about = found.about if found.weights is None else f"{found.about} {ENTROPY}"
+    lines, pictures = [about], []
+    for i, (path, file) in enumerate(zip(images, files, strict=True)):
+        pairs = [_pair(found, i, t, text, names) for t, text in enumerate(texts)]
+        rows = [_row(found, i, t, pair) for t, pair in enumerate(pairs)]
+        _save(figure(large[i], path.name, about, rows), folder / file)
+        pictures.append({"picture": str(path), "figure": file, "texts": pairs})
+        lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
+    write_json(folder / "weights.json", {"about": found.about, "maps": maps, "tokens": names, "pictures": pictures})
+    return [*lines, f"{count(len(images), 'figure')} and weights.json: {folder}"]
+
+
+def file_names(images: Sequence[Path]) -> list[str]:
+    """A name a picture; pictures of one name from several folders are numbered."""
+    names: list[str] = []
+    for path in images:
+        name, n = f"{path.stem}.png", 2
+        while name in names:
+            name, n = f"{path.stem}-{n}.png", n + 1
+        names.append(name)
+    return names
+
+
+def _check_apart(folder: Path, images: Sequence[Path], files: Sequence[str]) -> None:
+    """Raises: ValueError when a figure would be written over one of the pictures."""
+    pictures = {path.resolve() for path in images}
+    lost = next((folder / file for file in files if (folder / file).resolve() in pictures), None)
+    if lost is not None:
+        raise ValueError(f"--explain would write a figure over the picture {lost}: choose another folder.")
+
+
+def token_names(matcher: Matcher, found: Explanation) -> list[str]:
+    """What the tokens that are mixed are called; numbers count from 0, as in the arrays."""
+    if found.weights is None:
+        return []
+    config, columns = matcher.model.config.image, found.grid[1]
+    first = extra(config) - int(config.uncertainty_token)
+    names = ["class token" if config.class_token and n == 0 else f"token {n}" for n in range(first)]
+    patches = [f"patch {n // columns}, {n % columns}" for n in range(found.grid[0] * columns)]
+    return [*names, *patches][: found.weights.shape[-1]]
+
+
+def _pair(found: Explanation, i: int, t: int, text: str, names: Sequence[str]) -> dict[str, Any]:
+    """The numbers of one picture and one text."""
+    pair: dict[str, Any] = {"text": text, "score": float(found.scores[i, t])}
+    if found.weights is not None and found.shares is not None and found.entropy is not None:
+        shares = found.shares[i, t]
+        order = shares.argsort(descending=True, stable=True)[:TOP].tolist()
+        pair["entropy"] = float(found.entropy[i, t])
+        pair["top"] = [{"token": names[n], "place": n, "share": float(shares[n])} for n in order]
+        pair["weights"] = found.weights[i, t].tolist()
+    return pair
+
+
+def _row(found: Explanation, i: int, t: int, pair: dict[str, Any]) -> Row:
+    looks = found.maps[i, t].view(found.grid).cpu().numpy()
+    if found.weights is None or found.tokens is None:
+        return Row(pair["text"], f"score {pair['score']:.3f}", looks)
+    tokens = [
+        TokenMap(one["token"], one["share"], found.tokens[i, one["place"]].view(found.grid).cpu().numpy())
+        for one in pair["top"]
+    ]
+    note = f"score {pair['score']:.3f}, entropy {pair['entropy']:.2f}"
+    return Row(pair["text"], note, looks, tokens, found.weights[i, t].cpu().numpy())
+
+
+def _line(pair: dict[str, Any]) -> str:
+    said = f"“{pair['text']}”  score {pair['score']:.3f}"
+    if "top" not in pair:
+        return said
+    tops = ", ".join(f"{one['token']} {one['share']:.0%}" for one in pair["top"])
+    return f"{said}  entropy {pair['entropy']:.2f}  {tops}"
+
+
+def _large(matcher: Matcher, path: Path) -> Pixels:
+    """The part of the picture that the model sees, in more pixels than it gets: uint8 [H, W, 3]."""
+    pixels: Pixels = (
+        EvalTransform(2 * SIDE, matcher.model.config.preprocess.resize)(read_whole(path, "it", MAX_IMAGE))
+        .permute(1, 2, 0)
+        .numpy()
+    )
+    return pixels
+
+
+def _save(picture: Image.Image, path: Path) -> None:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    write_atomic(path, file.getvalue())

@@ -1,0 +1,278 @@
+"""A teacher's features of a whole data set, once, into a side table: what `kiloword embed` does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TextIO
+
+import numpy as np
+import torch
+
+from kiloword.checkpoint.lock import Lock
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.config.by_device import announce, image_bytes, workers_of
+from kiloword.config.recipes import DataConfig
+from kiloword.data import keyed
+from kiloword.data.reading import EvalBatch, eval_batches
+from kiloword.data.sources.mixture import Mixture, mix
+from kiloword.data.sources.open import open_data
+from kiloword.distributed.device import choose
+from kiloword.distributed.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
+from kiloword.features.store import SideTable, Stored, TableFile, contents
+from kiloword.features.teachers import Teacher, open_teacher
+from kiloword.features.writer import Rows, SideWriter, content_of, what_is_there
+from kiloword.terminal import say
+from kiloword.training.log import PLAIN_EVERY_S
+from kiloword.types import Skipped, Source
+from kiloword.watch.pace import duration, per_second
+
+PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
+
+
+def main(
+    model: str,
+    data: Sequence[str],
+    out: Path,
+    name: str = "teacher",
+    extra_captions: Sequence[str] = (),
+    batch: int = 64,
+    workers: int | Literal["auto"] = "auto",
+    device: str = "auto",
+    precision: Literal["fp32", "bf16"] = "fp32",
+    dtype: Literal["fp16", "fp32"] = "fp16",
+    trust: Trust = NONE,
+) -> None:
+    """What the command line calls; prints. Ranks that torchrun started share the rows.
+
+    The precision is part of the feature store's identity. It does not depend on the device, so that any can resume.
+
+    Errors: see `open_teacher`, `open_data` and `embed`.
+    """
+    device = choose(device)
+    with together(device):
+        teacher = open_teacher(model, device, precision, trust)
+        workers = workers_of(workers, device, image_bytes(batch, teacher.size))
+        announce(device, precision, "on every device, unless given", workers)
+        source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
+        file = _file(teacher, source, model, name, precision, dtype, PART)
+        table = _embed(teacher, source, out, file, batch, workers, Report(sys.stderr))
+        if table is not None:
+            _say(out, table)
+
+
+def _say(out: Path, table: SideTable) -> None:
+    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
+    captions = int(table.starts[-1])
+    say(f"{out}: {len(table):,} pictures, {captions:,} captions, {table.dim} numbers each, {size:,.1f} MB")
+
+
+def embed(
+    teacher: Teacher,
+    source: Source,
+    out: Path | str,
+    *,
+    teacher_name: str = "",
+    name: str = "teacher",
+    precision: str = "fp32",
+    dtype: Literal["fp16", "fp32"] = "fp16",
+    batch: int = 64,
+    workers: int = 0,
+    part: int = PART,
+    report: Report | None = None,
+) -> SideTable:
+    """Features of every readable picture, un-augmented, and of all its captions; goes on with what is in `out`.
+
+    Args: source: of a mixture every row of each part is embedded, whatever its weight; teacher_name: as messages name
+    the teacher; name: of the features in a batch; precision: that the teacher computes in; dtype: of the features on
+    disk; batch: pictures at a time; part: rows a file; report: hears of progress and bad rows.
+    Errors: ValueError when `out` holds something else, keys repeat with other content, or no row is usable.
+    """
+    with alone():
+        file = _file(teacher, source, teacher_name, name, precision, dtype, part)
+        table = _embed(teacher, source, Path(out), file, batch, workers, report or Report(None))
+    assert table is not None, "the only rank is the first"
+    return table
+
+
+def _file(
+    teacher: Teacher,
+    source: Source,
+    teacher_name: str,
+    name: str,
+    precision: str,
+    dtype: Literal["fp16", "fp32"],
+    part: int,
+) -> TableFile:
+    whole = every_row(source)
+    return TableFile(
+        name=name,
+        dim=_dim(teacher),
+        teacher=teacher_name,
+        teacher_fingerprint=teacher.fingerprint,
+        precision=precision,
+        dtype=dtype,
+        data=source.name,
+        fingerprint=whole.fingerprint,
+        contents=tuple(sorted(contents(whole))),
+        rows=len(whole),
+        part=part,
+    )
+
+
+def _embed(
+    teacher: Teacher, source: Source, out: Path, file: TableFile, batch: int, workers: int, report: Report
+) -> SideTable | None:
+    """As `embed`. Of ranks that share the rows the first one alone writes, and gets the table."""
+    if batch < 1:
+        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
+    if not is_first():
+        _fill(None, every_row(source), teacher, batch, workers, report)
+        return None
+    what_is_there(out, file)  # the folder of something else gets no lock
+    with Lock(out, "writing"):
+        writer = SideWriter(out, file)
+        _fill(writer, every_row(source), teacher, batch, workers, report)
+        return _finish(writer, report)
+
+
+def _finish(writer: SideWriter, report: Report) -> SideTable:
+    """The whole table, and a sentence about each kind of row that it lacks."""
+    table = writer.finish()
+    if writer.skipped:
+        report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the table.")
+    if writer.repeated:
+        report.say(f"{writer.repeated:,} rows repeat an earlier one's key and content.")
+    return table
+
+
+def _fill(
+    writer: SideWriter | None, source: Source, teacher: Teacher, batch: int, workers: int, report: Report
+) -> None:
+    """Make and write the parts that are missing. Args: writer: on the first rank."""
+    numbers, todo = missing_parts(writer, "features")
+    report.start(sum(map(len, todo)), len(source))
+
+    def make(batches: list[range]) -> Iterator[Batch]:
+        for some in eval_batches(source, teacher.size, teacher.resize, batch, workers, batches):
+            with alone():
+                made = _encode(some, teacher)
+            report.add(len(some.rows) + len(some.skipped), sum(map(len, some.captions)), share()[1])
+            yield made
+
+    with interruptible(todo, len(source)) as written:
+        for n, made in enumerate(part_by_part(todo, batch, make)):
+            if writer is not None:
+                writer.write(numbers[n], _rows(writer, made, report))
+                written.append(todo[n])
+
+
+def _rows(writer: SideWriter, made: list[Batch], report: Report) -> Rows:
+    """Batches put together, without rows that came before."""
+    rows = Rows()
+    for one in made:
+        for bad in one.skipped:
+            report.say(f"skipped {bad.key}: {bad.reason}")
+        rows.skipped += one.skipped
+        if not one.keys:
+            continue
+        new = [writer.is_new(key, content) for key, content in zip(one.keys, one.contents, strict=True)]
+        of_text = np.repeat(new, [len(captions) for captions in one.captions])
+        kept = [n for n, is_new in enumerate(new) if is_new]
+        rows.keys += [keyed.raw(one.keys[n]) for n in kept]
+        rows.captions += [one.captions[n] for n in kept]
+        rows.images.append(one.images[kept])
+        rows.texts.append(one.texts[of_text.astype(bool)])
+    return rows
+
+
+@dataclass
+class Batch:
+    """What is made of a batch of rows."""
+
+    keys: list[str]
+    contents: list[bytes]
+    captions: list[list[str]]
+    images: Stored  # [n, D]
+    texts: Stored  # [t, D]
+    skipped: list[Skipped]
+
+
+def _encode(some: EvalBatch, teacher: Teacher) -> Batch:
+    """Raises: ValueError when the teacher makes something that is no number."""
+    contents = [content_of(image, own) for image, own in zip(some.images, some.captions, strict=True)]
+    if not some.rows:
+        nothing = np.empty((0, 0), np.float32)
+        return Batch([], [], [], nothing, nothing, some.skipped)
+    images = teacher.encode_images(some.images)
+    texts = teacher.encode_texts([caption for several in some.captions for caption in several])
+    for what, found in (("pictures", images), ("captions", texts)):
+        if not bool(torch.isfinite(found).all()):
+            raise ValueError(f"the teacher makes features of {what} that are no numbers, near {some.keys[0]!r}.")
+    return Batch(some.keys, contents, some.captions, images.numpy(), texts.numpy(), some.skipped)
+
+
+def every_row(source: Source) -> Source:
+    """The source, or of a mixture each part once, whatever its weight."""
+    parts = {part.fingerprint: part for part in _parts(source)}
+    return mix(list(parts.values()))
+
+
+def _parts(source: Source) -> Iterator[Source]:
+    if not isinstance(source, Mixture):
+        yield source
+        return
+    for part in source.sources:
+        yield from _parts(part)
+
+
+def _dim(teacher: Teacher) -> int:
+    """Numbers a feature. Raises: ValueError when pictures and texts get different ones."""
+    with alone():
+        image = teacher.encode_images(torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)).shape[1]
+        text = teacher.encode_texts(["a"]).shape[1]
+    if image != text:
+        raise ValueError(f"the teacher gives pictures {image} numbers and texts {text}: expected as many of both.")
+    return image
+
+
+class Report:
+    """Sentences, and a line of progress that rewrites itself on a terminal, else one every few seconds."""
+
+    def __init__(self, out: TextIO | None) -> None:
+        self.out = out
+        self._live = out is not None and out.isatty()
+        self._width = 0
+
+    def say(self, sentence: str) -> None:
+        """A sentence of its own line."""
+        if self.out is not None:
+            say(sentence, to=self.out, start="\n" if self._width else "")
+        self._width = 0
+
+    def start(self, rows: int, of: int) -> None:
+        """Rows that are to be done, of all."""
+        if rows < of:
+            self.say(f"{of - rows:,} of {of:,} rows are there already.")
+        self.rows, self.done, self.captions = rows, 0, 0
+        self._begun = self._spoke = time.perf_counter()
+
+    def add(self, rows: int, captions: int, ranks: int = 1) -> None:
+        """Count rows that are done, and their captions. Args: ranks: that have done about as much meanwhile."""
+        self.done = min(self.done + rows * ranks, self.rows)
+        self.captions += captions * ranks
+        now = time.perf_counter()
+        if self.out is None or (not self._live and now - self._spoke < PLAIN_EVERY_S and self.done < self.rows):
+            return
+        self._spoke, seconds = now, max(now - self._begun, 1e-9)
+        left = seconds / self.done * (self.rows - self.done)
+        line = (
+            f"row {self.done:,}/{self.rows:,}  {per_second(self.done / seconds)} pictures/s  "
+            f"{per_second(self.captions / seconds)} captions/s  ETA {duration(left)}"
+        )
+        start, end = ("\r", "") if self._live else ("", "\n")
+        say(line.ljust(self._width), to=self.out, start=start, end=end)
+        self._width = len(line) if self._live else 0

@@ -1,0 +1,295 @@
+"""Side tables: features of a data set's pictures and captions, computed once, joined to examples by key.
+
+Format (a folder): `table.json` (`TableFile`); `part-00000.arrow` and on, each the readable pictures of `part` rows with
+their keys, captions and features, in the data's order; at last `index.npy`, [2, N] uint64: digests of the keys,
+ascending, and the place of each (part << 32 | row of the part). Without the index the table is not finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from kiloword.config.recipes import Settings, read_config
+from kiloword.data import keyed
+from kiloword.data.sources.mixture import Mixture
+from kiloword.types import Example, Source
+
+Stored = NDArray[np.floating[Any]]
+INDEX, TABLE = "index.npy", "table.json"
+_OPEN = 256  # parts that a process keeps mapped: a million pictures
+_AGAIN = "The same `kiloword embed` command again makes what is missing."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFile(Settings):
+    """What `table.json` says."""
+
+    name: str  # of the features in a batch
+    dim: int
+    teacher: str  # as the user wrote it
+    teacher_fingerprint: str
+    precision: str  # that the teacher computed in
+    dtype: Literal["fp16", "fp32"]  # of the features in the file
+    data: str  # as the user wrote it
+    fingerprint: str  # of the data
+    contents: tuple[str, ...]  # see `contents`
+    rows: int  # of the data, bad ones included
+    part: int  # rows a part
+    format: Literal["kiloword-side-1"] = "kiloword-side-1"
+
+    @property
+    def parts(self) -> int:
+        return -(-self.rows // self.part)
+
+    def schema(self) -> pa.Schema:
+        """Columns of a part; features are fixed-size lists, so that a column is one flat buffer."""
+        vector = pa.list_(pa.float16() if self.dtype == "fp16" else pa.float32(), self.dim)
+        return pa.schema(
+            {
+                "key": pa.binary(),
+                "content": pa.binary(16),  # digest of pixels and captions
+                "image": vector,
+                "captions": pa.list_(pa.binary()),
+                "texts": pa.list_(vector),
+            }
+        )
+
+
+class Part:
+    """n pictures with t captions of a table, memory-mapped. Errors: ValueError when the file is missing or damaged."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        if path.exists() and not path.is_file():  # a pipe or a device has no end
+            raise ValueError(f"{path} is damaged. {_AGAIN}")
+        try:
+            with pa.memory_map(os.fsencode(path)) as file, pa.ipc.open_file(file) as reader:
+                columns = reader.schema.equals(schema)
+                meta = json.loads((reader.schema.metadata or {})[b"kiloword"])
+                self.table, self.skipped, self._crc = meta["table"], meta["skipped"], meta["crc"]
+                self._batch = reader.get_batch(0)
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing. {_AGAIN}") from None
+        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+            raise ValueError(f"{path} is damaged. {_AGAIN}") from None
+        if not columns:
+            raise ValueError(f"{path} has other columns than its table.json says. {_AGAIN}")
+        self.keys, self.contents, image, captions, texts = self._batch.columns
+        if self._batch.num_rows and not _fits(self._batch, texts, captions):
+            raise ValueError(f"{path} is damaged. {_AGAIN}")
+        self.captions = captions.values  # [t] binary
+        self.starts = captions.offsets.to_numpy()  # [n + 1]
+        dim = image.type.list_size
+        self.images: Stored = image.values.to_numpy().reshape(-1, dim)
+        self.texts: Stored = texts.values.values.to_numpy().reshape(-1, dim)
+
+    def whole(self) -> bool:
+        """Whether every byte is as it was written; reads the whole file."""
+        try:
+            self._batch.validate(full=True)
+        except pa.ArrowException:
+            return False
+        return bool(checksum(self._batch.columns) == self._crc)
+
+    def texts_of(self, row: int) -> dict[bytes, int]:
+        """The captions of a picture, and where their features stand."""
+        start, end = int(self.starts[row]), int(self.starts[row + 1])
+        return {caption: start + n for n, caption in enumerate(self.captions[start:end].to_pylist())}
+
+
+class SideTable:
+    """Features of one teacher on one data set, memory-mapped; `kiloword embed` writes the folder.
+
+    `join` adds `image_side[name]` [D] and `text_side[name]` [captions, D] (unit norm; zeros, which match nothing, where
+    the table has none) and `image_side[name + ".texts"]` [D], the mean of the example's `text_side` rows.
+
+    N pictures in the data's order, without bad rows; T captions. Sending it to a worker sends the path alone.
+    Errors: ValueError when the folder is no finished side table, or is damaged. What asks for the whole table checks
+    every byte; `join` sees only what makes a part unreadable.
+    """
+
+    name: str  # of the features in a batch, "teacher" unless said otherwise
+    dim: int
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not (self.path / TABLE).is_file():
+            raise ValueError(f"{path} is no side table: it has no {TABLE}. Make one by `kiloword embed`.")
+        self.file = read_config(self.path / TABLE, TableFile)
+        self.name, self.dim = self.file.name, self.file.dim
+        self._open()
+
+    def _open(self) -> None:
+        schema, path = self.file.schema(), self.path
+        self._seen_whole: set[int] = set()  # numbers of parts
+        self._part = lru_cache(_OPEN)(lambda number: Part(part_path(path, number), schema))
+        if not (path / INDEX).is_file():
+            raise ValueError(f"{path} is not finished. {_AGAIN}")
+        try:
+            self._index = np.asarray(np.load(path / INDEX, mmap_mode="r"))  # a plain view: quicker to look into
+        except (OSError, ValueError, EOFError):
+            raise ValueError(f"{path / INDEX} is damaged. Remove that file. {_AGAIN}") from None
+        if self._index.dtype != np.uint64 or self._index.ndim != 2 or len(self._index) != 2:
+            raise ValueError(f"{path / INDEX} is no index of a side table. Remove that file. {_AGAIN}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("path", "file", "name", "dim")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __len__(self) -> int:
+        return int(self._index.shape[1])
+
+    def check(self, source: Source) -> None:
+        """A table may know more than the source holds: other parts of a mixture, other captions.
+
+        Raises: ValueError when the table was made from other data.
+        """
+        if contents(source) <= set(self.file.contents):
+            return
+        raise ValueError(
+            f"the side table {self.path} was made from {self.file.data} (fingerprint {self.file.fingerprint}), but the "
+            f"run reads {source.name} ({source.fingerprint}): make one from the same data and extra captions by "
+            "`kiloword embed MODEL --data SRC --out DIR`."
+        )
+
+    def join(self, example: Example) -> None:
+        """Add this table's features to an example, by its key and its captions' texts."""
+        image = np.zeros(self.dim, np.float32)
+        texts = np.zeros((len(example.captions), self.dim), np.float32)
+        found = self._find(example.key)
+        if found is not None:
+            part, row = found
+            image[:] = part.images[row]
+            known = part.texts_of(row)
+            for n, caption in enumerate(example.captions):
+                place = known.get(keyed.raw(caption))
+                if place is not None:
+                    texts[n] = part.texts[place]
+        if not (np.isfinite(image).all() and np.isfinite(texts).all()):
+            raise ValueError(
+                f"the side table {self.path} has features of {example.key} that are no numbers: make it again in "
+                "another folder by `kiloword embed`, with --precision fp32."
+            )
+        example.image_side[self.name] = torch.from_numpy(image)
+        example.text_side[self.name] = torch.from_numpy(texts)
+        example.image_side[self.name + ".texts"] = example.text_side[self.name].mean(0)
+
+    def _find(self, key: str) -> tuple[Part, int] | None:
+        raw = keyed.raw(key)
+        for place in keyed.find(self._index, raw):
+            part, row = self._part(place >> 32), place & 0xFFFFFFFF
+            if row < len(part.keys) and part.keys[row].as_py() == raw:
+                return part, row
+        return None
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """[N]."""
+        return [keyed.text(key) for part in self._parts() for key in part.keys.to_pylist()]
+
+    @cached_property
+    def captions(self) -> list[str]:
+        """[T], picture by picture."""
+        return [keyed.text(caption) for part in self._parts() for caption in part.captions.to_pylist()]
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """[N + 1]: the captions of picture n are starts[n] to starts[n + 1]."""
+        counts = [np.diff(part.starts) for part in self._parts()]
+        return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
+
+    def images(self) -> Stored:
+        """[N, D], unit norm, as stored (float16 unless said otherwise); a map of the file where it is only one."""
+        return _joined([part.images for part in self._parts()])
+
+    def texts(self) -> Stored:
+        """[T, D], unit norm, as stored; a map of the file where it is only one."""
+        return _joined([part.texts for part in self._parts()])
+
+    def text_means(self) -> NDArray[np.float32]:
+        """[N, D], the mean of each picture's captions, float32, not of unit norm; zeros for one without captions."""
+        return np.concatenate([_means(part) for part in self._parts()])
+
+    def _parts(self) -> Iterator[Part]:
+        """All parts, whole."""
+        for number in range(self.file.parts):
+            part = self._part(number)
+            if number not in self._seen_whole:
+                self._check_whole(part, part_path(self.path, number))
+                self._seen_whole.add(number)
+            yield part
+
+    def _check_whole(self, part: Part, path: Path) -> None:
+        """Raises: ValueError for damaged bytes, and for features that are NaN or infinite."""
+        if not part.whole():
+            raise ValueError(f"{path} is damaged. {_AGAIN}")
+        if not (np.isfinite(part.images).all() and np.isfinite(part.texts).all()):
+            raise ValueError(
+                f"{path} has features that are NaN or infinite: make it again in another folder by `kiloword embed`, "
+                "with --precision fp32."
+            )
+
+
+def _fits(batch: pa.RecordBatch, texts: pa.ListArray, captions: pa.ListArray) -> bool:
+    """Whether every cell is there, and every caption has features; looks at offsets alone."""
+    try:
+        batch.validate()
+    except pa.ArrowException:
+        return False
+    whole = not any(column.null_count for column in (*batch.columns, texts.values))
+    return whole and len(texts.values) == len(captions.values) and texts.offsets.equals(captions.offsets)
+
+
+def checksum(columns: Iterable[pa.Array]) -> int:
+    """Of all that stands in a part's columns."""
+    buffers = (buffer for column in columns for buffer in column.buffers() if buffer is not None)
+    return reduce(lambda sum_, buffer: zlib.crc32(buffer, sum_), buffers, 0)
+
+
+def part_path(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}.arrow"
+
+
+def contents(source: Source) -> frozenset[str]:
+    """What a source's pictures and captions come from, so that a table of more serves a run on less.
+
+    A plain source is its fingerprint's pictures and captions; `WithCaptions` says it itself; a mixture is its parts',
+    whatever their weights.
+    """
+    if isinstance(source, Mixture):
+        return frozenset().union(*(contents(part) for part in source.sources))
+    own: frozenset[str] | None = getattr(source, "contents", None)
+    return own or frozenset({f"{source.fingerprint} pictures", f"{source.fingerprint} captions"})
+
+
+def check_name(name: str) -> None:
+    """Raises: ValueError for a name that could not stand in a batch."""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in ("truth", "position"):
+        raise ValueError(f"features cannot be named {name!r}: expected letters, digits, - and _, and not 'truth'.")
+
+
+def _joined(parts: list[Stored]) -> Stored:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _means(part: Part) -> NDArray[np.float32]:
+    counts = np.diff(part.starts)
+    owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+    texts = torch.from_numpy(part.texts.astype(np.float32))
+    sums = torch.zeros(len(counts), texts.shape[1]).index_add_(0, owner, texts)
+    return (sums / torch.from_numpy(counts).clamp(min=1)[:, None]).numpy()

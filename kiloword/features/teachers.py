@@ -1,0 +1,243 @@
+"""Frozen models whose features are computed once: our own, open_clip's and transformers' CLIP."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.checkpoint.model_folder import check_finite, load_model
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.distributed.device import choose
+
+if TYPE_CHECKING:
+    from kiloword.data.text.tokenizer import Tokenizer
+    from kiloword.model.model import Model
+
+Resize = Literal["shortest", "squash"]
+TEXTS = 256  # texts encoded at once
+_KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Teacher(Protocol):
+    """What makes features. Pictures come as `EvalTransform(size, resize)` makes them."""
+
+    size: int
+    resize: Resize
+    fingerprint: str  # changes when the weights change
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """uint8 [n, 3, size, size] -> float32 [n, D] on the CPU, unit norm."""
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """t texts -> float32 [t, D] on the CPU, unit norm; t may be 0."""
+
+
+def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust: Trust = NONE) -> Teacher:
+    """The teacher that `name` names; nothing is downloaded.
+
+    Args: name: a model folder of ours; `open_clip:NAME:WEIGHTS` with a file of weights; `hf:FOLDER` with a CLIP as
+    transformers saves it; precision that it computes in, "fp32" or "bf16"; trust: whose code a model of ours may run.
+    Errors: ValueError when something is missing, damaged or unknown.
+    """
+    if precision not in _KINDS:
+        raise ValueError(f"precision is {precision!r}: expected {' or '.join(_KINDS)}.")
+    device = choose(device)
+    kind, _, rest = name.partition(":")
+    if kind == "open_clip":
+        return _open_clip(name, rest, device, precision)
+    if kind == "hf":
+        return Transformers(Path(rest).expanduser(), device, precision)
+    folder = Path(name).expanduser()
+    model, tokenizer = load_model(folder, device, precision, trust)
+    files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
+    return Ours(model, tokenizer, digest(files))
+
+
+class Ours:
+    """A model of ours; its features are "vec", which for contextual poolings (llip) is not what `score` compares.
+
+    A text-conditioned score has no single vector a picture, so their shortlist vectors teach in its place.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, fingerprint: str) -> None:
+        self.model, self.tokenizer, self.fingerprint = model, tokenizer, fingerprint
+        self.size, self.resize = model.config.image.size, model.config.preprocess.resize
+        self._device = next(model.parameters()).device
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        from kiloword.evaluation.features import inference
+
+        with inference(self.model):
+            return _unit(self.model.encode_image(images.to(self._device))[1]["vec"])
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        from kiloword.evaluation.features import encode_texts
+
+        found = encode_texts(self.model, self.tokenizer, list(texts) or [""], TEXTS)["vec"]
+        return _unit(found[: len(texts)])
+
+
+class Foreign:
+    """Another library's model: two functions that encode, and how pictures are normalised."""
+
+    images: Any  # float [n, 3, size, size] -> [n, D]
+    texts: Any  # list of t strings -> [t, D]
+    size: int
+    resize: Resize
+    fingerprint: str
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], device: str, precision: str) -> None:
+        self._kind, self._device = _KINDS[precision], device
+        self._mean, self._std = (torch.tensor(x, device=device).view(3, 1, 1) for x in (mean, std))
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        with torch.inference_mode():
+            pixels = (images.to(self._device) / 255 - self._mean) / self._std
+            return _unit(self.images(pixels.to(self._kind)))
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        with torch.inference_mode():
+            wanted = list(texts) or [""]
+            parts = [self.texts(wanted[n : n + TEXTS]) for n in range(0, len(wanted), TEXTS)]
+            return _unit(torch.cat(parts)[: len(texts)])
+
+
+class OpenClip(Foreign):
+    """An open_clip model whose towers differ from ours (ResNet, ConvNeXt, ...), by open_clip itself."""
+
+    def __init__(self, name: str, weights: Path, device: str, precision: str) -> None:
+        import open_clip
+
+        from kiloword.interop.open_clip import read
+
+        state = read(weights)
+        with _quiet():
+            model = open_clip.create_model(name, load_weights=False, pretrained_image=False, pretrained_text=False)
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
+            raise ValueError(f"{weights} does not hold the weights of open_clip's {name}: {reason[:200]}") from None
+        check_finite(state, str(weights))
+        given = open_clip.get_model_preprocess_cfg(model)
+        super().__init__(given["mean"], given["std"], device, precision)
+        self.size, self.resize = _preprocess(name, given)
+        self.fingerprint = digest([weights], name)
+        model = model.to(device=device, dtype=self._kind).eval()
+        tokenizer = _open_clip_tokenizer(name)
+        self.images = model.encode_image
+        self.texts = lambda texts: model.encode_text(tokenizer(texts).to(device))
+
+
+class Transformers(Foreign):
+    """A CLIP in a local folder as transformers saves it, by transformers itself (extra "hf")."""
+
+    def __init__(self, folder: Path, device: str, precision: str) -> None:
+        from kiloword.interop.hf_folder import read_folder
+
+        found = read_folder(folder)
+        try:
+            from transformers import AutoTokenizer, CLIPModel  # type: ignore[import-not-found, unused-ignore]
+        except ImportError:
+            raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
+        super().__init__(found.mean, found.std, device, precision)
+        self.size, self.resize = found.size, found.resize
+        self.fingerprint = digest(found.files)
+        alone: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            model = CLIPModel.from_pretrained(str(folder), use_safetensors=True, **alone)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), **alone)
+        except Exception as error:  # by what a damaged file says, almost anything
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{folder} holds no CLIP that transformers can open: {reason}") from error
+        check_finite(model.state_dict(), str(folder))
+        model = model.to(device=device, dtype=self._kind).eval()
+
+        def texts(wanted: list[str]) -> Tensor:
+            ids = tokenizer(wanted, padding=True, truncation=True, max_length=found.context, return_tensors="pt").to(
+                device
+            )
+            pooled = model.text_model(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"])
+            features: Tensor = model.text_projection(pooled.pooler_output)
+            return features
+
+        self.texts = texts
+        self.images = lambda pixels: model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)
+
+
+def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
+    """In our own towers where they can be open_clip's, else by open_clip."""
+    from kiloword.interop.folder import assemble
+    from kiloword.interop.open_clip import import_state, read
+    from kiloword.interop.open_clip_config import Unlike
+
+    model_name, _, file = rest.partition(":")
+    if not (model_name and file):
+        raise ValueError(
+            f"{name} names no file of weights, and random weights teach nothing: write open_clip:NAME:WEIGHTS with a "
+            "local file; nothing is downloaded."
+        )
+    weights = Path(file).expanduser()
+    state = read(weights)
+    try:
+        imported = import_state(model_name, state)
+    except Unlike:
+        return OpenClip(model_name, weights, device, precision)
+    if imported.report.new:
+        missing = ", ".join(imported.report.new[:3])
+        raise ValueError(
+            f"{weights} lacks weights of open_clip's {model_name} ({missing}): is it another model's file?"
+        )
+    model, tokenizer = assemble(imported, weights)
+    return Ours(model.to(device=device, dtype=_KINDS[precision]), tokenizer, digest([weights], model_name))
+
+
+def _preprocess(name: str, given: dict[str, Any]) -> tuple[int, Resize]:
+    """Size and resize mode. Raises: ValueError for what our transform does not do."""
+    size, mode = given["size"], given.get("resize_mode", "shortest")
+    size = size if isinstance(size, int) else size[0] if len(set(size)) == 1 else None
+    if size is None or mode not in ("shortest", "squash") or given.get("interpolation", "bicubic") != "bicubic":
+        raise ValueError(f"open_clip's {name} prepares pictures in a way that is not offered here: {given}.")
+    return size, mode
+
+
+def _open_clip_tokenizer(name: str) -> Any:
+    import open_clip
+
+    try:
+        with _quiet():
+            return open_clip.get_tokenizer(name)
+    except Exception as error:  # it looks for others' tokenizers on the network
+        raise ValueError(f"open_clip's {name} needs a tokenizer that is not on this machine: {error}"[:300]) from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """open_clip warns of random weights, which are about to be replaced."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _unit(features: Tensor) -> Tensor:
+    return F.normalize(features.float(), dim=-1).cpu()
+
+
+def digest(files: Sequence[Path], more: str = "") -> str:
+    """Of the files' contents, in order."""
+    found = hashlib.blake2b(more.encode(), digest_size=16)
+    for path in files:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "blake2b").digest())
+    return found.hexdigest()

@@ -1,0 +1,174 @@
+"""Writing a side table part by part: each part is whole or not there, so that an interrupted run can go on."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+
+from kiloword.checkpoint.files import is_taken, write_atomic, write_json
+from kiloword.config.recipes import read_config
+from kiloword.data import keyed
+from kiloword.features.store import INDEX, TABLE, Part, SideTable, Stored, TableFile, check_name, checksum, part_path
+from kiloword.types import Skipped
+
+# what must be equal for a table to be gone on with, and what a sentence says of it
+_SAME: dict[str, Callable[[TableFile], str]] = {
+    "teacher_fingerprint": lambda file: f"teacher {file.teacher} ({file.teacher_fingerprint[:16]})",
+    "contents": lambda file: f"data {file.data} ({file.fingerprint[:16]})",
+    "name": lambda file: f"name {file.name}",
+    "dim": lambda file: f"dim {file.dim}",
+    "precision": lambda file: f"precision {file.precision}",
+    "dtype": lambda file: f"dtype {file.dtype}",
+}
+
+
+@dataclass
+class Rows:
+    """The pictures of one part, while they come."""
+
+    keys: list[bytes] = field(default_factory=list)
+    captions: list[list[str]] = field(default_factory=list)
+    images: list[Stored] = field(default_factory=list)  # [n, D] each
+    texts: list[Stored] = field(default_factory=list)  # [t, D] each
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+class SideWriter:
+    """The side table in a folder, new or gone on with.
+
+    Errors: ValueError when the folder holds something else, or features of another teacher or data.
+    """
+
+    def __init__(self, folder: Path, file: TableFile) -> None:
+        check_name(file.name)
+        self.folder = folder
+        self.file = what_is_there(folder, file) or file
+        if self.file is file:
+            write_json(folder / TABLE, asdict(file))
+        self._id = _identity(self.file)
+        self._contents: dict[bytes, bytes] = {}  # of every key so far
+        self.skipped: list[Skipped] = []
+        self.repeated = 0  # rows whose key and content came before
+        self.missing = [number for number in range(self.file.parts) if not self._is_whole(number)]
+        if self.missing:
+            (folder / INDEX).unlink(missing_ok=True)  # readers are told that the table is not finished
+
+    def rows_of(self, number: int) -> range:
+        """The rows of the data that a part holds."""
+        return range(number * self.file.part, min((number + 1) * self.file.part, self.file.rows))
+
+    def _is_whole(self, number: int) -> bool:
+        """Takes note of the keys and bad rows of a part that is there and whole."""
+        try:
+            part = Part(part_path(self.folder, number), self.file.schema())
+        except ValueError:
+            return False
+        if part.table != self._id or not part.whole():
+            return False
+        self._contents.update(zip(part.keys.to_pylist(), part.contents.to_pylist(), strict=True))
+        self.skipped += [Skipped(*one) for one in part.skipped]
+        return True
+
+    def is_new(self, key: str, content: bytes) -> bool:
+        """Whether a row's key comes for the first time.
+
+        Args: content: see `content_of`. Raises: ValueError when it came before with another picture or other captions.
+        """
+        raw = keyed.raw(key)
+        known = self._contents.get(raw)
+        if known is None:
+            self._contents[raw] = content
+            return True
+        if known != content:
+            raise ValueError(
+                f"two pictures of {self.file.data} have the key {key!r} and differ in pixels or captions. Features are "
+                "joined by key: give each picture a key of its own, or embed and train on one source at a time."
+            )
+        self.repeated += 1
+        return False
+
+    def write(self, number: int, rows: Rows) -> None:
+        """One part, all of it or nothing. Errors: ValueError when it cannot be written."""
+        dim, kind = self.file.dim, np.float16 if self.file.dtype == "fp16" else np.float32
+        images, texts = (_stack(parts, dim, kind) for parts in (rows.images, rows.texts))
+        starts = np.cumsum([0, *map(len, rows.captions)], dtype=np.int32)
+        captions = pa.array([keyed.raw(c) for some in rows.captions for c in some], pa.binary())
+        columns = [
+            pa.array(rows.keys, pa.binary()),
+            pa.array([self._contents[key] for key in rows.keys], pa.binary(16)),
+            pa.FixedSizeListArray.from_arrays(pa.array(images.ravel()), dim),
+            pa.ListArray.from_arrays(pa.array(starts), captions),
+            pa.ListArray.from_arrays(pa.array(starts), pa.FixedSizeListArray.from_arrays(pa.array(texts.ravel()), dim)),
+        ]
+        skipped = [[one.row, one.key, one.reason] for one in rows.skipped]
+        meta = {"table": self._id, "skipped": skipped, "crc": checksum(columns)}
+        schema = self.file.schema().with_metadata({"kiloword": json.dumps(meta)})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, schema) as out:
+            out.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+        write_atomic(part_path(self.folder, number), sink.getvalue().to_pybytes())
+        self.skipped += rows.skipped
+
+    def finish(self) -> SideTable:
+        """Write the index; all parts are there. Raises: ValueError when no picture was usable."""
+        keys: list[bytes] = []
+        places = []
+        for number in range(self.file.parts):
+            found = Part(part_path(self.folder, number), self.file.schema()).keys.to_pylist()
+            places.append((number << 32) + np.arange(len(found), dtype=np.uint64))
+            keys += found
+        if not keys:
+            why = f", the first because: {self.skipped[0].reason}" if self.skipped else ""
+            raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable picture{why}.")
+        data = io.BytesIO()
+        np.save(data, keyed.lookup(keys, np.concatenate(places)))
+        write_atomic(self.folder / INDEX, data.getvalue())
+        return SideTable(self.folder)
+
+
+def what_is_there(folder: Path, file: TableFile) -> TableFile | None:
+    """What the folder's table.json says; None in a new folder. Raises: ValueError when it is of something else."""
+    path = folder / TABLE
+    if path.is_file():
+        there = read_config(path, TableFile)
+        _check_same(folder, there, file)
+        return there
+    if is_taken(folder):
+        raise ValueError(f"{folder} exists and is no side table: choose another --out, or remove it.")
+    return None
+
+
+def _check_same(folder: Path, there: TableFile, new: TableFile) -> None:
+    for name, say in _SAME.items():
+        if getattr(there, name) != getattr(new, name):
+            raise ValueError(
+                f"{folder} holds other features: there {say(there)}, here {say(new)}. Choose another --out, or remove "
+                "that folder."
+            )
+
+
+def _identity(file: TableFile) -> str:
+    """A part names the table that it is of."""
+    return hashlib.blake2b(json.dumps(asdict(file), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def content_of(image: Tensor, captions: Iterable[str]) -> bytes:
+    """A digest of a prepared picture, uint8 [3, H, W], and of its captions."""
+    digest = hashlib.blake2b(image.contiguous().numpy().data, digest_size=16)
+    for caption in captions:
+        digest.update(b"\0" + keyed.raw(caption))
+    return digest.digest()
+
+
+def _stack(parts: list[Stored], dim: int, kind: type[np.floating[Any]]) -> Stored:
+    """[n, D] as stored; n may be 0."""
+    return np.concatenate([np.empty((0, dim), kind), *parts]).astype(kind)

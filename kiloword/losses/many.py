@@ -1,0 +1,94 @@
+"""For many positives a picture and a text: shares of a text's positives, and supervised contrast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kiloword.distributed.collectives import sum_over_ranks
+from kiloword.losses.pairs import anchor_weights, logsumexp_over_ranks, softmax_loss
+from kiloword.methods.method import PairBlocks
+from kiloword.types import Pairs, Positives, Total
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Positives of which each text has one in all: divided by their sum over the pictures of every rank.
+
+    Else a text that fits every other picture ("a scene") outweighs those that say something. Texts without a positive
+    stay so. It costs one more pass over all pairs.
+    """
+
+    positives: Positives
+    sums: Tensor | None = None  # [T]
+
+    @property
+    def mined(self) -> bool:
+        """Whether they are mined."""
+        return getattr(self.positives, "mined", False)
+
+    def bind(self, pairs: PairBlocks) -> Balanced:
+        """The same positives, with the sums of these pairs."""
+        sums = torch.empty(0)
+        for n, (rows, columns) in enumerate(pairs.blocks()):
+            y = self.positives(pairs.block(rows, columns))
+            if n == 0:
+                sums = y.new_zeros(pairs.shape[1])
+            sums[columns] += y.sum(0)
+        return Balanced(self.positives, sum_over_ranks(sums))
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """[i, t] in [0, 1]."""
+        assert self.sums is not None, "bind first"
+        sums = self.sums[pairs.texts["column"]]
+        return self.positives(pairs) / torch.where(sums > 0, sums, 1)
+
+
+def supcon_loss(pairs: PairBlocks, positives: Positives, form: Literal["out", "in"] = "out") -> Total:
+    """Supervised contrast of pictures and texts: each is an anchor once, its candidates those of the other side.
+
+    An anchor's loss is, with p its softmax over candidates, the mean over its positives of -log p ("out") or minus the
+    log of the mean of p over them ("in"); 0 without a positive. "out" is `softmax_loss` but for the weights: there
+    pictures weigh as much as texts in all, here each picture as much as each text. With one text a picture the two are
+    equal. The paper contrasts pictures with pictures too; a pair loss sees pairs of a picture and a text alone.
+    Source: arXiv:2004.11362, eq. 2 and 3, the baseline of arXiv:2405.10286, section 6.
+    """
+    if form == "out":
+        return softmax_loss(pairs, positives, anchors="together")
+    by_row, by_column = _log_sums(pairs, positives)  # [I, 3], [T, 3]
+    weight, _ = anchor_weights(pairs, "together", by_row)
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        z, log_y = block.logits, positives(block).log()
+        values, gradient = torch.zeros_like(z), torch.zeros_like(z)
+        for every, chosen, count in (by_row[rows, None].unbind(-1), by_column[None, columns].unbind(-1)):
+            share = torch.where(count > 0, (log_y + z - chosen).exp(), 0)  # sums to one over the anchor's positives
+            values += share * torch.where(count > 0, every - chosen + count.log(), 0)
+            gradient += torch.where(count > 0, (z - every).exp(), 0) - share
+        return weight * values.sum(1), weight * gradient
+
+    total = pairs.total(loss)
+    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+
+
+def _log_sums(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor]:
+    """Log sum exp of all pairs and of positives, and their number: of rows [I, 3] and, over ranks, columns [T, 3]."""
+    found: list[Tensor] = []
+    for rows, columns in pairs.blocks():
+        block = pairs.block(rows, columns)
+        z, y = block.logits.detach(), positives(block)
+        found = found or [_nothing(z, size) for size in pairs.shape]
+        for side, part, dim in ((found[0], rows, 1), (found[1], columns, 0)):
+            logs = torch.stack([z.logsumexp(dim), (z + y.log()).logsumexp(dim)], -1)
+            side[part, :2] = torch.logaddexp(side[part, :2], logs)
+            side[part, 2] += y.sum(dim)
+    logs, counts = logsumexp_over_ranks(found[1][:, :2].T, found[1][:, 2:].T)
+    return found[0], torch.cat([logs, counts]).T
+
+
+def _nothing(like: Tensor, n: int) -> Tensor:
+    """[n, 3]: log sums and a number of no pair."""
+    return like.new_tensor([-torch.inf, -torch.inf, 0.0]).repeat(n, 1)

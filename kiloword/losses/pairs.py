@@ -1,0 +1,238 @@
+"""Pair losses: blocks of pairs -> sum and count. Gradients are computed in the forward pass, block by block.
+
+A pair loss says, for a block of logits, its value and its gradient by the logits; `Blocks` carries that gradient
+through the head's score into features and head weights at once and frees the block. Nothing `[I, T]` is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.distributed.collectives import extreme_over_ranks, ranks, sum_over_ranks
+from kiloword.types import Features, Pairs, Positives, Total
+
+if TYPE_CHECKING:
+    from kiloword.methods.method import PairBlocks
+    from kiloword.model.heads import Head
+
+# whether backward runs with retain_graph; a torch without the question gets copies
+_graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+BlockLoss = Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]
+"""Values [i] of one block, by picture, and the gradient of their sum by the logits [i, t]."""
+
+
+class _WithGradient(torch.autograd.Function):
+    """A scalar whose gradients are known already: handed over, not copied, unless the graph is kept for later."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        if _graph_is_kept():
+            return None, None, *(None if g is None else g * upstream for g in ctx.gradients)
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "autograd goes back twice through a graph that it was not told to keep"
+        return None, None, *(None if g is None else g.mul_(upstream) for g in gradients)
+
+
+class Blocks:
+    """All pairs of local pictures (rows) and every rank's texts (columns), a block at a time."""
+
+    def __init__(self, head: Head, images: Features, texts: Features, chunk: int = 0) -> None:
+        """images: this rank's, every value [I, ...] with "position" [I]; texts: every rank's, "position" [T]
+        is the place of the picture that the text was written for; chunk: rows and columns a block, 0: the head's."""
+        column = torch.arange(len(texts["vec"]), device=texts["vec"].device)
+        self.head, self.images, self.texts, self.chunk = head, images, {**texts, "column": column}, chunk
+        self.shape = (len(images["vec"]), len(texts["vec"]))
+        self.step = (chunk, chunk) if chunk else head.block(images, texts)
+        self.rows, self.own, self.own_texts = (images["vec"].new_zeros(self.shape[0]) for _ in range(3))
+        self._whole = self.shape[0] <= self.step[0] and self.shape[1] <= self.step[1]
+        self._weights = [p for p in head.parameters() if p.requires_grad]
+        self._only: tuple[Pairs, list[Tensor]] | None = None  # a single block is scored once, not once a pass
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of every block."""
+        for i in range(0, self.shape[0], self.step[0]):
+            for t in range(0, self.shape[1], self.step[1]):
+                yield (
+                    slice(i, min(i + self.step[0], self.shape[0])),
+                    slice(t, min(t + self.step[1], self.shape[1])),
+                )
+
+    def beside(self, name: str) -> Blocks:
+        """The same pairs scored by another head that stands in this one under a name."""
+        return Blocks(getattr(self.head, name), self.images, self.texts, self.chunk)
+
+    def block(self, rows: slice, columns: slice) -> Pairs:
+        """One block, logits without gradient."""
+        if self._whole:
+            return self._scored(rows, columns)[0]
+        with torch.no_grad():
+            return self._pairs(*self._leaves(rows, columns))
+
+    def total(self, loss: BlockLoss) -> Tensor:
+        """Sum of `loss` over all blocks, with gradients for features and head weights; `rows` and `own` are filled."""
+        inputs = [*self._floats(self.images), *self._floats(self.texts), *self._weights]
+        self.rows, self.own, self.own_texts = (torch.zeros_like(self.rows) for _ in range(3))
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+            for rows, columns in self.blocks():
+                pairs = self.block(rows, columns)
+                self._note(pairs, loss(pairs, rows, columns)[0], rows)
+            return self.rows.sum()
+        sums: list[Tensor | None] = [torch.zeros_like(x) if x.requires_grad else None for x in inputs]
+        for rows, columns in self.blocks():
+            self._add_gradients(loss, rows, columns, sums)
+        out: Tensor = _WithGradient.apply(self.rows.sum(), sums, *inputs)  # type: ignore[no-untyped-call]
+        return out
+
+    def _note(self, pairs: Pairs, values: Tensor, rows: slice) -> None:
+        """Each picture's part of the loss, the sum of its own texts' logits, and their number."""
+        if values.shape != self.rows[rows].shape:
+            raise ValueError(
+                f"a pair loss returned values {list(values.shape)} for {len(self.rows[rows])} pictures: expected one a "
+                "picture, summed over its texts."
+            )
+        self.rows[rows] += values.detach()
+        self.own[rows] += (pairs.logits.detach() * pairs.annotated).sum(1)
+        self.own_texts[rows] += pairs.annotated.sum(1)
+
+    def _add_gradients(self, loss: BlockLoss, rows: slice, columns: slice, sums: list[Tensor | None]) -> None:
+        """The gradients of one block are added to `sums` (images, texts, weights) in place."""
+        pairs, leaves = self._scored(rows, columns)
+        with torch.no_grad():
+            values, by_logits = loss(pairs, rows, columns)
+        self._note(pairs, values, rows)
+        targets = [*leaves, *self._weights]
+        gradients = torch.autograd.grad(pairs.logits, targets, by_logits, allow_unused=True)
+        self._only = None
+        n_images = len(list(self._floats(self.images)))
+        for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+            if total is None or gradient is None:
+                continue
+            part = total[rows] if n < n_images else total[columns] if n < len(leaves) else total
+            part += gradient
+
+    def _scored(self, rows: slice, columns: slice) -> tuple[Pairs, list[Tensor]]:
+        """A block whose logits carry a graph to the returned leaves (images, then texts)."""
+        if self._only is not None:
+            return self._only
+        with torch.enable_grad():
+            images, texts = self._leaves(rows, columns)
+            leaves = [*self._floats(images), *self._floats(texts)]
+            scored = (self._pairs(images, texts), leaves)
+        if self._whole:
+            self._only = scored
+        return scored
+
+    def _leaves(self, rows: slice, columns: slice) -> tuple[Features, Features]:
+        def cut(features: Features, part: slice) -> Features:
+            return {k: v[part].detach().requires_grad_() if learns(k, v) else v[part] for k, v in features.items()}
+
+        return cut(self.images, rows), cut(self.texts, columns)
+
+    def _pairs(self, images: Features, texts: Features) -> Pairs:
+        logits = self.head.logits(self.head.score(images, texts))
+        return Pairs(logits, images["position"][:, None] == texts["position"][None], images, texts)
+
+    @staticmethod
+    def _floats(features: Features) -> Iterator[Tensor]:
+        return (v for k, v in features.items() if learns(k, v))
+
+
+def learns(name: str, value: Tensor) -> bool:
+    """Whether a feature can have a gradient: side features are constants."""
+    return value.is_floating_point() and "_side." not in name
+
+
+def sigmoid_loss(
+    pairs: PairBlocks, positives: Positives, reduction: Literal["pictures", "texts"] = "pictures"
+) -> Total:
+    """SigLIP: every pair is a yes-or-no question; any number of positives. Mean over pictures, or over texts (FFF).
+
+    Source: arXiv:2303.15343, eq. 1 (logit s x + b with b < 0; the printed sign of the bias is a typo); over texts,
+    arXiv:2405.10286, eq. 3 (the same typo).
+    """
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        y = positives(block)  # [i, t]
+        values = F.softplus(block.logits) - y * block.logits  # = -y logsig(z) - (1 - y) logsig(-z)
+        return values.sum(1), block.logits.sigmoid() - y
+
+    total = pairs.total(loss)
+    # counts are added over ranks, each of which sees every text
+    count = pairs.shape[0] if reduction == "pictures" else pairs.shape[1] / ranks()
+    return Total(total, total.new_full((), float(count)), pairs.rows)
+
+
+def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apart", "together"] = "apart") -> Total:
+    """CLIP: symmetric InfoNCE, the mean of picture-to-text (mean over pictures) and text-to-picture (over texts).
+
+    Several positives of a row or column share its probability equally. Columns are normalised over all ranks by
+    one gather of one number per text, so pictures stay local. Source: arXiv:2103.00020, figure 3.
+
+    Args: anchors: "apart" as said; "together", one mean over pictures and texts: with several texts a picture, theirs
+    is the larger part (SupCon).
+    """
+    row_norm, column_norm, row_count, column_count = _normalisers(pairs, positives)
+    by_picture, by_text = anchor_weights(pairs, anchors, row_norm)
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        y = positives(block)
+        by_row, by_column = row_norm[rows, None], column_norm[None, columns]
+        row_share = y / row_count[rows, None].clamp_min(1) * by_picture
+        column_share = y / column_count[None, columns].clamp_min(1) * by_text
+        values = (row_share * (by_row - block.logits) + column_share * (by_column - block.logits)).sum(1)
+        row_mass = row_count / row_count.clamp_min(1) * by_picture  # what the shares add up to: less where y is soft
+        column_mass = column_count / column_count.clamp_min(1) * by_text
+        pull = (block.logits - by_row).exp() * row_mass[rows, None]
+        pull = pull + (block.logits - by_column).exp() * column_mass[None, columns]
+        return values, pull - row_share - column_share
+
+    total = pairs.total(loss)
+    return Total(total, total.new_full((), float(pairs.shape[0])), pairs.rows)
+
+
+def anchor_weights(pairs: PairBlocks, anchors: Literal["apart", "together"], like: Tensor) -> tuple[Tensor, Tensor]:
+    """What a picture's and a text's part of a symmetric loss weigh where the count is pictures: two scalars."""
+    images = sum_over_ranks(like.new_full((), float(pairs.shape[0])))
+    if anchors == "apart":
+        return like.new_full((), 0.5), 0.5 * (images / pairs.shape[1])
+    share = images / (images + pairs.shape[1])
+    return share, share
+
+
+def _normalisers(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log sum exp and number of positives of each row [I] and, over all ranks, of each column [T]."""
+    row_norm = row_count = column_norm = column_count = torch.empty(0)
+    for n, (rows, columns) in enumerate(pairs.blocks()):
+        block = pairs.block(rows, columns)
+        logits, y = block.logits.detach(), positives(block)
+        if n == 0:
+            row_norm, column_norm = (logits.new_full((size,), -torch.inf) for size in pairs.shape)
+            row_count, column_count = (logits.new_zeros(size) for size in pairs.shape)
+        row_norm[rows] = torch.logaddexp(row_norm[rows], logits.logsumexp(1))
+        column_norm[columns] = torch.logaddexp(column_norm[columns], logits.logsumexp(0))
+        row_count[rows] += y.sum(1)
+        column_count[columns] += y.sum(0)
+    norm, count = logsumexp_over_ranks(column_norm[None], column_count[None])
+    return row_norm, norm[0], row_count, count[0]
+
+
+def logsumexp_over_ranks(logs: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """Log sum exp over ranks of logs [k, T], and sums over ranks of what travels beside, [j, T].
+
+    Two reductions, so that memory does not grow with the number of ranks.
+    """
+    top = extreme_over_ranks(logs, "most")
+    high = torch.where(top > -torch.inf, top, 0)  # a number that no rank has stays minus infinity
+    shared = sum_over_ranks(torch.cat([(logs - high).exp(), beside]))
+    return high + shared[: len(logs)].log(), shared[len(logs) :]

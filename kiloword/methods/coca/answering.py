@@ -1,0 +1,115 @@
+"""The answer term: the next word of an answer from those before it, and from question and picture fused.
+
+Source: arXiv:2401.02137, section 4.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor, nn
+
+from kiloword.config import recipes
+from kiloword.config.ranges import DEPTH
+from kiloword.config.recipes import ModelConfig
+from kiloword.generation.decoding import Memory
+from kiloword.methods.coca.captioning import (
+    CaptionSettings,
+    caption_loss,
+    check_causal,
+    memory_width,
+    next_tokens,
+    text_decoder,
+)
+from kiloword.methods.method import Method
+from kiloword.model.decoder import TextDecoder
+from kiloword.model.fuser import Fuser
+from kiloword.model.model import Model
+from kiloword.types import Batch, Encoded, Texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings(recipes.Settings):
+    """How answers are predicted."""
+
+    smoothing: float = 0.0  # label smoothing: share of each target spread over the vocabulary
+    question_sees: Literal["before", "all"] = "before"  # a word: those before it, as the tower was trained, or all
+    decoder_depth: int = 0  # layers of the text decoder, those of --init; 0: as many as the text tower has
+    tied: bool = False  # the decoder's output is the text tower's token table, as that of --init
+
+
+def answering(method: Method, settings: AnswerSettings) -> Method:
+    """A method that answers questions and learns nothing else: no pair loss, and the head stays as it is.
+
+    Raises: ValueError for settings out of range.
+    """
+    if not 0 <= settings.smoothing < 1:
+        raise ValueError(f"smoothing is {settings.smoothing}: expected a share of at least 0 and below 1.")
+    if not 0 <= settings.decoder_depth <= DEPTH:
+        raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers up to {DEPTH}, or 0.")
+    decoding = CaptionSettings(decoder_depth=settings.decoder_depth, tied=settings.tied)
+
+    def shape(config: ModelConfig) -> ModelConfig:
+        shaped = method.shape(config)
+        check_causal(shaped.text)
+        return shaped
+
+    return replace(
+        method,
+        shape=shape,
+        pair_weight=0.0,
+        needs=(*method.needs, "questions"),
+        towers={
+            **method.towers,
+            "text_decoder": lambda config: text_decoder(config, decoding),
+            "fuser": lambda config: fuser(config, settings),
+        },
+        terms={**method.terms, "answer": (1.0, lambda config: Answer(settings, config))},
+    )
+
+
+def fuser(config: ModelConfig, settings: AnswerSettings) -> Fuser:
+    """The fuser of a model whose towers are these."""
+    width = memory_width(config)
+    return Fuser(config.text, width, width, causal=settings.question_sees == "before")
+
+
+class Answer(nn.Module):
+    """-log probability of each next token of an answer (words and end); mean over those tokens."""
+
+    def __init__(self, settings: AnswerSettings, config: ModelConfig) -> None:
+        super().__init__()
+        self.smoothing = settings.smoothing
+        self.extra = len(config.text.extra_tokens)
+
+    def count(self, batch: Batch) -> Tensor:
+        return next_tokens(batch.texts, self.extra)
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        assert batch.questions is not None, "the loader gives every picture a question"
+        memory = fused(model, batch.questions, encoded.image_tokens)
+        if len(batch.texts) != len(batch):
+            host = batch.host
+            assert host.questions is not None
+            memory = memory.take(batch.image_of_text, int(host.questions.starts.diff()[host.image_of_text].sum()))
+        decoder = model.more["text_decoder"]
+        assert isinstance(decoder, TextDecoder)
+        texts, tokens = batch.texts, encoded.text_tokens
+        return caption_loss(decoder, model, texts, tokens, memory.keys, self.extra, self.smoothing, memory.packing())
+
+
+def fused(model: Model, questions: Texts, image_tokens: Tensor) -> Memory:
+    """What the text decoder sees of I questions about I pictures. Args: image_tokens [I, E + P, W].
+
+    Raises: ValueError for a model that answers no questions.
+    """
+    if "fuser" not in model.more:
+        raise ValueError("this model answers no questions: train vqa, from this model with --init.")
+    decoder = model.more["text_decoder"]
+    assert isinstance(decoder, TextDecoder)
+    tokens = model.more["fuser"](model.text_tower, questions, model.memory(image_tokens))
+    keys = decoder.remember(tokens)
+    return Memory(
+        [(k[: len(questions.ids)], v[: len(questions.ids)]) for k, v in keys], questions.starts, questions.longest
+    )

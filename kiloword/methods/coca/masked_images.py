@@ -1,0 +1,146 @@
+"""The masked picture term: hidden patches from those that are seen and, guided, from the caption.
+
+Source: arXiv:2401.02137, section 3.2 (TG-MIM), eq. 5 and 6.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor, nn
+
+from kiloword.config.ranges import DEPTH
+from kiloword.config.recipes import ModelConfig
+from kiloword.methods.coca import masking
+from kiloword.methods.coca.captioning import with_mask_token
+from kiloword.methods.coca.masking import Mask, MaskSettings
+from kiloword.methods.method import Method
+from kiloword.model.attention import Packing
+from kiloword.model.blocks import take
+from kiloword.model.decoder import ImageDecoder
+from kiloword.model.image import unfold
+from kiloword.model.model import Model
+from kiloword.model.pooling import at_least_float
+from kiloword.types import Batch, Encoded
+
+EPSILON = 1e-6  # beside a patch's variance: MAE's (arXiv:2111.06377, its public code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimSettings(MaskSettings):
+    """Which patches are hidden, and what they are predicted from."""
+
+    mim_weight: float = 1.0  # of the loss: lambda_TM
+    guide: Literal["text", "none"] = "text"  # text: the caption is seen too (TG-MIM)
+    mim_mask: Mask = "attentive"  # attentive: what the caption speaks of most
+    mim_share: float = 0.5  # of the patches, that are hidden: r_h
+    mim_op: Literal["token", "drop"] = "token"  # a learned token, or left out until the decoder (cheaper)
+    norm_pix: bool = False  # each patch's pixels less their mean, over their deviation
+    image_decoder_depth: int = 0  # layers of the image decoder; 0: as many as the text tower has
+
+
+def masked(method: Method, settings: MimSettings) -> Method:
+    """A method that predicts hidden patches too: an image decoder and the L1 loss of their pixels.
+
+    Raises: ValueError for a method that does so already, or settings out of range.
+    """
+    if "image_decoder" in method.towers:
+        raise ValueError(f"{method.name} predicts patches already: leave +mim away, its settings are there.")
+    if not 0 < settings.mim_weight < math.inf:
+        raise ValueError(f"mim_weight is {settings.mim_weight}: expected a weight above 0; for none leave mim away.")
+    if not 0 <= settings.image_decoder_depth <= DEPTH:
+        raise ValueError(
+            f"image_decoder_depth is {settings.image_decoder_depth}: expected a number of layers up to {DEPTH}, or 0."
+        )
+
+    def shape(config: ModelConfig) -> ModelConfig:
+        shaped = method.shape(config)
+        if settings.mim_mask == "attentive":
+            masking.check(shaped)
+        return with_mask_token(shaped) if settings.mim_op == "token" else shaped
+
+    return replace(
+        method,
+        shape=shape,
+        towers={**method.towers, "image_decoder": lambda config: image_decoder(config, settings)},
+        terms={**method.terms, "mim": (settings.mim_weight, lambda config: MaskedPictures(settings, config))},
+    )
+
+
+def image_decoder(config: ModelConfig, settings: MimSettings) -> ImageDecoder:
+    """The decoder of a model whose towers are these."""
+    depth = settings.image_decoder_depth or config.text.depth
+    return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop")
+
+
+class MaskedPictures(nn.Module):
+    """L1 between hidden patches and their prediction; mean over hidden patches and their pixels.
+
+    Once a batch: the text tower's pass and the scores, which the caption term shares. Once a mask: the image tower's
+    pass, so that random masks cost one a picture, attentive ones one a caption. Pixels are predicted where hidden.
+    """
+
+    def __init__(self, settings: MimSettings, config: ModelConfig) -> None:
+        super().__init__()
+        self.settings = settings
+        self.patches = (config.image.size // config.image.patch) ** 2
+        self.hidden = masking.number(settings.mim_share, self.patches, "mim_share")
+        self.by_caption = settings.guide == "text" or settings.mim_mask == "attentive"
+
+    def count(self, batch: Batch) -> Tensor:
+        rows = len(batch.texts) if self.by_caption else len(batch)
+        return batch.position.new_full((), rows * self.hidden)
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        of = batch.image_of_text
+        if self.settings.mim_mask == "attentive":
+            images = batch.images[of]
+            hidden = masking.chosen(masking.scores(model, batch, encoded, self.settings), self.hidden, most=True)
+            tokens = visible(model, images, hidden, self.settings.mim_op)
+        else:
+            images = batch.images
+            hidden = masking.chosen(masking.noise(batch, "mim.mask", self.patches), self.hidden, most=True)
+            tokens = visible(model, images, hidden, self.settings.mim_op)
+            if self.by_caption and len(of) != len(batch):
+                images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
+        guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if self.guided else None
+        found = predict(model, tokens, hidden, guide)
+        return distance(found, pixels(model, images, hidden, self.settings.norm_pix)).sum()
+
+    @property
+    def guided(self) -> bool:
+        return self.settings.guide == "text"
+
+
+def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "drop"]) -> Tensor:
+    """Tokens of pictures [N, 3, H, W] whose patches `hidden` [N, m] are masked by a token, or dropped."""
+    patches = (model.config.image.size // model.config.image.patch) ** 2
+    if op == "drop":
+        return model.image_tokens(images, keep=masking.others(hidden, patches))
+    return model.image_tokens(images, masked=masking.as_bool(hidden, patches))
+
+
+def predict(model: Model, tokens: Tensor, hidden: Tensor, guide: tuple[Tensor, Packing] | None) -> Tensor:
+    """Pixels [N, m, 3 * patch^2] of hidden patches; guide: packed text tokens [S, W], text n for picture n."""
+    decoder = model.more["image_decoder"]
+    assert isinstance(decoder, ImageDecoder)
+    found: Tensor = decoder(tokens, hidden, *(guide or (None, None)))
+    return found
+
+
+def pixels(model: Model, images: Tensor, hidden: Tensor, norm_pix: bool) -> Tensor:
+    """What is to be predicted, the normalised pixels of hidden patches: [N, m, 3 * patch^2], at least fp32."""
+    patch = model.config.image.patch
+    raw = take(unfold(images, patch), hidden).view(*hidden.shape, 3, patch, patch)
+    target = at_least_float(model.normalise(raw)).flatten(2)
+    if not norm_pix:
+        return target
+    deviation = target.var(-1, keepdim=True) + EPSILON
+    return (target - target.mean(-1, keepdim=True)) / deviation.sqrt()
+
+
+def distance(found: Tensor, target: Tensor) -> Tensor:
+    """L1 of each hidden patch, mean over its pixels: [N, m]."""
+    return (at_least_float(found) - target).abs().mean(-1)

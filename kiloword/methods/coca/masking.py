@@ -1,0 +1,123 @@
+"""Which patches a caption speaks of, and masks made of that. Source: arXiv:2401.02137, section 3.3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kiloword.config import recipes
+from kiloword.config.recipes import ModelConfig, TextConfig
+from kiloword.model.attention import Packing
+from kiloword.model.heads import unit
+from kiloword.model.image import extra
+from kiloword.model.model import Model
+from kiloword.model.pooling import at_least_float
+from kiloword.model.text import is_special
+from kiloword.randomness import uniform
+from kiloword.types import Batch, Encoded, Texts
+
+Mask = Literal["attentive", "random"]
+CAPTIONS = 256  # that are scored at once: each takes a copy of its picture's patches
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSettings(recipes.Settings):
+    """How a caption chooses patches; of attentive masks alone."""
+
+    similarity: Literal["cosine", "dot"] = "cosine"  # of a patch and a word, both in the shared dimension
+    similar_to: Literal["tokens", "words"] = "tokens"  # tokens: words, start and end; words: those of the caption alone
+
+
+def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings) -> Tensor:
+    """How much each caption speaks of each patch of its picture: [T, P], made once a batch, without gradient.
+
+    The greatest similarity of the patch with one of the caption's tokens (eq. 7); pads and extra tokens do not count.
+    """
+
+    @torch.no_grad()
+    def make() -> Tensor:
+        config = model.config
+        with torch.autocast(batch.images.device.type, enabled=False):
+            patches = model.head.project_image_tokens(_as(model, encoded.image_tokens[:, extra(config.image) :]))
+            tokens = model.head.project_text_tokens(_as(model, encoded.text_tokens))
+            packing = Packing.of(batch.texts)
+            words, counted = packing.pad(tokens), packing.pad(countable(batch.texts, packing, config.text, settings))
+            parts = zip(*(torch.split(x, CAPTIONS) for x in (batch.image_of_text, words, counted)), strict=True)
+            return torch.cat([similarity(patches[of], said, real, settings) for of, said, real in parts])
+
+    return encoded.once(f"attentive {settings.similarity} {settings.similar_to}", make)
+
+
+def check(config: ModelConfig) -> None:
+    """Raises: ValueError for towers whose patches and words cannot be compared."""
+    head = config.head
+    if head.image_pool == "attentional" and head.pool_width not in (0, config.image.width):
+        raise ValueError(
+            f"attentive masks compare patches of width {config.image.width} with words as the head projects them, but "
+            f"this one projects what queries of width {head.pool_width} gathered: take random masks, or --model.head."
+            "pool-width 0 in a model from scratch."
+        )
+
+
+def similarity(patches: Tensor, tokens: Tensor, counted: Tensor, settings: MaskSettings) -> Tensor:
+    """Greatest similarity of each patch [T, P, D] with a counted token: tokens [T, L, D], counted [T, L] -> [T, P]."""
+    patches, tokens = at_least_float(patches), at_least_float(tokens)
+    if settings.similarity == "cosine":
+        patches, tokens = unit(patches), unit(tokens)
+    pairs = patches @ tokens.transpose(1, 2)  # [T, P, L]
+    return pairs.masked_fill(~counted[:, None], float("-inf")).amax(2)
+
+
+def countable(texts: Texts, packing: Packing, config: TextConfig, settings: MaskSettings) -> Tensor:
+    """[S] bool, the tokens that a patch may be similar to; of an empty caption its start and end."""
+    words = texts.starts.diff() - len(config.extra_tokens)
+    inside = packing.place < words[packing.text]
+    if config.pad_to_context:
+        ends = (texts.ids == config.special["end"]).long()  # pads may have the same id: the first is the end
+        before = ends.cumsum(0) - ends
+        inside &= before == before[texts.starts[:-1]][packing.text]
+    if settings.similar_to == "tokens":
+        return inside
+    said = inside & ~is_special(texts.ids, config)
+    empty = torch.zeros_like(words).index_add(0, packing.text, said.long()) == 0
+    return said | (inside & empty[packing.text])
+
+
+def chosen(scored: Tensor, n: int, most: bool) -> Tensor:
+    """The n patches of the greatest (or least) score [N, P], ascending: [N, n] int64; of equal ones the first."""
+    order = scored.argsort(dim=1, descending=most, stable=True)
+    return order[:, :n].sort(1).values
+
+
+def noise(batch: Batch, purpose: str, patches: int) -> Tensor:
+    """Scores for random masks: one of each picture [I, P], whatever its captions."""
+    return uniform(batch.seeds, purpose, patches)
+
+
+def others(masked: Tensor, patches: int) -> Tensor:
+    """The patches that are not masked [N, m], in ascending order: [N, P - m]."""
+    order = as_bool(masked, patches).to(torch.uint8).argsort(dim=1, stable=True)  # `nonzero` would wait for the device
+    return order[:, : patches - masked.shape[1]]
+
+
+def as_bool(masked: Tensor, patches: int) -> Tensor:
+    """Places [N, m] -> [N, P] bool."""
+    empty = torch.zeros(len(masked), patches, dtype=torch.bool, device=masked.device)
+    return empty.scatter(1, masked, True)
+
+
+def number(share: float, patches: int, name: str) -> int:
+    """How many of P patches a share is: one at least is masked, one seen. Raises: ValueError where that cannot be."""
+    if not 0 < share < 1:
+        raise ValueError(f"{name} is {share}: expected a share of the patches between 0 and 1, such as 0.5.")
+    if patches < 2:
+        raise ValueError("pictures of one patch cannot be masked in part: take smaller patches or larger pictures.")
+    return min(max(1, round(share * patches)), patches - 1)
+
+
+def _as(model: Model, tokens: Tensor) -> Tensor:
+    """Tokens in the type of the head's weights, which autocast does not see to here."""
+    return tokens.detach().to(next(model.head.parameters()).dtype)

@@ -1,0 +1,235 @@
+"""Pooling of mixture tokens: a picture is mixed anew for every text that it is compared with (arXiv:2405.00740)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config import recipes
+from kiloword.config.recipes import ModelConfig
+from kiloword.methods.llip import scores as mixing
+from kiloword.model.blocks import Init
+from kiloword.model.heads import Pooling, Single, unit
+from kiloword.model.image import extra
+from kiloword.model.pooling import TextPool, at_least_float
+from kiloword.types import Features, Texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture(recipes.Settings):
+    """How mixture tokens become a picture's features."""
+
+    k: int = 16  # mixture tokens; the paper takes 1 to 128, mostly 64, its former class token counted
+    pool: Literal["contextual", "first", "average", "learned_average"] = "contextual"  # the rest: one vector a picture
+    heads: int = 8  # of the attention from texts to tokens; must divide the embedding size
+    temperature: float = 5.0  # of that attention: the paper's value, 8 and 1 in some of its ablations
+    temperature_mode: Literal["multiply", "divide"] = "multiply"  # t q.k / sqrt(d) (section 7) or q.k / t (eq. 1)
+    per_token_projections: bool = False  # each mixture token its own key and value projection
+    patch_keys: bool = False  # the patches are mixed too (appendix B.3)
+    form: Literal["auto", "direct", "gram"] = "auto"  # of the exact score: chosen by size
+
+
+def tokens(config: ModelConfig, settings: Mixture) -> ModelConfig:
+    """The configuration with K mixture tokens in place of the class token, and of queries that would pool them."""
+    if settings.k < 1:
+        raise ValueError(f"{settings.k} mixture tokens asked for: expected at least one")
+    image = replace(config.image, class_token=False, extra_tokens=settings.k)
+    head = replace(config.head, image_pool="mean") if config.head.image_pool == "attentional" else config.head
+    return replace(config, image=image, head=head)
+
+
+def pooling(config: ModelConfig, settings: Mixture) -> Pooling:
+    """The pooling that `settings.pool` names, on towers as `tokens` asks for them."""
+    if settings.pool == "contextual":
+        return Contextual(config, settings)
+    if settings.pool == "learned_average":
+        return LearnedAverage(config, settings)
+    return OneVector(config, settings)
+
+
+class OneVector(Single):
+    """Registers and average: K tokens for the tower, of which the first, or all with equal weights, are read."""
+
+    def __init__(self, config: ModelConfig, settings: Mixture) -> None:
+        super().__init__(replace(config, head=replace(config.head, image_pool="mean")))  # unused; has no parameters
+        self.read = 1 if settings.pool == "first" else settings.k
+
+    def image(self, tokens: Tensor) -> Features:
+        return {"vec": unit(self.project_image_tokens(tokens[:, : self.read].mean(1)))}
+
+
+class Attention(nn.Module):
+    """What both attentive poolings share: keys and values of tokens, and the projections of the result and of texts.
+
+    No layer has a bias: softmax would give one of the keys no gradient.
+    """
+
+    def __init__(self, config: ModelConfig, settings: Mixture) -> None:
+        super().__init__()
+        self.dim, self.width, self.settings = config.head.dim, config.image.width, settings
+        if settings.heads < 1 or self.dim % settings.heads:
+            raise ValueError(
+                f"{settings.heads} heads do not divide the embedding size {self.dim}; choose heads that do"
+            )
+        if not 0 < settings.temperature < math.inf:  # False for NaN
+            raise ValueError(f"temperature {settings.temperature} came: expected a positive number")
+        self.extra = extra(config.image)
+        per_token = settings.per_token_projections
+        self.matrices = (settings.k + int(settings.patch_keys)) if per_token else 1  # patches share one
+        self.key = nn.Parameter(torch.empty(self.matrices, self.width, self.dim))
+        self.value = nn.Parameter(torch.empty(self.matrices, self.width, self.dim))
+        self.out = nn.Linear(self.dim, self.dim, bias=False)  # W_O
+        self.text_pool = TextPool(config.text, config.head.text_pool)
+        self.text_projection = nn.Linear(config.text.width, self.dim, bias=False)  # W_T
+
+    @property
+    def factor(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        t, size = self.settings.temperature, self.dim // self.settings.heads
+        return float(t / size**0.5 if self.settings.temperature_mode == "multiply" else 1 / t)
+
+    def keys_and_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Both [I, N, M, d] of tower tokens [I, E + P, W]; N = K, or K + P with `patch_keys`."""
+        mixed = tokens[:, : self.settings.k]
+        if self.settings.patch_keys:
+            mixed = torch.cat([mixed, tokens[:, self.extra :]], 1)
+        keys, values = (self._project(mixed, matrix) for matrix in (self.key, self.value))
+        shape = (*mixed.shape[:2], self.settings.heads, -1)
+        return keys.view(shape), values.view(shape)
+
+    def _project(self, mixed: Tensor, matrix: Tensor) -> Tensor:
+        """[I, N, W] -> [I, N, D]."""
+        if self.matrices == 1:
+            return mixed @ matrix[0]
+        own = torch.einsum("ikw,kwd->ikd", mixed[:, : self.settings.k], matrix[: self.settings.k])
+        if not self.settings.patch_keys:
+            return own
+        return torch.cat([own, mixed[:, self.settings.k :] @ matrix[-1]], 1)
+
+    def project_image_tokens(self, tokens: Tensor) -> Tensor:
+        """[..., W] -> [..., D]: values through W_O; by the mean of the projections where each token has its own."""
+        out: Tensor = self.out(tokens @ self.value.mean(0))
+        return out
+
+    def project_text_tokens(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.text_projection(tokens)
+        return out
+
+    def initial(self) -> dict[str, Init]:
+        """Queries and keys start so that the logits of eq. 1 have a deviation of one.
+
+        Tokens leave their towers with entries of size one, so width^-1/2 makes entries of size one of them again, and
+        q.k / sqrt(d) too. At a temperature of 5 the attention would start nearly one-hot and hardly learn; queries and
+        keys share the correction, so that both learn at the same pace.
+        """
+        size = self.dim // self.settings.heads
+        shrink = (self.factor * size**0.5) ** -0.5
+        return {
+            "key": Init(std=shrink * self.width**-0.5),
+            "value": Init(std=self.width**-0.5),
+            "out.weight": Init(std=self.dim**-0.5),
+            "text_projection.weight": Init(std=self.text_projection.in_features**-0.5),
+        } | self._initial_query(shrink)
+
+    def _initial_query(self, shrink: float) -> dict[str, Init]:
+        raise NotImplementedError
+
+
+class Contextual(Attention):
+    """Every picture mixed for every text by the text's own query (arXiv:2405.00740, eq. 1 and 2).
+
+    "vec" of a picture is its text-free stand-in, mixed with equal weights: for shortlists, and without gradient in
+    training. The query comes of the text's un-projected feature.
+    """
+
+    def __init__(self, config: ModelConfig, settings: Mixture) -> None:
+        super().__init__(config, settings)
+        self.query = nn.Linear(config.text.width, self.dim, bias=False)  # W_Q
+
+    def image(self, tokens: Tensor) -> Features:
+        keys, values = self.keys_and_values(tokens)
+        mean = values.detach().mean(1).flatten(1)
+        return {"vec": unit(self.out(mean)).detach(), "keys": keys, "values": values}
+
+    def text(self, tokens: Tensor, texts: Texts) -> Features:
+        pooled = self.text_pool(tokens, texts)
+        query = self.query(pooled).view(len(pooled), self.settings.heads, -1)
+        return {"vec": unit(self.project_text_tokens(pooled)), "query": query}
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        form = self._form(images, texts)
+        keys, values, query, vec = (
+            at_least_float(x) for x in (images["keys"], images["values"], texts["query"], texts["vec"])
+        )
+        return mixing.cosine(keys, values, query, vec, at_least_float(self.out.weight), self.factor, form)
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """[n], picture i mixed for text i alone, in the direct form."""
+        keys, values, query = (at_least_float(x) for x in (images["keys"], images["values"], texts["query"]))
+        phi = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
+        mixed = torch.einsum("nmk,nkmd->nmd", phi, values).flatten(1)  # C
+        seen = unit(mixed @ at_least_float(self.out.weight).T)
+        return (seen * at_least_float(texts["vec"])).sum(1)
+
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        """Rows and columns to score at once: few pictures, many texts."""
+        device = images["keys"].device.type
+        return mixing.block(self._sizes(images), self._form(images, texts), device)
+
+    def _sizes(self, images: Features) -> mixing.Sizes:
+        return mixing.Sizes(images["keys"].shape[1], self.settings.heads, self.dim)
+
+    def _form(self, images: Features, texts: Features) -> mixing.Form:
+        form = self.settings.form
+        return mixing.choose(self._sizes(images), len(texts["vec"])) if form == "auto" else form
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
+        """Means of projected texts and of queries (arXiv:2405.00740, appendix A): targets of unit vectors, normalised
+        again; queries plain."""
+        share = texts["vec"].new_ones(len(group)) if weights is None else weights.to(texts["vec"])
+        total = share.new_zeros(n).index_add(0, group, share)
+        vec = texts["vec"] * share[:, None]
+        query = at_least_float(texts["query"]) * share[:, None, None]
+        query = query.new_zeros(n, *query.shape[1:]).index_add(0, group, query)
+        return {
+            "vec": unit(vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec)),
+            "query": query / total[:, None, None],
+        }
+
+    def explain(self, images: Features, texts: Features) -> Tensor:
+        """Mixing weights [i, t, M, N] of eq. 1: mixture tokens first, then patches where those are mixed too."""
+        return mixing.weights(at_least_float(images["keys"]), at_least_float(texts["query"]), self.factor)
+
+    def _initial_query(self, shrink: float) -> dict[str, Init]:
+        return {"query.weight": Init(std=shrink * self.query.in_features**-0.5)}
+
+
+class LearnedAverage(Attention):
+    """One learned query for all texts: a picture is one vector (arXiv:2405.00740, section 5)."""
+
+    def __init__(self, config: ModelConfig, settings: Mixture) -> None:
+        super().__init__(config, settings)
+        self.query = nn.Parameter(torch.empty(self.dim))
+
+    def image(self, tokens: Tensor) -> Features:
+        keys, values = self.keys_and_values(tokens)
+        query = self.query.view(1, self.settings.heads, -1)
+        phi = mixing.weights(at_least_float(keys), at_least_float(query), self.factor)[:, 0]  # [I, M, N]
+        mixed = torch.einsum("imn,inmd->imd", phi.to(values.dtype), values).flatten(1)
+        return {"vec": unit(self.out(mixed))}
+
+    def text(self, tokens: Tensor, texts: Texts) -> Features:
+        return {"vec": unit(self.project_text_tokens(self.text_pool(tokens, texts)))}
+
+    # one vector a side from here on
+    score = Single.score
+    score_pairs = Single.score_pairs
+    ensemble = Single.ensemble
+    explain = Single.explain
+
+    def _initial_query(self, shrink: float) -> dict[str, Init]:
+        return {"query": Init(std=shrink)}

@@ -1,0 +1,61 @@
+"""Llip: a picture is mixed from learned tokens by the text it is compared with. Source: arXiv:2405.00740."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kiloword.config.recipes import ModelConfig, only, sizes
+from kiloword.losses.pairs import sigmoid_loss
+from kiloword.methods.llip import pooling
+from kiloword.methods.llip.pooling import Mixture
+from kiloword.methods.method import Method, Piece
+from kiloword.model.heads import Head, Single
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Mixture):
+    scale: float = 10.0  # initial factor of the cosine
+    bias: float = -10.0  # initial; the logit is scale * cosine + bias
+
+
+def preset(settings: Settings) -> Method:
+    def head(config: ModelConfig) -> Head:
+        return Head(pooling.pooling(config, only(settings, Mixture)), scale=settings.scale, bias=settings.bias)
+
+    return Method(
+        name="llip",
+        source="arXiv:2405.00740",
+        summary="mixture tokens, mixed anew for every text; sigmoid over all pairs",
+        head=head,
+        pair_loss=sigmoid_loss,
+        shape=lambda config: pooling.tokens(config, settings),
+    )
+
+
+def mixed(method: Method, settings: Mixture) -> Method:
+    """A method with mixture tokens and their pooling in place of its own; scale, bias and uncertainty stay.
+
+    Raises: ValueError for a method that does not read each side into one vector.
+    """
+
+    def before(config: ModelConfig) -> Head:  # its own pool may need the class token, which is gone
+        return method.head(replace(config, head=replace(config.head, image_pool="mean")))
+
+    if type(before(method.shape(sizes()["debug"])).pooling) is not Single:
+        raise ValueError(
+            f"{method.name} has a pooling of its own, which contextual cannot replace: choose one of them."
+        )
+
+    def head(config: ModelConfig) -> Head:
+        made = before(config)
+        made.pooling = pooling.pooling(config, settings)
+        return made
+
+    return replace(method, head=head, shape=lambda config: pooling.tokens(method.shape(config), settings))
+
+
+PIECES = {
+    "contextual": Piece(
+        slot="pooling", summary="mixture tokens, mixed anew for every text", settings=Mixture, apply=mixed
+    )
+}

@@ -1,0 +1,212 @@
+"""Features as Gaussians: how far apart two are, whether one includes the other, and the uncertainty axis of a head.
+
+Everything is per dimension or separable: nothing `[I, T, D]`. Source: arXiv:2410.18857.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.config import recipes
+from kiloword.config.recipes import ModelConfig
+from kiloword.model.blocks import Init
+from kiloword.model.heads import Pooling
+from kiloword.model.image import extra
+from kiloword.model.pooling import at_least_float, place_from_end
+from kiloword.types import Features, Texts
+
+Form = Literal["paper", "exact"]
+LN2 = math.log(2)
+CELLS = 2**18  # pairs x dimensions whose inclusion is computed at once: few enough to stay in a cache
+
+
+def rows(features: Features, which: Tensor) -> Features:
+    """The Gaussians of some rows, by index [n]: "vec" and "log_var" [n, D]."""
+    return {name: features[name].index_select(0, which) for name in ("vec", "log_var")}
+
+
+def variance_sum(features: Features) -> Tensor:
+    """How uncertain N pictures or texts are: the trace of each covariance, [N]."""
+    return at_least_float(features["log_var"]).exp().sum(-1)
+
+
+def csd(a: Features, b: Features) -> Tensor:
+    """Closed-form sampled distance of pairs, the mean squared distance of a draw of each: [N] of N and N features.
+
+    Source: eq. 1.
+    """
+    distance = (at_least_float(a["vec"]) - at_least_float(b["vec"])).square().sum(-1)
+    return distance + variance_sum(a) + variance_sum(b)
+
+
+def log_inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
+    """log of the integral of p_a^2 p_b without its constants, per dimension: [N, D] of N and N features.
+
+    B^2 / 4A - C of eq. 3 cancels catastrophically; it equals -d^2 / (v_a + 2 v_b), which does not.
+
+    Args: eps: in log space, added to -log var inside A, B and C; form: "paper", eq. 3 as printed; "exact", the
+    integral (the paper takes the normalisers' log variance twice where once is right).
+    """
+    gap, log_a, log_b = _gap(a, b)
+    log_A = eps + torch.logaddexp(-log_a, -log_b - LN2)
+    exponent = gap.square() * (eps - torch.logaddexp(log_a, log_b + LN2)).exp()
+    normalisers = 2 * log_a + log_b if form == "paper" else log_a + 0.5 * log_b
+    return -normalisers - 0.5 * log_A - exponent
+
+
+def inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
+    """H(a in b) = inc(a, b) - inc(b, a) per dimension, positive where a is the narrower: [N, D] of N and N features.
+
+    With u = log var_b - log var_a and t = tanh(u / 2) = (var_b - var_a) / (var_b + var_a),
+    H = k u - atanh(t / 3) + d^2 e^eps / (var_a + var_b) * 4 t / (9 - t^2), k 1 (paper) or 1/2 (exact): all three have
+    the sign of u and none is a difference of large numbers, so the relative error is of the order of rounding.
+    Beware: the sign in each dimension is that of u alone, and distance makes |H| larger; ask for overlap too.
+
+    Source: eq. 4.
+    """
+    gap, log_a, log_b = _gap(a, b)
+    u = log_b - log_a
+    t = torch.tanh(0.5 * u)
+    # 1 / (var_a + var_b) by the larger: neither variance may overflow, and large logarithms are not rounded twice
+    narrow = (gap * (0.5 * (eps - torch.maximum(log_a, log_b))).exp()).square() / (1 + (-u.abs()).exp())
+    return (1.0 if form == "paper" else 0.5) * u - torch.atanh(t / 3) + narrow * (4 * t / (9 - t.square()))
+
+
+def csd_matrix(a: Features, b: Features) -> Tensor:
+    """`csd` of every a with every b, by one matmul: [N_a, N_b] of N_a and N_b features."""
+    x, y = at_least_float(a["vec"]), at_least_float(b["vec"])
+    with torch.autocast(x.device.type, enabled=False):
+        distance = x.square().sum(-1)[:, None] + y.square().sum(-1) - 2 * x @ y.T
+    return distance.clamp_min(0) + variance_sum(a)[:, None] + variance_sum(b)
+
+
+def inclusion_matrix(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
+    """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b] of N_a and N_b features.
+
+    H is no product of what each side knows, so pairs are taken a block at a time; [N_a, N_b, D] is never held.
+    """
+    n, m = len(a["vec"]), len(b["vec"])
+    if not n * m:
+        return at_least_float(a["vec"]).new_zeros(n, m)
+    step = max(1, int((CELLS / a["vec"].shape[1]) ** 0.5))
+    down = [_rows(a, slice(i, i + step), 1) for i in range(0, n, step)]
+    across = [_rows(b, slice(j, j + step), 0) for j in range(0, m, step)]
+    return torch.cat([torch.cat([inclusion(x, y, eps, form).sum(-1) for y in across], 1) for x in down])
+
+
+def _rows(features: Features, which: slice, axis: int) -> Features:
+    """The Gaussians of some rows, [n, 1, D] (axis 1) or [1, n, D] (axis 0)."""
+    return {name: features[name][which].unsqueeze(axis) for name in ("vec", "log_var")}
+
+
+def _gap(a: Features, b: Features) -> tuple[Tensor, Tensor, Tensor]:
+    """Difference of means and both log variances, [N, D], at least single precision."""
+    gap = at_least_float(a["vec"]) - at_least_float(b["vec"])
+    return gap, at_least_float(a["log_var"]), at_least_float(b["log_var"])
+
+
+def inclusion_loss(
+    a: Features,
+    b: Features,
+    eps: float = -10.0,
+    c: float = 10.0,
+    form: Form = "paper",
+    reduction: Literal["per_dimension", "joint"] = "per_dimension",
+) -> Tensor:
+    """-log sigmoid(c H(a in b)), [N] of N and N features.
+
+    Args: c sharpens; the paper takes eps -20 and c 1000, its authors later advise -10 and 10. reduction:
+    "per_dimension", a sigmoid each and their mean (the authors' code); "joint", one of the sum of H (eq. 5 as read).
+    """
+    h = inclusion(a, b, eps, form)
+    if reduction == "joint":
+        return F.softplus(-c * h.sum(-1))
+    return F.softplus(-c * h).mean(-1)
+
+
+def vib(features: Features, form: Literal["textbook", "released"] = "textbook") -> Tensor:
+    """KL divergence to N(0, 1), mean over dimensions: [N].
+
+    Args: form: "released", the authors' code, has log sigma wherever the log variance belongs: in the exponential too.
+    """
+    mean, log_var = at_least_float(features["vec"]), at_least_float(features["log_var"])
+    spread = log_var if form == "textbook" else 0.5 * log_var
+    return -0.5 * (1 + spread - mean.square() - spread.exp()).mean(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianSettings(recipes.Settings):
+    """How variances are read and put together."""
+
+    log_var: float = -10.0  # that training starts from
+    # variance of a class of N prompts: the mean of theirs, 1/N of the sum, or that of their average, 1/N^2 of it
+    ensemble: Literal["mean", "of_average"] = "mean"
+
+
+def tokens(config: ModelConfig) -> ModelConfig:
+    """The towers' configuration with an uncertainty token a side, and the text's class token where that is read.
+
+    A causal tower's end token has seen all words, and not [UNC]: it stays the class token.
+    """
+    image, text = config.image, config.text
+    read = config.head.text_pool == "last" and not text.causal
+    extra_tokens = ("unc", "cls") if read or "cls" in text.extra_tokens else ("unc",)
+    return replace(config, image=replace(image, uncertainty_token=True), text=replace(text, extra_tokens=extra_tokens))
+
+
+def log_variance(layer: nn.Linear, tokens: Tensor) -> Tensor:
+    """[N, W] -> [N, D], at least single precision: near a bias of -10, bfloat16 has steps of 1/16."""
+    return at_least_float(F.linear(tokens, layer.weight)) + at_least_float(layer.bias)
+
+
+class Gaussian(nn.Module):
+    """Diagonal Gaussians: log variance from an uncertainty token by one linear layer a side (section 3.1)."""
+
+    def __init__(self, config: ModelConfig, settings: GaussianSettings) -> None:
+        super().__init__()
+        if not config.image.uncertainty_token or "unc" not in config.text.extra_tokens:
+            raise ValueError("a Gaussian needs an uncertainty token in both towers: shape them by gaussian.tokens")
+        self.settings = settings
+        self.image_place = extra(config.image) - 1
+        self.text_place = place_from_end(config.text, "unc")
+        self.image_log_var = nn.Linear(config.image.width, config.head.dim)
+        self.text_log_var = nn.Linear(config.text.width, config.head.dim)
+
+    def image(self, tokens: Tensor, pooling: Pooling) -> Features:
+        """[I, E + P, W] -> "log_var" [I, D]."""
+        return {"log_var": log_variance(self.image_log_var, tokens[:, self.image_place])}
+
+    def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
+        """Packed [S, W] -> "log_var" [T, D]."""
+        unc = tokens.index_select(0, texts.starts[1:] - self.text_place)
+        return {"log_var": log_variance(self.text_log_var, unc)}
+
+    def penalty(self, features: Features) -> Tensor:
+        """[N]: half the trace, so that similarity minus both penalties is 1 - CSD / 2 (eq. A.1)."""
+        return 0.5 * variance_sum(features)
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
+        """The variance of each class [n, D] of its prompts': with weights p that sum to 1 in a class, sum p var
+        ("mean") or sum p^2 var ("of_average"). Source: section 4.2.
+        """
+        ones = torch.ones_like(texts["log_var"][:, 0])
+        share = ones if weights is None else weights.to(ones)
+        share = share / share.new_zeros(n).index_add(0, group, share)[group]
+        factor = share.square() if self.settings.ensemble == "of_average" else share
+        log_var = at_least_float(texts["log_var"]) + factor.log()[:, None]
+        members = group[:, None].expand_as(log_var)
+        # relative to each class's largest: a variance itself may be too small or large for single precision
+        peak = log_var.detach().new_zeros(n, log_var.shape[1])
+        peak = peak.scatter_reduce(0, members, log_var.detach(), "amax", include_self=False)
+        var = (log_var - peak[group]).exp()
+        return {"log_var": peak + torch.zeros_like(peak).index_add(0, group, var).log()}
+
+    def initial(self) -> dict[str, Init]:
+        start = Init(self.settings.log_var)
+        return {"image_log_var.bias": start, "text_log_var.bias": start}

@@ -1,0 +1,191 @@
+"""One file a method: the pieces of its paper, its settings and its preset. A file here is a preset on the command line.
+
+A method module has `Settings` (a frozen dataclass) and `preset(settings) -> Method`; the same is asked of a user's own
+`module:preset`, whose `preset` names its settings class in its annotation or takes no argument.
+
+`PIECES` of a module are fillings of slots that other methods may take: "llip+compose+mined" is the preset llip with two
+pieces; its settings are those of llip and, under the pieces' names, theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+from kiloword.config import recipes
+from kiloword.config.ranges import check
+from kiloword.config.recipes import parse
+from kiloword.errors import article
+from kiloword.methods.method import Method, Piece
+
+LONGEST = 1000  # characters of a method's name with its pieces
+FILES = {"pcme++": "pcmepp"}  # where the name is no Python name; else "-" becomes "_"
+
+
+def names() -> list[str]:
+    """Built-in presets, as the command line writes them."""
+    back = {v: k for k, v in FILES.items()}
+    files = [m.name for m in pkgutil.iter_modules(__path__)]
+    return [back.get(f, f.replace("_", "-")) for f in files]
+
+
+def pieces() -> dict[str, Piece]:
+    """What may follow a method's name after "+", by name."""
+    files = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+    return {name: piece for file in files for name, piece in getattr(file, "PIECES", {}).items()}
+
+
+def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
+    """The method of a name, of "module:preset", or of either with pieces ("llip+compose").
+
+    Raises: ValueError for an unknown name or setting, or for pieces that do not go together.
+    """
+    make, kind = find(name)
+    if kind is None:
+        if settings:
+            raise ValueError(f"{name} takes no settings, but got {', '.join(settings)}.")
+        return _checked(name, make())
+    try:
+        own: Any = parse(settings or {}, kind)
+        made = _checked(name, make(own))
+        check(own, prefix="")  # the method's own messages come first
+        return made
+    except ValueError as e:
+        raise ValueError(f"settings of {name}: {e}") from e
+
+
+def _checked(name: str, made: Any) -> Method:
+    if not isinstance(made, Method):
+        raise ValueError(f"{name} returned {article(type(made).__name__)}: expected a kiloword.methods.method.Method.")
+    return made
+
+
+def base_of(name: str) -> str:
+    """The method without pieces: of "mine:preset+compose" "mine:preset"."""
+    return _parts(name)[0]
+
+
+def _parts(name: str) -> list[str]:
+    return re.split(r"\+(?=[^+])", name)  # "pcme++" is one name
+
+
+def find(name: str) -> tuple[Callable[..., Method], type | None]:
+    """The preset function and its settings class (None when it takes no argument)."""
+    if len(name) > LONGEST:
+        raise ValueError(f"the name of a method has {len(name):,} characters: expected at most {LONGEST}.")
+    base, *added = _parts(name)
+    if added:
+        return _mixed(name, base, added)
+    if ":" in name:
+        return _own(name)
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown method {name!r}: expected {', '.join(names())}, or your own module:preset.{hint}")
+    module = importlib.import_module(f"{__name__}.{FILES.get(name, name.replace('-', '_'))}")
+    return module.preset, module.Settings
+
+
+def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method], type]:
+    """A preset with pieces; its settings are the base's, and one field a piece."""
+    make, kind = find(base)
+    chosen = _chosen(base, added)
+    fields: list[Any] = [
+        (_python(word), piece.settings, dataclasses.field(default_factory=piece.settings))
+        for word, piece in chosen.items()
+    ]
+    mixed = dataclasses.make_dataclass("Settings", fields, bases=(kind or recipes.Settings,), frozen=True, kw_only=True)
+    mixed.__module__ = __name__
+
+    def build(settings: Any) -> Method:
+        own = {} if kind is None else {f.name: getattr(settings, f.name) for f in dataclasses.fields(kind)}
+        method = make() if kind is None else make(kind(**own))
+        for word in sorted(chosen, key=lambda word: _turn(chosen[word].slot)):
+            method = chosen[word].apply(method, getattr(settings, _python(word)))
+        return dataclasses.replace(method, name=name)
+
+    return build, mixed
+
+
+def _turn(slot: str) -> int:
+    """Pieces ask what others filled: uncertainty comes first, then the pair loss, and last what is added to it."""
+    order = ("uncertainty", "pair loss", "", "deterministic")  # "": all others
+    return order.index(slot if slot in order else "")
+
+
+def _chosen(base: str, added: list[str]) -> dict[str, Piece]:
+    known = pieces()
+    for word in added:
+        if word not in known:
+            near = difflib.get_close_matches(word, known, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{base} cannot be mixed with {word!r}: expected {', '.join(known)}.{hint}")
+    by_slot: dict[str, str] = {}
+    for word in added:
+        slot = known[word].slot
+        if slot in by_slot and (slot != "terms" or added.count(word) > 1):  # of terms a method may have several
+            raise ValueError(f"{by_slot[slot]} and {word} both fill the slot {slot!r} of {base}: choose one.")
+        by_slot[slot] = word
+    return {word: known[word] for word in added}
+
+
+def _python(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def _own(name: str) -> tuple[Callable[..., Method], type | None]:
+    module_name, _, function = name.partition(":")
+    _check_module(name, module_name, function)
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # as `python -m` does; the installed command looks beside itself only
+    try:
+        make = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as e:
+        raise ValueError(
+            f"cannot load method {module_name}:{function} ({e}): expected an importable module (in this folder, or "
+            f"on PYTHONPATH) with a function {function} that returns a kiloword.methods.method.Method."
+        ) from e
+    if not callable(make):
+        raise ValueError(
+            f"{name} is {article(type(make).__name__)}: expected a function that returns a kiloword.methods.method.Method."
+        )
+    parameters = list(inspect.signature(make).parameters)
+    kind = _hints(make).get(parameters[0]) if parameters else None
+    if parameters and not dataclasses.is_dataclass(kind):
+        raise ValueError(
+            f"{module_name}:{function} takes {parameters[0]!r} of no known type: annotate it with a settings "
+            "dataclass, or take no argument."
+        )
+    return make, kind
+
+
+def _check_module(name: str, module: str, function: str) -> None:
+    """Raises: ValueError for what names no module, such as the path of a file, with what to write instead."""
+    path = PurePath(module)
+    stem = path.stem if path.suffix == ".py" else path.name
+    if module == stem and all(word.isidentifier() for word in (*module.split("."), function)):
+        return
+    folder = f" with PYTHONPATH={str(path.parent)!r}" if path.parent != PurePath(".") else ""
+    hint = f", here perhaps {stem}:{function or 'preset'}{folder}" if stem.isidentifier() else ""
+    raise ValueError(
+        f"the method {name!r} is not module:preset: expected the names of a Python module and a function in it{hint}."
+    )
+
+
+def _hints(make: Callable[..., Any]) -> dict[str, Any]:
+    """Annotated types; none where a name in them cannot be found."""
+    try:
+        return typing.get_type_hints(make)
+    except (NameError, TypeError, AttributeError):
+        return {}

@@ -1,0 +1,166 @@
+"""Transformer blocks, and how parameters start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.config.recipes import Activation
+from kiloword.model.attention import Cache, Packing, attention
+
+Keys = tuple[Tensor, Tensor]
+"""Keys and values of what is looked at: each [N, M, H, d], or packed [S, H, d]."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """A parameter starts as N(mean, std^2); std 0: as a constant.
+
+    A module says so by a method `initial() -> dict[str, Init]`, keyed by its parameters' names.
+    """
+
+    mean: float = 0.0
+    std: float = 0.0
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    """The three GELUs of the field: exact, x sigmoid(1.702 x) (OpenAI's weights), tanh (SigLIP's later weights)."""
+    if kind == "quick_gelu":
+        return F.silu(1.702 * x) / 1.702
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """x [N, L, W], places [N, n] int64 -> [N, n, W]."""
+    return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int, activation: Activation) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, hidden)
+        self.proj = nn.Linear(hidden, width)
+        self.activation: Activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.proj(activate(self.fc(x), self.activation))
+        return out
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with one fused projection: the rows of its weight are q, k, v, each head by head."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} cannot be split into {heads} heads; choose heads that divide it")
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(
+        self, x: Tensor, packing: Packing | None = None, causal: bool = False, cache: Cache | None = None
+    ) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        mixed = attention(q, k, v, packing, packing, causal, cache)
+        out: Tensor = self.out(mixed.flatten(-2))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; x is dense [N, L, W] or, with a packing, [S, W]."""
+
+    def __init__(self, width: int, heads: int, mlp: int, activation: Activation, eps: float, depth: int) -> None:
+        super().__init__()
+        self.depth = depth  # of the tower: the more blocks add to the stream, the less each starts with
+        self.norm1 = nn.LayerNorm(width, eps)
+        self.attention = SelfAttention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps)
+        self.mlp = Mlp(width, mlp, activation)
+
+    def forward(
+        self,
+        x: Tensor,
+        packing: Packing | None = None,
+        causal: bool = False,
+        cache: Cache | None = None,
+        only: Tensor | None = None,
+    ) -> Tensor:
+        """only [N, n] int64: of dense x, the tokens that go on; the others are looked at, no more: [N, n, W]."""
+        x = x + self.attention(self.norm1(x), packing, causal, cache)
+        x = x if only is None else take(x, only)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+    def initial(self) -> dict[str, Init]:
+        """CLIP's text tower, used for both towers (arXiv:2103.00020, its public code)."""
+        width: int = self.attention.out.in_features
+        return {"attention.qkv.weight": Init(std=width**-0.5), **_adding(width, self.depth)}
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention to a memory of any width; the rows of `kv` are k, v, each head by head."""
+
+    def __init__(self, width: int, heads: int, memory: int) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} cannot be split into {heads} heads; choose heads that divide it")
+        self.heads = heads
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(memory, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def keys(self, memory: Tensor) -> Keys:
+        """Keys and values of a memory, dense [N, M, W'] or packed [S, W'], each [..., H, d]."""
+        k, v = self.kv(memory).unflatten(-1, (2, self.heads, -1)).unbind(-3)
+        return k, v
+
+    def forward(self, x: Tensor, keys: Keys, packing: Packing | None, packing_k: Packing | None) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, -1))
+        if packing is None:  # rows of one memory (beams) are queries of one sequence: they share its keys
+            memories = len(keys[0]) if packing_k is None else len(packing_k)
+            q = q.reshape(memories, -1, *q.shape[-2:])
+        mixed = attention(q, *keys, packing, packing_k)
+        out: Tensor = self.out(mixed.flatten(-2).view(x.shape))
+        return out
+
+
+class CrossBlock(nn.Module):
+    """Pre-norm block that looks at a memory, then an MLP; x is dense [N, L, W] or, with a packing, [S, W]."""
+
+    def __init__(
+        self, width: int, heads: int, mlp: int, activation: Activation, eps: float, depth: int, memory: int
+    ) -> None:
+        super().__init__()
+        self.depth = depth
+        self.norm1 = nn.LayerNorm(width, eps)
+        self.norm_memory = nn.LayerNorm(memory, eps)
+        self.attention = CrossAttention(width, heads, memory)
+        self.norm2 = nn.LayerNorm(width, eps)
+        self.mlp = Mlp(width, mlp, activation)
+
+    def keys(self, memory: Tensor) -> Keys:
+        """What `forward` looks at, of a memory [N, M, W'] or packed [S, W']."""
+        return self.attention.keys(self.norm_memory(memory))
+
+    def forward(
+        self, x: Tensor, keys: Keys, packing: Packing | None = None, packing_k: Packing | None = None
+    ) -> Tensor:
+        x = x + self.attention(self.norm1(x), keys, packing, packing_k)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+    def initial(self) -> dict[str, Init]:
+        """As `Block`."""
+        width: int = self.attention.out.in_features
+        memory: int = self.attention.kv.in_features
+        query, keys = Init(std=width**-0.5), Init(std=memory**-0.5)
+        return {"attention.q.weight": query, "attention.kv.weight": keys, **_adding(width, self.depth)}
+
+
+def _adding(width: int, depth: int) -> dict[str, Init]:
+    """What adds to the stream of a tower of `depth` blocks."""
+    add = Init(std=(2 * depth * width) ** -0.5)
+    return {"attention.out.weight": add, "mlp.fc.weight": Init(std=(2 * width) ** -0.5), "mlp.proj.weight": add}

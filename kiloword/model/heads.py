@@ -1,0 +1,241 @@
+"""From tower tokens to features to scores: a pooling and, optionally, an uncertainty, as two independent axes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig
+from kiloword.model.blocks import Init
+from kiloword.model.pooling import ImagePool, TextPool, at_least_float
+from kiloword.types import Features, Texts
+
+BLOCK = {"cpu": 1024, "cuda": 4096}  # rows and columns of pairs scored at once unless a pooling knows better
+
+
+def unit(x: Tensor) -> Tensor:
+    """[..., D] scaled to norm 1, at least in single precision."""
+    return F.normalize(at_least_float(x), dim=-1)
+
+
+class Pooling(Protocol):
+    """How tokens become features, and features a similarity. Implemented as an nn.Module."""
+
+    def image(self, tokens: Tensor) -> Features: ...
+    def text(self, tokens: Tensor, texts: Texts) -> Features: ...
+    def project_image_tokens(self, tokens: Tensor) -> Tensor: ...
+    def project_text_tokens(self, tokens: Tensor) -> Tensor: ...
+    def score(self, images: Features, texts: Features) -> Tensor: ...
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features: ...
+    def explain(self, images: Features, texts: Features) -> Any: ...
+
+
+class Uncertainty(Protocol):
+    """What a head knows of its own doubt: features of each side, and what each takes off every similarity."""
+
+    def image(self, tokens: Tensor, pooling: Pooling) -> Features: ...
+    def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features: ...
+    def penalty(self, features: Features) -> Tensor: ...
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features: ...
+
+
+class Head(nn.Module):
+    """Pooling x uncertainty, and the scale and bias that make logits of scores.
+
+    Args: scale: what scores are multiplied by at the start; bias: what is added, None where it could not learn
+    (softmax); max_scale: the scale's limit, None: unlimited.
+    """
+
+    log_limit: Tensor | None
+
+    def __init__(
+        self,
+        pooling: Pooling,
+        uncertainty: Uncertainty | None = None,
+        scale: float = 1 / 0.07,
+        bias: float | None = None,
+        max_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.pooling = pooling
+        self.uncertainty = uncertainty
+        self.log_scale = nn.Parameter(torch.empty(1))
+        self.rescale(scale, bias, max_scale)
+
+    def rescale(
+        self, scale: float, bias: float | None = None, max_scale: float | None = None, distance: bool = False
+    ) -> Head:
+        """Another start and limit of scale and bias, before the weights are filled: another pair loss wants its own.
+
+        Args: distance: what is scaled is minus the squared distance 2 - 2 score instead of the score.
+        Raises: ValueError for a scale or limit that is not positive, or a bias that is no number.
+        """
+        for name, value in (("scale", scale), ("max_scale", max_scale)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value:g}: expected a number above 0.")
+        if bias is not None and not math.isfinite(bias):
+            raise ValueError(f"bias is {bias:g}: expected a number.")
+        self.distance = distance
+        self.bias = None if bias is None else nn.Parameter(torch.empty(1))
+        self._start = (math.log(scale), bias or 0.0)
+        # rounded as the buffer is, or a resumed run in double precision would have another limit
+        self._limit = math.inf if max_scale is None else float(torch.tensor(math.log(max_scale), device="cpu"))
+        self.register_buffer("log_limit", None if max_scale is None else torch.tensor([self._limit]))
+        return self
+
+    def image(self, tokens: Tensor) -> Features:
+        """Tokens [I, E + P, W] -> features of pictures."""
+        more = {} if self.uncertainty is None else self.uncertainty.image(tokens, self.pooling)
+        return {**self.pooling.image(tokens), **more}
+
+    def text(self, tokens: Tensor, texts: Texts) -> Features:
+        """Packed tokens [S, W] -> features of texts."""
+        more = {} if self.uncertainty is None else self.uncertainty.text(tokens, texts, self.pooling)
+        return {**self.pooling.text(tokens, texts), **more}
+
+    def project_image_tokens(self, tokens: Tensor) -> Tensor:
+        """[..., W] -> [..., D], the shared dimension; not normalised."""
+        return self.pooling.project_image_tokens(tokens)
+
+    def project_text_tokens(self, tokens: Tensor) -> Tensor:
+        """[..., W] -> [..., D], the shared dimension; not normalised."""
+        return self.pooling.project_text_tokens(tokens)
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        """[i, t], higher is a better match; at least single precision, under autocast too."""
+        with torch.autocast(images["vec"].device.type, enabled=False):
+            score, doubt = self.pooling.score(images, texts), self.uncertainty
+            return score if doubt is None else score - doubt.penalty(images)[:, None] - doubt.penalty(texts)
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        """[n], picture i with text i of n pictures and n texts; a pooling's own `score_pairs` does it at once."""
+        own, doubt = getattr(self.pooling, "score_pairs", None), self.uncertainty
+        if own is not None:
+            with torch.autocast(images["vec"].device.type, enabled=False):
+                pairs: Tensor = own(images, texts)
+                return pairs if doubt is None else pairs - doubt.penalty(images) - doubt.penalty(texts)
+
+        alone = ([{k: v[[n]] for k, v in side.items()} for side in (images, texts)] for n in range(len(images["vec"])))
+        return torch.cat([self.score(*pair)[0] for pair in alone])
+
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        """Rows and columns of pairs that are scored at once; a pooling whose pairs cost memory has its own `block`."""
+        own = getattr(self.pooling, "block", None)
+        side = BLOCK.get(images["vec"].device.type, BLOCK["cuda"])
+        return (side, side) if own is None else own(images, texts)
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None = None) -> Features:
+        """Prompts of a class -> one row a class.
+
+        Args: texts: features of T prompts; group [T] int64 in [0, n); weights [T], equal when None.
+        """
+        doubt = self.uncertainty
+        more = {} if doubt is None else doubt.ensemble(texts, group, n, weights)
+        return {**self.pooling.ensemble(texts, group, n, weights), **more}
+
+    def explain(self, images: Features, texts: Features) -> Any:
+        """What in a picture made it match a text, where the pooling knows."""
+        return self.pooling.explain(images, texts)
+
+    def logits(self, score: Tensor) -> Tensor:
+        """exp(log_scale) * score + bias; of distances -exp(log_scale) * (2 - 2 score) + bias."""
+        scaled = at_least_float(self.log_scale).exp() * (2 * score - 2 if self.distance else score)
+        return scaled if self.bias is None else scaled + at_least_float(self.bias)
+
+    def score_of(self, logits: Tensor) -> Tensor:
+        """The scores that logits were made of."""
+        shifted = logits if self.bias is None else logits - at_least_float(self.bias)
+        scored = shifted / at_least_float(self.log_scale).exp()
+        return 1 + 0.5 * scored if self.distance else scored
+
+    @torch.no_grad()
+    def clamp_(self) -> None:
+        """Hold the scale to its limit; called after each optimizer step. A larger loaded scale is its own limit."""
+        if self._limit < math.inf:
+            self.log_scale.clamp_(max=self._limit)
+        for head in self.inner().values():
+            head.clamp_()
+
+    def inner(self) -> dict[str, Head]:
+        """The heads that are attributes of this one, by name: other scores of the same pairs (`PairBlocks.beside`)."""
+        return {name: part for name, part in self.named_children() if isinstance(part, Head)}
+
+    def scales(self) -> list[nn.Parameter]:
+        """Scale and bias, of which an optimizer has a group of its own."""
+        return [self.log_scale] if self.bias is None else [self.log_scale, self.bias]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.log_limit is not None:
+            loaded = state_dict.get(prefix + "log_scale")
+            stored = state_dict.get(prefix + "log_limit", self.log_limit)
+            values = [_number(x) for x in (stored, loaded) if x is not None]
+            self._limit = max(self._limit, *values)
+            state_dict[prefix + "log_limit"] = torch.full_like(self.log_limit, self._limit)
+        else:
+            state_dict.pop(prefix + "log_limit", None)  # of a model whose scale was limited: ours is not
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def initial(self) -> dict[str, Init]:
+        log_scale = {"log_scale": Init(self._start[0])}
+        return log_scale if self.bias is None else {**log_scale, "bias": Init(self._start[1])}
+
+
+def _number(x: Tensor) -> float:
+    """The one number of a [1] (or, in foreign weights, scalar) tensor that may be sharded."""
+    full = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return float(full.detach())
+
+
+class Single(nn.Module):
+    """One vector a picture, one a text; their cosine."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.image_pool = ImagePool(config.image, config.head)
+        self.text_pool = TextPool(config.text, config.head.text_pool)
+        dim, width = config.head.dim, self.image_pool.width
+        if not config.head.image_projection and width != dim:
+            raise ValueError(f"without an image projection the embedding size {dim} must be the tower's width {width}")
+        self.image_projection = nn.Linear(width, dim, bias=False) if config.head.image_projection else None
+        self.text_projection = nn.Linear(config.text.width, dim, bias=config.head.text_projection_bias)
+
+    def image(self, tokens: Tensor) -> Features:
+        return {"vec": unit(self.project_image_tokens(self.image_pool(tokens)))}
+
+    def text(self, tokens: Tensor, texts: Texts) -> Features:
+        return {"vec": unit(self.project_text_tokens(self.text_pool(tokens, texts)))}
+
+    def memory(self, tokens: Tensor) -> Tensor:
+        """What a text decoder looks at."""
+        return self.image_pool.memory(tokens)
+
+    def project_image_tokens(self, tokens: Tensor) -> Tensor:
+        return tokens if self.image_projection is None else self.image_projection(tokens)
+
+    def project_text_tokens(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.text_projection(tokens)
+        return out
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
+
+    def score_pairs(self, images: Features, texts: Features) -> Tensor:
+        return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)
+
+    def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
+        """The normalised (weighted) mean of the unit vectors of a class (arXiv:2103.00020, section 3.1.4)."""
+        vec = texts["vec"] if weights is None else texts["vec"] * weights[:, None]
+        return {"vec": unit(vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec))}
+
+    def explain(self, images: Features, texts: Features) -> Any:
+        raise ValueError("this model pools each picture into one vector, so it cannot say what in a picture matched")
+
+    def initial(self) -> dict[str, Init]:
+        given = {"text_projection.weight": Init(std=self.text_projection.in_features**-0.5)}
+        if self.image_projection is not None:
+            given["image_projection.weight"] = Init(std=self.image_projection.in_features**-0.5)
+        return given

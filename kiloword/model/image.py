@@ -1,0 +1,155 @@
+"""The image tower: a vision transformer whose class token, extra tokens, dropped and masked patches are the subject."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ImageConfig
+from kiloword.model.blocks import Block, Init, take
+
+
+def extra(config: ImageConfig) -> int:
+    """E, the number of tokens before the patches."""
+    return int(config.class_token) + config.extra_tokens + int(config.uncertainty_token)
+
+
+def stem_plan(config: ImageConfig) -> list[tuple[int, int, int, int]]:
+    """The convolutions of a "conv" stem: channels in and out, kernel and stride; the last makes a token of a patch."""
+    plan, patch, channels = [], config.patch, 3
+    for out in (config.width // 8, config.width // 4):
+        if patch % 2 == 0 and patch > 2:
+            plan.append((channels, out, 3, 2))
+            patch, channels = patch // 2, out
+    return [*plan, (channels, config.width, patch, patch)]
+
+
+class ConvStem(nn.Module):
+    """A few strided 3x3 convolutions, then one that makes a token of each patch: [I, 3, H, W] -> [I, P, W].
+
+    Norms are over one picture, so that no picture depends on its neighbours in the batch.
+    """
+
+    def __init__(self, config: ImageConfig) -> None:
+        super().__init__()
+        *fine, (channels, width, kernel, stride) = stem_plan(config)
+        layers: list[nn.Module] = []
+        for before, after, size, step in fine:
+            layers += [nn.Conv2d(before, after, size, step, 1, bias=False), nn.GroupNorm(1, after), nn.GELU()]
+        layers.append(nn.Conv2d(channels, width, kernel, stride, bias=False))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.layers(images)
+        return out.flatten(2).transpose(1, 2)
+
+
+class ImageTower(nn.Module):
+    """Pictures -> tokens."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        super().__init__()
+        if config.size % config.patch:
+            raise ValueError(
+                f"patch {config.patch} does not divide the picture size {config.size}: choose another "
+                "--model.image.patch or --model.image.size."
+            )
+        self.config = config
+        width, places = config.width, (config.size // config.patch) ** 2 + int(config.class_token)
+        self.patches = nn.Linear(3 * config.patch**2, width, bias=config.stem_bias)
+        self.stem = ConvStem(config) if config.stem == "conv" else None
+        self.class_token = nn.Parameter(torch.empty(width)) if config.class_token else None
+        self.extra_tokens = nn.Parameter(torch.empty(config.extra_tokens, width)) if config.extra_tokens else None
+        self.uncertainty_token = nn.Parameter(torch.empty(width)) if config.uncertainty_token else None
+        self.mask_token = nn.Parameter(torch.empty(width)) if config.mask_token else None
+        self.positions = nn.Parameter(torch.empty(places, width))  # class token first; other tokens have none
+        self.pre_norm = nn.LayerNorm(width, config.norm_eps) if config.pre_norm else None
+        self.blocks = nn.ModuleList(
+            Block(width, config.heads, config.mlp, config.activation, config.norm_eps, config.depth)
+            for _ in range(config.depth)
+        )
+        self.norm = nn.LayerNorm(width, config.norm_eps)
+
+    def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
+        """Encode pictures.
+
+        Args: images [I, 3, H, W] normalised; keep [I, k] int64, the patches to keep (all when None); masked [I, P]
+        bool, the patches to replace by the mask token.
+        Returns: [I, E + P, W] (or E + k), normed: class token, extra tokens, uncertainty token, patches in the order of
+        `keep`.
+        """
+        x = self._embed(images, keep, masked)
+        if self.pre_norm is not None:
+            x = self.pre_norm(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.norm(x)
+        return out
+
+    def _embed(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
+        x = self._patches(images, keep, masked)
+        first = int(self.config.class_token)
+        places = self.positions[first:].expand(len(x), -1, -1)
+        x = x + (places if keep is None else take(places, keep))
+        before = []
+        if self.class_token is not None:
+            before.append((self.class_token + self.positions[0]).expand(len(x), 1, -1))
+        if self.extra_tokens is not None:
+            before.append(self.extra_tokens.expand(len(x), -1, -1))
+        if self.uncertainty_token is not None:
+            before.append(self.uncertainty_token.expand(len(x), 1, -1))
+        return torch.cat([*(b.to(x.dtype) for b in before), x], 1) if before else x
+
+    def _patches(self, images: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor:
+        """[I, P or k, W], without positions."""
+        if images.shape[1:] != (3, self.config.size, self.config.size):
+            raise ValueError(
+                f"pictures of shape {tuple(images.shape[1:])} given to a tower for (3, {self.config.size}, "
+                f"{self.config.size}); resize them, or the tower by kiloword.model.model.resize"
+            )
+        pixels = unfold(images, self.config.patch)
+        unseen = _unseen(pixels, keep, masked)
+        if self.stem is not None and unseen is not None:  # or convolutions would look into hidden neighbours
+            pixels = pixels.masked_fill(unseen[..., None], 0.0)
+            images = fold(pixels, self.config.patch)
+        x: Tensor = self.patches(pixels if keep is None else take(pixels, keep))
+        if self.stem is not None:  # added: convolutions alone start slowly
+            fine = self.stem(images)
+            x = x + (fine if keep is None else take(fine, keep))
+        if masked is None:
+            return x
+        assert self.mask_token is not None, "this tower was built without a mask token"
+        hidden = masked if keep is None else masked.gather(1, keep)
+        return torch.where(hidden[..., None], self.mask_token.to(x.dtype), x)
+
+    def initial(self) -> dict[str, Init]:
+        c = self.config
+        std = c.init_std or c.width**-0.5
+        given = {"patches.weight": Init(std=(3 * c.patch**2) ** -0.5), "positions": Init(std=std)}
+        for name in ("class_token", "extra_tokens", "uncertainty_token", "mask_token"):
+            if getattr(self, name) is not None:
+                given[name] = Init(std=std)
+        return given
+
+
+def unfold(images: Tensor, patch: int) -> Tensor:
+    """[I, 3, H, W] -> [I, P, 3 * patch^2], as a strided convolution reads them."""
+    n, c, h, w = images.shape
+    x = images.reshape(n, c, h // patch, patch, w // patch, patch).permute(0, 2, 4, 1, 3, 5)
+    return x.reshape(n, (h // patch) * (w // patch), c * patch * patch)
+
+
+def fold(pixels: Tensor, patch: int) -> Tensor:
+    """The inverse of `unfold` for square pictures."""
+    n, places = pixels.shape[:2]
+    side = int(places**0.5)
+    x = pixels.reshape(n, side, side, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(n, 3, side * patch, side * patch)
+
+
+def _unseen(pixels: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor | None:
+    """[I, P] bool, the patches of pixels [I, P, .] that are dropped or masked; None: all are seen."""
+    if keep is None:
+        return masked
+    dropped = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device).scatter(1, keep, False)
+    return dropped if masked is None else dropped | masked

@@ -1,0 +1,134 @@
+"""From tower tokens to one vector a picture or text, before projection."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import HeadConfig, ImageConfig, TextConfig
+from kiloword.model.attention import Packing, attention
+from kiloword.model.blocks import CrossAttention, Init, Mlp
+from kiloword.model.image import extra
+from kiloword.types import Texts
+
+
+def at_least_float(x: Tensor) -> Tensor:
+    """Half precision becomes single; single and double stay."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+class ImagePool(nn.Module):
+    """[I, E + P, W] -> [I, W]: the class token, or the patches' mean, maximum or attention; `width` is that of W."""
+
+    def __init__(self, config: ImageConfig, head: HeadConfig) -> None:
+        super().__init__()
+        kind = head.image_pool
+        if kind == "cls" and not config.class_token:
+            raise ValueError("image_pool cls needs a tower with class_token; choose mean, max or map without one")
+        self.kind = kind
+        self.extra = extra(config)
+        self.map = MapPool(config) if kind == "map" else None
+        self.attentional = AttentionalPool(config, head) if kind == "attentional" else None
+        self.width = config.width if self.attentional is None else self.attentional.width
+
+    def memory(self, tokens: Tensor) -> Tensor:
+        """What a text decoder looks at: all tokens, or what the queries for captions gathered [I, Q, W']."""
+        return tokens if self.attentional is None else self.attentional(tokens, slice(1, None))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.kind == "cls":
+            return tokens[:, 0]
+        if self.attentional is not None:
+            pooled: Tensor = self.attentional(tokens, slice(0, 1))
+            return pooled[:, 0]
+        patches = tokens[:, self.extra :]
+        if self.map is not None:
+            out: Tensor = self.map(patches)
+            return out
+        return patches.mean(1) if self.kind == "mean" else patches.amax(1)
+
+
+class MapPool(nn.Module):
+    """Multi-head attention pooling: a learned probe looks at the patches, then an MLP (arXiv:2303.15343)."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.config = config
+        self.probe = nn.Parameter(torch.empty(width))
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, config.norm_eps)
+        self.mlp = Mlp(width, config.mlp, config.activation)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[I, P, W] -> [I, W]."""
+        heads = self.config.heads
+        q = self.q(self.probe).view(1, 1, heads, -1).expand(len(patches), -1, -1, -1)
+        k, v = self.kv(patches).unflatten(-1, (2, heads, -1)).unbind(-3)
+        x = self.out(attention(q, k, v).flatten(-2))[:, 0]
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
+
+    def look(self, patches: Tensor) -> Tensor:
+        """How much the probe looks at each patch, mean over heads: [I, P, W] -> [I, P], sums to 1."""
+        q = self.q(self.probe).view(self.config.heads, -1)
+        k = self.kv(patches).unflatten(-1, (2, *q.shape))[..., 0, :, :]
+        logits: Tensor = torch.einsum("hd,iphd->ihp", at_least_float(q), at_least_float(k)) * q.shape[-1] ** -0.5
+        return logits.softmax(-1).mean(1)
+
+    def initial(self) -> dict[str, Init]:
+        return {"probe": Init(std=self.config.init_std or self.config.width**-0.5)}
+
+
+class AttentionalPool(nn.Module):
+    """Learned queries look at all tokens: the first for the vector, the others for a text decoder (CoCa, open_clip)."""
+
+    def __init__(self, config: ImageConfig, head: HeadConfig) -> None:
+        super().__init__()
+        if head.pool_queries < 1:
+            raise ValueError(f"pool_queries is {head.pool_queries}: expected at least 1 for captions to look at")
+        self.width = head.pool_width or config.width
+        self.probes = nn.Parameter(torch.empty(1 + head.pool_queries, self.width))
+        self.norm_query = nn.LayerNorm(self.width, config.norm_eps)
+        self.attention = CrossAttention(self.width, head.pool_heads, config.width)
+        self.norm = nn.LayerNorm(self.width, config.norm_eps)
+
+    def forward(self, tokens: Tensor, which: slice) -> Tensor:
+        """Tokens [I, E + P, W] -> what some of the queries gathered [I, q, W']."""
+        query = self.norm_query(self.probes[which]).expand(len(tokens), -1, -1)
+        keys = self.attention.keys(tokens)  # the tower's norm is theirs
+        out: Tensor = self.norm(self.attention(query, keys, None, None))
+        return out
+
+    def initial(self) -> dict[str, Init]:
+        return {"probes": Init(std=self.width**-0.5)}
+
+
+class TextPool(nn.Module):
+    """Packed [S, W] -> [T, W]: the end (or class) token, or the tokens' mean or maximum."""
+
+    def __init__(self, config: TextConfig, kind: Literal["last", "mean", "max"]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.extra = len(config.extra_tokens)
+        self.from_end = place_from_end(config, "cls") if "cls" in config.extra_tokens else self.extra + 1
+
+    def forward(self, tokens: Tensor, texts: Texts) -> Tensor:
+        if self.kind == "last":
+            return tokens.index_select(0, texts.starts[1:] - self.from_end)
+        packing = Packing.of(texts)
+        lengths = texts.starts.diff() - self.extra  # mean and maximum are over the words, start and end
+        words = packing.place < lengths[packing.text]
+        if self.kind == "mean":
+            return packing.pad(tokens * words[:, None]).sum(1) / lengths[:, None]
+        return packing.pad(tokens.masked_fill(~words[:, None], -math.inf), -math.inf).amax(1)
+
+
+def place_from_end(config: TextConfig, name: str) -> int:
+    """How far before the end of each text its extra token stands; 1: it is the last."""
+    return len(config.extra_tokens) - config.extra_tokens.index(name)

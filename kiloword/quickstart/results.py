@@ -1,0 +1,112 @@
+"""What `kiloword quickstart` finds out, as it stands in `results.json`. Metric names are those of `kiloword eval`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kiloword.config.recipes import Settings
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes(Settings):
+    """How many pictures each figure is taken from."""
+
+    retrieval: int = 500
+    classes: int = 1000  # of a class task
+    hard: int = 496  # groups of eight
+    baseline: int = 2000  # training pictures that the colour histograms learn from
+
+    @property
+    def pictures(self) -> int:
+        """Held-out pictures in all: retrieval, one object, several objects, hard groups."""
+        return self.retrieval + 2 * self.classes + self.hard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(Settings):
+    """What was trained."""
+
+    method: str
+    size: str
+    data: tuple[str, ...]
+    seed: int
+    steps: int
+    batch: int
+    pictures: int  # seen in training, repeats counted
+    parameters: int
+    training_s: float
+    judging_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Settings):
+    """One measurement of three contestants."""
+
+    model: Metrics
+    colours: Metrics  # histograms of colours and least squares; supervised
+    chance: Metrics  # a constant score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Settings):
+    """Zero-shot classification."""
+
+    classnames: tuple[str, ...]
+    compared: Compared
+    confusion: tuple[tuple[int, ...], ...]  # [true class, the model's best class], counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misses(Settings):
+    """Captions that are false of the first picture found, and what that picture has in common with their own."""
+
+    captions: int
+    missed: int
+    same: Metrics  # attribute -> share of the misses in which both pictures have the same
+    anywhere: Metrics  # attribute -> the same for any two of the pictures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hit(Settings):
+    """A picture found for a query."""
+
+    row: int
+    score: float
+    match: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found(Settings):
+    """A query and its best pictures."""
+
+    level: int
+    text: str
+    matches: int  # pictures that it is true of
+    hits: tuple[Hit, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged(Settings):
+    """All figures."""
+
+    retrieval: Compared  # full descriptions
+    general: dict[Literal["1", "2"], Compared]  # captions of level 1 and 2; every picture that they are true of counts
+    hard: Compared  # recall@1 among the eight pictures, or captions, of one group
+    tasks: dict[str, Task]
+    misses: Misses
+    gallery: tuple[Found, ...]
+    image_size: int  # pixels a side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results(Settings):
+    """`results.json`."""
+
+    version: str  # of kiloword and of the weights: other weights are judged anew
+    sizes: Sizes
+    facts: Facts
+    judged: Judged
+    format: Literal["kiloword-quickstart-1"] = "kiloword-quickstart-1"

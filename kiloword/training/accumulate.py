@@ -1,0 +1,110 @@
+"""The exact gradient of one big batch from any number of micro-batches, for every method.
+
+First pass: features of all micro-batches without a graph; the pair loss on all of them gives gradients by features.
+Second pass: each micro-batch again, with its share of those gradients. (GradCache, arXiv:2101.06983.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from kiloword.distributed.collectives import ranks, sum_over_ranks
+from kiloword.distributed.device import Precision
+from kiloword.distributed.engine import Reducer
+from kiloword.losses.pairs import learns
+from kiloword.training.learner import Learner, Replay
+from kiloword.types import Batch, Features
+
+
+def backward(
+    learner: Learner, micro: list[Batch], precision: Precision = nullcontext, reducer: Reducer | None = None
+) -> dict[str, Tensor]:
+    """The gradient of the mean loss over `micro`, of every rank, in the learner's parameters.
+
+    Args: micro, this rank's share in one or more pieces; precision, a context for the towers (autocast); reducer, that
+    of the learner where many steps are made with it.
+    Returns: mean losses over the global batch, detached: "loss", "pair" and every term.
+    """
+    reducer = reducer or Reducer(learner, overlap=False)
+    counts = learner.counts(micro)
+    found: dict[str, Tensor] = {}
+    replays: Sequence[Replay | None] = [None] * len(micro)
+    if len(micro) > 1 and learner.method.pair_weight:
+        found, replays = _pair_gradients(learner, micro, precision)
+    reducer.begin()
+    pieces = []
+    for n, (batch, replay) in enumerate(zip(micro, replays, strict=True), 1):
+        if n == len(micro):
+            reducer.last()
+        pieces.append(_one(learner, batch, counts, precision, replay))
+    reducer.finish()
+    return _report([_complete(learner, piece, found, len(micro)) for piece in pieces])
+
+
+def _one(
+    learner: Learner, batch: Batch, counts: dict[str, Tensor], precision: Precision, replay: Replay | None = None
+) -> dict[str, Tensor]:
+    """Forward and backward of one micro-batch."""
+    with precision():
+        out = learner(batch, counts, replay)
+    out["loss"].backward()
+    found: dict[str, Tensor] = out
+    return found
+
+
+def _complete(learner: Learner, piece: dict[str, Tensor], found: dict[str, Tensor], pieces: int) -> dict[str, Tensor]:
+    """A micro-batch's losses with its part of what was found for all of them: its "pair" was a surrogate."""
+    if not found:
+        return piece
+    shares = {name: value / pieces for name, value in found.items()}
+    missing = shares["pair"] - piece["pair"].detach()
+    loss = piece["loss"].detach() + learner.method.pair_weight * missing * ranks()
+    return {**piece, **shares, "loss": loss}
+
+
+def _pair_gradients(
+    learner: Learner, micro: list[Batch], precision: Precision
+) -> tuple[dict[str, Tensor], list[Replay]]:
+    """The pair loss (and what is reported with it) over all micro-batches at once, and what each must replay."""
+    with torch.no_grad(), precision():
+        inputs = [learner.pair_inputs(learner.encode(b), b) for b in micro]
+    images, texts = (_leaves(_concatenate([pair[side] for pair in inputs])) for side in (0, 1))
+    found = learner.pair_loss(images, texts)
+    pair = found["pair"]
+    weights: list[Tensor] = [p for p in learner.model.head.parameters() if p.requires_grad]
+    floats = [[k for k, v in f.items() if v.requires_grad] for f in (images, texts)]
+    leaves = [images[k] for k in floats[0]] + [texts[k] for k in floats[1]]
+    gradients = torch.autograd.grad(pair, [*leaves, *weights], allow_unused=True)
+    by_image = dict(zip(floats[0], gradients, strict=False))
+    by_text = dict(zip(floats[1], gradients[len(floats[0]) :], strict=False))
+    by_weight = [(p, g / len(inputs)) for p, g in zip(weights, gradients[len(leaves) :], strict=True) if g is not None]
+    image_parts = _split(by_image, [len(i["vec"]) for i, _ in inputs])
+    text_parts = _split(by_text, [len(t["vec"]) for _, t in inputs])
+    replays = [Replay(i, t, by_weight) for i, t in zip(image_parts, text_parts, strict=True)]
+    return {name: value.detach() for name, value in found.items()}, replays
+
+
+def _concatenate(parts: list[Features]) -> Features:
+    return {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
+
+
+def _leaves(features: Features) -> Features:
+    return {k: v.requires_grad_() if learns(k, v) else v for k, v in features.items()}
+
+
+def _split(gradients: Mapping[str, Tensor | None], sizes: list[int]) -> list[Features]:
+    """Rows of every gradient for each micro-batch; what the score did not use is left out."""
+    known = {k: torch.split(g, sizes) for k, g in gradients.items() if g is not None}
+    return [{k: parts[n] for k, parts in known.items()} for n in range(len(sizes))]
+
+
+def _report(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = list(pieces[0])
+    local = torch.stack([torch.stack([p[n].detach() for p in pieces]).sum() for n in names])
+    means = sum_over_ranks(local)
+    means[names.index("loss")] /= ranks()
+    return dict(zip(names, means, strict=True))

@@ -1,0 +1,163 @@
+"""A run that is not made: what would run, or the message with which it would be refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from kiloword.config import effects
+from kiloword.config.by_device import settle, summary
+from kiloword.config.options import Options
+from kiloword.config.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
+from kiloword.data.bad import BadRows
+from kiloword.data.sampler import steps_per_epoch
+from kiloword.distributed import collectives, cuda_graphs
+from kiloword.distributed.device import choose
+from kiloword.methods.registry import preset
+from kiloword.model.model import shapes
+from kiloword.terminal import say
+from kiloword.training.run_folder import RunFile, check_same_run, check_utf8, earlier, run_file
+from kiloword.training.setup import make_learner, make_loader, micro_batches, open_val, resolve
+from kiloword.training.validation import check_val
+from kiloword.types import Batch, Source
+
+MOST = 256  # images of a rank's first batch that are decoded, at most
+WIDE = 110  # columns
+ALWAYS = {  # settings that are shown also where they are the defaults of their class
+    ImageConfig: "size patch width depth heads mlp class_token extra_tokens uncertainty_token",
+    TextConfig: "context vocab width depth heads mlp causal extra_tokens",
+    HeadConfig: "dim image_pool text_pool",
+    OptimConfig: "name lr weight_decay beta1 beta2 warmup final_lr clip ema",
+}
+HIDDEN = ("special",)  # ids of the tokenizer
+
+
+def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> None:
+    """Do what comes before the first step, but for what writes and for building large towers, and say what would run.
+
+    The first batch is read and decoded, at most MOST images of each rank; two rows of the validation data are evaluated
+    by a small stand-in model. Raises: ValueError for what training would refuse: settings, data, feature stores, a
+    model to start from, validation data, `out`.
+    """
+    device = choose(options.device)
+    with collectives.process_group(timeout_s=options.timeout):
+        file, batch, bad, notes = _prepare(recipe, source, out, options, device)
+        if collectives.rank() == 0:
+            say(*describe(file, source, out, options), *notes, *_first_batch(batch, bad))
+
+
+def _prepare(
+    recipe: Recipe, source: Source, out: Path, options: Options, device: str
+) -> tuple[RunFile, Batch, int, list[str]]:
+    """What `config.json` would say, this rank's part of the first batch, bad samples in it of all ranks, and notes."""
+    cuda_graphs.check(options, micro_batches(recipe), device)
+    check_utf8(out)
+    asked, before = recipe, earlier(out)
+    recipe = settle(recipe, device, before)
+    recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
+    file = run_file(recipe, source)
+    check_same_run(out, file, options.extend)
+    method = preset(recipe.method, recipe.settings)
+    if recipe.init is not None:
+        make_learner(recipe, method, options.trust_code)
+    loader = make_loader(recipe, source, method, tokenizer, options, device)
+    chosen = summary(asked, recipe, device, loader.workers, before is not None)
+    check_val(recipe, open_val(recipe), tokenizer, source)
+    share = recipe.batch // loader.ranks
+    parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
+    loader.workers, loader.rank, loader.ranks = 0, loader.rank * parts, loader.ranks * parts
+    batch = next(loader.batches(0, 1))
+    bad = BadRows(len(source), recipe.data.bad_share)
+    bad.count(collectives.all_lists(batch.skipped))
+    return file, batch, len(bad), [*_wrapped("device", chosen), *(f"note       {note}" for note in loader.notes)]
+
+
+def describe(file: RunFile, source: Source, out: Path, options: Options) -> list[str]:
+    """What a run would do, in a few lines."""
+    recipe, model = file.recipe, file.model
+    assert model is not None
+    epochs = recipe.steps / steps_per_epoch(len(source), recipe.batch)
+    val = open_val(recipe)
+    ranks, pieces = collectives.ranks(), micro_batches(recipe)
+    share = f"{pieces} x {recipe.batch // ranks // pieces} images each"
+    how = f"checkpointing {options.checkpointing}, compile {options.compile}, {recipe.precision}"
+    return [
+        *_wrapped("method", f"{recipe.method} {_listed(_flat(recipe.settings))}"),
+        f"data       {' '.join(recipe.data.sources)}: {len(source)} images",
+        *([] if val is None else [f"val        {val.name}: {len(val)} images"]),
+        f"length     {recipe.steps} steps of {recipe.batch} images, {epochs:.1f} epochs",
+        f"ranks      {ranks}, {share}{f', {options.parallel}' if ranks > 1 else ''}, {how}",
+        *_wrapped("model", f"{recipe.size}{_from(recipe)}, {_parameters(recipe)}"),
+        *_wrapped("  image", settings_of(model.image)),
+        *_wrapped("  text", settings_of(model.text)),
+        *_wrapped("  head", settings_of(model.head)),
+        *_wrapped("optimizer", settings_of(recipe.optim)),
+        *_wrapped("augment", settings_of(recipe.data.augment) or "none"),
+        f"out        {out}{' (resumes)' if (out / 'state').is_dir() else ''}",
+        *(f"note       {note}" for note in effects.notes(recipe, options)),
+    ]
+
+
+def settings_of(config: Any) -> str:
+    """A dataclass of settings as `name=value`, spelled as its flags: what matters always, the rest where it differs
+    from the default."""
+    always, usual = ALWAYS.get(type(config), "").split(), type(config)()
+    names = [f.name for f in fields(config) if f.name not in HIDDEN]
+    if isinstance(config, OptimConfig) and config.name == "muon":
+        always = [*always, "muon_lr"]
+    return _listed({n: v for n in names if (v := getattr(config, n)) != getattr(usual, n) or n in always})
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name.replace('_', '-')}={_value(value)}" for name, value in values.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return ",".join(map(_value, value)) or "none"
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, str) and value != value.strip():
+        return repr(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _flat(settings: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Nested settings, of pieces, under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{at}{name}.") if isinstance(value, dict) and value else {at + name: value}
+    return flat
+
+
+def _from(recipe: Recipe) -> str:
+    """Where the model starts, and what of it stays as it is."""
+    start = "" if recipe.init is None else f" from {recipe.init}"
+    return start if recipe.freeze == "none" else f"{start}, {recipe.freeze} tower frozen"
+
+
+def _parameters(recipe: Recipe) -> str:
+    """The number of parameters, of all and by part: "73,025 parameters: image tower 40,000, ..."."""
+    counts: dict[str, int] = {}
+    for name, shape in shapes(recipe.model, preset(recipe.method, recipe.settings)).items():
+        part = name.removeprefix("more.").split(".")[0].replace("_", " ")
+        counts[part] = counts.get(part, 0) + math.prod(shape)
+    parts = ", ".join(f"{part} {count:,}" for part, count in counts.items())
+    return f"{sum(counts.values()):,} parameters: {parts}"
+
+
+def _wrapped(name: str, text: str) -> Iterator[str]:
+    """Lines of at most WIDE columns, behind the first of which stands the name."""
+    for n, line in enumerate(wrap(text, WIDE - 11, break_long_words=False, break_on_hyphens=False)):
+        yield f"{'' if n else name:10} {line}"
+
+
+def _first_batch(batch: Batch, bad: int) -> list[str]:
+    """What was read of the first batch, as a line."""
+    cut = f", {batch.texts.truncated} cut" if batch.texts.truncated else ""
+    kind = f", {bad} bad samples" if bad else ""
+    return [f"read       {len(batch)} images of the first batch, {len(batch.texts)} captions{cut}{kind}"]

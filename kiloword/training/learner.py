@@ -1,0 +1,157 @@
+"""Model + slots -> dict of losses: the one module that a parallel wrapper wraps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kiloword.config.recipes import ModelConfig
+from kiloword.distributed.collectives import ranks, sum_over_ranks
+from kiloword.distributed.gather import gather_features
+from kiloword.losses.pairs import Blocks
+from kiloword.methods.method import Method
+from kiloword.model.model import Model
+from kiloword.model.pooling import AttentionalPool, at_least_float
+from kiloword.types import Batch, Encoded, Features, Pairs, Positives, Total
+
+
+@dataclass
+class Replay:
+    """Gradients of the pair loss for one micro-batch, replayed through its second forward pass."""
+
+    images: Features
+    texts: Features
+    weights: list[tuple[Tensor, Tensor]]  # head parameters and this micro-batch's share of their gradient
+
+    def surrogate(self, images: Features, texts: Features) -> Tensor:
+        """A scalar whose gradient is the replayed one."""
+        by_features = [
+            (f[k] * g).sum() for f, gs in ((images, self.images), (texts, self.texts)) for k, g in gs.items()
+        ]
+        return torch.stack([*by_features, *((p * g).sum() for p, g in self.weights)]).sum()
+
+
+class _Counted:
+    """Positives that count the pairs which match without being annotated; a loss may ask for all blocks repeatedly."""
+
+    def __init__(self, positives: Positives) -> None:
+        self.positives, self.pairs = positives, 0
+        self.mined: Tensor | float = 0.0
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        found = self.positives(pairs)
+        self.mined = self.mined + ((found > 0) & ~pairs.annotated).sum().double()
+        self.pairs += found.numel()
+        return found
+
+    def share(self) -> Tensor:
+        """Of all ranks' pairs, in this rank's part: the parts add up."""
+        mined = torch.as_tensor(self.mined)
+        return mined / sum_over_ranks(mined.new_full((), float(self.pairs)))
+
+
+class Learner(nn.Module):
+    """Forward of one (micro-)batch: towers, head, pair loss and terms."""
+
+    def __init__(self, model: Model, method: Method, chunk: int = 0) -> None:
+        super().__init__()
+        self.model, self.method, self.chunk = model, method, chunk
+        self.terms = nn.ModuleDict({name: make(model.config) for name, (_, make) in method.terms.items()})
+        if method.pair_weight == 0:
+            model.head.requires_grad_(False)
+            for part in model.head.modules():
+                if isinstance(part, AttentionalPool):
+                    part.requires_grad_()  # captions look through it
+
+    def encode(self, batch: Batch) -> Encoded:
+        image_tokens, images = self.model.encode_image(batch.images)
+        text_tokens, texts = self.model.encode_text(batch.texts)
+        return Encoded(image_tokens, text_tokens, images, texts)
+
+    def pair_inputs(self, encoded: Encoded, batch: Batch) -> tuple[Features, Features]:
+        """Features as the pair loss sees them: at least fp32, with positions and side features."""
+        of = batch.image_of_text
+        images = {k: at_least_float(v) for k, v in encoded.images.items()}
+        texts = {k: at_least_float(v) for k, v in encoded.texts.items()}
+        mineable = ~batch.composed
+        images |= {"position": batch.position, "mineable": mineable}
+        texts |= {"position": batch.position[of], "mineable": mineable[of]}
+        for name, value in batch.image_side.items():
+            images[f"image_side.{name}"] = value
+            texts[f"image_side.{name}"] = value[of]
+        texts |= {f"text_side.{name}": value for name, value in batch.text_side.items()}
+        return images, texts
+
+    def pair_loss(self, images: Features, texts: Features) -> dict[str, Tensor]:
+        """Shares that add up over ranks: "pair", the mean pair loss, and with views what `_apart` says.
+
+        With mined positives also "mined_share": of all pairs, those that match though the data does not name them.
+
+        Args: as `pair_inputs` makes them.
+        """
+        if self.method.pair_weight == 0:
+            return {"pair": images["vec"].new_zeros(())}
+        with torch.autocast(images["vec"].device.type, enabled=False):
+            pairs = Blocks(self.model.head, images, gather_features(texts), self.chunk)
+            positives = self.method.positives
+            positives = positives.bind(pairs) if hasattr(positives, "bind") else positives
+            counted = _Counted(positives) if getattr(self.method.positives, "mined", False) else None
+            total = self.method.pair_loss(pairs, counted or positives)
+            shares = {"pair": total.sum / sum_over_ranks(total.count)}
+            if counted is not None:
+                shares["mined_share"] = counted.share()
+            if self.method.views:
+                shares |= self._apart(pairs, total, images["mineable"])
+        return shares
+
+    @torch.no_grad()
+    def _apart(self, pairs: Blocks, total: Total, plain: Tensor) -> dict[str, Tensor]:
+        """Shares of the loss by picture and of the score with one's own texts, plain [I] and composed examples apart.
+
+        Both losses are in the unit of "pair", whatever that is divided by: their mean over all pictures is "pair".
+        Not a number where the batch has none of a kind.
+        """
+        images = sum_over_ranks(total.count.new_full((), float(len(plain))))
+        by_picture = (pairs.rows if total.rows is None else total.rows) * (images / sum_over_ranks(total.count))
+        own = self.model.head.score_of(pairs.own / pairs.own_texts)
+        found = {}
+        for name, chosen in (("plain", plain), ("composed", ~plain)):
+            count = sum_over_ranks(chosen.sum().to(own.dtype))
+            found[f"pair_{name}"] = (by_picture * chosen).sum() / count
+            found[f"score_{name}"] = (own * chosen).sum() / count
+        return found
+
+    def counts(self, batches: list[Batch]) -> dict[str, Tensor]:
+        """What the terms' sums are divided by: added over micro-batches and ranks before dividing."""
+        if not self.terms:
+            return {}
+        local = torch.stack(
+            [
+                torch.stack([term.count(b).to(torch.float64) for b in batches]).sum()  # type: ignore[operator]
+                for term in self.terms.values()
+            ]
+        )
+        return dict(zip(self.terms, sum_over_ranks(local), strict=True))
+
+    def forward(self, batch: Batch, counts: dict[str, Tensor], replay: Replay | None = None) -> dict[str, Tensor]:
+        """Shares of the losses: "pair", every term, and "loss", whose gradients are averaged over ranks later.
+
+        With `replay`, "pair" is the surrogate that carries the pair loss's known gradients.
+        """
+        encoded = self.encode(batch)
+        images, texts = self.pair_inputs(encoded, batch)
+        out = {name: term(self.model, batch, encoded) / counts[name].clamp_min(1) for name, term in self.terms.items()}
+        out |= self.pair_loss(images, texts) if replay is None else {"pair": replay.surrogate(images, texts)}
+        weighted = [self.method.terms[name][0] * out[name] for name in self.terms]
+        out["loss"] = torch.stack([self.method.pair_weight * out["pair"], *weighted]).sum() * ranks()
+        return out
+
+
+def learner_of(config: ModelConfig, method: Method) -> Learner:
+    """The learner of a method without content: shapes alone, on torch's meta device."""
+    with torch.device("meta"):
+        shaped = method.shape(config)
+        model = Model(shaped, method.head(shaped), {name: make(shaped) for name, make in method.towers.items()})
+        return Learner(model, method)

@@ -1,0 +1,176 @@
+"""What a run says: `metrics.jsonl` always, a live line on a terminal, plain lines elsewhere, alerts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from kiloword.checkpoint.files import write_atomic
+from kiloword.config.options import Options
+from kiloword.config.recipes import Recipe
+from kiloword.distributed import collectives
+from kiloword.terminal import say
+from kiloword.watch.alerts import About, Alerts
+from kiloword.watch.mirror import in_training
+from kiloword.watch.pace import Pace, duration, per_second
+from kiloword.watch.rows import Reader
+
+PLAIN_EVERY_S = 10.0  # without a terminal, a line at most this often
+
+
+@dataclass
+class SinceRow:
+    """What steps reported since the last row; saved with the run, so that a resumed one writes the same next row."""
+
+    reports: list[dict[str, Tensor]] = field(default_factory=list)  # the same on all ranks
+    captions: int = 0  # of this rank
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values of all ranks; all of them must call it."""
+        plain = [
+            {name: [str(x.dtype).removeprefix("torch."), x.item()] for name, x in report.items()}
+            for report in self.reports
+        ]
+        return {"reports": plain, "captions": collectives.add_up(self.captions)}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Args: state: of `state_dict`, by any number of ranks."""
+        self.reports = [
+            {
+                name: torch.tensor(value, dtype=getattr(torch, kind), device=device)
+                for name, (kind, value) in report.items()
+            }
+            for report in state["reports"]
+        ]
+        self.captions = 0 if collectives.rank() else state["captions"]
+
+
+class Log:
+    """Metrics of a run, from the step it resumes at. `quiet` writes the file alone (ranks other than 0: nothing).
+
+    Every row gets "time" (seconds since 1970) and "restarts" (how often the run was resumed before). `mirror` is called
+    after every row.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        steps: int,
+        step: int = 0,
+        quiet: bool = False,
+        out: TextIO | None = None,
+        about: About | None = None,
+    ) -> None:
+        self.path, self.steps, self.quiet = path, steps, quiet
+        self.out = out or sys.stderr
+        self.live = self.out.isatty()
+        self.mirror: Callable[[], None] = lambda: None
+        self._spoke = -PLAIN_EVERY_S
+        self._width = 0
+        about = about or About()
+        self._alerts, self._pace = Alerts(about), Pace(about.batch)
+        self._restarts = 0
+        if path is not None:
+            self._go_on(path, step)
+
+    def _go_on(self, path: Path, step: int) -> None:
+        """A resumed run writes the rows after its state again: drop the old ones, and know what the others told.
+
+        Raises: ValueError for a pipe.
+        """
+        if path.is_fifo():
+            raise ValueError(f"{path} is a pipe: expected a file of metrics, or none. Remove it.")
+        rows = read_metrics(path)
+        kept = [r for r in rows if r["step"] <= step]
+        text = "".join(json.dumps(r) + "\n" for r in kept)
+        if path.is_file() and (path.stat().st_size != len(text) or path.read_bytes() != text.encode()):
+            write_atomic(path, text.encode())
+        self._restarts = max((r.get("restarts", 0) + 1 for r in rows), default=0)
+        for row in kept:
+            self._alerts.add(row)
+
+    def row(self, values: dict[str, Any]) -> None:
+        """Append one row to the file; values must be plain numbers or strings, "step" among them.
+
+        Says the alerts that begin or end with it.
+        """
+        if self.path is None:
+            return
+        values = values | {"time": round(time.time(), 3), "restarts": self._restarts}
+        try:
+            with self.path.open("a", encoding="utf-8") as f:
+                f.write(json.dumps(values) + "\n")
+        except OSError as e:
+            raise ValueError(f"cannot write {self.path}: {e.strerror}. The last state is kept.") from e
+        for sentence in self._alerts.add(values):
+            self.say(sentence)
+        self.mirror()
+
+    def progress(self, values: dict[str, Any]) -> None:
+        """Show the step: a line that rewrites itself on a terminal, else one at most every few seconds."""
+        now = time.perf_counter()
+        last = values["step"] >= self.steps
+        self._pace.add(values)
+        if self.quiet or (not self.live and now - self._spoke < PLAIN_EVERY_S and not last):
+            return
+        self._spoke = now
+        line = self._line(values)
+        if self.live:
+            line = line[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
+            say(line.ljust(self._width), to=self.out, start="\r", end="")
+            self._width = len(line)
+        else:
+            say(line, to=self.out)
+
+    def _line(self, values: dict[str, Any]) -> str:
+        left = self._pace.seconds(self.steps - values["step"])
+        wait, made = values.get("slowest_data_wait", values["data_wait"]), values.get("loader_pairs_per_s")
+        parts = [
+            f"step {values['step']}/{self.steps}",
+            f"loss {values['loss']:.3f}" if "loss" in values else "loss ?",
+            f"{per_second(values['pairs_per_s'])} pairs/s",
+            f"data wait {wait:.0%}" + (f" (loader makes {per_second(made)}/s)" if made else ""),
+            f"ETA {duration(left)}",
+        ]
+        if "epoch" in values:
+            parts.insert(1, f"epoch {values['epoch']:.2f}")
+        if "lr" in values:
+            parts.append(f"lr {values['lr']:.2e}")
+        counts = (("skipped", "bad samples"), ("skipped_steps", "skipped steps"))
+        return "  ".join(parts + [f"{values[name]} {words}" for name, words in counts if values.get(name)])
+
+    def say(self, sentence: str) -> None:
+        """A sentence of its own line."""
+        if not self.quiet:
+            start = "\n" if self.live and self._width else ""
+            self._width = 0
+            say(sentence, to=self.out, start=start)
+
+
+def open_log(out: Path, recipe: Recipe, step: int, options: Options, log_limit: Tensor | None) -> Log:
+    """The log of a run from `step` on; of other ranks than 0 it says and writes nothing.
+
+    Args: log_limit, of the head's scale.
+    """
+    if collectives.rank():
+        return Log(None, recipe.steps, quiet=True)
+    max_scale = None if log_limit is None else float(log_limit.exp())
+    about = About(batch=recipe.batch, bad_share=recipe.data.bad_share, max_scale=max_scale)
+    log = Log(out / "metrics.jsonl", recipe.steps, step, quiet=options.quiet, about=about)
+    if options.log_to == "tensorboard":
+        log.mirror = in_training(out, log.say)
+    return log
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows of a `metrics.jsonl`, as `watch.rows.Reader` takes them; a last line that a crash cut is left out."""
+    return list(Reader(path)())

@@ -1,0 +1,139 @@
+"""What a row of the log says: means since the last row, rates, counts."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kiloword.distributed import collectives
+from kiloword.training.bad_steps import Guard, is_bad
+from kiloword.training.log import SinceRow
+from kiloword.training.optimizer import schedule
+from kiloword.training.setup import Run
+
+
+class Meter:
+    """Collects what a log row says, without waiting for the device between rows."""
+
+    def __init__(self, run: Run, guard: Guard) -> None:
+        self.run, self.guard = run, guard
+        self._waited, self._began = 0.0, math.inf  # of the whole process, behind its first batch
+        self._restart()
+
+    def _restart(self) -> None:
+        """Of rates."""
+        self._pairs, self._wait, self._save, self._start = 0, 0.0, 0.0, time.perf_counter()
+        self._read, self._made = 0, 0.0  # pairs that came from the loader, seconds that one worker took for them
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the time spent waiting for them is data wait."""
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            now = time.perf_counter()
+            self._wait += now - asked
+            self._waited += now - asked if self._began < now else 0.0  # workers start with the first batch
+            self._began = min(self._began, now)
+            if batch is None:
+                return
+            self.run.since_row.captions += len(batch.texts)
+            self._read, self._made = self._read + len(batch), self._made + batch.made_s
+            yield batch
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside is no training (validation): rates leave it out."""
+        start = time.perf_counter()
+        yield
+        paused = time.perf_counter() - start
+        self._start, self._began = self._start + paused, self._began + paused
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, training waits for a save; rates count it."""
+        start = time.perf_counter()
+        yield
+        self._save += time.perf_counter() - start
+
+    def add(self, report: dict[str, torch.Tensor], pairs: int) -> None:
+        self.run.since_row.reports.append({k: v.detach() for k, v in report.items()})
+        self._pairs += pairs
+        self.guard.add(self.run.step, report)
+
+    def data_wait(self) -> float:
+        """Share of the time since this process's first batch that was waited for data, the most of any rank."""
+        mine = self._waited / max(time.perf_counter() - self._began, 1e-9)
+        return max(collectives.all_lists([mine]))
+
+    def row(self) -> dict[str, Any]:
+        """Means since the last row, and where things stand. Raises: ValueError as `Guard.look`."""
+        self.guard.look()
+        run, head = self.run, self.run.learner.model.head
+        every = on_host(run.since_row.reports)
+        reports = [r for r in every if not is_bad(r)] or every
+        names = [name for name in reports[-1] if name != "skipped_step"]  # the newest: of this run, not of a state
+        means = {name: float(torch.stack([r[name] for r in reports if name in r]).nanmean()) for name in names}
+        seconds = time.perf_counter() - self._start
+        row: dict[str, Any] = {
+            "step": run.step,
+            "epoch": run.step / run.order.steps_per_epoch,
+            **{k: v for k, v in means.items() if math.isfinite(v)},
+        }
+        row["scale"] = float(head.log_scale.detach().exp())
+        if head.bias is not None:
+            row["bias"] = float(head.bias.detach())
+        row["lr"] = run.recipe.optim.lr * schedule(run.step - 1, run.recipe.steps, run.recipe.optim)
+        row["pairs_per_s"] = self._pairs * collectives.ranks() / seconds
+        row["data_wait"] = self._wait / seconds
+        row["loader_pairs_per_s"] = self._loader_rate()
+        row |= self._over_ranks(seconds)
+        row |= {"skipped": len(run.bad), "truncated": run.truncated, "skipped_steps": run.skipped_steps}
+        run.since_row = SinceRow()
+        self._restart()
+        return row
+
+    def _loader_rate(self) -> float:
+        """Pairs a second that the loaders of all ranks could make, were they never waited for."""
+        return self._read * max(self.run.loader.workers, 1) * collectives.ranks() / max(self._made, 1e-9)
+
+    def _over_ranks(self, seconds: float) -> dict[str, Any]:
+        """Captions since the last row, of all ranks; peak memory and seconds of saving, the most of any rank.
+
+        Of several ranks also the data wait of the slowest: it holds up the others, which wait for no data themselves.
+        """
+        mine = [self.run.since_row.captions, self._wait / seconds, peak_memory(self.run.device), self._save]
+        table = torch.zeros(collectives.ranks(), len(mine), dtype=torch.float64)  # [ranks, 4]
+        table[collectives.rank()] = torch.tensor(mine, dtype=torch.float64)
+        table = collectives.sum_over_ranks(table)
+        wait, memory, save = table[:, 1:].amax(0).tolist()
+        row = {"captions": int(table[:, 0].sum()), "memory": round(memory, 1), "save_s": round(save, 3)}
+        return row if collectives.ranks() == 1 else row | {"slowest_data_wait": wait}
+
+
+def on_host(reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The same numbers, scalars on the CPU: the device is waited for once, not once a number.
+
+    Those that are on the CPU stay as they are.
+    """
+    away = [x.double() for report in reports for x in report.values() if x.device.type != "cpu"]
+    numbers = iter(torch.stack(away).cpu() if away else ())
+
+    def here(x: torch.Tensor) -> torch.Tensor:
+        return x if x.device.type == "cpu" else next(numbers).to(x.dtype)
+
+    return [{name: here(x) for name, x in report.items()} for report in reports]
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory that this process has held so far, in MB (10^6 bytes): on the GPU, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

@@ -1,0 +1,284 @@
+"""How weights change: parameter groups, Muon in batches, AdamW, a warm-up and cosine schedule, clipping, averaging."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from kiloword.config.recipes import OptimConfig
+from kiloword.distributed import collectives
+from kiloword.distributed.collectives import local
+from kiloword.distributed.engine import settle
+from kiloword.model.heads import Head
+from kiloword.training.muon import Muon
+
+MEMORY, SETTLED = 0.98, 20  # of the usual gradient norm: weight of the past, and steps before it is trusted
+LONGEST_WARMUP = 2000  # steps, where the warm-up is a share of the run: CLIP's (arXiv:2103.00020, table 18)
+USUAL = "usual:gradient_norm"
+KEPT = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of a parameter, by AdamW and Muon
+STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # matrices that are several, one below the other
+
+
+def schedule(step: int, steps: int, config: OptimConfig) -> float:
+    """Factor of the learning rate at `step` (from 0) of `steps`: linear warm-up, then half a cosine."""
+    warmup = warmup_steps(steps, config)
+    if step < warmup:
+        return (step + 1) / max(warmup, 1)
+    progress = (step - warmup) / max(steps - warmup, 1)
+    return config.final_lr + (1 - config.final_lr) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+
+def warmup_steps(steps: int, config: OptimConfig) -> float:
+    """Steps of the warm-up of a run of `steps`: a share of them, at most 2,000; or the number that the config gives."""
+    return config.warmup if config.warmup >= 1 else min(config.warmup * steps, LONGEST_WARMUP)
+
+
+def is_hidden_matrix(name: str, p: Tensor) -> bool:
+    """A matrix inside a block of a tower or a layer of a decoder: what Muon may orthogonalise."""
+    return p.dim() == 2 and (".blocks." in name or ".layers." in name)
+
+
+def decays(name: str, p: Tensor) -> bool:
+    """Weight decay is for matrices alone: no 1-D parameter, no position, token or embedding table."""
+    return p.dim() >= 2 and not any(word in name for word in ("position", "token", "embedding", "probe"))
+
+
+def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, Tensor]]]:
+    """Names of groups ("muon", "decay", "plain", "scale"; those of the text tower with "text " before them) ->
+    trainable parameters of a module with names, in order. "scale" holds scale and bias of every `Head`."""
+    out: dict[str, list[tuple[str, Tensor]]] = {}
+    scales = {id(p) for part in module.modules() if isinstance(part, Head) for p in part.scales()}
+    for name, p in module.named_parameters():
+        if not p.requires_grad:
+            continue
+        if id(p) in scales:
+            kind = "scale"
+        elif config.name == "muon" and is_hidden_matrix(name, p):
+            kind = "muon"
+        else:
+            kind = "decay" if decays(name, p) else "plain"
+        out.setdefault(f"text {kind}" if "text_tower." in name else kind, []).append((name, p))
+    return out
+
+
+class Optimizer:
+    """AdamW and, if asked, Muon behind one step, one schedule and one flat state.
+
+    Of a sharded parameter it holds this rank's rows, as a plain tensor: fused optimizers and norms refuse a mixture.
+    A step whose gradient norm is no number, or far above its usual, changes nothing.
+    """
+
+    def __init__(self, module: nn.Module, config: OptimConfig, steps: int) -> None:
+        self.config, self.steps = config, steps
+        named = groups(module, config)
+        self.sharded = {name: p for members in named.values() for name, p in members if isinstance(p, DTensor)}
+        leaves = {
+            group: [(name, local(p.detach()) if name in self.sharded else p) for name, p in members]
+            for group, members in named.items()
+        }
+        self.names = {p: name for members in leaves.values() for name, p in members}
+        self.parts = self._parts(leaves)
+        self.base = [[g["lr"] for g in part.param_groups] for part in self.parts]
+        device = next(iter(self.names)).device
+        self.usual = torch.zeros(2, dtype=torch.float64, device=device)  # running sum of norms, and of weights
+
+    def _parts(self, named: dict[str, list[tuple[str, Tensor]]]) -> list[torch.optim.Optimizer]:
+        config, adam, muon = self.config, list[dict[str, Any]](), list[dict[str, Any]]()
+        for group, members in named.items():
+            factor = config.text_lr if group.startswith("text ") else 1.0
+            parameters = [p for _, p in members]
+            if group.endswith("muon"):
+                muon.append({"params": parameters, "lr": config.muon_lr * factor})
+                continue
+            factor *= config.scale_lr if group == "scale" else 1.0
+            decay = config.weight_decay if group.endswith("decay") else 0.0
+            adam.append({"params": parameters, "lr": config.lr * factor, "weight_decay": decay})
+        parts: list[torch.optim.Optimizer] = []
+        if adam:
+            betas = (float(config.beta1), float(config.beta2))  # a recipe of Python may say 0, which torch refuses
+            parts.append(torch.optim.AdamW(adam, lr=config.lr, betas=betas, eps=config.eps, fused=True))
+        if muon:
+            stacked = {p: n for p, name in self.names.items() for end, n in STACKED.items() if name.endswith(end)}
+            rows = {p: len(self.sharded[name]) for p, name in self.names.items() if name in self.sharded}
+            parts.append(Muon(muon, config.muon_lr, config.momentum, config.muon_weight_decay, stacked, rows))
+        return parts
+
+    def step(self, step: int, loss: Tensor | None = None) -> dict[str, Tensor]:
+        """Clip, move the weights by the gradients, drop the gradients.
+
+        Args: step, from 0; loss: whose gradients these are, where it is to be a number too.
+        Returns: "gradient_norm" before clipping and "skipped_step", 1 where nothing moved; scalars, on the device.
+        """
+        norm = self.clip()
+        skip = self._judge(norm, loss)
+        factor = schedule(step, self.steps, self.config)
+        for part, base in zip(self.parts, self.base, strict=True):
+            for group, lr in zip(part.param_groups, base, strict=True):
+                group["lr"] = lr * factor
+            part.found_inf = skip  # type: ignore[attr-defined]
+            part.step()
+        self.zero_grad()
+        return {"gradient_norm": norm, "skipped_step": skip}
+
+    @property
+    def usual_norm(self) -> float:
+        """Running mean of the gradient norms of steps that were not skipped; 0 before the first."""
+        total, weight = self.usual.tolist()
+        return total / weight if weight else 0.0
+
+    @torch.no_grad()
+    def _judge(self, norm: Tensor, loss: Tensor | None) -> Tensor:
+        """1.0 for a step to be skipped, without waiting for the device; else the norm counts as usual."""
+        norm = norm.double()
+        mean = self.usual[0] / self.usual[1].clamp_min(1e-12)
+        known = self.usual[1] > 1 - MEMORY**SETTLED
+        limit = self.config.explode or math.inf
+        skip = ~torch.isfinite(norm) | (known & (norm > limit * mean))
+        skip = skip if loss is None else skip | ~torch.isfinite(loss)
+        now = MEMORY * self.usual + (1 - MEMORY) * torch.stack([norm, torch.ones_like(norm)])
+        self.usual.copy_(torch.where(skip, self.usual, now))
+        return skip.float()
+
+    def clip(self) -> Tensor:
+        """Scale the gradients down to the norm `clip` at most; returns their norm before, over all ranks."""
+        self._take_gradients()
+        plain = [p.grad for p, name in self.names.items() if p.grad is not None and name not in self.sharded]
+        mine = [p.grad for p, name in self.names.items() if p.grad is not None and name in self.sharded]
+        norm = torch.nn.utils.get_total_norm(plain)
+        if self.sharded:
+            squares = collectives.sum_over_ranks(torch.nn.utils.get_total_norm(mine) ** 2)
+            norm = (norm**2 + squares).sqrt()
+        if self.config.clip > 0:
+            torch._foreach_mul_(plain + mine, (self.config.clip / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _take_gradients(self) -> None:
+        """Of sharded parameters, this rank's rows."""
+        by_name = {name: p for p, name in self.names.items()}
+        for name, p in self.sharded.items():
+            by_name[name].grad = None if p.grad is None else local(p.grad)
+
+    def zero_grad(self) -> None:
+        for p in (*self.names, *self.sharded.values()):
+            p.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Flat: "exp_avg:NAME" and so on; of sharded parameters as they are sharded."""
+        state = {
+            f"{key}:{self.names[p]}": self._as_parameter(self.names[p], value)
+            for part in self.parts
+            for p, state in part.state.items()
+            for key, value in state.items()
+        }
+        return {**state, USUAL: self.usual}
+
+    def _as_parameter(self, name: str, value: Tensor) -> Tensor:
+        """What is kept of a sharded parameter, sharded alike."""
+        if name not in self.sharded or value.dim() == 0:
+            return value
+        like = self.sharded[name]
+        return DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+        """Takes what `state_dict` gave, or what was read into `empty_state`."""
+        by_name = {name: p for p, name in self.names.items()}
+        owner = {p: part for part in self.parts for g in part.param_groups for p in g["params"]}
+        for full, value in flat.items():
+            if full == USUAL:
+                self.usual.copy_(value)
+                continue
+            key, name = full.split(":", 1)
+            p = by_name[name]
+            owner[p].state[p][key] = local(value).to(p.device).clone()
+
+    def empty_state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Zeros for the entries of a flat state, in their shapes and shards, to read into; none for unknown entries."""
+        by_name = {name: p for p, name in self.names.items()}
+        out: dict[str, Tensor] = {}
+        for full in names:
+            key, _, name = full.partition(":")
+            if full == USUAL:
+                out[full] = torch.zeros_like(self.usual)
+            elif name not in by_name or key not in KEPT:
+                continue
+            elif key == "step":
+                out[full] = torch.zeros((), dtype=torch.float32, device=by_name[name].device)
+            else:
+                out[full] = self._as_parameter(name, torch.zeros_like(by_name[name]))
+        return out
+
+
+class Average:
+    """Exponential moving average of trainable weights; evaluated and saved in their place."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay = decay
+        settle(module)  # what was gathered to look at a batch is no shard
+        self.shadow = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad} if decay else {}
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, step: int, skipped: Tensor | None = None) -> None:
+        """After `step` (from 0); the decay warms up so that early weights are forgotten.
+
+        Args: skipped: a scalar on the device, 1 where the step was skipped ("skipped_step" of `Optimizer.step`): then
+        the average stays what it is.
+        """
+        if not self.decay:
+            return
+        decay = min(self.decay, (1 + step) / (10 + step))
+        live = dict(module.named_parameters())
+        means, now = [local(x) for x in self.shadow.values()], [local(live[name]) for name in self.shadow]
+        if means[0].is_cuda:
+            _fused_lerp(means, now, 1 - decay, skipped)
+            return
+        taken = torch.ones(()) if skipped is None else 1 - skipped
+        weights = {kind: taken.to(kind) * (1 - decay) for kind in {x.dtype for x in means}}
+        torch._foreach_lerp_(means, now, [weights[x.dtype] for x in means])
+
+    @contextmanager
+    def in_place(self, module: nn.Module) -> Iterator[None]:
+        """The module has averaged weights inside."""
+        self.swap(module)
+        try:
+            yield
+        finally:
+            self.swap(module)
+
+    @torch.no_grad()
+    def swap(self, module: nn.Module) -> None:
+        """Exchange live and averaged weights; call again to exchange them back."""
+        settle(module)
+        live = dict(module.named_parameters())
+        for name, mean in self.shadow.items():
+            kept = local(live[name]).clone()
+            local(live[name]).copy_(local(mean))
+            local(mean).copy_(kept)
+
+
+def _fused_lerp(means: list[Tensor], now: list[Tensor], weight: float, skipped: Tensor | None) -> None:
+    """means += weight (now - means), unless `skipped` is 1, in a few launches for all tensors of a dtype.
+
+    `torch._foreach_lerp_` with weights on the device launches one kernel a tensor. This is a step of SGD from `means`:
+    weight decay 1 and the negative of the gradient `now` make means -= weight (means - now).
+    """
+    for kind in {x.dtype for x in means}:
+        mine, live = ([x for x in tensors if x.dtype == kind] for tensors in (means, now))
+        torch._fused_sgd_(
+            mine,
+            live,
+            [],
+            weight_decay=1.0,
+            momentum=0.0,
+            lr=weight,
+            dampening=0.0,
+            nesterov=False,
+            maximize=True,
+            is_first_step=False,
+            found_inf=skipped,
+        )

@@ -1,0 +1,170 @@
+"""When and what a run saves: its resumable state and its model folder, while training goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kiloword.checkpoint.files import SaveError, sync, write_json
+from kiloword.checkpoint.model_folder import in_order, not_finite, write_tensors
+from kiloword.checkpoint.state_shards import Host, Part, Stored, write_part
+from kiloword.checkpoint.states import drop_old, shards_folder, write_numbers
+from kiloword.config.recipes import ModelFile
+from kiloword.distributed import collectives
+from kiloword.training.bad_steps import what_is_left
+from kiloword.training.setup import Run, state_of
+
+POLL_S = 0.01  # between looks at the other ranks while a save is awaited
+LONG_S = 60.0  # of waiting for a disk, after which the log says so
+
+Files = dict[str, str]  # names of a state's files -> SHA-256
+
+
+class Saver:
+    """Saves in the background; one save at a time.
+
+    Training waits for the copy to host memory alone. Then a thread of every rank writes its part; when all have,
+    one of rank 0 makes the model folder of the parts and writes the state's numbers. The threads use no collective:
+    ranks agree in `save`, `advance` and `finish`, which all of them call at the same place.
+
+    Args: keep: states that stay, the newest and those before.
+    """
+
+    def __init__(self, run: Run, keep: int) -> None:
+        self.run, self.keep = run, keep
+        self._host, self._pool = Host(), ThreadPoolExecutor(1, "save")
+        self._job: Future[Files] | None = None  # what this rank does for the save in flight
+        self._then: Callable[[Files], Files] | None = None  # what rank 0 does when all have written
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """The save in flight is finished; on an error of several ranks it is not, as others may be gone."""
+        try:
+            if kind is None:
+                self.finish()
+            elif collectives.ranks() == 1 and issubclass(kind, Exception):
+                with suppress(SaveError):  # the first error is the one to tell
+                    self.finish()
+        finally:
+            self._pool.shutdown()
+
+    @property
+    def writing(self) -> bool:
+        """This rank is at work on a save."""
+        return self._job is not None and not self._job.done()
+
+    def save(self) -> None:
+        """Begin to save the run as it is now. Raises: SaveError of the save before."""
+        self.finish()
+        run = self.run
+        tensors, numbers = state_of(run)
+        part, folder = self._host.copy(tensors), shards_folder(run.out / "state", run.step)
+        self._then = partial(_commit, run, folder, model_file(run), deepcopy(numbers), self.keep)
+        self._job = self._pool.submit(_write, run.out, folder, part, collectives.rank(), collectives.ranks())
+
+    def advance(self) -> None:
+        """What comes next for the save in flight, if there is one; not before no rank is writing.
+
+        Raises: SaveError, on all ranks.
+        """
+        if self._job is None:
+            return
+        done = collectives.all_lists([_outcome(self._job)])
+        self._job, then, self._then = None, self._then, None
+        files: Files = {}
+        for outcome in done:
+            if isinstance(outcome, str):
+                raise SaveError(outcome)
+            files |= outcome
+        if then is not None:
+            self._job = self._pool.submit(then if collectives.rank() == 0 else dict, files)
+
+    def finish(self) -> None:
+        """Wait until nothing is in flight. Raises: SaveError, on all ranks."""
+        start, said = time.monotonic(), False
+        while self._job is not None:
+            while collectives.any_rank(self.writing)[0]:
+                time.sleep(POLL_S)
+                if not said and time.monotonic() - start > LONG_S:
+                    said = True
+                    self.run.log.say(f"waiting for {LONG_S:.0f} s already for {self.run.out / 'state'} to be written.")
+            self.advance()
+
+
+def _write(out: Path, folder: Path, part: Part, rank: int, ranks: int) -> Files:
+    """Write a rank's part of a state whose weights, moments and averages are all finite. Raises: SaveError."""
+    if bad := not_finite(part.values):
+        first = min(bad, key=lambda name: not name.startswith("learner/"))
+        raise SaveError(
+            f"{first} is NaN or infinite ({len(bad)} tensors of {folder.name}), which is not saved. The run stops"
+            f"{what_is_left(out)}."
+        )
+    return write_part(folder, part, rank, ranks)
+
+
+def _outcome(job: Future[Files]) -> Files | str:
+    """What a job wrote, or the sentence with which it failed."""
+    try:
+        return job.result()
+    except SaveError as e:
+        return str(e)
+    except Exception as e:
+        return f"cannot save ({type(e).__name__}: {e}). What was there before is kept."
+
+
+def model_file(run: Run) -> ModelFile:
+    """What stands in the `config.json` of the run's model folder."""
+    recipe = run.recipe
+    return ModelFile(
+        method=recipe.method,
+        settings=recipe.settings,
+        model=recipe.model,
+        size=recipe.size,
+        steps=run.step,
+        data=run.loader.source.name,
+    )
+
+
+def _commit(run: Run, folder: Path, file: ModelFile, numbers: dict[str, Any], keep: int, files: Files) -> Files:
+    """What makes parts a state: the rows before it are on disk, its model stands, and its numbers come last.
+
+    A crash before them repeats some steps, and never leaves a finished run without its model.
+    """
+    assert file.steps is not None
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise SaveError(
+            f"{folder / missing[0]} of another rank is not here: --out must be a folder that all ranks share."
+        )
+    if (run.out / "metrics.jsonl").exists():
+        sync(run.out / "metrics.jsonl")
+    write_model(run, file, Stored([folder / name for name in files], numbers))
+    write_numbers(folder.parent, file.steps, files, numbers)
+    drop_old(folder.parent, keep)
+    return files
+
+
+def write_model(run: Run, file: ModelFile, stored: Stored) -> None:
+    """The model folder of a state: averaged weights where there are some. Weights come last, as in `save_model`."""
+    folder = run.out / "model"
+    for cut in folder.glob(".model.safetensors.*.tmp"):  # by a crash
+        cut.unlink()
+    names = {}
+    for name in stored.specs:
+        if name.startswith("learner/model."):
+            short = name.removeprefix("learner/model.")
+            averaged = f"average/model.{short}"
+            names[short] = averaged if averaged in stored.specs else name
+    specs = {short: stored.specs[name] for short, name in names.items()}
+    write_json(folder / "config.json", asdict(file))
+    write_tensors(folder / "model.safetensors", specs, stored.whole([names[short] for short in in_order(specs)]))

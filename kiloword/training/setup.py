@@ -1,0 +1,346 @@
+"""From a recipe and its sources to everything the loop needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kiloword.checkpoint.files import write_json
+from kiloword.checkpoint.lock import Lock
+from kiloword.checkpoint.model_folder import check_fit, not_finite, spec_of
+from kiloword.checkpoint.states import drop_old, newest, steps_done
+from kiloword.config import effects
+from kiloword.config.by_device import products, settle, summary, workers_of
+from kiloword.config.options import Options
+from kiloword.config.ranges import check
+from kiloword.config.recipes import Recipe
+from kiloword.data.bad import BadRows
+from kiloword.data.images.time_limit import REASON
+from kiloword.data.loader import Loader
+from kiloword.data.reading import captions_of
+from kiloword.data.sampler import Order, steps_per_epoch
+from kiloword.data.sources.open import open_data, open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed import activations, collectives, cuda_graphs, engine
+from kiloword.distributed.engine import Reducer
+from kiloword.features.store import SideTable
+from kiloword.methods.method import Method
+from kiloword.methods.registry import preset
+from kiloword.model.model import build, initialise
+from kiloword.training import start
+from kiloword.training.learner import Learner
+from kiloword.training.log import Log, SinceRow, open_log
+from kiloword.training.optimizer import Average, Optimizer
+from kiloword.training.run_folder import (
+    RunFile,
+    check_same_run,
+    earlier,
+    error_kept,
+    forget_error,
+    holds_run,
+    make_folder,
+    run_file,
+)
+from kiloword.types import Source
+from kiloword.watch import mirror
+
+
+@dataclass
+class Run:
+    """A prepared run, fresh or resumed."""
+
+    recipe: Recipe
+    out: Path
+    learner: Learner
+    reducer: Reducer
+    optimizer: Optimizer
+    average: Average
+    tokenizer: Tokenizer
+    loader: Loader
+    order: Order
+    bad: BadRows
+    log: Log
+    device: torch.device
+    step: int = 0  # steps done
+    truncated: int = 0  # captions cut so far
+    skipped_steps: int = 0  # steps without an update, see `guard.Guard`
+    skipped_in_a_row: int = 0
+    since_row: SinceRow = field(default_factory=SinceRow)
+    lock: Lock | None = None  # of rank 0
+    val: Source | None = None  # the validation data, once it is open
+
+
+def open_sources(recipe: Recipe) -> Source:
+    """The training data of a recipe."""
+    return open_data(recipe.data, recipe.model.image.size)
+
+
+def open_val(recipe: Recipe) -> Source | None:
+    """The validation data of a recipe, if it has any."""
+    return None if recipe.data.val is None else open_source(recipe.data.val, size=recipe.model.image.size)
+
+
+def with_length(
+    recipe: Recipe, rows: int, steps: int | None = None, epochs: float | None = None, samples: int | None = None
+) -> Recipe:
+    """The recipe with its number of steps. Raises: ValueError when more than one length is given, or it is none."""
+    check(recipe)
+    given = {k: v for k, v in (("--steps", steps), ("--epochs", epochs), ("--samples", samples)) if v is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both say how long to train: give one of them.")
+    if epochs is not None and not math.isfinite(epochs):
+        raise ValueError(f"--epochs is {epochs}: expected a number.")
+    if epochs is not None:
+        steps = round(epochs * steps_per_epoch(rows, recipe.batch))
+    elif samples is not None:
+        steps = samples // recipe.batch
+    steps = recipe.steps if steps is None else steps
+    if steps < 1:
+        length = " ".join(f"{k} {v:g}" for k, v in given.items())
+        raise ValueError(f"{length} is {steps} steps of batch {recipe.batch} on {rows} pictures: expected at least 1.")
+    return replace(recipe, steps=steps)
+
+
+def resolve(recipe: Recipe, source: Source, folder: Path, trust_code: bool = False) -> tuple[Recipe, Tokenizer]:
+    """Settle what depends on the data: the tokenizer and its vocabulary; from `init`, the model's whole shape.
+
+    Args: trust_code: as of `Options`.
+    """
+    if recipe.init is not None:
+        tokenizer = Tokenizer.load(recipe.init)
+        return start.settle(recipe, tokenizer, trust_code), tokenizer
+    if holds_run(folder.parent):
+        tokenizer = Tokenizer.load(folder)
+    else:
+        tokenizer = Tokenizer.train(captions_of(source), recipe.data.tokenizer_vocab)
+    text = replace(recipe.model.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
+    return replace(recipe, model=replace(recipe.model, text=text)), tokenizer
+
+
+def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: Options) -> Run:
+    """Everything the loop needs; when `out` holds this recipe's run, where it stopped.
+
+    Raises: ValueError when `out` holds another recipe's run (says what differs) or cannot be written.
+    """
+    method = preset(recipe.method, recipe.settings)
+    if options.log_to == "tensorboard":
+        mirror.check_tensorboard()
+    make_folder(out)
+    asked, before = recipe, earlier(out)
+    recipe = settle(recipe, device, before)
+    recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
+    file = run_file(recipe, source)
+    check_same_run(out, file, options.extend)
+    bare = options.parallel == "fsdp" and collectives.ranks() > 1
+    learner, started = make_learner(recipe, method, options.trust_code, bare)
+    learner._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]
+    spread(learner, recipe, options)
+    loader = make_loader(recipe, source, method, tokenizer, options, device)
+    main = collectives.rank() == 0
+    lock = _claim(file, tokenizer, out) if main else None  # not before all that refuses a recipe
+    run = Run(
+        recipe=recipe,
+        out=out,
+        learner=learner,
+        reducer=Reducer(learner),
+        optimizer=Optimizer(learner, recipe.optim, recipe.steps),
+        average=Average(learner, recipe.optim.ema),
+        tokenizer=tokenizer,
+        loader=loader,
+        order=loader.order,
+        bad=BadRows(len(source), recipe.data.bad_share),
+        log=Log(None, recipe.steps, quiet=options.quiet or not main),
+        device=torch.device(device),
+        lock=lock,
+    )
+    with error_kept(out):
+        _fill(run, started, options)
+    if run.device.type == "cuda":  # on a CPU nothing was chosen by it
+        run.log.say(f"device {summary(asked, recipe, device, loader.workers, before is not None)}")
+    return run
+
+
+def _fill(run: Run, started: str, options: Options) -> None:
+    """Weights and all that changes, as the run stopped or as it begins; then its log. Args: started: see `_begin`."""
+    resume(run)
+    if collectives.rank() == 0 and 0 < run.step == steps_done(run.out / "state"):
+        drop_old(run.out / "state", options.keep_states)  # a run that was killed before it did leaves one too many
+    if run.step == 0:
+        _begin(run, started, [*effects.notes(run.recipe, options), *run.loader.notes])
+    engine.check_same(run.learner)
+    run.log = open_log(run.out, run.recipe, run.step, options, run.learner.model.head.log_limit)
+
+
+def _claim(file: RunFile, tokenizer: Tokenizer, out: Path) -> Lock:
+    """From here on the folder is this run's. Raises: ValueError when another process trains in it."""
+    lock = Lock(out)
+    tokenizer.save(out / "model")
+    write_json(out / "config.json", asdict(file))
+    forget_error(out)
+    return lock
+
+
+def _begin(run: Run, started: str, notes: list[str]) -> None:
+    """Before the first step: logs the notes and what the run starts from, and the method prepares.
+
+    Args: started: of `make_learner`; notes: of `effects` and of the views.
+    """
+    for note in notes:
+        run.log.say(f"note: {note}")
+    if holds_run(run.out):
+        run.log.say(f"{run.out} holds a model but no state to go on from: the run starts again.")
+    if started:
+        run.log.say(started)
+    prepare = run.learner.method.prepare
+    if prepare is not None:
+        with products(run.recipe.matmul):
+            run.log.say(prepare(run.learner, (b.to(run.device) for b in run.loader.batches())))
+        run.average = Average(run.learner, run.recipe.optim.ema)  # of what was prepared
+
+
+def spread(learner: Learner, recipe: Recipe, options: Options) -> None:
+    """Over ranks and in memory, as the options say; weights and results stay what they are."""
+    if options.parallel == "fsdp" and options.compile == "towers":
+        raise ValueError("--compile towers and --parallel fsdp exclude each other: with fsdp, compile blocks.")
+    activations.recompute(learner.model, options.checkpointing)
+    if options.compile == "cudagraphs":
+        cuda_graphs.compile(learner, recipe.batch // collectives.ranks())
+    else:
+        activations.compile(learner.model, options.compile)
+    if options.parallel == "fsdp":
+        engine.check_same(learner)  # before no rank holds a whole matrix
+        engine.shard(learner, half=recipe.precision == "bf16")
+        engine.materialise(learner, recipe.seed)
+
+
+def make_loader(
+    recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: Options, device: str = "cpu"
+) -> Loader:
+    """This rank's batches. Args: device: that they go to."""
+    share = recipe.batch // collectives.ranks() * 3 * recipe.model.image.size**2
+    return Loader(
+        source,
+        _order(recipe, source),
+        recipe.data,
+        method.shape(recipe.model).text,
+        recipe.model.image.size,
+        tokenizer,
+        views=method.views,
+        sides=_sides(recipe, method),
+        truth="truth" in method.needs,
+        questions="questions" in method.needs,
+        seed=recipe.seed,
+        rank=collectives.rank(),
+        ranks=collectives.ranks(),
+        workers=workers_of(options.workers, device, share),
+        timeout=options.timeout,
+        resize=recipe.model.preprocess.resize,
+    )
+
+
+def _sides(recipe: Recipe, method: Method) -> list[SideTable]:
+    """The recipe's side tables. Raises: ValueError when the method needs one that is not there."""
+    sides = [SideTable(path) for path in recipe.data.side]
+    names = [side.name for side in sides]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"two side tables are named {twice[0]!r}: give each a name of its own when it is made.")
+    missing = [name for name in method.needs if name not in (*names, "truth", "questions")]
+    if missing:
+        raise ValueError(
+            f"{recipe.method} needs features named {missing[0]!r} beside the data: make them once by `kiloword embed "
+            f"MODEL --data SRC --out DIR`, then train with --side DIR."
+        )
+    return sides
+
+
+def _order(recipe: Recipe, source: Source) -> Order:
+    together = recipe.data.together
+    if together == 1:
+        return Order(len(source), recipe.batch, recipe.seed)
+    if recipe.batch % together:
+        raise ValueError(
+            f"groups of {together} rows do not fill a batch of {recipe.batch}: choose a multiple of {together}."
+        )
+    if len(source) % together:  # a shorter group would move all behind it over the edges of batches
+        raise ValueError(f"{source.name}: {len(source)} rows are no whole number of groups of {together}.")
+    return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
+
+
+def make_learner(recipe: Recipe, method: Method, trust_code: bool = False, bare: bool = False) -> tuple[Learner, str]:
+    """The learner with its first weights, and a sentence about those that were loaded (empty when all are new).
+
+    Args: bare: towers may lack storage (see `model.build`). They have it where a model folder fills them, and where a
+    method of one's own builds them, which may need numbers.
+    """
+    model = build(recipe.model, method, recipe.seed, bare and recipe.init is None and ":" not in recipe.method)
+    started = "" if recipe.init is None else start.load(model, recipe, trust_code)
+    learner = Learner(model, method, recipe.chunk)
+    initialise(learner.terms, recipe.seed, "terms.")
+    frozen = {"none": (), "image": ("image_tower",), "text": ("text_tower",)}[recipe.freeze]
+    for tower in frozen:
+        getattr(model, tower).requires_grad_(False)
+    return learner.double() if recipe.precision == "fp64" else learner, started
+
+
+def resume(run: Run) -> None:
+    """Continue from the newest state of the run's folder, if there is one: tensors are filled where they are."""
+    stored = newest(run.out / "state", run.log.say)
+    if stored is None:
+        return
+    tensors = {k: v for k, v in state_of(run)[0].items() if not k.startswith("optimizer/")}
+    # the optimizer makes its own at its first step alone
+    names = [k.removeprefix("optimizer/") for k in stored.specs if k.startswith("optimizer/")]
+    moments = run.optimizer.empty_state(names)
+    whole = tensors | {f"optimizer/{k}": v for k, v in moments.items()}
+    what = f"tensors in {run.out / 'state'}"
+    check_fit({k: spec_of(v) for k, v in whole.items()}, stored.specs, what, "this run")
+    stored.load(whole)
+    _check_finite(run.out / "state", stored.numbers["step"], whole)
+    run.optimizer.load_state_dict(moments)
+    run.bad.load_state_dict(stored.numbers["bad"])
+    run.loader.given_up |= {(0, row) for row in run.bad.rows_of(REASON)}  # or another machine might find them in time
+    run.step, run.truncated = stored.numbers["step"], stored.numbers["truncated"]
+    run.skipped_steps, run.skipped_in_a_row = stored.numbers["skipped_steps"]
+    run.since_row.load_state_dict(stored.numbers["since_row"], run.device)
+
+
+def _check_finite(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises: ValueError, on all ranks, for a state with NaN or infinite values on any."""
+    if bad := collectives.all_lists(not_finite({name: collectives.local(x) for name, x in tensors.items()})):
+        raise ValueError(
+            f"the state of step {step} in {folder} cannot be used: {bad[0]} is NaN or infinite. Start again in another "
+            f"--out with a smaller --optim.lr, or remove {folder / f'step-{step:09d}.json'} to go on from the state "
+            "before, if there is one."
+        )
+
+
+def state_of(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and numbers that `resume` needs."""
+    tensors = {f"learner/{k}": v for k, v in run.learner.state_dict().items()}
+    tensors |= {f"optimizer/{k}": v for k, v in run.optimizer.state_dict().items()}
+    tensors |= {f"average/{k}": v for k, v in run.average.shadow.items()}
+    skipped = run.skipped_steps, run.skipped_in_a_row
+    numbers = {"truncated": run.truncated, "skipped_steps": list(skipped), "bad": run.bad.state_dict()}
+    return tensors, {**numbers, "since_row": run.since_row.state_dict()}
+
+
+def micro_batches(recipe: Recipe) -> int:
+    """Pieces of one rank's share. Raises: ValueError when they would not be equal."""
+    share = recipe.batch // collectives.ranks()
+    if recipe.batch % collectives.ranks():
+        raise ValueError(
+            f"batch {recipe.batch} does not divide over {collectives.ranks()} ranks: choose a multiple of "
+            f"{collectives.ranks()}."
+        )
+    micro = recipe.micro or share
+    if share % micro:
+        raise ValueError(
+            f"micro {micro} does not divide a rank's share of {share} pictures: choose a divisor of {share}."
+        )
+    return share // micro

@@ -1,0 +1,85 @@
+"""The batch and the model of the conformity suite: small, fixed, uneven, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.methods.registry import preset
+from kiloword.randomness import key
+from kiloword.types import Batch, Texts
+
+PICTURES = 16  # divides over 4 ranks of 4 micro-batches
+QUESTION = 9  # as a number of a caption, other than any has
+
+
+def config() -> ModelConfig:
+    """A model small enough for seconds."""
+    small = sizes()["debug"]
+    return replace(small, image=replace(small.image, init_std=0.1), text=replace(small.text, init_std=0.1))
+
+
+def batch(first: int = 0, end: int = PICTURES, order: Sequence[int] | None = None, method: str = "siglip") -> Batch:
+    """Pictures `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
+
+    It carries the side features and questions that the method needs; where it has views, some pictures count as
+    composed.
+    """
+    rows, slots = list(order or range(PICTURES))[first:end], preset(method)
+    text = slots.shape(config()).text
+    tail = [text.special[name] for name in text.extra_tokens]
+    captions = [[_tokens(row, c) + tail for c in range(1 + row % 3)] for row in rows]
+    image_side, text_side = _sides(slots.needs, rows)
+    return Batch(
+        images=torch.stack([_noise(row, (3, 32, 32)) for row in rows]),
+        texts=Texts.pack([ids for some in captions for ids in some]),
+        image_of_text=torch.repeat_interleave(torch.tensor([len(some) for some in captions])),
+        seeds=torch.tensor([key(0, "verify", row) for row in rows]),
+        position=torch.tensor(rows),
+        composed=torch.tensor([bool(slots.views) and row % 5 == 0 for row in rows]),
+        image_side=image_side,
+        text_side=text_side,
+        questions=Texts.pack([_tokens(row, QUESTION) for row in rows]) if "questions" in slots.needs else None,
+    )
+
+
+def _sides(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Side features as a loader joins them: of a few directions alone, so that any threshold finds and leaves pairs."""
+    image_side, text_side = {}, {}
+    for name in needs:
+        if name == "questions":
+            continue
+        if name == "truth":
+            known = [_uniform("truth", row, c, size=PICTURES) < 0.2 for row in rows for c in range(1 + row % 3)]
+            text_side[name] = torch.stack(known)
+            continue
+        texts = [torch.stack([_direction(name, row + c) for c in range(1 + row % 3)]) for row in rows]
+        image_side[name] = torch.stack([_direction(name, row) for row in rows])
+        image_side[f"{name}.texts"] = torch.stack([own.mean(0) for own in texts])
+        text_side[name] = torch.cat(texts)
+    return image_side, text_side
+
+
+def _direction(name: str, row: int) -> Tensor:
+    """[8] unit norm: one of four orthogonal directions, a little blurred."""
+    blur = _uniform(name, row, size=8) - 0.5
+    return torch.nn.functional.normalize(torch.eye(8)[row % 4] + 0.3 * blur, dim=0)
+
+
+def _uniform(*parts: int | str, size: int) -> Tensor:
+    return torch.rand(size, generator=torch.Generator().manual_seed(key(*parts)))
+
+
+def _noise(row: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(row), dtype=torch.uint8)
+
+
+def _tokens(row: int, caption: int) -> list[int]:
+    generator = torch.Generator().manual_seed(key(row, caption))
+    length = int(torch.randint(2, 10, (1,), generator=generator))
+    ids: list[int] = torch.randint(6, 500, (length,), generator=generator).tolist()
+    return ids

@@ -1,0 +1,305 @@
+"""The conformity suite: what must hold for every method. Tests call it; users call it on their own method.
+
+The gradient of a batch may not depend on how it is cut: ranks, micro-batches, blocks of pairs, order of samples.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+
+from kiloword.checkpoint.model_folder import load_model, save_model
+from kiloword.checkpoint.trust import Trust
+from kiloword.config.options import Checkpointing, Parallel
+from kiloword.config.recipes import MUON, DataConfig, ModelFile
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed import activations, engine, launch
+from kiloword.distributed import collectives as parallel
+from kiloword.losses.pairs import Blocks
+from kiloword.methods.registry import preset
+from kiloword.model.model import build, initialise
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import Optimizer
+from kiloword.types import Batch, Features, Pairs, Positives
+from kiloword.verify.batch import PICTURES, batch, config
+
+EXACT = 1e-10  # of the largest gradient, in fp64
+PATIENCE_S = 300  # that processes on a machine with other work wait for each other
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways to the same gradient."""
+
+    parallel: Parallel = "ddp"
+    micro: int = 1
+    checkpointing: Checkpointing = "none"
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        kept = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
+        return f"{self.parallel}, {self.micro} micro-batch{'es' if self.micro > 1 else ''}{kept}"
+
+
+WAYS = tuple(
+    Way(parallel, micro, kept) for parallel in get_args(Parallel) for micro in (1, 4) for kept in ("none", "whole")
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property: what was measured, and what it may be at most."""
+
+    name: str
+    value: float
+    limit: float
+    cause: str = ""  # of a failure, where it is known
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit  # False for NaN
+
+
+def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
+    """All checks of a preset or of a user's "module:preset", each as soon as it is known."""
+    yield Check("parameters without a gradient", _without_gradient(method), 0)
+    reference = gradients(method)
+    if preset(method).views:
+        yield Check("bytes of a batch that views make otherwise on other ranks or workers", _views(method), 0)
+    yield from _additive(method)
+    for micro in (2, 4):
+        yield _compare(f"{micro} micro-batches", gradients(method, Way(micro=micro)), reference)
+    for chunk in (3, 7):
+        yield _compare(f"blocks of {chunk} x {chunk} pairs", gradients(method, Way(chunk=chunk)), reference)
+    yield _compare("samples in another order", gradients(method, permute=True), reference)
+    for kind in ("whole", "selective"):
+        yield _compare(f"{kind} checkpointing", gradients(method, Way(checkpointing=kind)), reference)
+    for n in ranks:
+        if n > 1:
+            for way, found in gradients_over_ranks(method, n, WAYS).items():
+                yield _compare(f"{n} ranks, {way}", found, reference)
+    yield Check("score after save and load", _save_and_load(method), 0)
+    yield Check("bf16 against fp32: 1 - cosine of gradients", _bf16(method), 0.02)
+    yield Check("toy problem: loss left after 60 steps", _toy(method), 0.25)
+
+
+def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64) -> Learner:
+    slots = preset(method)
+    made = Learner(build(config(), slots, seed=0), slots, chunk)
+    initialise(made.terms, 0, "terms.")
+    return made.to(dtype)
+
+
+def gradients(method: str, way: Way = Way(), permute: bool = False) -> dict[str, Tensor]:
+    """The gradient of every parameter in fp64, and the losses as "loss:NAME"; of ranks, each works on its share."""
+    order = list(range(PICTURES))
+    if permute:
+        order = [(7 * row + 3) % PICTURES for row in order]
+    share, rank = PICTURES // parallel.ranks(), parallel.rank()
+    model = learner(method, way.chunk)
+    activations.recompute(model.model, way.checkpointing)
+    if way.parallel == "fsdp":
+        engine.shard(model)
+    micro = batch(rank * share, (rank + 1) * share, order, method).split(way.micro)
+    report = backward(model, micro, reducer=engine.Reducer(model))
+    found = {name: parallel.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {**found, **{f"loss:{name}": value for name, value in report.items()}}
+
+
+def gradients_over_ranks(method: str, ranks: int, ways: Sequence[Way]) -> dict[Way, dict[str, Tensor]]:
+    """The same in several ways, computed by gloo processes on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        over_ranks(ranks, _save_gradients, method, ways, Path(folder))
+        return {way: load_file(Path(folder) / f"{n}.safetensors") for n, way in enumerate(ways)}
+
+
+def _save_gradients(method: str, ways: Sequence[Way], folder: Path) -> None:
+    for n, way in enumerate(ways):
+        found = gradients(method, way)
+        if parallel.rank() == 0:
+            save_file({name: g.contiguous() for name, g in found.items()}, folder / f"{n}.safetensors")
+
+
+def over_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
+    """Call `work(*args)` in gloo processes on this machine, and wait for all.
+
+    The processes are forks of a server process that imports this module once; each call would import it `ranks` times.
+    """
+    get_context("forkserver").set_forkserver_preload([__name__, "torch._dynamo", "pydantic"])
+    start_processes(  # type: ignore[no-untyped-call]
+        _rank, (ranks, launch.free_port(), dict(os.environ), work, args), nprocs=ranks, start_method="forkserver"
+    )
+
+
+def _rank(
+    rank: int, ranks: int, port: int, environment: dict[str, str], work: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ |= environment | launch.announced(rank, ranks, port)
+    with parallel.process_group(timeout_s=PATIENCE_S):
+        work(*args)
+
+
+def _compare(name: str, found: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:
+    """The largest difference, relative to the largest gradient (losses: to themselves)."""
+    if found.keys() != reference.keys():
+        return Check(f"{name}: other parameters have gradients", float("inf"), EXACT)
+    largest = _most(float(g.abs().max()) for n, g in reference.items() if not n.startswith("loss:"))
+    errors = [
+        float((found[n] - g).abs().max()) / (max(abs(float(g)), 1e-12) if n.startswith("loss:") else largest)
+        for n, g in reference.items()
+    ]
+    return Check(name, _most(errors), EXACT)
+
+
+def _most(values: Iterable[float]) -> float:
+    """The largest; NaN where any is, which `max` finds in the first place alone."""
+    return float(torch.tensor(list(values), dtype=torch.float64).amax())
+
+
+def _without_gradient(method: str) -> float:
+    """How many parameters have none, or one that is nothing but rounding (a bias that softmax cancels)."""
+    model = learner(method)
+    backward(model, [batch(method=method)])
+    found = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in model.parameters() if p.requires_grad]
+    return float(sum(g <= EXACT * max(found) for g in found))
+
+
+@torch.no_grad()
+def _additive(method: str) -> Iterator[Check]:
+    """Of each term: its sums and counts over the parts of a batch, against those of the whole."""
+    model, some = learner(method), batch(method=method)
+    pieces = [some, *some.split(4)]
+    for name, term in model.terms.items():
+        run: Any = term
+        found = torch.stack([torch.stack([run(model.model, b, model.encode(b)), run.count(b)]) for b in pieces])
+        errors = ((found[1:].sum(0) - found[0]).abs() / found[1:].abs().sum(0).clamp_min(1e-12)).tolist()
+        cause = NOT_ADDITIVE.format(name=name, what="count" if errors[0] <= EXACT else "value")
+        yield Check(f"term {name}: sum over the parts of a batch", _most(errors), EXACT, cause)
+
+
+NOT_ADDITIVE = (
+    "The {what} of the term {name} for a batch is not the sum of those for its parts: it relates examples to each "
+    "other, like a contrast of images with images, or is a mean, not a sum. A term sees one micro-batch of one rank: "
+    "its gradient changes with --micro and the number of ranks, and is right on one process with --micro 0 alone."
+)
+
+
+def _views(method: str) -> float:
+    """Bytes that differ between a batch of scenes made on one rank, and on two ranks with a worker."""
+    from kiloword.data.loader import Loader
+    from kiloword.data.sampler import Order
+    from kiloword.data.sources.open import open_source
+
+    source, model = open_source("scenes:train?n=64", 32), config()
+    tokenizer = Tokenizer.train([c for row in range(64) for c in source.record(row).captions], 500)
+
+    def made(rank: int, ranks: int, workers: int) -> Batch:
+        loader = Loader(
+            source, Order(64, PICTURES, 0), DataConfig(), model.text, 32, tokenizer,
+            views=preset(method).views, rank=rank, ranks=ranks, workers=workers,
+        )  # fmt: skip
+        return next(loader.batches(1, 2))
+
+    whole, parts = made(0, 1, 0), [made(rank, 2, 1) for rank in (0, 1)]
+    images, ids = (torch.cat(x) for x in ([p.images for p in parts], [p.texts.ids for p in parts]))
+    if len(ids) != len(whole.texts.ids):
+        return float("inf")
+    return float((images != whole.images).sum() + (ids != whole.texts.ids).sum())
+
+
+def _save_and_load(method: str) -> float:
+    """Largest change of a score."""
+    model = learner(method, dtype=torch.float32).model.eval()
+    some = batch()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        tokenizer = Tokenizer.train(["a small red star", "two blue circles"], 300)
+        file = ModelFile(method=method, settings={}, model=model.config, size="debug")
+        save_model(Path(folder), model, tokenizer, file)
+        other, _ = load_model(folder, trust=Trust(named=method))
+        a, b = (m.score(m.encode_image(some.images)[1], m.encode_text(some.texts)[1]) for m in (model, other.eval()))
+    return float((a - b).abs().max())
+
+
+def _bf16(method: str) -> float:
+    """1 - cosine between the gradients of a step under bf16 autocast and in fp32."""
+    found = []
+    for on in (False, True):
+        precision = partial(torch.autocast, "cpu", torch.bfloat16, on)
+        model = learner(method, dtype=torch.float32)
+        backward(model, [batch(method=method)], precision)
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    return 1 - float(torch.nn.functional.cosine_similarity(found[0], found[1], dim=0))
+
+
+def _toy(method: str) -> float:
+    """Share of the pair loss above the least possible that is left after learning one batch by heart.
+
+    Without a pair loss, of the terms above 0.
+    """
+    model, steps = learner(method, dtype=torch.float32), 60
+    optimizer = Optimizer(model, replace(MUON, lr=4e-3, muon_lr=0.02, warmup=0.1), steps)
+    some = batch(method=method)
+    name = "pair" if model.method.pair_weight else "loss"
+    losses, least = [], _least(model, some) if model.method.pair_weight else 0.0
+    for step in range(steps):
+        losses.append(float(backward(model, [some])[name]))
+        optimizer.step(step)
+        model.model.head.clamp_()
+    return (losses[-1] - least) / (losses[0] - least)
+
+
+@torch.no_grad()
+def _least(model: Learner, some: Batch) -> float:
+    """The pair loss of logits whose probabilities are the positives; 0 where there is one positive a row."""
+    images, texts = model.pair_inputs(model.encode(some), some)
+    positives = model.method.positives
+    if hasattr(positives, "bind"):
+        positives = positives.bind(Blocks(model.model.head, images, texts))
+    ideal: Any = _Ideal(positives, model.model.head.inner())
+    total = model.method.pair_loss(Blocks(ideal, images, texts), positives)
+    return float(total.sum / total.count)
+
+
+class _Ideal(torch.nn.Module):
+    """A head that knows the positives."""
+
+    def __init__(self, positives: Positives, inner: Iterable[str]) -> None:
+        """Args: inner: names of the heads in the model's, each of which knows the positives too."""
+        super().__init__()
+        self.positives = positives
+        self.__dict__.update(dict.fromkeys(inner, self))
+
+    def block(self, images: Features, texts: Features) -> tuple[int, int]:
+        return len(images["vec"]), len(texts["vec"])
+
+    def score(self, images: Features, texts: Features) -> Tensor:
+        annotated = images["position"][:, None] == texts["position"]
+        return self.positives(Pairs(annotated.to(images["vec"]), annotated, images, texts)).logit(1e-6)
+
+    def logits(self, score: Tensor) -> Tensor:
+        return score
+
+
+def main(method: str, ranks: Sequence[int], say: Callable[[str], None] = print) -> None:
+    """Run all checks and say each. Raises: ValueError naming those that failed, and causes that are known."""
+    failed: list[Check] = []
+    for check in verify(method, ranks):
+        say(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:48s} {check.value:9.2e}  (at most {check.limit:g})")
+        if not check.passed:
+            failed.append(check)
+    if failed:
+        told = f"{method} fails {len(failed)} of its checks: {', '.join(check.name for check in failed)}."
+        raise ValueError(" ".join([told, *(check.cause for check in failed if check.cause)]))

@@ -1,0 +1,119 @@
+"""Runs of an experiment as processes of their own, so many at a time; ended together, and resumed together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from kiloword.terminal import warn
+from research import arms_rows as rows
+from research.arms import Arm, Experiment, Options, command
+
+THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # equal losses need equal numbers of threads
+POLL_S = 0.2
+
+
+@dataclass
+class Job:
+    """A process, and the file that its words go to."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def run_all(experiment: Experiment, options: Options) -> None:
+    """Every arm and seed that is not finished, seed by seed. Raises: ValueError when runs failed, naming their logs."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    if experiment.first is not None:
+        _run([("first", options.out / "first.log")], experiment, options)
+    done = rows.read(options.out)
+    jobs = [(arm, seed) for seed in options.seeds for arm in experiment.chosen(options)]
+    todo = [(arm, seed) for arm, seed in jobs if rows.finished(done, arm, seed) is None]
+    _say(f"{len(jobs) - len(todo)} of {len(jobs)} runs are finished, {len(todo)} to do")
+    _run([_named(options.out, arm, seed) for arm, seed in todo], experiment, options)
+
+
+def _named(out: Path, arm: Arm, seed: int) -> tuple[str, Path]:
+    folder = rows.folder_of(out, arm, seed)
+    return f"{arm.name}:{seed}", folder / "log.txt"
+
+
+def _run(todo: Sequence[tuple[str, Path]], experiment: Experiment, options: Options) -> None:
+    """Jobs (what `--only` names, log), at most `options.jobs` at a time."""
+    waiting, running, failed = list(todo), list[Job](), list[Job]()
+    with _ended_together(running):
+        while waiting or running:
+            while waiting and len(running) < max(1, options.jobs):
+                name, log = waiting.pop(0)
+                running.append(_start(name, log, experiment, options))
+            time.sleep(POLL_S)
+            for job in [job for job in running if job.process.poll() is not None]:
+                running.remove(job)
+                failed += [job] if job.process.returncode else []
+                state = f"failed, see {job.log}" if job.process.returncode else "finished"
+                _say(f"{job.name} {state}; {len(waiting) + len(running)} to do")
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(todo)} runs failed: {_last_line(failed[0].log)} ({failed[0].log})")
+
+
+def _start(name: str, log: Path, experiment: Experiment, options: Options) -> Job:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = command(experiment, replace(options, only=name, arms=(), seeds=(0,)))
+    with log.open("ab") as file:
+        return Job(name, _process(words, file), log)
+
+
+def _process(words: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(words, env=os.environ | THREADS, stdout=output, stderr=output)
+
+
+@contextmanager
+def _ended_together(running: Sequence[Job]) -> Iterator[None]:
+    """However this ends, no run stays behind; each saves its state first."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    # SIGINT too: a script started in the background inherits that it is ignored
+    before = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+        for job in running:
+            job.process.terminate()
+        for job in running:
+            job.process.wait()
+
+
+def check_all(experiment: Experiment, options: Options) -> None:
+    """Repeat the first steps of every arm's first finished seed. Raises: ValueError when any has other losses."""
+    done = rows.read(options.out)
+    changed = []
+    for arm in experiment.chosen(options):
+        seed = next((s for s in options.seeds if rows.finished(done, arm, s) is not None), None)
+        if seed is None:
+            continue
+        words = command(experiment, replace(options, only=f"{arm.name}:{seed}", arms=(), seeds=(0,)))
+        changed += [arm.name] if _process(words).wait() else []
+    if changed:
+        raise ValueError(f"rows of {', '.join(changed)} are of code that computed other losses: run them again.")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def _say(sentence: str) -> None:
+    warn(sentence)

@@ -1,0 +1,113 @@
+"""Finished runs of an experiment: OUT/results.jsonl, a row an arm and seed, and when a row still stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from kiloword.config.recipes import Recipe
+from kiloword.training.log import read_metrics
+from research.arms import Arm
+
+LOSSES = 20  # first losses of a run that say whether another commit computes the same
+
+Row = dict[str, Any]
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """What tells recipes apart, seeds aside: of what differs from the defaults, so that new settings change nothing."""
+    given = _given(dataclasses.replace(recipe, seed=0), Recipe(method=""))
+    return hashlib.blake2b(json.dumps(given, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def _given(value: Any, default: Any) -> Any:
+    """The part of a recipe that is not the default, as plain data; the sizes' names are told by what they mean."""
+    if not is_dataclass(value) or type(value) is not type(default):
+        return value
+    pairs = {f.name: (getattr(value, f.name), getattr(default, f.name)) for f in fields(value)}
+    return {name: _given(a, b) for name, (a, b) in pairs.items() if a != b}
+
+
+def read(out: Path) -> list[Row]:
+    """All rows; a line that a crash cut is left out."""
+    path = out / "results.jsonl"
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def append(out: Path, row: Row) -> None:
+    """Add a row in one write, behind whatever a crash has left, while no other process writes."""
+    with (out / "results.jsonl").open("a+b") as file, _locked(file.fileno()):
+        file.seek(0, 2)
+        whole = file.tell() == 0
+        if not whole:
+            file.seek(-1, 2)
+            whole = file.read() == b"\n"
+        file.write((b"" if whole else b"\n") + json.dumps(row).encode() + b"\n")
+        file.flush()
+
+
+def finished(rows: Sequence[Row], arm: Arm, seed: int) -> Row | None:
+    """The newest row of an arm's very recipe and seed."""
+    same = (arm.name, seed, recipe_hash(arm.recipe))
+    return next((r for r in reversed(rows) if (r["arm"], r["seed"], r["recipe"]) == same), None)
+
+
+def folder_of(out: Path, arm: Arm, seed: int) -> Path:
+    """Where a run lies: another recipe has another folder."""
+    return out / f"{arm.name}-{seed}-{recipe_hash(arm.recipe)}"
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process works in the folder: an older script's run may still be alive."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w", encoding="utf-8") as file, _locked(file.fileno()):
+        yield
+
+
+@contextmanager
+def _locked(handle: int) -> Iterator[None]:
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def losses(folder: Path) -> list[float]:
+    """The first losses of a run whose every step was logged."""
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+    return [float(row["loss"]) for row in rows[:LOSSES]]
+
+
+def losses_hash(values: Sequence[float]) -> str:
+    """Equal when losses are equal bit for bit."""
+    return hashlib.blake2b(",".join(v.hex() for v in values).encode(), digest_size=8).hexdigest()
+
+
+def commit() -> tuple[str, bool]:
+    """The commit of this package, and whether its files differ from it; ("unknown", True) outside a checkout."""
+    here = Path(__file__).parents[1]
+    try:
+        head = _git(here, "rev-parse", "HEAD").strip()
+        return head, bool(_git(here, "status", "--porcelain", "--", ".").strip())
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", True
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, check=True, text=True).stdout

@@ -1,0 +1,148 @@
+"""One run of an experiment in this process: train or resume, judge, add the row; or its first steps, to compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kiloword.api import load
+from kiloword.checkpoint.files import write_json
+from kiloword.checkpoint.states import steps_done
+from kiloword.config.recipes import Recipe
+from kiloword.terminal import say
+from kiloword.training import loop
+from kiloword.training.log import read_metrics
+from kiloword.training.signals import Stopped
+from research import arms_rows as rows
+from research.arms import Arm, Experiment, Options
+
+POLL_S = 0.05  # between looks at how far a run is
+
+
+def run_here(experiment: Experiment, options: Options) -> None:
+    """What `--only` names. Raises: ValueError when it names nothing, SystemExit(1) when a check finds other losses."""
+    if options.only == "first":
+        if experiment.first is not None:
+            experiment.first(options)
+        return
+    name, _, seed = options.only.rpartition(":")
+    if not (seed.isascii() and seed.isdecimal()):
+        raise ValueError(f"--only {options.only}: expected ARM:SEED, or first.")
+    (arm,) = experiment.chosen(replace(options, arms=(name,)))
+    if options.check:
+        raise SystemExit(0 if check_one(options, arm, int(seed)) else 1)
+    run_one(experiment, options, arm, int(seed))
+
+
+def run_one(experiment: Experiment, options: Options, arm: Arm, seed: int) -> None:
+    """Train, judge and write down; nothing when that was done before."""
+    folder = rows.folder_of(options.out, arm, seed)
+    with rows.alone(folder):
+        if rows.finished(rows.read(options.out), arm, seed) is not None:
+            return
+        at = rows.commit()
+        spent = _train(arm, seed, folder, options)
+        start = time.perf_counter()
+        metrics = arm.judge(load(folder / "model", device=options.device))
+        found = {"metrics": metrics, **spent, "judge_s": time.perf_counter() - start}
+        rows.append(options.out, _row(experiment, options, arm, seed, folder, at) | found)
+        shutil.rmtree(folder / "state", ignore_errors=True)  # 20 times the size of the model
+
+
+def _row(experiment: Experiment, options: Options, arm: Arm, seed: int, folder: Path, at: tuple[str, bool]) -> rows.Row:
+    """What was run, and on what."""
+    recipe, losses = arm.recipe, rows.losses(folder)
+    return {
+        "experiment": experiment.module.rpartition(".")[2],
+        "arm": arm.name,
+        "seed": seed,
+        "recipe": rows.recipe_hash(recipe),
+        "steps": recipe.steps,
+        "pictures": recipe.steps * recipe.batch,
+        "losses": rows.losses_hash(losses),
+        "losses_of": len(losses),
+        "commit": at[0],
+        "dirty": at[1],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "device": options.device,
+    }
+
+
+def _train(arm: Arm, seed: int, folder: Path, options: Options) -> dict[str, Any]:
+    """Seconds of the loop in all its calls, and of the processor.
+
+    The processor's are those of the last call, extended to the calls before it where the run was resumed.
+    """
+    recipe = replace(arm.recipe, seed=seed)
+    if not (folder / "spent.json").is_file():
+        before, start = steps_done(folder / "state"), time.process_time()
+        _start(arm, recipe, folder, options)
+        cpu_s = (time.process_time() - start) * recipe.steps / max(1, recipe.steps - before)
+        write_json(folder / "spent.json", {"train_s": _loop_s(folder, recipe.batch), "cpu_s": cpu_s})
+    spent: dict[str, Any] = json.loads((folder / "spent.json").read_text(encoding="utf-8"))
+    return spent
+
+
+def _start(arm: Arm, recipe: Recipe, folder: Path, options: Options) -> None:
+    source = None if arm.source is None else arm.source(recipe)
+    how = loop.Options(workers=options.workers, device=options.device, log_every=1)
+    loop.train(recipe, folder, source=source, options=how)
+
+
+def _loop_s(folder: Path, batch: int) -> float:
+    """A row of every step tells the speed of that step, whatever call it was made in."""
+    return sum(
+        batch / float(row["pairs_per_s"]) for row in read_metrics(folder / "metrics.jsonl") if "pairs_per_s" in row
+    )
+
+
+def check_one(options: Options, arm: Arm, seed: int) -> bool:
+    """Whether the first losses of a finished run are what they were, bit for bit; says so."""
+    row = rows.finished(rows.read(options.out), arm, seed)
+    if row is None:
+        say(f"{arm.name}, seed {seed}: not finished, nothing to compare")
+        return True
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        with _stop_after(folder, row["losses_of"]), suppress(Stopped):
+            _start(arm, replace(arm.recipe, seed=seed), folder, options)
+        same = rows.losses_hash(rows.losses(folder)[: row["losses_of"]]) == str(row["losses"])
+    at = row["commit"][:7] + ("+" if row["dirty"] else "")
+    say(f"{arm.name}, seed {seed}: the first {row['losses_of']} losses are {'' if same else 'NOT '}those of {at}")
+    return same
+
+
+@contextmanager
+def _stop_after(folder: Path, steps: int) -> Iterator[None]:
+    """Ask the training loop to stop as Ctrl-C does, as soon as it has logged so many steps."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(POLL_S):
+            if len(rows.losses(folder)) >= steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # for a signal that comes after the loop
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,88 @@
+"""A teacher for mined positives: a model trained first on the same data, its features, and thresholds that fit it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from kiloword.config.recipes import Recipe
+
+THRESHOLDS = ("p1", "p2", "p3", "p1_text")
+TERMS = ("image_text", "image_image", "text_text")
+SEED = 100  # of the teacher: none that an arm has
+
+
+def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
+    """Train `out/teacher`, embed its data into `out/features`, write `out/teacher.json`; each is resumed or kept.
+
+    Where the data knows the truth, the file also holds precision and recall of what eq. 2 and each term alone mine.
+    """
+    if known(out):
+        return
+    from kiloword.checkpoint.files import write_json
+    from kiloword.features.extract import main as embed
+    from kiloword.features.store import SideTable
+    from kiloword.training.loop import Options, train
+    from kiloword.training.setup import open_sources
+
+    model = train(replace(recipe, seed=SEED), out / "teacher", options=Options(workers=workers, device=device))
+    embed(str(model), recipe.data.sources, features(out), workers=workers, device=device)
+    write_json(out / "teacher.json", _calibrated(SideTable(features(out)), open_sources(recipe)))
+
+
+def _calibrated(table: Any, source: Any) -> dict[str, Any]:
+    """Thresholds, and what they mine of random pairs."""
+    from kiloword.methods.fff.preset import Mined, matches
+    from kiloword.mining.calibrate import calibrate, random_pairs
+    from kiloword.mining.corpus import Corpus
+    from kiloword.mining.origin import Origin
+
+    origin, corpus = Origin.of(source, Corpus.of(table), table)
+    truths = origin.truth(corpus.captions)
+    sample = random_pairs(corpus, SEED, known=None if truths is None else truths.of)
+    settings = calibrate(corpus.annotated(), sample, Mined())
+    mined = {}
+    for name, terms in {"eq. 2": TERMS, **{term: (term,) for term in TERMS}}.items():
+        on: Any = {term: term in terms for term in TERMS}
+        chosen = replace(settings, **on)
+        found = matches(chosen, sample.it, sample.ii, sample.tt)
+        counts = {"pairs": len(found), "mined": int(found.sum())}
+        if sample.true is not None:
+            counts |= {"true": int(sample.true.sum()), "right": int((found & sample.true).sum())}
+        mined[name] = counts
+    return {"thresholds": {k: v for k, v in asdict(settings).items() if k in THRESHOLDS}, "mined": mined}
+
+
+def known(out: Path) -> dict[str, Any] | None:
+    """What `make` has written, if it has."""
+    path = out / "teacher.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def features(out: Path) -> Path:
+    """The side table that mined positives need."""
+    return out / "features"
+
+
+def thresholds(out: Path) -> dict[str, float]:
+    """Settings of mined positives; none before the teacher is there."""
+    found = known(out)
+    return {} if found is None else dict(found["thresholds"])
+
+
+def told(out: Path) -> Sequence[str]:
+    """Markdown: the thresholds, and what the teacher mines of random pairs."""
+    found = known(out)
+    if found is None:
+        return ()
+    lines = ["", "Mined by the teacher, of random pairs that are not annotated, with "]
+    lines[-1] += ", ".join(f"{name} {value:g}" for name, value in found["thresholds"].items()) + ":"
+    lines += ["", "| | mined per million | precision | recall |", "|---|---|---|---|"]
+    for name, n in found["mined"].items():
+        precision = f"{n['right'] / n['mined']:.3f}" if n["mined"] and "right" in n else "-"
+        recall = f"{n['right'] / n['true']:.3f}" if n.get("true") else "-"
+        lines.append(f"| {name} | {1e6 * n['mined'] / n['pairs']:.0f} | {precision} | {recall} |")
+    return lines
