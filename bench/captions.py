@@ -19,14 +19,13 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from step import Given, Side, given, side
-from step import step as timed
-
 from kiloword.config.recipes import sizes
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 from kiloword.training.learner import Learner
 from kiloword.types import Texts
+from step import Given, Side, given, side
+from step import step as timed
 
 
 def padded(batch: Given, context: int) -> Given:

@@ -24,9 +24,6 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from prolip import in_turns, ratio
-from step import Given, Side, cast, given, memory, side
-
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import import_state, place
 from kiloword.interop.open_clip_coca import parts
@@ -35,6 +32,8 @@ from kiloword.model.model import Model, build
 from kiloword.randomness import key
 from kiloword.training.learner import Learner
 from kiloword.types import Texts
+from prolip import in_turns, ratio
+from step import Given, Side, cast, given, memory, side
 
 NAMES = {"b32": "coca_ViT-B-32", "l14": "coca_ViT-L-14"}
 CONTEXT = 76  # open_clip's CoCa

@@ -30,11 +30,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from kill import TIMED
 from PIL import Image
 
 import kiloword.features.extract
 import kiloword.generation.command
+from kill import TIMED
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli import main as cli
 from kiloword.config import recipes

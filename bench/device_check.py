@@ -16,9 +16,9 @@ import json
 
 import torch
 import torch.nn.functional as F
-from engines import share
 from torch import Tensor
 
+from engines import share
 from kiloword.config.recipes import sizes
 from kiloword.distributed import activations, cuda_graphs
 from kiloword.distributed.device import precision_of

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from bench import plan_allocated
+import plan_allocated
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed import activations, collectives, engine, launch
 from kiloword.methods.registry import preset

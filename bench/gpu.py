@@ -85,7 +85,7 @@ class Here:
     def experiment(self, name: str, *flags: str, needs: tuple[Path, ...] = ()) -> Run:
         words = ["--out", f"{self.out / name}", "--size", "s16", "--device", self.device, "--jobs", "2"]
         workers = ["--workers", str(self.workers // 2)]
-        command = ["-m", f"kiloword.experiments.{name}", *words, *workers, *flags]
+        command = ["-m", f"research.{name}", *words, *workers, *flags]
         return Run(f"experiment {name}", 10_000, command, again=True, needs=needs)
 
     @property

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.plan_allocated import peak
 from kiloword.config.recipes import sizes
 from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
@@ -32,6 +31,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
 from kiloword.model.model import initialise
 from kiloword.types import Features
+from plan_allocated import peak
 
 PRESETS = {"single": "siglip", "gaussian": "prolip", "contextual": "llip"}
 LOSSES: dict[str, PairLoss] = {

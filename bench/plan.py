@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bench.plan_measure import CASES, Case, compare
-from bench.plan_peak import compare_peak
+from plan_measure import CASES, Case, compare
+from plan_peak import compare_peak
 
 ALLOWED = {"flops": 0.02, "activations": 0.15, "peak": 0.15}  # of what is measured; all others exact
 GPU = (

@@ -1,4 +1,4 @@
-"""What the papers' runs take, as a page: python -m bench.plan_papers > docs/plan.md"""
+"""What the papers' runs take, as a page: python bench/plan_papers.py > docs/plan.md"""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ at a stated utilisation, and which of ddp and fsdp, checkpointing and micro-batc
 the method's settings, `--model.*` and `--optim.*` as `train` does; `--json FILE` writes every figure. When nothing fits
 the card, the tables show the nearest way and the command ends with exit code 2.
 
-This page is what `python -m bench.plan_papers` prints. Everywhere: bf16, AdamW, captions of 20 tokens on average
+This page is what `python bench/plan_papers.py` prints. Everywhere: bf16, AdamW, captions of 20 tokens on average
 (start and end included) packed end to end, 0.4 of the data sheet's FLOP/s for all arithmetic, what is done twice
 included. A pair is a picture with its captions; a multiply-add is two FLOP. Losses compute in fp32, at the
 card's fp32 speed: on an A100 Llip's pair loss, 3% of the arithmetic of g14, takes a third of its time, and a quarter of

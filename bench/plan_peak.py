@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from bench.plan_measure import Case, batch_of, load_of, method_of
 from kiloword.config import recipes
 from kiloword.distributed.activations import recompute
 from kiloword.distributed.device import precision_of
@@ -20,6 +19,7 @@ from kiloword.planning import memory
 from kiloword.planning.shapes import Kernels
 from kiloword.training.learner import Learner, learner_of
 from kiloword.types import Batch, Texts
+from plan_measure import Case, batch_of, load_of, method_of
 
 STAYS = ("weights", "optimizer states", "average of weights", "pictures")  # whatever a step does
 

@@ -26,8 +26,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
 sys.path.insert(0, str(Path(__file__).parent))
-from step import LENGTHS, wait
-
 from kiloword.config.recipes import sizes
 from kiloword.methods.prolip.inclusion import mask_words
 from kiloword.methods.registry import preset
@@ -35,6 +33,7 @@ from kiloword.model.model import Model, build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts
+from step import LENGTHS, wait
 
 ARMS: dict[str, tuple[str, dict[str, float]]] = {
     "siglip": ("siglip", {}),

@@ -26,8 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from prolip import in_turns, ratio
-
 from kiloword.config.recipes import sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss
 from kiloword.methods.method import annotated
@@ -35,6 +33,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
 from kiloword.model.model import initialise
 from kiloword.types import Features
+from prolip import in_turns, ratio
 
 Run = Callable[..., list[Tensor]]
 """A pair loss and its gradients by features, scale and bias, the same in every turn."""

@@ -24,15 +24,14 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from prolip import Arm as Steps
-from prolip import in_turns, ratio
-from step import LENGTHS
-
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts
+from prolip import Arm as Steps
+from prolip import in_turns, ratio
+from step import LENGTHS
 
 DROP = {"mim_op": "drop"}
 TOKEN = {"caption_op": "token"}

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from bench.plan_measure import batch_of
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed.device import precision_of
 from kiloword.methods.registry import names, preset
@@ -24,6 +23,7 @@ from kiloword.model.model import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
+from plan_measure import batch_of
 
 
 def waits(name: str, args: argparse.Namespace, micro: int, optimizer: str) -> dict[str, int]:

@@ -24,14 +24,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parent))
-from prolip import in_turns
-
-from bench.plan_peak import Alive
 from kiloword.config.recipes import sizes
 from kiloword.methods.coca.captioning import CHUNK, word_loss
 from kiloword.model.attention import Packing
 from kiloword.model.decoder import TextDecoder
 from kiloword.types import Texts
+from plan_peak import Alive
+from prolip import in_turns
 
 WHOLE = 0  # all logits at once, by torch's cross-entropy
 

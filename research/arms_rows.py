@@ -100,11 +100,11 @@ def losses_hash(values: Sequence[float]) -> str:
 
 
 def commit() -> tuple[str, bool]:
-    """The commit of this package, and whether its files differ from it; ("unknown", True) outside a checkout."""
+    """The commit of kiloword/ and research/, and whether their files differ; ("unknown", True) outside a checkout."""
     here = Path(__file__).parents[1]
     try:
         head = _git(here, "rev-parse", "HEAD").strip()
-        return head, bool(_git(here, "status", "--porcelain", "--", ".").strip())
+        return head, bool(_git(here, "status", "--porcelain", "--", "kiloword", "research").strip())
     except (OSError, subprocess.CalledProcessError):
         return "unknown", True
 

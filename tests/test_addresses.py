@@ -12,8 +12,6 @@ from urllib.parse import quote, unquote
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import LOGIN, PLANTED, Guarded, Server
-from tars import pairs, write_tar
 
 from kiloword.config.recipes import DataConfig, parse
 from kiloword.data import addresses
@@ -24,6 +22,8 @@ from kiloword.data.remote.file import open_remote_file
 from kiloword.data.sources.open import open_source
 from kiloword.terminal import show_traceback
 from research import arms, arms_queue, arms_table, flickr
+from servers import LOGIN, PLANTED, Guarded, Server
+from tars import pairs, write_tar
 
 
 @pytest.fixture(autouse=True)

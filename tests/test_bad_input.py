@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from states import load_state
-from tars import encode, noise, pairs, picture, write_tar
 
 from kiloword.cli.main import main
 from kiloword.training.log import read_metrics
+from states import load_state
+from tars import encode, noise, pairs, picture, write_tar
 
 SCENES = "scenes?n=64"  # few, so that the tokenizer is trained at once
 SMALL = ["--size", "debug", "--batch", "8", "--steps", "4", "--log-every", "1", "--vocab", "300"]

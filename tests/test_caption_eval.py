@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from tars import picture, write_tar
 
 from kiloword.api import Matcher
 from kiloword.checkpoint.model_folder import save_model
@@ -27,6 +26,7 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import Skipped
+from tars import picture, write_tar
 
 SCENES = "scenes:test?n=24&captions=4&levels=1,2,3"
 QUIET = CaptionOptions(meteor=False)

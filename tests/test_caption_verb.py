@@ -21,12 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from holding import held_by_another
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tars import pairs, picture, write_tar
 from torch import Tensor
 
+from holding import held_by_another
 from kiloword.api import load
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
@@ -44,6 +43,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.loop import Options, train
 from kiloword.types import BadSample
+from tars import pairs, picture, write_tar
 
 SCENES = "scenes?n=20&captions=3"
 BEAMS = GenerationOptions(num=5)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Server
-from tars import pairs, write_tar
 
 from kiloword.data import cache
 from kiloword.data.sources import digest
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars import catalogue
 from kiloword.data.tars.index import open_index
+from servers import Server
+from tars import pairs, write_tar
 
 TARS = 7
 

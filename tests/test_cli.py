@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from tars import pairs, picture, write_tar
 
 from kiloword import __version__
 from kiloword.cli.main import app, main
@@ -22,6 +21,7 @@ from kiloword.config.options import Options
 from kiloword.config.recipes import AugmentConfig, OptimConfig, sizes
 from kiloword.planning.request import Plan
 from kiloword.training.log import read_metrics
+from tars import pairs, picture, write_tar
 
 RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3", "--vocab", "300"]
 

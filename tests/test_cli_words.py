@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tars import picture
 from torch import Tensor
 
 from kiloword.cli.main import app, main
@@ -19,6 +18,7 @@ from kiloword.evaluation.command import number
 from kiloword.features import extract
 from kiloword.features.writer import SideWriter
 from kiloword.methods.registry import find, preset
+from tars import picture
 
 
 class Ones:

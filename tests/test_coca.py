@@ -9,6 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from kiloword.config.recipes import ModelConfig, TextConfig
+from kiloword.methods.coca import masking
+from kiloword.methods.registry import preset
+from kiloword.model.decoder import predicted
+from kiloword.model.model import build
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.types import Batch
+from kiloword.verify.batch import config
 from literal import (
     CAPTIONS,
     assert_equal,
@@ -25,17 +36,6 @@ from literal import (
     term,
     word_logits,
 )
-from torch import Tensor
-
-from kiloword.config.recipes import ModelConfig, TextConfig
-from kiloword.methods.coca import masking
-from kiloword.methods.registry import preset
-from kiloword.model.decoder import predicted
-from kiloword.model.model import build
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
-from kiloword.types import Batch
-from kiloword.verify.batch import config
 
 
 def cross_entropy(logits: Tensor, target: int, smoothing: float) -> Tensor:

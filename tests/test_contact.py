@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageFont
-from tars import encode
 
 from kiloword.data.images.contact import _wrap, contact_sheet, draw_tiles
 from kiloword.data.inspect import Stats, print_bad, print_stats
 from kiloword.types import BadSample, Record, Skipped
+from tars import encode
 
 FONT = ImageFont.load_default(13)
 

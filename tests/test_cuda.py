@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from literal import made, pairs
 from torch import Tensor
 from torch.nn.attention import varlen
 
@@ -29,6 +28,7 @@ from kiloword.training.setup import open_sources
 from kiloword.types import Texts
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import learner
+from literal import made, pairs
 
 GARBAGE = 1e3
 

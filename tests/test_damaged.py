@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tars import encode
 
 from kiloword.data.sources.open import open_source
 from kiloword.training.log import read_metrics
+from tars import encode
 
 pytestmark = pytest.mark.slow
 

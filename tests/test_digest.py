@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tars import pairs, picture, write_tar
 
 from kiloword.cli.main import main
 from kiloword.data.sources import digest
 from kiloword.data.sources.mixture import Mixture
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.index import open_index
+from tars import pairs, picture, write_tar
 
 OTHER = "the data is not what the run began with (images or texts were replaced by others of the same size)"
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
-from tars import picture
 
 import kiloword.training.loop as loop
 from kiloword.cli.main import main
@@ -21,6 +20,7 @@ from kiloword.methods.registry import names
 from kiloword.training import dry_run, validation
 from kiloword.training.run_folder import run_file
 from kiloword.training.setup import open_sources
+from tars import picture
 
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
 MORE = {"fff": ("--settings.positives", "annotated"), "llip": ("--views", "compose")}

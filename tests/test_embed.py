@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tars import pairs, write_tar
 from torch import Tensor, nn
 
 from kiloword.api import load
@@ -32,6 +31,7 @@ from kiloword.features.store import SideTable
 from kiloword.features.teachers import Foreign, Ours, open_teacher
 from kiloword.interop.compat import torchvision_ready
 from kiloword.training.loop import Options, train
+from tars import pairs, write_tar
 
 SCENES = "scenes?n=48&captions=3"
 

@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from folders import model_folder
 from PIL import Image
 from torch import Tensor, nn
 
+from folders import model_folder
 from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.config import by_device

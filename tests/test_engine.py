@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from threads import over_threads
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from bench import plan_allocated
+import plan_allocated
 from kiloword.config.options import Options, Parallel
 from kiloword.config.recipes import MUON, OptimConfig, Recipe, default
 from kiloword.distributed import activations, collectives, engine
@@ -26,6 +25,7 @@ from kiloword.training.optimizer import SETTLED, USUAL, Average, Optimizer
 from kiloword.training.setup import make_learner, spread
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import learner
+from threads import over_threads
 
 STEPS, PICTURES = 3, 15  # over 3 ranks, whose shards of a width of 32 are uneven
 CONFIG = replace(MUON, lr=1e-2, warmup=0, ema=0.5, muon_weight_decay=0.1, clip=0.5)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_scenes import queries
 
 from kiloword.data.scenes.captions import describe
 from kiloword.data.scenes.entailment import follows
 from kiloword.data.scenes.query import Pattern, Query, matches, truth_table
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.scenes.world import Scene, Thing
+from test_scenes import queries
 
 
 @st.composite

@@ -36,7 +36,8 @@ from research.scenes_judge import SCENES, judge_scenes
 
 STUB = """
 from dataclasses import replace
-from kiloword import evaluation; from kiloword.config import recipes
+from kiloword import evaluation
+from kiloword.config import recipes
 from research.arms import Arm, Experiment, main
 
 def judge(matcher):
@@ -187,8 +188,8 @@ MODULES = {"llip": (), "clip_c": ("--scenes", "inner"), "fff": (), "flickr": (*P
 
 
 def arms_of(name: str, *words: str) -> list[Arm]:
-    experiment = importlib.import_module(f"kiloword.experiments.{name}").EXPERIMENT
-    assert experiment.module == f"kiloword.experiments.{name}"
+    experiment = importlib.import_module(f"research.{name}").EXPERIMENT
+    assert experiment.module == f"research.{name}"
     words = ("--size", "debug", "--out", "nowhere", *MODULES[name], *words)
     options = tyro.cli(experiment.options, args=words)
     again = tyro.cli(experiment.options, args=command(experiment, options)[3:])

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFont
-from sheets import holds
 from torch import Tensor, nn
 
 from kiloword.api import Matcher
@@ -27,6 +26,7 @@ from kiloword.model.heads import Single
 from kiloword.model.model import build
 from kiloword.report.overlay import SIDE, SMALL, Row, TokenMap, figure, overlay, square, wrap
 from kiloword.types import Features
+from sheets import holds
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
 IMAGE = ImageConfig(size=48, patch=16, width=32, depth=3, heads=2, mlp=64, extra_tokens=2)  # 3 + 9 tokens

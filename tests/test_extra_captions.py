@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from tars import pairs, picture, write_tar
 
 from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data.loader import Loader
@@ -24,6 +23,7 @@ from kiloword.data.sources.own import Own
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.store import contents
 from kiloword.types import BadSample, NoCaption, Source
+from tars import pairs, picture, write_tar
 
 
 def table(path: Path, **columns: Any) -> Path:

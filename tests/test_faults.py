@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from states import load_state
-from tars import pairs, picture, write_tar
 
 import kiloword.training.loop as loop
 from kiloword.cli.main import main
@@ -36,6 +34,8 @@ from kiloword.errors import sentence_of
 from kiloword.features.store import SideTable
 from kiloword.training.log import read_metrics
 from kiloword.types import BadSample, Record
+from states import load_state
+from tars import pairs, picture, write_tar
 
 SMALL = ["--size", "debug", "--batch", "8", "--log-every", "1", "--vocab", "300"]
 SCENES = "scenes?n=64"
@@ -237,7 +237,8 @@ def test_ctrl_c_twice_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_two_runs_in_one_folder(tmp_path: Path, ends: Callable[..., str]) -> None:
-    hold = "import sys, time; from pathlib import Path; from kiloword.checkpoint.lock import Lock; lock = Lock(Path(sys.argv[1]))"
+    hold = "import sys, time; from pathlib import Path; from kiloword.checkpoint.lock import Lock; "
+    hold += "lock = Lock(Path(sys.argv[1]))"
     words = [sys.executable, "-c", f"{hold}; print('held', flush=True); time.sleep(600)", str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None

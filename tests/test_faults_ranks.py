@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from states import load_state
 
 from kiloword.distributed import launch
 from kiloword.training.log import read_metrics
+from states import load_state
 
 pytestmark = pytest.mark.slow
 

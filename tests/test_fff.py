@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from threads import over_threads
 from torch import Tensor
 
 from kiloword.checkpoint.model_folder import read_tensors
@@ -34,6 +33,7 @@ from kiloword.training.loop import Options, train
 from kiloword.types import Features, Pairs
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import EXACT, Way, gradients, learner, over_ranks, verify
+from threads import over_threads
 
 CAPTIONS = [2, 1, 3, 1, 2]  # of each picture
 OF = [i for i, n in enumerate(CAPTIONS) for _ in range(n)]  # picture of each text

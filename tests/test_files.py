@@ -9,13 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from counting import opened_in
 from holding import held_by_another, process
-from tars import pairs, write_tar
-
 from kiloword.checkpoint.files import SaveError, atomic, is_taken, sync, write_atomic
 from kiloword.checkpoint.lock import Lock
 from kiloword.cli.main import main
+from tars import pairs, write_tar
 
 WRITE = """
 import sys

@@ -14,8 +14,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from states import load_state
-from tars import picture
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
@@ -29,6 +27,8 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
 from kiloword.training.loop import Options, train
 from kiloword.training.optimizer import Optimizer
+from states import load_state
+from tars import picture
 
 SCENES = "scenes?n=64"
 EVERY = Options(log_every=1, save_every=2, quiet=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import row, write
 
 from kiloword.watch.page import View, page
 from kiloword.watch.plot import MARKS, STYLES, Series, plot, short
 from kiloword.watch.runs import Watched
+from runs import row, write
 
 
 def rows(count: int, **more: Any) -> list[dict[str, Any]]:

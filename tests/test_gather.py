@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from threads import over_threads
 from torch import Tensor
 
 from kiloword.distributed import collectives
 from kiloword.distributed.gather import gather_features
+from threads import over_threads
 
 KINDS = {"vec": (5,), "log_var": (), "tokens": (2, 3)}
 

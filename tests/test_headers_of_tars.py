@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from servers import Server
-from tars import pairs, picture, write_tar
 
 from kiloword.data.addresses import Address
 from kiloword.data.remote import sets as remote
@@ -32,6 +30,8 @@ from kiloword.data.tars.index_file import (
     read_index,
     write_index,
 )
+from servers import Server
+from tars import pairs, picture, write_tar
 
 
 def test_numbers_of_headers() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tars import picture, write_tar
 from torch import Tensor
 
 from kiloword.api import Matcher
@@ -46,6 +45,7 @@ from kiloword.methods.prolip.gaussian import inclusion, log_inclusion
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import Features, Skipped
+from tars import picture, write_tar
 
 
 def gaussians(n: int, d: int = 6, seed: int = 0) -> Features:

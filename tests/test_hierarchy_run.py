@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from PIL import Image
-from test_hierarchy import matcher
 
 from kiloword.data.scenes import ScenesSource
 from kiloword.data.scenes.hierarchy import SceneParts
@@ -14,6 +13,7 @@ from kiloword.evaluation.hierarchy.chains import gather
 from kiloword.evaluation.hierarchy.levels import kendall
 from kiloword.evaluation.hierarchy.paths import measure, traversals
 from kiloword.methods.prolip.gaussian import inclusion
+from test_hierarchy import matcher
 
 
 def scenes(n: int) -> ScenesSource:

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tars import encode, noise
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
@@ -27,6 +26,7 @@ from kiloword.evaluation import evaluate
 from kiloword.methods.registry import preset
 from kiloword.model.model import build as build_model
 from kiloword.types import BadSample
+from tars import encode, noise
 
 
 def runs(mask: np.ndarray) -> list[int]:

@@ -13,11 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from counting import calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tars import picture, write_tar
 
+from counting import calls
 from kiloword.config.recipes import TextConfig
 from kiloword.data.hierarimgs.writer import read_annotations
 from kiloword.data.images.augmentation import read as read_image
@@ -31,6 +30,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.files import read_columns
 from kiloword.evaluation.vqa.task import _lines as answers_of
 from kiloword.types import BadSample
+from tars import picture, write_tar
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from counting import calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tars import encode, noise
 
+from counting import calls
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform, fit
 from kiloword.data.images.decode import Decoder, decode, picture_size
 from kiloword.randomness import Draw
 from kiloword.types import BadSample
+from tars import encode, noise
 
 DECODERS: tuple[Decoder, ...] = ("pillow", "opencv", "simplejpeg")
 HIGH, WIDE = 40, 60

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Guarded, Server
-from tars import pairs, write_tar
 
 from kiloword.cli.main import main
 from kiloword.data.addresses import public, scrubbed
@@ -28,6 +26,8 @@ from kiloword.data.remote.errors import Unreachable
 from kiloword.data.remote.file import open_remote_file
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.shard_sets import natural
+from servers import Guarded, Server
+from tars import pairs, write_tar
 
 Speak = Callable[[str, socket.socket, threading.Event], None]
 

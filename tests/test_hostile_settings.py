@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from tars import picture, write_tar
 
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelConfig, ModelFile, TextConfig, read_config
@@ -16,6 +15,7 @@ from kiloword.data.tars.index_file import parse_index
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.training.run_folder import RunFile
+from tars import picture, write_tar
 
 NESTED = b"[" * 100_000
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import calls
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tars import picture
 
+from counting import calls
 from kiloword.data.inspect import check
 from kiloword.data.tars.headers import Tar
 from kiloword.data.tars.index import open_index, scan
 from kiloword.data.tars.index_file import make_index, read_index, write_index
 from kiloword.data.tars.shards import Shards
 from kiloword.types import BadSample
+from tars import picture
 
 EIB = 1 << 60
 

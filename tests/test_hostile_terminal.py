@@ -16,11 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from runs import row
-from runs import write as write_run
 from safetensors.numpy import save_file
-from servers import Server
-from tars import pairs, picture, write_tar
 
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
@@ -28,6 +24,10 @@ from kiloword.config.recipes import ModelFile, default
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
+from runs import row
+from runs import write as write_run
+from servers import Server
+from tars import pairs, picture, write_tar
 
 # Colours, the window's title, a link, the screen cleared by a C1 character, a line of its own, words turned around or
 # unseen, rich's markup. No / in it: it is a file's name too.

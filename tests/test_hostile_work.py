@@ -14,13 +14,13 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from counting import calls
 from PIL import Image
-from test_hostile_pictures import DECODERS, chunk, noise, outcome, saved
 
+from counting import calls
 from kiloword.data.images import work
 from kiloword.data.images.decode import Decoder, picture_size
 from kiloword.types import BadSample
+from test_hostile_pictures import DECODERS, chunk, noise, outcome, saved
 
 JPEG = saved(Image.fromarray(noise(40, 60)), "JPEG")
 GREY = Image.fromarray(noise(40, 60)).convert("L")

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import opened_in
-from tars import write_tar
 
+from counting import opened_in
 from kiloword.data import cache
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars import index as index_module
@@ -30,6 +29,7 @@ from kiloword.data.tars.index_file import (
     write_index,
 )
 from kiloword.data.tars.shards import Shards
+from tars import write_tar
 
 ROWS = 2 * BLOCK + 76  # of a tar: two whole blocks and a part of a third
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sheets import holds
 
 from kiloword.api import Matcher
 from kiloword.checkpoint.model_folder import save_model
@@ -28,6 +27,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.report.overlay import font_for, overlay, square, wrap
 from kiloword.report.sheet import HEAD, WIDTH, Block, Panel, Strip, sheet
+from sheets import holds
 
 CAPTIONS = ["a red circle", "two blue squares", ""]
 IMAGE = ImageConfig(size=48, patch=16, width=32, depth=1, heads=2, mlp=64)  # 9 patches

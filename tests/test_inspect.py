@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tars import encode, noise, pairs, picture, write_tar
 
 from kiloword.cli.main import main as cli
 from kiloword.data.images import contact
@@ -16,6 +15,7 @@ from kiloword.data.inspect import check, main, stats
 from kiloword.data.sources.open import open_source
 from kiloword.training.preview import draw
 from kiloword.types import Skipped
+from tars import encode, noise, pairs, picture, write_tar
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tars import write_tar
 
 from kiloword.data import cache, keyed
 from kiloword.data.addresses import Address
@@ -30,6 +29,7 @@ from kiloword.data.tars.index_file import COLUMNS, Header, make_index, write_ind
 from kiloword.data.tars.shards import Shards
 from kiloword.features.store import TableFile
 from kiloword.features.writer import _identity, content_of
+from tars import write_tar
 
 MEMBERS = {"a.jpg": b"one", "a.txt": b"a dog", "b.json": b'{"caption": "a cat"}', "b.png": b"two", "b.cls": b"1"}
 

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tars import pairs, write_tar
 
 from kiloword.data import cache
 from kiloword.data.sources import embedded
@@ -24,6 +23,7 @@ from kiloword.data.text import tokenizer_file
 from kiloword.data.text.roles import Roles
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.text.tokenizer_file import check
+from tars import pairs, write_tar
 
 TOKENIZER = json.loads(Tokenizer.train(["a dog"] * 9, 270).to_bytes())
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tars import encode, noise
 
 from kiloword.data.images import work
 from kiloword.data.images.decode import _is_whole, _reduction, decode, picture_size
 from kiloword.types import BadSample
+from tars import encode, noise
 
 
 def segment(kind: int, body: bytes = b"ab") -> bytes:

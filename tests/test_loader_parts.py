@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tars import noise
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data import loader as module
@@ -18,6 +17,7 @@ from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.randomness import Draw
 from kiloword.types import BadSample, Example, Fetch, Record
+from tars import noise
 
 TOKENIZER = Tokenizer.train(["row caption"] * 9, 280)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tars import write_tar
 
 from kiloword.data import cache
 from kiloword.data.tars import index, shards
@@ -19,6 +18,7 @@ from kiloword.data.tars.index import open_index, scan
 from kiloword.data.tars.local import LocalTar, index_as_it_was
 from kiloword.data.tars.shards import Shards
 from kiloword.types import BadSample
+from tars import write_tar
 
 OTHER = "0.tar is another file than when the run began"
 

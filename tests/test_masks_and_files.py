@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from tars import encode, noise
 
 from kiloword.data.hierarimgs.__main__ import main
 from kiloword.data.hierarimgs.masks import decode_mask
@@ -23,6 +22,7 @@ from kiloword.data.images.decode import MAX_PIXELS, _from_16_bit, _turn, decode,
 from kiloword.data.images.work import is_whole_png
 from kiloword.data.transforms.partner import named
 from kiloword.types import BadSample, Record
+from tars import encode, noise
 
 
 def annotated(folder: Path, count: int = 1, **more: Any) -> tuple[Path, Path]:

@@ -16,11 +16,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from holding import held_by_another
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pages import Section, plots, sections
 
+from holding import held_by_another
 from kiloword.config.recipes import DataConfig
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.open import open_data
@@ -35,6 +34,7 @@ from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.pairs import TERMS, by_term, search
 from kiloword.mining.progress import Bar
 from kiloword.report.words import percent
+from pages import Section, plots, sections
 
 LOW = Mined(p1=0.3, p2=0.4, p3=0.2, p1_text=0.1)
 

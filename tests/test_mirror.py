@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import Row, row, write
 
 from kiloword.cli.main import main
 from kiloword.watch.mirror import Mirror, Mirrors, Place, in_training, what_is_new
 from kiloword.watch.runs import Watched
+from runs import Row, row, write
 
 
 def test_what_is_new_to_the_mirror() -> None:

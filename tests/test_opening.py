@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from tars import noise, pairs, picture, write_tar
 
 from kiloword.config.recipes import TextConfig
 from kiloword.data import inspect
@@ -37,6 +36,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.files import Rewrites, read_columns
 from kiloword.data.transforms.images import halves
 from kiloword.types import BadSample, Record, Skipped
+from tars import noise, pairs, picture, write_tar
 
 
 def test_patterns_of_names(monkeypatch: pytest.MonkeyPatch) -> None:

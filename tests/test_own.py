@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tars import encode, noise
 
 import kiloword
 from kiloword.checkpoint.model_folder import read_model_file
@@ -19,6 +18,7 @@ from kiloword.data.sources.own import Own
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
 from kiloword.types import BadSample
+from tars import encode, noise
 
 WORDS = ["red", "green", "blue", "grey", "dark", "pale", "warm", "cold"]
 

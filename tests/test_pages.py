@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pages import plots, sections
-from tars import encode, noise
 
 from kiloword.evaluation import command
 from kiloword.evaluation import spectrum as spectrum_page
@@ -28,6 +26,8 @@ from kiloword.evaluation.uncertainty.shown import Plane
 from kiloword.evaluation.zeroshot import page as prompts_page
 from kiloword.evaluation.zeroshot.page import Class
 from kiloword.types import Record
+from pages import plots, sections
+from tars import encode, noise
 
 
 @dataclass

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from threads import over_threads
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from kiloword.distributed import collectives, heartbeat, launch, sharing
+from threads import over_threads
 
 
 def said() -> dict[str, Any]:

@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import plan_papers
-from bench.plan_measure import CASES, Case, Measured, batch_of, compare, method_of
-from bench.plan_peak import compare_peak
+import plan_papers
 from kiloword.cli.main import main
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed import collectives, engine
@@ -37,6 +35,8 @@ from kiloword.training.learner import Learner, learner_of
 from kiloword.training.muon import orthogonal
 from kiloword.types import Example, Fetch
 from kiloword.verify.suite import learner, over_ranks
+from plan_measure import CASES, Case, Measured, batch_of, compare, method_of
+from plan_peak import compare_peak
 
 FLOPS, BYTES = 0.02, 0.15  # relative differences that are asked for; weights, gradients and optimizer are exact
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"

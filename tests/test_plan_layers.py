@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import plan_measure
-from bench.plan_measure import Case, Measured, compare, method_of, planned
+import plan_measure
 from kiloword.config import recipes
 from kiloword.config.recipes import ImageConfig, TextConfig, sizes
 from kiloword.methods.registry import preset
@@ -27,6 +26,7 @@ from kiloword.planning.layers import Memory, block, cross_block
 from kiloword.planning.shapes import Kernels, Lengths, Sequences
 from kiloword.planning.towers import image_tower, patches, text_tower
 from kiloword.types import Batch, Features, Texts
+from plan_measure import Case, Measured, compare, method_of, planned
 
 KERNELS = Kernels.of("fp32", cuda=False)
 WIDTH, HEADS, MLP = 8, 2, 24

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from counting import opened_in
 from safetensors.torch import save_file
 
+from counting import opened_in
 from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.model_folder import read_tensors
 from kiloword.config import recipes

@@ -79,7 +79,7 @@ def test_a_row_of_the_log_waits_once() -> None:
         kinds = [{name: (x.device.type, x.dtype) for name, x in one.items()} for one in on_host([here, report, report])]
     new = {"loss": ("cpu", torch.float32), "norm": ("cpu", torch.float64)}
     assert kinds == [{"loss": ("cpu", torch.float32)}, new, new]
-    assert dict(watch.waits) == {"cuda to cpu in meter.on_host": 1}
+    assert dict(watch.waits) == {"cuda to cpu in training.meter.on_host": 1}
 
 
 def test_waits_are_seen() -> None:
@@ -107,5 +107,5 @@ def test_work_on_the_cpu_and_lost_gradients_are_seen(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Single, "project_text_tokens", leaky)
     made = step("siglip", "fp32", 1, "adamw", {})
-    assert set(made.watch.on_cpu) == {"zeros in heads.text", "add in heads.text"}
+    assert set(made.watch.on_cpu) == {"zeros in model.heads.text", "add in model.heads.text"}
     assert "model.text_tower.tokens" in made.missing

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tars import picture, write_tar
 from torch import Tensor
 
 from kiloword.api import Matcher
@@ -29,6 +28,7 @@ from kiloword.evaluation.probe.options import COUNT, RECIPES, ProbeOptions, Swee
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import BadSample, Record, Skipped
+from tars import picture, write_tar
 
 
 def gaussians(n: int, classes: int, width: int, seed: int, spread: float = 1.0) -> Rows:

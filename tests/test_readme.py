@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tars import pairs, picture, write_tar
 
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
@@ -17,6 +16,7 @@ from kiloword.distributed import collectives
 from kiloword.methods.registry import names
 from kiloword.training.setup import micro_batches
 from kiloword.verify.suite import verify
+from tars import pairs, picture, write_tar
 
 ROOT = Path(__file__).parents[1]
 README = re.sub(r" \\\n +", " ", (ROOT / "README.md").read_text())

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tars import noise
 
 import kiloword
 from kiloword import generation
@@ -49,6 +48,7 @@ from kiloword.model.model import build
 from kiloword.planning.cards import card
 from kiloword.report.histogram import bins
 from kiloword.types import BadSample, Record, Skipped
+from tars import noise
 
 
 @cache

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tars import noise, pairs, picture, write_tar
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data import reading
@@ -42,6 +41,7 @@ from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
 from kiloword.data.transforms.images import halves
 from kiloword.randomness import Draw
 from kiloword.types import BadSample, NoCaption, Record
+from tars import noise, pairs, picture, write_tar
 
 
 def reason(read: Callable[[], object]) -> str:

@@ -26,8 +26,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from servers import Server
-from tars import pairs, picture, write_tar
 
 from kiloword.config import recipes
 from kiloword.config.recipes import DataConfig, TextConfig
@@ -46,6 +44,8 @@ from kiloword.randomness import Draw
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import Options, train
 from kiloword.types import Source
+from servers import Server
+from tars import pairs, picture, write_tar
 
 QUICK = "backoff=0.01 timeout=10 ahead=0"
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from counting import opened_in
 
+from counting import opened_in
 from kiloword.data.remote import cache as remote_cache
 from kiloword.data.remote.cache import Cache
 from kiloword.data.remote.errors import Unreachable

@@ -17,7 +17,6 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from tars import pairs, write_tar
 
 from kiloword.data.addresses import Address
 from kiloword.data.remote import errors, http_files, index
@@ -34,6 +33,7 @@ from kiloword.data.remote.stat import Checksum, Stat
 from kiloword.data.sources.mixture import Mixture
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.shards import Shards
+from tars import pairs, write_tar
 
 ADDRESS = Address("https://data.org/0.tar")
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from states import load_state
 
 import kiloword.training.loop as loop
 from kiloword.config import recipes
@@ -24,6 +23,7 @@ from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import Options, train
 from kiloword.training.signals import stop_signals
+from states import load_state
 
 TIMED = ("pairs_per_s", "loader_pairs_per_s", "data_wait", "slowest_data_wait", "save_s", "memory", "time", "restarts")
 EVERY = Options(log_every=1, save_every=4, quiet=True)

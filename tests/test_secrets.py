@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from servers import BASIC, PLANTED, Guarded
-from tars import pairs, write_tar
 
 from kiloword.cli.main import app, main
+from servers import BASIC, PLANTED, Guarded
+from tars import pairs, write_tar
 
 
 @pytest.fixture(autouse=True)

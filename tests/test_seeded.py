@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tars import noise
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig, sizes
 from kiloword.data.images import augmentation
@@ -25,6 +24,7 @@ from kiloword.data.transforms.partner import another, cycle
 from kiloword.data.transforms.settings import ComposeSettings, CutmixSettings, MixupSettings, StylisticSettings
 from kiloword.randomness import Draw, key, uniform
 from kiloword.types import BadSample, Record
+from tars import noise
 
 VIEWS = (
     Compose(ComposeSettings(rho=0.7, image_order="follows_caption")),

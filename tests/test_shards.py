@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tars import pairs, picture, write_tar
 
 from kiloword.data.inspect import check
 from kiloword.data.sources import mixture
@@ -28,6 +27,7 @@ from kiloword.data.tars.index import open_index
 from kiloword.data.tars.shards import Shards
 from kiloword.randomness import key as draw_key
 from kiloword.types import BadSample, Record, Source
+from tars import pairs, picture, write_tar
 
 
 def literal(tar: Path) -> dict[str, dict[str, bytes]]:

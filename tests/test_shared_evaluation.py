@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_mining import LOW, random_corpus
-from threads import over_threads
 
 from kiloword.api import Matcher
 from kiloword.checkpoint.model_folder import save_model
@@ -38,6 +36,8 @@ from kiloword.mining.pairs import search
 from kiloword.model.model import build
 from kiloword.types import BadSample, Record, Skipped
 from kiloword.verify.suite import over_ranks
+from test_mining import LOW, random_corpus
+from threads import over_threads
 
 SHORT = GenerationOptions(method="greedy", longest=6)
 TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # by name: method, task, data, options

@@ -17,11 +17,11 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from holding import held_by_another
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from holding import held_by_another
 from kiloword.config.options import Options
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig, default
 from kiloword.data import keyed

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tars import pairs, write_tar
 
 from kiloword.api import Matcher
 from kiloword.checkpoint.model_folder import save_model
@@ -22,6 +21,7 @@ from kiloword.evaluation.spectrum import _chosen, covariance, effective_rank, re
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import Skipped
+from tars import pairs, write_tar
 
 
 def matcher(config: ModelConfig | None = None, seed: int = 0) -> Matcher:

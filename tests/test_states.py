@@ -19,7 +19,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
-from states import load_state
 from torch import Tensor
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -38,6 +37,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
 from kiloword.training.loop import Options, train
 from kiloword.verify.suite import over_ranks
+from states import load_state
 
 EVERY = Options(log_every=1, save_every=2, quiet=True)
 SHARD = "shard-00001-of-00001.safetensors"

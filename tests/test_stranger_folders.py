@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from folders import model_folder
 from tokenizers import Regex, pre_tokenizers
 
+from folders import model_folder
 from kiloword.api import load
 from kiloword.checkpoint.model_folder import read_model_file, read_shapes
 from kiloword.config import recipes

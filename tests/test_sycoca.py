@@ -9,6 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+from kiloword.config.recipes import MUON, TextConfig, parse
+from kiloword.methods.coca import masking
+from kiloword.methods.coca.masking import MaskSettings, countable, similarity
+from kiloword.methods.registry import find, preset
+from kiloword.model.attention import Packing
+from kiloword.model.model import build
+from kiloword.randomness import uniform
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import Optimizer
+from kiloword.types import Batch, Texts
+from kiloword.verify.batch import config
 from literal import (
     CAPTIONS,
     assert_equal,
@@ -26,20 +40,6 @@ from literal import (
     term,
     text_tokens,
 )
-from torch import Tensor
-
-from kiloword.config.recipes import MUON, TextConfig, parse
-from kiloword.methods.coca import masking
-from kiloword.methods.coca.masking import MaskSettings, countable, similarity
-from kiloword.methods.registry import find, preset
-from kiloword.model.attention import Packing
-from kiloword.model.model import build
-from kiloword.randomness import uniform
-from kiloword.training.accumulate import backward
-from kiloword.training.learner import Learner
-from kiloword.training.optimizer import Optimizer
-from kiloword.types import Batch, Texts
-from kiloword.verify.batch import config
 
 # Scores and masks
 

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tars import picture
 
 from kiloword.data.sources.open import open_source
 from kiloword.types import BadSample, Source
+from tars import picture
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from folders import model_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -21,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 import kiloword
+from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.report import page
 from kiloword.screen import Screen, plain_table

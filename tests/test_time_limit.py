@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tars import pairs, write_tar
-from test_hostile_work import scans
 
 from kiloword.config.recipes import DataConfig, TextConfig
 from kiloword.data.images import time_limit
@@ -23,6 +21,8 @@ from kiloword.data.sampler import Order
 from kiloword.data.steps import in_order
 from kiloword.data.tars.shards import Shards
 from kiloword.data.text.tokenizer import Tokenizer
+from tars import pairs, write_tar
+from test_hostile_work import scans
 
 ROWS, SLOW = 12, 5
 

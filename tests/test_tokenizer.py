@@ -128,7 +128,8 @@ def test_training_does_not_depend_on_order_or_threads(own: Tokenizer, tmp_path: 
     own.save(tmp_path)
     shuffled = CAPTIONS.copy()
     random.Random(1).shuffle(shuffled)
-    code = f"from kiloword.data.text.tokenizer import Tokenizer as T; T.train({shuffled!r}, 300).save({str(tmp_path / 'b')!r})"
+    code = "from kiloword.data.text.tokenizer import Tokenizer as T\n"
+    code += f"T.train({shuffled!r}, 300).save({str(tmp_path / 'b')!r})"
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "4", "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
     assert (tmp_path / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tars import encode, noise
 
 from kiloword.config.recipes import AugmentConfig
 from kiloword.data.images import decode as decode_module
@@ -22,6 +21,7 @@ from kiloword.data.images.augmentation import EvalTransform, TrainTransform, ran
 from kiloword.data.images.decode import Decoder, check_decoder, decode, picture_size
 from kiloword.randomness import Draw
 from kiloword.types import BadSample
+from tars import encode, noise
 
 DECODERS: tuple[Decoder, ...] = ("pillow", "opencv", "simplejpeg")
 

@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from folders import model_folder
-from tars import picture
 
 import kiloword
+from folders import model_folder
 from kiloword.api import load
 from kiloword.checkpoint.model_folder import load_model
 from kiloword.checkpoint.trust import Trust
 from kiloword.cli.main import main
 from kiloword.features.teachers import open_teacher
 from kiloword.interop.captioners import open_captioner
+from tars import picture
 
 OWN = """
 open("imported", "a").close()
@@ -210,7 +210,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
     assert {file for file, _ in loads} == {"interop/open_clip.py"}
     assert all(option(call, "weights_only") == "True" for _, call in loads)
     arrays = named("np.load", "numpy.load", "np.memmap")
-    assert {file for file, _ in arrays} <= {"data/side.py"}
+    assert {file for file, _ in arrays} <= {"features/store.py"}
     assert not [file for file, call in CALLS if option(call, "allow_pickle") not in (None, "False")]
     evil = ("eval", "exec", "compile", "__import__", "runpy.run_path", "runpy.run_module", "os.system", "yaml.load")
     assert not named(*evil, "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "joblib.load")
@@ -227,9 +227,8 @@ def test_modules_are_imported_by_names_of_ours_alone() -> None:
     assert {(file, name) for file, name in asked if not name.startswith("'")} == {
         ("evaluation/__init__.py", "TASKS[task]"),
         ("evaluation/command.py", "evaluation.TASKS[task]"),
-        ("methods/__init__.py", "f'{__name__}.{m.name}'"),
-        ("methods/__init__.py", "f'{__name__}.{FILES.get(name, name.replace('-', '_'))}'"),
-        ("methods/__init__.py", "module_name"),
+        ("methods/registry.py", "f'kiloword.methods.{PRESETS[preset]}'"),
+        ("methods/registry.py", "module_name"),
     }
     texts = {p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
     by_file = {name for name, text in texts.items() if "preset(file.method" in text or "find(file.method" in text}

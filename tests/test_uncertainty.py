@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tars import picture, write_tar
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
@@ -27,6 +26,7 @@ from kiloword.methods.prolip.gaussian import inclusion
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import Features, Record
+from tars import picture, write_tar
 
 WORDS = ["a red dog on a big blue background", "a striped cat left of the circle", "two things, there is an image"]
 

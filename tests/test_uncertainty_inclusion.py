@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_uncertainty import matcher
 
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.evaluation.uncertainty.data import chains, gather
 from kiloword.evaluation.uncertainty.inclusion import Answer, answers, best_overlap, links, pairwise
+from test_uncertainty import matcher
 
 
 def test_pairs_and_their_truth() -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tars import noise
-from test_uncertainty import matcher
 
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
@@ -19,6 +17,8 @@ from kiloword.evaluation.uncertainty.data import gather
 from kiloword.evaluation.uncertainty.shown import plane, principal
 from kiloword.report import box_plot, scatter, tiles
 from kiloword.report.scatter import Dots, Ellipse
+from tars import noise
+from test_uncertainty import matcher
 
 
 def test_the_plane_is_numpys_and_projects_gaussians() -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tars import picture, write_tar
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.loader import Loader
@@ -27,6 +26,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.sources.questions import majority
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, Batch, Record, Source
+from tars import picture, write_tar
 
 NOUNS = "object|shape|thing"
 SHAPES = "circle|square|triangle|diamond|star|heart|cross|moon"

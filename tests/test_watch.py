@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from runs import row, write
 
 from kiloword.cli.main import main
 from kiloword.training.log import Log, read_metrics
@@ -25,6 +24,7 @@ from kiloword.watch.page import View, page
 from kiloword.watch.plot import Series, _labels, _range, plot, short
 from kiloword.watch.rows import NAMES, Reader, smoothed, thinned
 from kiloword.watch.runs import Watched, find
+from runs import row, write
 
 
 def seen(*folders: Path) -> list[Watched]:

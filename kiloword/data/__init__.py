@@ -1,0 +1,1 @@
+"""From data sets to batches: sources, images, text, transforms of examples, sampler and loader."""

@@ -1,0 +1,1 @@
+"""Ranks and devices: collectives, gathering, sharding, launch, heartbeat and failure diagnosis."""

@@ -34,8 +34,8 @@ def evaluate(
     or opened; options of the task's `run` (batch, workers, ks, shortlist, classnames, templates, of, samples, train,
     val, captions, generate, judge). Bad rows are left out, named in the list `skipped` if given.
     Returns: metrics by name, and how many rows were left out as "skipped". Of ranks that share the work (see
-    `kiloword.distributed.sharing`) all know those of most tasks; what cannot be shared (caption's scores, probe's fits) is made
-    and known by the first alone.
+    `distributed/sharing.py`) all know those of most tasks; what cannot be shared (caption's scores, probe's fits) is
+    made and known by the first alone.
     """
     check(task, options)
     if isinstance(source, str):

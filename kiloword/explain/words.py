@@ -1,6 +1,6 @@
 """Where a text decoder looks in a picture as it writes each word of a caption: its cross-attention, word by word.
 
-Nothing here runs while a model trains: as in `kiloword.explain.maps`, probabilities are computed again from what hooks see.
+Nothing here runs while a model trains: as in `maps.py`, probabilities are computed again from what hooks see.
 """
 
 from __future__ import annotations

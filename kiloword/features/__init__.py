@@ -1,0 +1,1 @@
+"""Precomputed features: extraction by a teacher, the store, and the teachers."""

@@ -1,0 +1,1 @@
+"""Models of other libraries: open_clip, transformers, the released ProLIP."""

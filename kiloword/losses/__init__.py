@@ -1,0 +1,1 @@
+"""Losses of all pairs, computed a block at a time."""

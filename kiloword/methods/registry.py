@@ -1,10 +1,10 @@
-"""One file a method: the pieces of its paper, its settings and its preset. A file here is a preset on the command line.
+"""The built-in methods and their components, by name; a user's own as "module:preset".
 
-A method module has `Settings` (a frozen dataclass) and `preset(settings) -> Method`; the same is asked of a user's own
-`module:preset`, whose `preset` names its settings class in its annotation or takes no argument.
+A method's module has `Settings` (a frozen dataclass) and `preset(settings) -> Method`; the same is asked of a user's
+own `module:preset`, whose `preset` names its settings class in its annotation or takes no argument.
 
-`PIECES` of a module are fillings of slots that other methods may take: "llip+compose+mined" is the preset llip with two
-pieces; its settings are those of llip and, under the pieces' names, theirs.
+`PIECES` of a module are components that other methods may take: "llip+compose+mined" is the preset llip with two of
+them; its settings are those of llip and, under the components' names, theirs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import difflib
 import importlib
 import inspect
 import os
-import pkgutil
 import re
 import sys
 import typing
 from collections.abc import Callable
 from pathlib import PurePath
+from types import ModuleType
 from typing import Any
 
 from kiloword.config import recipes
@@ -29,20 +29,33 @@ from kiloword.errors import article
 from kiloword.methods.method import Method, Piece
 
 LONGEST = 1000  # characters of a method's name with its pieces
-FILES = {"pcme++": "pcmepp"}  # where the name is no Python name; else "-" becomes "_"
+PRESETS = {  # a new method is one line here
+    "clip": "clip",
+    "clip-c": "clip_c",
+    "coca": "coca.coca",
+    "fff": "fff.preset",
+    "llip": "llip.preset",
+    "pcme++": "pcmepp.preset",
+    "prolip": "prolip.preset",
+    "prolip-released": "prolip.released",
+    "siglip": "siglip",
+    "sycoca": "coca.sycoca",
+    "vqa": "coca.vqa",
+}
 
 
 def names() -> list[str]:
     """Built-in presets, as the command line writes them."""
-    back = {v: k for k, v in FILES.items()}
-    files = [m.name for m in pkgutil.iter_modules(__path__)]
-    return [back.get(f, f.replace("_", "-")) for f in files]
+    return list(PRESETS)
 
 
 def pieces() -> dict[str, Piece]:
     """What may follow a method's name after "+", by name."""
-    files = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
-    return {name: piece for file in files for name, piece in getattr(file, "PIECES", {}).items()}
+    return {name: piece for preset in PRESETS for name, piece in getattr(_module(preset), "PIECES", {}).items()}
+
+
+def _module(preset: str) -> ModuleType:
+    return importlib.import_module(f"kiloword.methods.{PRESETS[preset]}")
 
 
 def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
@@ -92,7 +105,7 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
         near = difflib.get_close_matches(name, names(), 1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ValueError(f"unknown method {name!r}: expected {', '.join(names())}, or your own module:preset.{hint}")
-    module = importlib.import_module(f"{__name__}.{FILES.get(name, name.replace('-', '_'))}")
+    module = _module(name)
     return module.preset, module.Settings
 
 
@@ -158,7 +171,8 @@ def _own(name: str) -> tuple[Callable[..., Method], type | None]:
         ) from e
     if not callable(make):
         raise ValueError(
-            f"{name} is {article(type(make).__name__)}: expected a function that returns a kiloword.methods.method.Method."
+            f"{name} is {article(type(make).__name__)}: expected a function that returns a "
+            "kiloword.methods.method.Method."
         )
     parameters = list(inspect.signature(make).parameters)
     kind = _hints(make).get(parameters[0]) if parameters else None

@@ -1,0 +1,1 @@
+"""The model: towers, decoders, pooling and heads."""

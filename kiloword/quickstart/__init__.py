@@ -1,0 +1,1 @@
+"""`kiloword quickstart`: train on drawn scenes, judge the model, write a report."""

@@ -1,0 +1,1 @@
+"""The conformity suite: what must hold for every method."""

@@ -105,7 +105,7 @@ def _reading() -> Iterator[None]:
 
 
 def _open(image: bytes) -> ImageFile.ImageFile:
-    """Reads the header and checks the number of pixels and what else decoding takes (see `kiloword.data.images.work`)."""
+    """Reads the header and checks the number of pixels and what else decoding takes (see `work.py`)."""
     if not image:
         raise BadSample("the picture has zero bytes")
     check_bytes(image)

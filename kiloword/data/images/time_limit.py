@@ -1,6 +1,6 @@
 """A limit on the processor time that decoding one sample may take: the net below the limits on work.
 
-What is known to take long is refused by its bytes (see `kiloword.data.images.work`). For the rest, a reader notes which row it
+What is known to take long is refused by its bytes (see `work.py`). For the rest, a reader notes which row it
 decodes and since when; who waits for its batch looks there, gives a late row up, and begins again without it.
 Processor time, unlike time, grows neither while a process is stopped nor while others have the cores.
 """

@@ -1,0 +1,1 @@
+"""Tars and tables at URLs: requests, cache, indexes, fetching ahead."""

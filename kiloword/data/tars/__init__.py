@@ -1,0 +1,1 @@
+"""Webdataset tars as map-style data sets: headers, indexes, catalogues, shards."""

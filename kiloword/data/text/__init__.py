@@ -1,0 +1,1 @@
+"""From captions to packed tokens: tokenizers, cleaning, choice of captions, augmentation."""

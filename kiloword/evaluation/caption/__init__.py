@@ -1,0 +1,1 @@
+"""The task `caption`: captions of a model against those that people wrote."""

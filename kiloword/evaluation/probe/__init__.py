@@ -1,0 +1,1 @@
+"""The task `probe`: linear probes on frozen features."""

@@ -1,0 +1,1 @@
+"""The task `reconstruction`: hidden patches reconstructed from right and wrong captions."""

@@ -1,0 +1,1 @@
+"""The task `retrieval`: both ways, many captions an image, in two stages where asked."""

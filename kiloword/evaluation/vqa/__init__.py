@@ -1,0 +1,1 @@
+"""The task `vqa`: visual question answering by the official metric."""
