@@ -137,7 +137,7 @@ class ImageDecoder(nn.Module):
     def forward(
         self, tokens: Tensor, masked: Tensor, text_tokens: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """Pixels of the masked patches: [N, m, 3 * patch^2], as `towers.image.unfold` orders them.
+        """Pixels of the masked patches: [N, m, 3 * patch^2], as `image.unfold` orders them.
 
         Args: tokens [N, E + P, W], or [N, E + P - m, W] where masked patches were dropped; masked [N, m] int64, their
         places, ascending; text_tokens packed [S, W'], text n for picture n.

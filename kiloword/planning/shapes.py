@@ -29,7 +29,7 @@ class Kernels:
 
     @staticmethod
     def of(precision: str, cuda: bool) -> Kernels:
-        """Those that training uses: `towers.attention`."""
+        """Those that training uses: `model/attention.py`."""
         half = precision == "bf16"
         return Kernels(8 if precision == "fp64" else 4, half, padded=not (cuda and half), plain=half and not cuda)
 
@@ -98,7 +98,7 @@ class Lengths:
         """As attention within texts sees them."""
         if not kernels.padded:
             return Sequences(self.tokens, self.tokens, self.squares)
-        rows = math.ceil(self.tokens / ROWS) * ROWS if kernels.plain else self.tokens  # `towers.text` rounds up there
+        rows = math.ceil(self.tokens / ROWS) * ROWS if kernels.plain else self.tokens  # `model/text.py` rounds up there
         full = self.texts * self.longest == self.tokens == rows
         return Sequences(rows, self.texts * self.longest, self.texts * self.longest**2, copied=not full)
 

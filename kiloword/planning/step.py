@@ -15,7 +15,7 @@ from kiloword.planning.towers import image_tower, text_tower
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import STACKED, groups
 
-ROUNDS = 5  # of Muon's Newton-Schulz iteration: the default of `optim.orthogonal`
+ROUNDS = 5  # of Muon's Newton-Schulz iteration: the default of `muon.orthogonal`
 
 
 def encoding(model: Model, load: Load) -> list[Work]:

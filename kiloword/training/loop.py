@@ -1,4 +1,4 @@
-"""The loop. A fork of it should cost one screen; what it calls is prepared in `prepare.py`."""
+"""The loop. A fork of it should cost one screen; what it calls is prepared in `setup.py`."""
 
 from __future__ import annotations
 

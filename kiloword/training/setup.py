@@ -68,7 +68,7 @@ class Run:
     device: torch.device
     step: int = 0  # steps done
     truncated: int = 0  # captions cut so far
-    skipped_steps: int = 0  # steps without an update, see `guard.Guard`
+    skipped_steps: int = 0  # steps without an update, see `bad_steps.Guard`
     skipped_in_a_row: int = 0
     since_row: SinceRow = field(default_factory=SinceRow)
     lock: Lock | None = None  # of rank 0

@@ -117,7 +117,7 @@ class Map:
 def load(root: Path, folder: Path, missing: list[Path] | None = None) -> Map:
     """The map of all main tests. Test files without an up-to-date map are put into `missing`, where it is given."""
     out = Map()
-    for test_file in sorted((root / "tests").glob("test_*.py")):
+    for test_file in sorted((root / "tests").rglob("test_*.py")):
         file = folder / f"{test_file.stem}.json"
         out.texts[f"tests/{test_file.name}"] = test_file.read_text()
         for part in sorted(folder.glob(f"{test_file.stem}.*json")):

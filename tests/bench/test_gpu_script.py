@@ -1,0 +1,152 @@
+"""`bench/gpu.sh`: its commands exist, it goes on where it stopped, it needs neither git nor a card to say so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_script", ROOT / "bench" / "gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_script"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def here(gpu: ModuleType, tmp_path: Path, **more: Any) -> Any:
+    """A place with data and finished models, so that parts name all of their runs."""
+    for name in ("flickr8k/train", "flickr8k/dev", "coco_hier/dev"):
+        (tmp_path / "data" / name).mkdir(parents=True, exist_ok=True)
+    for name in ("s16/model", "sycoca/sycoca-0-1/model", "sycoca/coca-0-1/model"):
+        (tmp_path / "out" / name).mkdir(parents=True, exist_ok=True)
+    return gpu.Here(tmp_path / "data", tmp_path / "out", tmp_path / "scratch", 4, True, **more)
+
+
+def test_commands_of_every_part_exist(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from kiloword.cli.main import main
+
+    place, names = here(gpu, tmp_path), set()
+    for part in gpu.PARTS.values():
+        for run in part(place):
+            names.add(run.name)
+            first, second, *words = run.command
+            if first.startswith("bench/"):
+                text = (ROOT / first).read_text()
+                assert all(f'"{word}"' in text for word in run.command if word.startswith("--")), run.command
+            elif second == "kiloword":
+                with pytest.raises(SystemExit):
+                    main([*words, "--no-such-flag"])
+                assert "Unrecognized options: --no-such-flag " in capsys.readouterr().err, words
+            elif second != "torch.distributed.run":
+                assert importlib.util.find_spec(second), run.command
+    assert len(names) > 40
+    assert {"step b32 1024", "first minute", "eval s16 retrieval"} <= names
+    assert sum(name.startswith("reconstruction") for name in names) == 1  # a coca paints nothing
+    assert sum(name.startswith("caption /") for name in names) == 2
+
+
+def test_steps_fit_ten_minutes(gpu: ModuleType, tmp_path: Path) -> None:
+    """Were each to take its limit, what is quoted first would still be made."""
+    runs = list(gpu.ten_minutes(here(gpu, tmp_path)))
+    assert sum(run.limit for run in runs[:5]) < 560
+    assert [run.name for run in runs[:2]] == ["device against CPU", "waits for the GPU"]
+
+
+def row(file: Path) -> dict[str, Any]:
+    last: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
+    return last
+
+
+def runs_of(gpu: ModuleType, *code: str, **more: Any) -> Any:
+    return (gpu.Run(f"run {n}", 60, ["-c", text], **more) for n, text in enumerate(code))
+
+
+def test_the_same_call_goes_on(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, code = tmp_path / "rows.jsonl", ("print('so far')\nprint('{\"a\": [1,\\n2]}')", "raise SystemExit('no card')")
+    assert not gpu.go(runs_of(gpu, *code), gpu.Results(file, "abc"), 100, tmp_path)
+    assert row(file)["error"] == "no card"
+    first = json.loads(file.read_text().splitlines()[0])
+    assert (first["run"], first["status"], first["result"], first["commit"]) == ("run 0", 0, {"a": [1, 2]}, "abc")
+    capsys.readouterr()
+    assert gpu.go(runs_of(gpu, code[0], "pass"), gpu.Results(file, "abc"), 100, tmp_path)
+    assert "done before: run 0" in capsys.readouterr().out
+    assert len(file.read_text().splitlines()) == 3  # what failed was made again, what succeeded was not
+    assert gpu.go(runs_of(gpu, code[0]), gpu.Results(file, "def"), 100, tmp_path)  # of other code, so again
+    assert row(file)["commit"] == "def"
+
+
+def test_experiments_are_called_again(gpu: ModuleType, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert gpu.go(runs_of(gpu, "pass", again=True), gpu.Results(tmp_path / "rows", None), 100, tmp_path)
+    assert len((tmp_path / "rows").read_text().splitlines()) == 2
+
+
+def test_what_cannot_be_run_is_skipped(gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = gpu.Results(tmp_path / "rows", None)
+    assert gpu.go(runs_of(gpu, "pass", needs=(tmp_path / "photos",)), results, 100, tmp_path)
+    assert f"skipped: run 0: there is no {tmp_path / 'photos'}; set --data" in capsys.readouterr().out
+    assert gpu.go(runs_of(gpu, "pass"), results, 9, tmp_path)
+    assert "the 9 seconds are used up; the same call goes on" in capsys.readouterr().out
+    assert not results.file.exists()
+
+
+def test_a_run_that_takes_too_long_is_stopped(gpu: ModuleType, tmp_path: Path) -> None:
+    made = gpu.make(gpu.Run("slow", 60, ["-c", "print('{}', flush=True); import time; time.sleep(60)"]), 5, tmp_path)
+    assert (made["status"], made["error"], made["result"]) == (124, "ran out of time", {})
+
+
+def test_rows_of_a_training_run(gpu: ModuleType, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    run = gpu.Run("train", 60, [], metrics=metrics)
+    assert gpu.result(run, "{}") is None
+    metrics.write_text('{"step": 1, "pairs_per_s": 5}\n{"step": 1, "val/accuracy": 1}\n')
+    assert gpu.result(run, "{}") == {"step": 1, "pairs_per_s": 5}
+
+
+def test_code_without_git(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu.commit_of(None) is None
+    assert gpu.commit_of("v1") == "v1"
+
+
+def test_without_a_card_nothing_fails(tmp_path: Path) -> None:
+    command = ["bash", f"{ROOT / 'bench' / 'gpu.sh'}", "steps", "--out", f"{tmp_path / 'out'}"]
+    settings = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "skipped: no GPU that torch can use\n"), done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ten_minutes_on_a_cpu(tmp_path: Path) -> None:
+    """In a copy without git, data beside it, or open_clip; a second call makes nothing again."""
+    for name in ("kiloword", "bench"):
+        shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    command = ["bash", "bench/gpu.sh", "ten-minutes", "--dry", "--out", f"{tmp_path / 'out'}"]
+    settings = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": ""}
+    done = subprocess.run(command, cwd=tmp_path / "copy", env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    file = tmp_path / "out" / "gpu-ten-minutes-dry.jsonl"
+    machine, *rows = map(json.loads, file.read_text().splitlines())
+    assert machine["commit"] is None
+    assert len(rows) == 8
+    assert all(row["status"] == 0 and row["result"] for row in rows)
+    again = subprocess.run(command, cwd=tmp_path / "copy", env=settings, capture_output=True, text=True)
+    assert again.stdout.count("done before: ") == 8
+    assert len(file.read_text().splitlines()) == 10  # the machine once more

@@ -1,0 +1,59 @@
+"""The lock files of `make`: complete, hashed, and of the pins in constraints.txt."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ("core", "torch", "torch-cpu", "checks", "audit")
+
+
+def entries(lock: str) -> dict[str, tuple[str, str]]:
+    """Normalised name to version and whole entry."""
+    text = (ROOT / "requirements" / f"{lock}.lock").read_text(encoding="utf-8")
+    found = re.split(r"\n(?=[^\s#])", text.split("\n", 1)[1].strip())
+    pins = [re.match(r"([\w.-]+)==([^\s;]+)", entry) for entry in found]
+    return {normal(pin[1]): (pin[2], entry) for pin, entry in zip(pins, found, strict=True) if pin}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_locked_package_has_a_sha256(lock: str) -> None:
+    for name, (_, entry) in entries(lock).items():
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry), name
+
+
+def test_locks_hold_the_pins_of_the_constraints() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {normal(name): version for name, _, version in (s.partition("==") for s in lines if not s.startswith("#"))}
+    locked = entries("torch") | entries("checks") | entries("core")
+    shared = pins.keys() & locked.keys()
+    assert len(shared) > 60
+    assert {n: locked[n][0] for n in shared} == {n: pins[n] for n in shared}, "constraints.txt has changed: make lock"
+    assert entries("torch-cpu")["torch"][0] == f"{pins['torch']}+cpu"
+
+
+def test_locks_hold_what_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = [
+        *project["dependencies"],
+        *(d for e in ("dev", "openclip", "fast", "log") for d in project["optional-dependencies"][e]),
+    ]
+    locked = entries("core") | entries("torch") | entries("checks")
+    assert {normal(re.match(r"[\w.-]+", line)[0]) for line in asked} <= locked.keys()  # type: ignore[index]
+
+
+def test_make_installs_nothing_without_a_hash() -> None:
+    """Every installation by the Makefile names a lock file and checks hashes, but that of the project itself."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    assert re.search(r"^LOCKED := \$\(PIP\) --require-hashes ", text, re.M)
+    calls = [line.strip() for line in text.splitlines() if re.match(r"\s*@?\S*(\$\(PIP\)|python -m pip install)", line)]
+    assert [call for call in calls if "--require-hashes" not in call] == ["@$(PIP) --editable ."]
+    assert len(calls) == 2

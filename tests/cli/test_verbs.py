@@ -1,0 +1,233 @@
+"""The command line hands each word on: every flag of a verb arrives where it is used, under its own name."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.cli import main as cli
+from kiloword.cli.main import main
+from kiloword.distributed import heartbeat, launch
+from kiloword.evaluation.caption.options import CaptionOptions
+from kiloword.evaluation.probe.options import ProbeOptions
+from kiloword.evaluation.vqa.options import VqaOptions
+from kiloword.evaluation.zeroshot.options import PromptOptions
+from kiloword.generation.options import GenerationOptions
+from kiloword.mining.options import Options as MineOptions
+
+OUT = Path("o")
+Words = tuple[str, str, dict[str, Any]]
+"""A command line, what it calls, and arguments that must arrive there."""
+
+SHORTEST: list[Words] = [
+    ("quickstart", "kiloword.quickstart.run:run", {"out": Path("quickstart"), "steps": None, "seed": 0}),
+    (
+        "eval m zeroshot --data d",
+        "kiloword.evaluation.command:main",
+        {"models": ["m"], "task": "zeroshot", "data": "d", "json": None, "html": None, "device": "auto"}
+        | {"trust": NONE, "batch": 256, "workers": "auto", "precision": "auto"}
+        | dict.fromkeys(("shortlist", "of", "samples", "prompts", "train", "val", "cache", "probe", "generate", "vqa")),
+    ),
+    (
+        "embed m --data d --out o",
+        "kiloword.features.extract:main",
+        {"model": "m", "data": ("d",), "out": OUT, "name": "teacher", "extra_captions": (), "batch": 64}
+        | {"workers": "auto", "device": "auto", "precision": "fp32", "dtype": "fp16", "trust": NONE},
+    ),
+    (
+        "caption m --data d --out o",
+        "kiloword.generation.command:main",
+        {"model": "m", "data": ("d",), "out": OUT, "options": GenerationOptions(), "batch": 16, "workers": "auto"}
+        | {"device": "auto", "precision": "auto", "trust": Trust()},
+    ),
+    ("mine d --side s --out o", "kiloword.mining:main", {"sources": ("d",), "options": MineOptions()}),
+    ("data stats d", "kiloword.data.inspect:main", {"what": "stats", "src": "d", "png": None, "digest": False}),
+    ("verify clip", "kiloword.verify.suite:main", {"method": "clip", "ranks": (1, 2, 4)}),
+    (
+        "watch r",
+        "kiloword.watch.command:main",
+        {"paths": (Path("r"),), "once": False, "every": 2.0, "smooth": 0.0, "curves": (), "tensorboard": None},
+    ),
+    ("methods", "kiloword.cli.describe:methods_table", {}),
+    ("sizes", "kiloword.cli.describe:sizes_table", {}),
+    ("doctor", "kiloword.cli.describe:doctor_table", {}),
+]
+EVERY_FLAG: list[Words] = [
+    (
+        "quickstart --out o --steps 7 --seed 3",
+        "kiloword.quickstart.run:run",
+        {"out": OUT, "steps": 7, "seed": 3},
+    ),
+    (
+        "eval m retrieval --data d --with a b --shortlist 5 --json j --html h --batch 3 --workers 2 --device cuda:1 "
+        "--precision bf16 --method clip --trust-code --of vec --samples 9 --includes h --prompts filter "
+        "--prompts.coeff 2 --train t --val v --cache c --probe.shots 4 --generate.beams 7 --judge.limit 8 "
+        "--vqa.beams 2",
+        "kiloword.evaluation.command:main",
+        {"models": ["m", "a", "b"], "task": "retrieval", "data": "d", "json": Path("j"), "html": Path("h")}
+        | {
+            "shortlist": 5,
+            "batch": 3,
+            "workers": 2,
+            "device": "cuda:1",
+            "precision": "bf16",
+            "trust": Trust(method="clip", trust_code=True),
+            "of": "vec",
+        }
+        | {"samples": 9, "includes": "h", "prompts": "filter", "prompt_options": PromptOptions(coeff=2)}
+        | {"train": "t", "val": "v", "cache": Path("c"), "probe": ProbeOptions(shots=4)}
+        | {"generate": GenerationOptions(beams=7), "judge": CaptionOptions(limit=8), "vqa": VqaOptions(beams=2)},
+    ),
+    (
+        "embed m --data d e --out o --name n --extra-captions x --batch 3 --workers 2 --device cpu --precision bf16 "
+        "--dtype fp32 --method clip --trust-code",
+        "kiloword.features.extract:main",
+        {"data": ("d", "e"), "name": "n", "extra_captions": ("x",), "batch": 3, "workers": 2, "device": "cpu"}
+        | {"precision": "bf16", "dtype": "fp32", "trust": Trust(method="clip", trust_code=True)},
+    ),
+    (
+        "caption m --data d e --out o --num 2 --beams 4 --batch 3 --workers 2 --device cpu --precision bf16 "
+        "--model-method coca --trust-code",
+        "kiloword.generation.command:main",
+        {"data": ("d", "e"), "options": GenerationOptions(num=2, beams=4), "batch": 3, "workers": 2, "device": "cpu"}
+        | {"precision": "bf16", "trust": Trust(method="coca", trust_code=True)},
+    ),
+    (
+        "mine d e --side s --out o --p1 0.5 --gallery 2",
+        "kiloword.mining:main",
+        {"sources": ("d", "e"), "side": Path("s"), "out": OUT, "options": MineOptions(p1=0.5, gallery=2)},
+    ),
+    ("data index d --digest", "kiloword.data.inspect:main", {"what": "index", "src": "d", "digest": True}),
+    ("data stats d --png p", "kiloword.data.inspect:main", {"png": Path("p")}),
+    ("verify siglip --ranks 1 3", "kiloword.verify.suite:main", {"method": "siglip", "ranks": (1, 3)}),
+    (
+        "watch r s --once --every 5 --smooth 0.5 --curves loss val/ --tensorboard t",
+        "kiloword.watch.command:main",
+        {"paths": (Path("r"), Path("s")), "once": True, "every": 5.0, "smooth": 0.5, "curves": ("loss", "val/")}
+        | {"tensorboard": Path("t")},
+    ),
+    (
+        "import open_clip ViT w.pt --out o",
+        "kiloword.interop.open_clip:main",
+        {"name": "ViT", "path": Path("w.pt"), "out": OUT},
+    ),
+    ("import prolip w --out o", "kiloword.interop.prolip:main", {"path": Path("w"), "out": OUT}),
+    ("train clip --data d", "kiloword.cli.train:main", {"argv": ["clip", "--data", "d"]}),
+    ("plan clip --gpus 8", "kiloword.planning.command:main", {"argv": ["clip", "--gpus", "8"]}),
+]
+
+
+@pytest.mark.parametrize(("words", "called", "arguments"), SHORTEST + EVERY_FLAG)
+def test_words_arrive(words: str, called: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, name = called.partition(":")
+    calls: list[dict[str, Any]] = []
+    place = import_module(module)
+    parameters = inspect.signature(getattr(place, name))
+
+    def note(*args: Any, **named: Any) -> None:
+        bound = parameters.bind(*args, **named).arguments
+        calls.append({**bound, **bound.pop("options", {})} if name == "main" and "task" in bound else dict(bound))
+
+    monkeypatch.setattr(place, name, note)
+    main(words.split())
+    (found,) = calls
+    assert {key: found.get(key) for key in arguments} == arguments
+
+
+@pytest.mark.parametrize("words", ["import open_clip w.pt", "import prolip ViT w.pt", "import prolip"])
+def test_import_wants_what_the_format_needs(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*words.split(), "--out", "o"])
+    assert end.value.code == 2
+    expected = "NAME PATH" if "open_clip" in words else "PATH"
+    if words != "import prolip":  # what the parser refuses itself
+        assert f"expected import {words.split()[1]} {expected}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("bad", "code"), [(0, None), (3, 1)])
+def test_data_that_is_damaged_fails(bad: int, code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kiloword.data.inspect.main", lambda *args: bad)
+    if code is None:
+        main(["data", "check", "d"])
+        return
+    with pytest.raises(SystemExit) as end:
+        main(["data", "check", "d"])
+    assert end.value.code == code
+
+
+class _Quiet(ValueError):
+    """As an error that another rank prints."""
+
+    quiet, code = True, 3
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [
+        (KeyboardInterrupt(), 130, "kiloword: interrupted.\n"),
+        (ValueError("No such thing."), 2, "kiloword: No such thing.\n"),
+        (_Quiet("Elsewhere."), 3, ""),
+    ],
+)
+def test_how_a_command_ends(
+    error: BaseException, code: int, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("kiloword.cli.describe.sizes_table", fail)
+    with pytest.raises(SystemExit) as end:
+        main(["sizes"])
+    assert end.value.code == code
+    assert capsys.readouterr().err == shown
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What no user can mend is no message with exit code 2: it goes through `main`, and Python prints it whole."""
+
+    def buggy() -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("kiloword.cli.describe.sizes_table", buggy)
+    with pytest.raises(KeyError, match="a bug") as error:
+        main(["sizes"])
+    assert any(place.name == "buggy" for place in error.traceback)
+    assert capsys.readouterr().err == ""
+
+
+def test_only_several_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process asks for no other; of two, each runs inside `heartbeat.met`."""
+    met: list[str] = []
+
+    class Met:
+        def __enter__(self) -> None:
+            met.append("in")
+
+        def __exit__(self, *args: object) -> None:
+            met.append("out")
+
+    monkeypatch.setattr(heartbeat, "met", Met)
+    monkeypatch.setattr("kiloword.cli.describe.sizes_table", lambda: met.append("runs"))
+    for ranks, order in ((1, ["runs"]), (2, ["in", "runs", "out"])):
+        met.clear()
+        monkeypatch.setattr(launch, "adopt", lambda ranks=ranks: ranks)
+        cli.main(["sizes"])
+        assert met == order
+
+
+def test_an_argument_of_several_words_is_checked_for_empty_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names the flag that got nothing; a text alone may be empty."""
+    for words, flag in (
+        (["embed", "m", "--data", ""], "--data"),
+        (["embed", "m", "--out="], "--out"),
+        ([""], "kiloword"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 2
+        assert f"kiloword: {flag} got an empty value" in capsys.readouterr().err

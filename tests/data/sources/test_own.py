@@ -1,0 +1,126 @@
+"""Training from Python on one's own map-style data set, as the README shows it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import kiloword
+from kiloword.checkpoint.model_folder import read_model_file
+from kiloword.config import recipes
+from kiloword.data.sources.own import Own
+from kiloword.training.log import read_metrics
+from kiloword.training.loop import train
+from kiloword.types import BadSample
+from tars import encode, noise
+
+WORDS = ["red", "green", "blue", "grey", "dark", "pale", "warm", "cold"]
+
+
+class Photos:
+    """What a user writes: picture i and its captions."""
+
+    def __init__(self, kind: str = "pillow", count: int = 24, folder: Path | None = None) -> None:
+        self.kind, self.count, self.folder = kind, count, folder
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> tuple[Any, str | list[str]]:
+        pixels = noise(40, 50, i)
+        captions = [f"a {WORDS[i % 8]} thing", f"something {WORDS[i // 8]}"]
+        if self.kind == "pillow":
+            return Image.fromarray(pixels), captions
+        if self.kind == "array":
+            return pixels, captions[0]
+        raw = encode(pixels)
+        if self.kind == "bytes":
+            return raw, captions
+        assert self.folder is not None
+        path = self.folder / f"{i}.png"
+        path.write_bytes(raw)
+        return (path if self.kind == "path" else str(path)), captions
+
+
+def test_ten_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    code = re.search(r"```python\n(# Train on your own data set.*?)```", readme, re.DOTALL)
+    assert code, "the README has lost its example"
+    assert len([line for line in code[1].splitlines() if line.strip()]) <= 10
+    monkeypatch.chdir(tmp_path)
+    short = code[1].replace("steps=2000", "steps=3").replace('"tiny"', '"debug"').replace("batch=128", "batch=8")
+    assert short.count("steps=3") == short.count('"debug"') == short.count("batch=8") == 1
+    exec(short, {"dataset": Photos()})
+    model = kiloword.load(tmp_path / "runs" / "mine" / "model")
+    assert model.score([Photos()[0][0]], ["a red thing"]).shape == (1, 1)
+    file = read_model_file(tmp_path / "runs" / "mine" / "model")
+    assert (file.steps, file.data) == (3, "own")
+
+
+@pytest.mark.parametrize("kind", ["pillow", "array", "bytes", "path", "string"])
+def test_every_kind_of_picture(kind: str, tmp_path: Path) -> None:
+    source = Own(Photos(kind, folder=tmp_path))
+    record = source.record(3)
+    pixels = record.image if isinstance(record.image, np.ndarray) else noise(40, 50, 3)
+    assert (pixels == noise(40, 50, 3)).all()
+    assert isinstance(record.image, bytes) == (kind in ("bytes", "path", "string"))
+    assert record.captions[0] == "a grey thing" == source.captions(3)[0]
+
+
+def test_grey_arrays_become_rgb() -> None:
+    grey = Own([(np.full((4, 5), 7, np.uint8), "grey")]).record(0).image
+    assert isinstance(grey, np.ndarray)
+    assert grey.shape == (4, 5, 3)
+
+
+def test_fingerprint_follows_the_data() -> None:
+    assert Own(Photos()).fingerprint == Own(Photos()).fingerprint
+    assert len({Own(Photos(kind, n)).fingerprint for kind, n in (("pillow", 24), ("pillow", 23), ("array", 24))}) == 3
+    assert Own(Photos(), fingerprint="v2").fingerprint == "v2"
+
+
+class Holes(Photos):
+    """Rows 3 and 23 cannot be read, row 5 has no caption; the first and the last are in the fingerprint."""
+
+    def __getitem__(self, i: int) -> tuple[Any, str | list[str]]:
+        if i in (3, 23):
+            raise KeyError("lost")
+        picture, captions = super().__getitem__(i)
+        return picture, None if i == 5 else captions  # type: ignore[return-value]
+
+
+def test_rows_that_raise_are_bad_samples(tmp_path: Path) -> None:
+    """While the tokenizer is trained, and in the fingerprint, too."""
+    run = recipes.default("siglip", "debug", data=("own",))
+    run = replace(run, steps=3, batch=8, data=replace(run.data, bad_share=0.2))
+    train(run, tmp_path, source=Own(Holes()))
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped"] == 3
+
+
+def test_bad_samples_have_a_reason(tmp_path: Path) -> None:
+    source = Own([(tmp_path / "none.png", "x"), (noise(4, 4), "")])
+    with pytest.raises(BadSample, match="No such file"):
+        source.record(0)
+    with pytest.raises(BadSample, match="no caption"):
+        source.record(1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "says"),
+    [
+        ([], "is empty"),
+        ([{"image": 1}], "is a dict: expected a pair"),
+        ([(noise(4, 4), "x", 3)], "is a tuple of 3"),
+        ([(None, "x")], "is a NoneType: expected a Pillow picture"),
+        ([(noise(4, 4), 7)], "captions of sample 0 .* are a int"),
+    ],
+)
+def test_another_form_is_refused(dataset: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Own(dataset)

@@ -1,0 +1,284 @@
+"""Ranks that share evaluation, embed, caption and mine: the numbers and files of one process, from any number."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corpora import LOW, random_corpus
+from kiloword.api import Matcher
+from kiloword.checkpoint.model_folder import save_model
+from kiloword.config.recipes import ModelFile, default
+from kiloword.data.sources.open import open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed import collectives
+from kiloword.distributed import sharing as sharing_of
+from kiloword.distributed.sharing import gathered, in_turns, is_first, part_by_part, share, sharing, sums
+from kiloword.evaluation import evaluate
+from kiloword.evaluation.caption.options import CaptionOptions
+from kiloword.evaluation.features import encode_texts
+from kiloword.evaluation.probe.options import ProbeOptions
+from kiloword.features.extract import Report, _embed, _file
+from kiloword.features.store import SideTable
+from kiloword.features.teachers import Ours as Teacher
+from kiloword.generation import Captioner, GenerationOptions, command
+from kiloword.interop.captioners import Ours as Describer
+from kiloword.methods.registry import preset
+from kiloword.mining.pairs import search
+from kiloword.model.model import build
+from kiloword.types import BadSample, Record, Skipped
+from kiloword.verify.suite import over_ranks
+from threads import over_threads
+
+SHORT = GenerationOptions(method="greedy", longest=6)
+TASKS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # by name: method, task, data, options
+    "retrieval": ("prolip", "retrieval", "scenes:test?n=22&captions=2", {"chunk": 10}),
+    "shortlist": ("llip", "retrieval", "scenes:test?n=22", {"shortlist": 4}),
+    "zeroshot": ("clip", "zeroshot", "scenes:test?n=22&task=colour", {}),
+    "filter": ("prolip", "zeroshot", "scenes:test?n=22&task=colour", {"prompts": "bprw"}),
+    "hierarchy": ("prolip", "hierarchy", "scenes:test?n=22", {}),
+    "uncertainty": ("prolip", "uncertainty", "scenes:test?n=22&levels=1,2,3", {"chunk": 10}),
+    "spectrum": ("clip", "spectrum", "scenes:test?n=22", {"samples": 20}),
+    "reconstruction": ("sycoca", "reconstruction", "scenes:test?n=22", {}),
+    "caption": ("sycoca", "caption", "scenes:test?n=22", {"generate": SHORT, "judge": CaptionOptions(meteor=False)}),
+    "probe": (
+        "clip",
+        "probe",
+        "scenes:test?n=22&task=colour",
+        {"train": "scenes:train?n=40&task=colour", "probe": ProbeOptions(weight_decay=0.01)},
+    ),
+    "vqa": ("vqa", "vqa", "scenes:test?n=22&task=vqa", {"train": "scenes:train?n=40&task=vqa"}),
+}
+FIRST_ALONE = ("caption", "probe")
+
+
+@cache
+def matcher(method: str) -> Matcher:
+    tokenizer = Tokenizer.train(["a red circle above a blue square", "what colour is it"] * 3, 290)
+    config = default(method, "debug").model
+    config = replace(config, text=replace(config.text, vocab=tokenizer.vocab))
+    slots = preset(method)
+    return Matcher(build(config, slots, 0), tokenizer, slots)
+
+
+def judged(name: str) -> tuple[dict[str, float], list[Skipped]]:
+    """Batches of 5: the last is shorter, and of 2 or 3 ranks not all have one in the last round."""
+    method, task, data, options = TASKS[name]
+    skipped: list[Skipped] = []
+    source: Any = open_source(data, 32)
+    return evaluate(matcher(method), task, source, skipped=skipped, batch=5, **options), skipped
+
+
+class Holes:
+    """Scenes of which a whole batch cannot be read, and one has no caption."""
+
+    def __init__(self, rows: int = 13) -> None:
+        self.inner = open_source(f"scenes:test?n={rows}", 32)
+        self.name, self.fingerprint = "holes", "holes"
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def record(self, row: int) -> Record:
+        if row in (0, 1, 2, 3, 4, 11):
+            raise BadSample(f"row {row} is broken")
+        found = self.inner.record(row)
+        return replace(found, captions=[]) if row == 8 else found
+
+
+def counted(rows: int) -> tuple[dict[str, float], list[str], list[int]]:
+    """In lockstep every rank calls the towers as often as the others, with at least one row, however few rows."""
+    model = matcher("siglip")
+    calls: list[int] = []
+    for name in ("encode_image", "encode_text"):
+        tower: Callable[..., Any] = getattr(type(model.model), name)
+
+        def call(x: Any, *, tower: Callable[..., Any] = tower, **more: Any) -> Any:
+            calls.append(len(x))
+            return tower(model.model, x, **more)
+
+        setattr(model.model, name, call)
+    skipped: list[Skipped] = []
+    found = evaluate(model, "retrieval", Holes(rows), skipped=skipped, batch=5)
+    for name in ("encode_image", "encode_text"):
+        delattr(model.model, name)
+    return found, [f"{one.row} {one.key} {one.reason}" for one in skipped], calls
+
+
+def helpers() -> None:
+    rank, ranks = share()
+    assert list(in_turns(range(7), lambda n: n * n)) == [n * n for n in range(7)]
+    assert gathered(rank) == list(range(ranks))
+    assert [x.tolist() for x in sums(torch.tensor([[1, 2]]), torch.tensor([3]))] == [[[ranks, 2 * ranks]], [3 * ranks]]
+    parts = [range(7), range(9, 10), range(20, 24)]
+    made = list(part_by_part(parts, 3, lambda batches: (list(rows) for rows in batches)))
+    assert made == ([[], [], []] if rank else [[[0, 1, 2], [3, 4, 5], [6]], [[9]], [[20, 21, 22], [23]]])
+
+
+def _all(names: tuple[str, ...], folder: str) -> None:
+    with sharing():
+        helpers()
+        found: dict[str, Any] = {name: judged(name) for name in names}
+        found["texts"] = encode_texts(matcher("clip").model, matcher("clip").tokenizer, ["a", "a red b", "c"], 2)
+    with sharing(lockstep=True):
+        found |= {f"holes {rows}": counted(rows) for rows in (13, 6)}
+    assert share() == (0, 1)
+    Path(folder, f"{collectives.rank()}.pickle").write_bytes(pickle.dumps(found))
+    _write_together(Path(folder, "files"))
+
+
+def check(ranks: int, names: tuple[str, ...], folder: Path) -> None:
+    over_ranks(ranks, _all, names, str(folder))
+    every = [pickle.loads((folder / f"{r}.pickle").read_bytes()) for r in range(ranks)]
+    for rank, found in enumerate(every):
+        for name in names:
+            if rank == 0 or name not in FIRST_ALONE:
+                assert found[name] == judged(name), name
+        texts = encode_texts(matcher("clip").model, matcher("clip").tokenizer, ["a", "a red b", "c"], 2)
+        assert all(torch.equal(found["texts"][k], texts[k]) for k in texts)
+        for rows in (13, 6):
+            metrics, skipped, calls = found[f"holes {rows}"]
+            alone = counted(rows)
+            assert (metrics, skipped) == alone[:2]
+            assert len(calls) == len(every[0][f"holes {rows}"][2])
+            assert min(calls) > 0
+
+
+class Repeats(Holes):
+    """Rows 5 and 9 come again, in another batch and in other parts."""
+
+    def record(self, row: int) -> Record:
+        return super().record({7: 5, 10: 9, 12: 5}.get(row, row))
+
+
+def write_files(folder: Path) -> None:
+    """A side table and a table of captions in parts of 6 rows, batches of 2."""
+    model = matcher("coca")
+    teacher, describer = (
+        Teacher(model.model, model.tokenizer, "t"),
+        Describer(Captioner(model.model, model.tokenizer), "d"),
+    )
+    source: Any = Repeats()
+    file = _file(teacher, source, "t", "teacher", "fp32", "fp32", part=6)
+    _embed(teacher, source, folder / "side", file, 2, 0, Report(None))
+    told = command._file(describer, source, SHORT, "d", "fp32", part=6)
+    command._write(describer, source, folder / "captions.parquet", told, 2, 0, Report(None))
+
+
+def _write_together(folder: Path) -> None:
+    with sharing():
+        write_files(folder)
+        found = search(random_corpus(0, n=23), LOW, most=4, chunk=3, truth=lambda c: some_truth(c, 23))
+        if is_first():
+            (folder / "mined.pickle").write_bytes(pickle.dumps(found))
+
+
+def some_truth(columns: slice, n: int) -> torch.Tensor:
+    return (torch.arange(columns.start, columns.stop)[:, None] * 7 + torch.arange(n)) % 5 == 0
+
+
+def same_files(a: Path, b: Path) -> None:
+    names = [p.relative_to(a) for p in sorted(a.rglob("*")) if p.is_file()]
+    assert names == [p.relative_to(b) for p in sorted(b.rglob("*")) if p.is_file() and p.suffix != ".pickle"]
+    assert len(names) == 6  # three parts, what they are of, the index, the captions
+    for name in names:
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+def check_files(folder: Path) -> None:
+    write_files(folder / "one")
+    assert len(SideTable(folder / "one" / "side")) == 4
+    same_files(folder / "one", folder / "files")
+    found = pickle.loads((folder / "files" / "mined.pickle").read_bytes())
+    alone = search(random_corpus(0, n=23), LOW, most=4, chunk=3, truth=lambda c: some_truth(c, 23))
+    assert alone.mined.whole > 0
+    same_found(alone, found)
+
+
+def same_found(alone: Any, found: Any) -> None:
+    """What a search found, every number and table of it."""
+    for name, value in vars(alone).items():
+        theirs = getattr(found, name)
+        if name == "scores":
+            assert all(torch.equal(value[k], theirs[k]) for k in value)
+        else:
+            assert torch.equal(value, theirs) if isinstance(value, torch.Tensor) else value == theirs, name
+
+
+def test_two_ranks_find_and_write_what_one_process_does(tmp_path: Path) -> None:
+    """Keys that repeat and rows that cannot be read fall to different ranks."""
+    check(2, ("retrieval",), tmp_path)
+    check_files(tmp_path)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_three_threads_find_what_one_process_does(lockstep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches in turns, of which a whole one cannot be read, and blocks of queries."""
+    names = ("shortlist", "spectrum")
+    alone = [judged(name) for name in names]
+    skipped: list[Skipped] = []
+    holes = evaluate(matcher("siglip"), "retrieval", Holes(), skipped=skipped, batch=5)
+
+    def work() -> tuple[list[Any], dict[str, float], list[Skipped]]:
+        bad: list[Skipped] = []
+        found = evaluate(matcher("siglip"), "retrieval", Holes(), skipped=bad, batch=5)
+        return [judged(name) for name in names], found, bad
+
+    monkeypatch.setattr(sharing_of, "_mode", sharing_of._Mode(on=True, lockstep=lockstep))
+    for found in over_threads(3, work):
+        assert found == (alone, holes, skipped)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_three_threads_mine_what_one_process_does(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> Any:
+        return search(
+            random_corpus(0, n=23), LOW, most=4, chunk=3, truth=(lambda c: some_truth(c, 23)) if known else None
+        )
+
+    alone = work()
+    assert alone.mined.whole > 0
+    monkeypatch.setattr(sharing_of, "_mode", sharing_of._Mode(on=True))
+    same_found(alone, over_threads(3, work)[0])
+
+
+@pytest.mark.slow
+def test_every_task_over_three_ranks(tmp_path: Path) -> None:
+    check(3, tuple(TASKS), tmp_path)
+
+
+@pytest.mark.slow
+def test_commands_over_ranks(tmp_path: Path) -> None:
+    """The first rank alone speaks; a table that one process began is finished by three; one sentence ends all."""
+    write_files(tmp_path / "one")
+    (tmp_path / "one" / "side" / "part-00001.arrow").unlink()
+    over_ranks(3, _write_together, tmp_path / "one")
+    write_files(tmp_path / "whole")
+    same_files(tmp_path / "whole", tmp_path / "one")
+    model, data = tmp_path / "model", "scenes:test?n=22"
+    save_model(model, matcher("coca").model, matcher("coca").tokenizer, ModelFile(
+        method="coca", settings={}, model=matcher("coca").model.config
+    ))  # fmt: skip
+    words = ["eval", str(model), "retrieval", "--data", data, "--batch", "4"]
+    one, two = torchrun(1, *words), torchrun(2, *words)
+    assert one.returncode == two.returncode == 0, two.stderr[-3000:]
+    assert one.stdout == two.stdout
+    failed = torchrun(2, "eval", str(tmp_path / "none"), "retrieval", "--data", data)
+    assert failed.returncode != 0
+    assert failed.stderr.count("kiloword: ") == 1
+    assert "expected a model folder" in failed.stderr
+
+
+def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command_ = [sys.executable, *run, "-m", "kiloword", *words]
+    return subprocess.run(command_, capture_output=True, text=True, timeout=300)

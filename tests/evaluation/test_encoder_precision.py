@@ -1,0 +1,237 @@
+"""Precision of encoders and loader processes where a model is used: `eval`, `score`, `embed` and `caption`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from folders import model_folder
+from kiloword.api import load
+from kiloword.cli.main import main
+from kiloword.config import by_device
+from kiloword.config.recipes import sizes
+from kiloword.evaluation.probe import data as probe_data
+from kiloword.generation import decoding
+from kiloword.generation.captioner import Captioner
+from kiloword.model.model import Model
+from kiloword.types import Texts
+from tests.pretended import pretended
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SCENES = "scenes:test?n=12"
+TEXTS = ["a red circle", "two blue squares and a star"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: str(model_folder(root / name, name)) for name in ("clip", "llip", "prolip", "sycoca")}
+
+
+def images(n: int = 3) -> Tensor:
+    return torch.randint(0, 256, (n, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def kinds(*parts: nn.Module) -> Iterator[set[torch.dtype]]:
+    """Types of what the linear layers of modules put out."""
+    seen: set[torch.dtype] = set()
+    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, nn.Linear)]
+    handles = [layer.register_forward_hook(lambda _, given, out: seen.add(out.dtype)) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def run(*words: object) -> None:
+    main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("method", ["clip", "llip", "prolip", "sycoca"])
+def test_encoders_compute_in_bf16_and_features_and_scores_are_fp32(folders: dict[str, str], method: str) -> None:
+    plain, half = load(folders[method]), load(folders[method], precision="bf16")
+    with kinds(half.model.image_tower) as seeing, kinds(half.model.text_tower) as reading:
+        found = [half.encode_image(images()), half.encode_text(TEXTS)]
+    assert seeing == reading == {BF16}
+    expected = [plain.encode_image(images()), plain.encode_text(TEXTS)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert {name: value.dtype for name, value in ours.items()} == dict.fromkeys(theirs, FP32)
+        assert float(1 - torch.cosine_similarity(ours["vec"], theirs["vec"]).min()) < 1e-2
+        assert not torch.equal(ours["vec"], theirs["vec"])
+    assert torch.equal(half.score(*found), plain.score(*found))
+    assert torch.equal(half.classify(found[0], ["cat"]), plain.classify(found[0], ["cat"]))
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32"])
+def test_on_a_cpu_nothing_changes(folders: dict[str, str], precision: str) -> None:
+    plain, chosen = load(folders["llip"]), load(folders["llip"], precision=precision, size=64)
+    assert chosen.model.precision == "fp32"
+    chosen = load(folders["llip"], precision=precision)
+    assert torch.equal(chosen.score(images(), TEXTS), plain.score(images(), TEXTS))
+    assert load(folders["llip"], precision="bf16", size=64).model.precision == "bf16"
+
+
+def test_captions_are_written_by_bf16_decoders_from_fp32_logits(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits: list[torch.dtype] = []
+    real = decoding.next_logits
+    monkeypatch.setattr(decoding, "next_logits", lambda *of: logits.append((made := real(*of)).dtype) or made)  # type: ignore[func-returns-value]
+    for cache in (True, False):
+        half = load(folders["sycoca"], precision="bf16")
+        captioner = Captioner(half.model, half.tokenizer, cache)
+        with kinds(half.model.image_tower, half.model.text_tower, half.model.more["text_decoder"]) as computing:
+            found = captioner.caption(images())
+        assert computing == {BF16}
+        assert set(logits) == {FP32}
+        for ours, theirs in zip(found, load(folders["sycoca"]).caption(images()), strict=True):
+            assert ours[0].score == pytest.approx(theirs[0].score, rel=0.05)
+
+
+def test_precision_on_a_pretended_device() -> None:
+    from kiloword.methods.registry import preset
+    from kiloword.model.model import build
+    from tests.pretended import placed
+
+    model = build(sizes()["debug"], preset("llip"), bare=True)
+    with pretended():
+        placed(model)
+        model.precision = "bf16"
+        texts = Texts(
+            torch.zeros(7, dtype=torch.int64, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda"), 4
+        )
+        pixels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8, device="cuda")
+        with kinds(model.image_tower, model.text_tower) as computing, torch.no_grad():
+            tokens, seen = model.encode_image(pixels)
+            words, read = model.encode_text(texts)
+            scores = model.score(seen, read)
+    assert computing == {BF16}
+    made = [tokens, words, scores, *seen.values(), *read.values()]
+    assert {(x.device.type, x.dtype) for x in made} == {("cuda", FP32)}
+
+
+def test_auto_is_bf16_for_large_models_on_cuda() -> None:
+    def chosen(device: str) -> set[str]:
+        return {name for name, c in sizes().items() if by_device.encoder_precision("auto", c, device) == "bf16"}
+
+    assert chosen("cpu") == set()
+    assert chosen("cuda:1") == set(sizes()) - {"debug", "tiny"}
+    tiny = sizes()["tiny"]
+    wide = replace(tiny, text=replace(tiny.text, width=512))
+    assert by_device.encoder_precision("auto", wide, "cuda") == "bf16"
+    assert by_device.encoder_precision("fp32", wide, "cuda") == "fp32"
+    assert by_device.encoder_precision("bf16", tiny, "cpu") == "bf16"
+
+
+def test_another_precision_is_refused(folders: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"^precision is 'fp16': expected auto, fp32 or bf16\.$"):
+        load(folders["clip"], precision="fp16")
+    for words in (["eval", "m", "retrieval", "--data", "d"], ["score", "m", "--images", "a", "--texts", "b"]):
+        with pytest.raises(SystemExit) as end:
+            run(*words, "--precision", "fp16")
+        assert end.value.code == 2
+        assert "invalid choice 'fp16' for argument '--precision'" in capsys.readouterr().err
+
+
+def test_a_line_on_cuda_says_what_was_chosen_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(by_device, "cores", lambda: 16)
+    b32, tiny = sizes()["b32"], sizes()["tiny"]
+    by_device.announce("cpu", "fp32", "any", 0)
+    by_device.announce("cuda", "bf16", by_device.reason_of("auto", b32), 14)
+    by_device.announce("cuda:1", "fp32", by_device.reason_of("auto", tiny))
+    by_device.announce("cuda", "fp32", by_device.reason_of("fp32", b32), 2)
+    monkeypatch.setattr(by_device, "is_first", lambda: False)
+    by_device.announce("cuda", "fp32", "any")
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.splitlines() == [
+        "cuda: precision bf16 (the model is larger than size tiny), 14 workers of 16 cores; set --precision, --workers",
+        "cuda:1: precision fp32 (the model is not larger than size tiny); set --precision",
+        "cuda: precision fp32 (as given), 2 workers of 16 cores; set --precision, --workers",
+    ]
+
+
+def test_eval_and_score_take_a_precision(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    real = Model.computing
+    monkeypatch.setattr(Model, "computing", lambda model: seen.append(model.precision) or real(model))  # type: ignore[func-returns-value]
+    Image.new("RGB", (40, 30), (60, 10, 99)).save(tmp_path / "a.png")
+    found = {}
+    for precision in ("fp32", "auto", "bf16"):
+        out, flags = tmp_path / f"{precision}.json", ("--precision", precision, "--device", "cpu")
+        run("eval", folders["llip"], "retrieval", "--data", SCENES, "--json", out, *flags)
+        found[precision] = json.loads(out.read_text())
+        inside = ("--images", tmp_path / "a.png", "--texts", *TEXTS, "--explain", tmp_path / f"inside-{precision}")
+        run("score", folders["llip"], *inside, *flags)
+        assert set(seen) == {"bf16" if precision == "bf16" else "fp32"}
+        seen.clear()
+    assert found["auto"] == found["fp32"]
+    assert found["bf16"] != found["fp32"]
+    assert all(found["bf16"][name] == pytest.approx(value, abs=0.1) for name, value in found["fp32"].items())
+
+
+def test_captions_that_go_on_keep_their_precision(folders: dict[str, str], tmp_path: Path) -> None:
+    def made(out: str, *flags: str) -> Any:
+        run("caption", folders["sycoca"], "--data", SCENES, "--out", tmp_path / out, "--device", "cpu", *flags)
+        return json.loads(pq.read_schema(tmp_path / out).metadata[b"kiloword"])["precision"]
+
+    assert made("new.parquet") == "fp32"
+    assert made("half.parquet", "--precision", "bf16") == "bf16"
+    assert made("half.parquet") == "bf16"
+    with pytest.raises(SystemExit):
+        made("half.parquet", "--precision", "fp32")
+
+
+def test_a_probes_cache_holds_one_precision(folders: dict[str, str]) -> None:
+    from kiloword.data.sources.open import open_source
+
+    source = open_source(SCENES, size=32)
+    names = [probe_data._name(load(folders["clip"], precision=p).model, source) for p in ("fp32", "auto", "bf16")]
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.parametrize("verb", ["eval", "embed", "caption"])
+@pytest.mark.parametrize("asked", ["auto", "9"])
+def test_loader_processes_are_chosen_for_the_device(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, asked: str
+) -> None:
+    """None on a CPU unless asked for, and never more than batches; there is room for a batch."""
+    chosen: list[tuple[Any, str, int]] = []
+    used: list[int] = []
+    real = by_device.workers_of
+
+    def workers_of(asked: Any, device: str, batch: int) -> int:
+        chosen.append((asked, device, batch))
+        return real(asked, device, batch)
+
+    from kiloword.data import reading
+
+    in_order = reading.in_order
+    monkeypatch.setattr(
+        reading,
+        "in_order",
+        lambda make, steps, workers, **more: used.append(workers) or in_order(make, steps, 0),  # type: ignore[func-returns-value]
+    )
+    for place in ("config.by_device", "features.extract", "generation.command"):
+        monkeypatch.setattr(f"kiloword.{place}.workers_of", workers_of)
+    task = ("retrieval",) if verb == "eval" else ("--out", tmp_path / "out")
+    words = ("--data", SCENES, "--batch", 4, "--device", "cpu", "--workers", asked)
+    run(verb, folders["sycoca"], *task, *words)
+    assert chosen == [(asked if asked == "auto" else 9, "cpu", (16 if verb == "caption" else 4) * 3 * 32 * 32)]
+    assert set(used) == {0 if asked == "auto" else 3}

@@ -1,0 +1,53 @@
+"""What the task hierarchy puts together: the root is "", radii grow with levels, the whole lies in its parts."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+from test_hierarchy import matcher
+
+from kiloword.data.scenes import ScenesSource
+from kiloword.data.scenes.hierarchy import SceneParts
+from kiloword.data.sources.open import open_source
+from kiloword.evaluation import evaluate
+from kiloword.evaluation.hierarchy.chains import gather
+from kiloword.evaluation.hierarchy.levels import kendall
+from kiloword.evaluation.hierarchy.paths import measure, traversals
+from kiloword.methods.prolip.gaussian import inclusion
+
+
+def scenes(n: int) -> ScenesSource:
+    source = open_source(f"scenes:test?n={n}", 32)
+    assert isinstance(source, ScenesSource)
+    return source
+
+
+def test_the_root_is_the_empty_text() -> None:
+    model, source = matcher(), scenes(11)
+    found = evaluate(model, "hierarchy", source)
+    chains = gather([(row, source.hierarchies(row)) for row in range(11)])
+    texts, root = model.encode_text(chains.texts), model.encode_text([""])
+    radius = (texts["vec"] - root["vec"]).norm(dim=1)
+    assert found["hierarcaps_order"] == pytest.approx(float(kendall(radius[chains.places]).mean()))
+    images = model.encode_image([Image.fromarray(source.record(row).image) for row in range(11)])
+    paths = traversals(model.score, images, texts, root["vec"])
+    for name, value in measure(paths, chains):
+        assert found[f"traversal_empty_{name}"] == pytest.approx(value)
+
+
+def test_specific_pictures_are_asked_to_lie_in_general_ones() -> None:
+    model, source = matcher(), scenes(23)
+    found, parts = evaluate(model, "hierarchy", source), SceneParts(source)
+    levels = [
+        model.encode_image([Image.fromarray(parts.record(row).image) for row in range(k, len(parts), 3)])
+        for k in range(3)
+    ]
+
+    def rate(specific: int, general: int) -> float:
+        h = inclusion(levels[specific], levels[general]).sum(1)
+        return float((h > 0).double().mean())
+
+    rates = [rate(1, 0), rate(2, 1), rate(2, 0), rate(2, 1)]
+    names = ["inclusion_h@1", "inclusion_h@2", "inclusion_whole_h@0", "inclusion_whole_h@1"]
+    assert [found[f"image_{name}"] for name in names] == pytest.approx(rates)
+    assert all(value != 0.5 for value in rates[1:])  # or the other direction would say the same

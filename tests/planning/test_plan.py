@@ -1,0 +1,397 @@
+"""`kiloword plan`: formulas against real steps, what it says, and what the page in docs/ says."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+
+import plan_papers
+from kiloword.cli.main import main
+from kiloword.config.recipes import OptimConfig, sizes
+from kiloword.distributed import collectives, engine
+from kiloword.methods.registry import names, preset
+from kiloword.model.model import build
+from kiloword.planning import memory, parameters, step
+from kiloword.planning.advice import Planner
+from kiloword.planning.command import planner_of
+from kiloword.planning.memory import Layout
+from kiloword.planning.shapes import Kernels, Lengths, Load
+from kiloword.planning.traffic import traffic
+from kiloword.randomness import Draw
+from kiloword.training.accumulate import backward
+from kiloword.training.learner import Learner, learner_of
+from kiloword.training.muon import orthogonal
+from kiloword.types import Example, Fetch
+from kiloword.verify.suite import learner, over_ranks
+from plan_measure import CASES, Case, Measured, batch_of, compare, method_of
+from plan_peak import compare_peak
+
+FLOPS, BYTES = 0.02, 0.15  # relative differences that are asked for; weights, gradients and optimizer are exact
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+
+# Small ones of every method's own parts, each in about a second.
+SMALL = (
+    Case("siglip", "tiny", 8, pieces=2),
+    Case("llip", "tiny", 8, checkpointing="whole"),
+    Case("prolip", "tiny", 16, captions=2),
+    Case("sycoca", "tiny", 4, captions=2),
+)
+MORE = (
+    Case("clip", "tiny", 8, precision="bf16"),
+    Case("coca", "tiny", 8, checkpointing="selective"),
+    Case("fff", "tiny", 8, captions=3, pieces=2),
+    Case("pcme++", "tiny", 8),
+    Case("prolip-released", "tiny", 16),
+    Case("vqa", "tiny", 8),
+    Case("sycoca", "tiny", 8, captions=2, precision="bf16", checkpointing="whole"),
+    Case("llip", "s16", 4),
+    *CASES,
+)
+PEAKS = (
+    Case("siglip", "l14", 128),
+    Case("siglip", "l14", 128, checkpointing="selective"),
+    Case("siglip", "h14", 256, checkpointing="whole", precision="bf16"),
+    Case("sycoca", "b16", 16),
+)
+
+
+def check(case: Case) -> None:
+    for name, (planned, measured) in compare(case).items():
+        allowed = {"flops": FLOPS, "activations": BYTES}.get(name, 0.0)
+        assert abs(planned - measured) <= allowed * measured, (case.label, name, planned, measured)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
+def test_formulas_agree_with_a_real_step(case: Case) -> None:
+    check(case)
+
+
+def test_measuring_keeps_no_graph() -> None:
+    measured = Measured(Case("siglip", "debug", 4))
+    before = len(objects())
+    assert measured.activations() > 0
+    assert len(objects()) == before
+
+
+def objects() -> list[torch.Tensor]:
+    gc.collect()
+    return [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=lambda case: case.label)
+def test_formulas_agree_with_a_real_step_of(case: Case) -> None:
+    check(case)
+
+
+def check_peak(case: Case) -> None:
+    planned, counted = compare_peak(case)
+    assert abs(planned - counted) <= BYTES * counted, (case.label, planned, counted)
+
+
+def test_peak_agrees_with_tensors_without_content() -> None:
+    check_peak(Case("siglip", "b32", 512, checkpointing="whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PEAKS, ids=lambda case: case.label)
+def test_peak_agrees_with_tensors_without_content_of(case: Case) -> None:
+    check_peak(case)
+
+
+def planner(words: str) -> Planner:
+    return planner_of([*words.split(), "--samples", "1e9"])
+
+
+@pytest.mark.parametrize("method", names())
+def test_parameters_are_those_of_a_real_model_and_every_term_is_known(method: str) -> None:
+    shapes = learner_of(sizes()["debug"], preset(method))
+    real = build(sizes()["debug"], preset(method))
+    assert parameters.total(shapes) == sum(p.numel() for p in real.parameters())
+    assert sum(parameters.parts(shapes).values()) == parameters.total(shapes)
+    assert not step.unknown(shapes)
+
+
+def test_terms_of_ones_own_are_named_not_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planner("siglip+mim --size debug --batch 8")
+    found.learner.terms["mine"] = torch.nn.Identity()
+    assert step.unknown(found.learner) == ["mine"]
+
+
+@pytest.mark.parametrize(("size", "gflop"), [("b32", 44.3), ("b16", 123.3), ("l14", 526.0)])
+def test_padded_pairs_cost_what_is_published(size: str, gflop: float) -> None:
+    found = planner(f"clip --size {size} --tokens 77 --batch 1")
+    assert found.option("ddp", "none", 1).step.needed / 1e9 == pytest.approx(gflop, rel=0.005)
+
+
+def test_newton_schulz_is_counted_as_torch_counts_it() -> None:
+    learner = learner_of(sizes()["debug"], preset("siglip"))
+    optim = OptimConfig(name="muon")
+    shapes: list[tuple[int, int]] = []
+    for block in [*learner.model.image_tower.blocks, *learner.model.text_tower.blocks]:
+        width, hidden = block.mlp.fc.in_features, block.mlp.fc.out_features
+        shapes += [(width, width)] * 4 + [(hidden, width), (width, hidden)]
+    with FlopCounterMode(display=False) as counter:
+        for shape in shapes:
+            orthogonal(torch.randn(1, *shape))
+    assert step.newton_schulz(learner, optim) == counter.get_total_flops()
+
+
+def test_memory_falls_with_checkpointing_pieces_and_shards() -> None:
+    found = planner("siglip --size b16 --gpus 8 --batch 4096")
+    waiting = [found.option("ddp", kind, 1).memory["activations"] for kind in ("none", "selective", "whole")]
+    assert waiting == sorted(waiting, reverse=True)
+    by_pieces = [found.option("ddp", "none", n).bytes for n in (1, 2, 4, 8)]
+    assert by_pieces == sorted(by_pieces, reverse=True)
+    whole, sharded = (found.option(way, "none", 1).memory for way in ("ddp", "fsdp"))
+    kept = 4 * parameters.shards(found.learner).replicated
+    assert sharded["weights"] == pytest.approx((whole["weights"] - kept) / 8 + kept)
+    assert sharded["activations"] == whole["activations"]
+
+
+@pytest.mark.parametrize(("texts", "rows"), [(8, 8 * 20 + 128 * 8), (2, 8 * 5 + 128 * 8)])
+def test_variable_length_attention_takes_scratch_of_its_queries(
+    monkeypatch: pytest.MonkeyPatch, texts: int, rows: int
+) -> None:
+    """Of texts, or of images that look at texts: whichever are more, of one layer, on CUDA in half precision."""
+    model, lengths = learner("sycoca"), Lengths.equal(texts, 20)
+    micro = Load(8, lengths, Kernels.of("bf16", cuda=True))
+    scratch = 4 * rows * 2 * 32  # heads of 16 dimensions take 32
+    assert memory.attention_scratch(model, micro) == scratch
+    for other in ("half_copies", "word_logits"):
+        monkeypatch.setattr(memory, other, lambda *given: 0.0)
+    assert memory.passing(model, micro, "bf16", "none") == scratch
+    whole = memory.passing(model, micro, "bf16", "whole")
+    monkeypatch.setattr(memory, "SCRATCH", 0)
+    assert whole - memory.passing(model, micro, "bf16", "whole") == 4 * 128 * 8 * 2 * 32
+    for kernels in (Kernels.of("fp32", cuda=True), Kernels.of("bf16", cuda=False)):
+        assert memory.attention_scratch(model, replace(micro, kernels=kernels)) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "images", "texts", "expected"),
+    [
+        ("b32", 1024, 1024, 4 * 1024 * 128 * 768),  # 50 tokens in blocks of 128; texts: 4 (1024 20 + 128 1024) 512
+        ("l14", 256, 256, 4 * 256 * 384 * 1024),  # 257 tokens
+        ("h14", 8, 8, 4 * 8 * 384 * 16 * 96),  # heads of 80 dimensions take 96
+        ("b32", 8, 64, 4 * (64 * 20 + 128 * 64) * 512),  # more texts
+    ],
+)
+def test_dense_attention_takes_scratch_of_its_images(size: str, images: int, texts: int, expected: int) -> None:
+    model = learner_of(sizes()[size], preset("clip"))
+    micro = Load(images, Lengths.equal(texts, 20), Kernels.of("bf16", cuda=True))
+    assert memory.attention_scratch(model, micro) == expected
+    assert memory.passing(model, micro, "bf16", "none") == expected
+
+
+def test_traffic_is_that_of_rings() -> None:
+    found = planner("siglip --size b32 --gpus 4 --batch 64")
+    n, weights = 4, 4 * parameters.total(found.learner)
+    arguments = (found.learner, found.plan.optim, "bf16", found.share())
+    ddp = traffic(*arguments, Layout(n, "ddp", "none", 1), 64)
+    assert ddp["gradients"] == pytest.approx(2 * (n - 1) / n * weights)
+    row = 4 * found.learner.model.config.head.dim
+    assert ddp["features"] == pytest.approx((n - 1) / n * 64 * (2 * row + 16))
+    fsdp = traffic(*arguments, Layout(n, "fsdp", "none", 1), 64)
+    cut = parameters.shards(found.learner)
+    assert fsdp["weights"] == pytest.approx((n - 1) / n * (2 * 2 * cut.sharded + 4 * cut.root))
+    pieces = traffic(*arguments, Layout(n, "fsdp", "none", 4), 64)
+    assert pieces["weights"] == pytest.approx((n - 1) / n * 4 * (3 * 2 * cut.sharded + 4 * cut.root))
+    assert traffic(*arguments, Layout(1, "ddp", "none", 1), 64) == {}
+
+
+class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the whole buffers of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d.") and "barrier" not in name:
+            found = [x.nbytes for x in tree_iter(args) if isinstance(x, torch.Tensor)]
+            self.bytes += max(found) * (2 if "allreduce" in name else 1)
+        return func(*args, **(kwargs or {}))
+
+
+WAYS = [
+    ("ddp", 1, "siglip", "fp32"),
+    ("fsdp", 1, "siglip", "fp32"),
+    ("fsdp", 2, "siglip", "fp32"),
+    ("fsdp", 2, "siglip", "bf16"),
+    ("fsdp", 1, "sycoca", "fp32"),
+    ("fsdp", 1, "prolip", "bf16"),
+]
+
+
+def send(folder: str) -> None:
+    """Steps on two ranks; the first writes what was planned and what was sent, in whole buffers."""
+    found, rank = [], collectives.rank()
+    for way, pieces, name, precision in WAYS:
+        method, config = method_of(name), sizes()["debug"]
+        learner = Learner(build(config, method), method)
+        if way == "fsdp":
+            engine.shard(learner, half=precision == "bf16")
+        batch = batch_of(learner.model.config, 8, 1, method.needs)
+        batch.position = torch.arange(8) + 8 * rank
+        reducer = engine.Reducer(learner)
+        with Sent() as sent:
+            backward(learner, batch.split(pieces), partial(torch.autocast, "cpu", enabled=precision == "bf16"), reducer)
+        share = Load(8, Lengths.of(batch.texts), Kernels())
+        layout, shapes = Layout(2, way, "none", pieces), learner_of(config, method)
+        planned = traffic(shapes, OptimConfig(), precision, share, layout, 16)
+        found.append((way, pieces, name, precision, 2 * sum(planned.values()), sent.bytes))
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_traffic_is_what_two_ranks_send(tmp_path: Path) -> None:
+    over_ranks(2, send, str(tmp_path))
+    for *label, planned, sent in json.loads((tmp_path / "found.json").read_text()):
+        assert planned == pytest.approx(sent, rel=0.01), label
+
+
+def test_advice_is_the_fastest_that_fits_with_the_most_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "plan siglip --size l14 --gpus 2 --batch 1024 --samples 1e9 --gpu 4090"
+    main([*words.split(), "--json", str(tmp_path / "plan.json")])
+    said, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    options: list[dict[str, Any]] = found["options"]
+    assert len(options) == 6
+    best, room = options[0], 23.5 * 2**30
+    assert best["fits"]
+    assert best["pairs_per_second"] == max(o["pairs_per_second"] for o in options if o["fits"])
+    for option in options:
+        assert option["bytes"] == pytest.approx(sum(option["memory"].values()))
+        assert option["fits"] == (option["bytes"] <= room)
+        assert option["days"] == pytest.approx(1e9 / option["pairs_per_second"] / 86400)
+    micro = found["largest_micro"]
+    assert 512 % micro == 0
+    wanted = planner("siglip --size l14 --gpus 2 --batch 1024 --gpu 4090")
+    assert not wanted.option(best["parallel"], best["checkpointing"], 512 // micro // 2).fits
+    assert f"The largest micro-batch is {micro} of a share of 512." in said
+    assert found["flop_a_pair"] < found["flop_a_pair_padded"]
+
+
+def test_what_does_not_fit_is_an_error_after_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"plan siglip --size g14 --batch 64 --samples 1e9 --gpu 4090 --json {tmp_path / 'plan.json'}"
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    shown = capsys.readouterr()
+    assert end.value.code == 2
+    options = json.loads((tmp_path / "plan.json").read_text())["options"]
+    least = min(option["bytes"] for option in options) / 2**30
+    assert f"kiloword: nothing fits: ddp, checkpointing {options[0]['checkpointing']}" in shown.err
+    assert f"takes {least:.1f} GiB of 23.5" in shown.err
+    assert "alternatives: 23.5 GiB a GPU" in shown.out
+    assert "Take ddp" not in shown.out
+    assert not any(option["fits"] for option in options)
+
+
+def test_composed_captions_are_longer_and_some_methods_take_six() -> None:
+    assert planner("clip-c --size b16 --settings.rho 0.5").tokens == pytest.approx(20 + 0.5 * 19)
+    assert planner("fff --size b16").captions == 6
+    assert planner("prolip --size b16").tokens == 22  # [UNC] and [CLS] behind the end
+
+
+@dataclass(frozen=True)
+class Lowercase:
+    """A transform of one's own, whose settings are none of ours."""
+
+    settings: object
+
+    def __call__(self, example: Example, fetch: Fetch, draw: Draw) -> Example:
+        return replace(example, captions=[caption.lower() for caption in example.captions])
+
+
+@pytest.mark.parametrize("settings", [{"rho": 0.5}, SimpleNamespace(words=3), SimpleNamespace(rho=0.5, parts="both")])
+def test_a_transform_of_ones_own_may_keep_settings(settings: object) -> None:
+    """Captions are taken to stay as long as they are, whatever the names of its settings."""
+    found = planner("siglip --size debug --batch 8")
+    method = replace(found.method, views=(Lowercase(settings),))
+    assert Planner(found.plan, method, found.card).tokens == found.tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("siglip", "--samples"),
+        ("siglip --samples 1e9 --batch 10 --gpus 3", "multiple of 3"),
+        ("siglip --samples 1e9 --batch 12 --gpus 3 --micro 3", "choose a divisor"),
+        ("siglip --samples 1e9 --gpu b200", "custom with --flops"),
+        ("siglip --samples 1e9 --gpu custom --flops 100", "--memory"),
+        ("siglip --samples 1e9 --utilisation 1.5", "above 0 and at most 1"),
+        ("siglip --samples 1e9 --size huge", "unknown size"),
+        ("siglip --samples 1e9 --parallel fsdp", "--gpus is 1"),
+        ("--samples 1e9", "needs a method"),
+        ("clip --samples 1e9 --terms caption --terms mim", "--terms is given twice"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *words.split()])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_page_has_the_published_figures_and_every_command() -> None:
+    text = PAGE.read_text()
+    assert plan_papers._profiles() in text
+    for setting in plan_papers.SETTINGS:
+        assert f"kiloword plan {setting.command}\n" in text
+
+
+def test_page_is_what_its_command_prints() -> None:
+    assert PAGE.read_text() == plan_papers.page()
+
+
+def printed(text: str) -> dict[str, list[list[str]]]:
+    """What `plan` prints: a table's title -> its rows, cut where two spaces are."""
+    found: dict[str, list[list[str]]] = {}
+    for part in text.split("\n\n"):
+        title, *lines = part.splitlines()
+        found[title.partition(":")[0]] = [re.split(r"\s{2,}", line.strip()) for line in lines[1:]]
+    return found
+
+
+def test_tables_say_what_the_file_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Muon, micro-batches and checkpointing, so that every row is there; figures of the file from the step itself."""
+    words = "siglip --size tiny --gpus 2 --batch 64 --micro 8 --gpu 4090 --checkpointing whole --precision fp32"
+    main(["plan", *words.split(), "--samples", "1e9", "--json", str(tmp_path / "plan.json")])
+    shown, said = printed(capsys.readouterr().out), json.loads((tmp_path / "plan.json").read_text())
+    asked = planner(words)
+    best, again = said["options"][0], said["options"][0]["done_again"]
+    step, images, total = asked.options()[0].step, 32 * 1e9, asked.options()[0].step.total
+    assert sum(w["forward"] + w["backward"] for w in best["work"]) + sum(again.values()) == pytest.approx(total)
+    assert list(again.values()) == [step.again, step.replayed, step.optimizer]
+    assert all(again.values())
+    parts = [(n, m / 1e6) for n, m in said["parameters"].items() if m]
+    assert shown["parameters"] == [[n, f"{m:.2f}"] for n, m in [*parts, ("total", sum(m for _, m in parts))]]
+    rows = [[w["name"], w["group"], f"{w['forward'] / images:.3g}", f"{w['backward'] / images:.3g}",
+             f"{100 * (w['forward'] + w['backward']) / total:.1f}"] for w in best["work"]]  # fmt: skip
+    rows += [[n, f"{v / images:.3g}", f"{100 * v / total:.1f}"] for n, v in again.items()]
+    assert shown["arithmetic of a pair"] == [*rows, ["total", f"{total / images:.4g}", "100.0"]]
+    held = [*best["memory"].items()]
+    assert shown["memory of a GPU"][:-1] == [[n, f"{v / 2**30:.3f}"] for n, v in held]
+    assert shown["memory of a GPU"][-1] == ["total", f"{sum(v for _, v in held) / 2**30:.2f}"]
+    assert shown["traffic of a GPU and step"] == [[n, f"{v / 1e6:.1f}"] for n, v in best["traffic"].items()]
+    rates = [f"{64 / o['seconds']:,.0f}" for o in said["options"]]
+    days = [1e9 / (64 / o["seconds"]) / 86400 for o in said["options"]]
+    assert [row[-3:] for row in shown["alternatives"]] == [
+        [rate, f"{d:.2f}", f"{48 * d:,.0f}"] for rate, d in zip(rates, days, strict=True)
+    ]

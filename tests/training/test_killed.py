@@ -1,0 +1,66 @@
+"""Runs of several ranks that are killed at random moments, by the script that does it a hundred times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "kill.py"
+
+
+def script(out: Path, flags: str) -> str:
+    seed = str(int.from_bytes(os.urandom(4), "little"))
+    words = [sys.executable, str(SCRIPT), "--out", str(out), "--seed", seed, *flags.split()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
+    logs = "".join(f"\n{path}:\n{path.read_text()[-1500:]}" for path in out.glob("run-*.log"))
+    assert done.returncode == 0, f"seed {seed}: {done.stdout[-1000:]}{done.stderr[-2000:]}{logs}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_killed_runs_end_as_if_nothing_had_been(tmp_path: Path, parallel: str) -> None:
+    said = script(tmp_path, f"--kills 3 --ranks 2 --steps 20 --torchrun 3 --parallel {parallel}")
+    assert "as the whole run: 0.0e+00 apart" in said
+
+
+@pytest.mark.slow
+def test_killed_runs_go_on_with_other_ranks(tmp_path: Path) -> None:
+    script(tmp_path, "--kills 3 --ranks 2 1 4 --steps 24 --torchrun 0 --precision fp64 --close 1e-6 --parallel fsdp")
+
+
+@pytest.mark.slow
+def test_no_rank_aborts_at_its_end(tmp_path: Path) -> None:
+    said = script(tmp_path, "--exits 3 --ranks 4 --steps 2 --torchrun 3")
+    assert "3 runs of 4 ranks ended: exit codes {0: " in said
+
+
+def crash(out: Path, words: str) -> dict[str, int]:
+    """Number of points at which commands were killed, by verb."""
+    command = [sys.executable, str(SCRIPT.with_name("crash.py")), *words.split(), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1])["points"])
+
+
+def test_commands_killed_at_some_file_operations_go_on(tmp_path: Path) -> None:
+    assert crash(tmp_path, "embed caption index --every 60 --offset 5") == {"embed": 1, "caption": 1, "index": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "least", [{"embed": 30, "caption": 30, "index": 15, "index-in-cache": 15, "mine": 30}, {"import": 70}], ids=" ".join
+)
+def test_commands_killed_at_every_file_operation_go_on(tmp_path: Path, least: dict[str, int]) -> None:
+    points = crash(tmp_path, " ".join(least))
+    assert all(points[verb] >= count for verb, count in least.items()), points
+
+
+@pytest.mark.slow
+def test_training_killed_at_file_operations_goes_on(tmp_path: Path) -> None:
+    assert crash(tmp_path, "train --every 11 --offset 6")["train"] >= 30
