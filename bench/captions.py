@@ -1,4 +1,4 @@
-"""What six captions a picture cost: steps of siglip with one and with six, packed as trained, and padded.
+"""What six captions an image cost: steps of siglip with one and with six, packed as trained, and padded.
 
 Captions have Flickr8k's lengths. Checks that padding behind the end changes no feature, then takes turns and prints the
 ratios as JSON.
@@ -54,8 +54,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", choices=["s16", "b32", "b16", "l14"], default="b32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batch", type=int, default=32, help="pictures")
-    parser.add_argument("--captions", type=int, default=6, help="captions a picture, against one")
+    parser.add_argument("--batch", type=int, default=32, help="images")
+    parser.add_argument("--captions", type=int, default=6, help="captions an image, against one")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--steps", type=int, default=4, help="steps of each, after one to warm up")
     return parser.parse_args()

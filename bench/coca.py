@@ -1,4 +1,4 @@
-"""One CoCa training step (forward, backward, AdamW) of ours and of open_clip's: same weights, pictures and captions.
+"""One CoCa training step (forward, backward, AdamW) of ours and of open_clip's: same weights, images and captions.
 
 First asserts, in single precision, that both losses and the whole gradient agree; then takes turns and prints the
 ratios as JSON. open_clip pads every caption to 76 tokens; ours are as long as Flickr8k's. On a CPU seconds are the
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", choices=NAMES, default="b32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batch", type=int, default=8, help="pictures, of one caption each")
+    parser.add_argument("--batch", type=int, default=8, help="images, of one caption each")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--steps", type=int, default=5, help="steps of each, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)

@@ -1,7 +1,7 @@
-"""Pictures a second on one core: our reading path against what open_clip's users run, on the same JPEGs.
+"""Images a second on one core: our reading path against what open_clip's users run, on the same JPEGs.
 
 Ours: byte-offset index, pread, decode, random crop, resize to 224, uint8. Theirs: the same bytes from the same tar,
-Pillow open, convert, the same crop, bicubic resize, uint8. First checks that the pictures agree, then interleaves.
+Pillow open, convert, the same crop, bicubic resize, uint8. First checks that the images agree, then interleaves.
 
     python bench/data.py [--width 500 --height 375 --rounds 12 --json FILE]
 """
@@ -36,7 +36,7 @@ from kiloword.randomness import Draw
 
 SIZE = 224
 AUGMENT = AugmentConfig(crop=0.4)
-Read = Callable[[int], np.ndarray | Tensor]  # row -> uint8 picture of SIZE x SIZE
+Read = Callable[[int], np.ndarray | Tensor]  # row -> uint8 image of SIZE x SIZE
 
 
 def photo(rng: np.random.Generator, width: int, height: int) -> bytes:
@@ -58,9 +58,9 @@ def write_shard(path: Path, count: int, width: int, height: int) -> float:
     rng, total = np.random.default_rng(0), 0
     with tarfile.open(path, "w") as tar:
         for row in range(count):
-            picture = photo(rng, width, height)
-            total += len(picture)
-            for suffix, content in (("jpg", picture), ("txt", b"a photo that nobody took")):
+            image = photo(rng, width, height)
+            total += len(image)
+            for suffix, content in (("jpg", image), ("txt", b"a photo that nobody took")):
                 info = tarfile.TarInfo(f"{row:06d}.{suffix}")
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
@@ -68,15 +68,15 @@ def write_shard(path: Path, count: int, width: int, height: int) -> float:
 
 
 def pillow_path(source: Shards) -> Read:
-    """Decode whole, crop, resize by bicubic: torchvision's RandomResizedCrop on a Pillow picture, in Pillow's calls."""
+    """Decode whole, crop, resize by bicubic: torchvision's RandomResizedCrop on a Pillow image, in Pillow's calls."""
 
     def read(row: int) -> np.ndarray:
-        picture = Image.open(io.BytesIO(source.record(row).image)).convert("RGB")  # type: ignore[arg-type]
-        left, top, wide, high = random_box(*picture.size, AUGMENT, Draw(0, 0, row))
-        width, height = picture.size
+        image = Image.open(io.BytesIO(source.record(row).image)).convert("RGB")  # type: ignore[arg-type]
+        left, top, wide, high = random_box(*image.size, AUGMENT, Draw(0, 0, row))
+        width, height = image.size
         left, top = round(left * width), round(top * height)
-        picture = picture.crop((left, top, left + round(wide * width), top + round(high * height)))
-        return np.array(picture.resize((SIZE, SIZE), Image.Resampling.BICUBIC))
+        image = image.crop((left, top, left + round(wide * width), top + round(high * height)))
+        return np.array(image.resize((SIZE, SIZE), Image.Resampling.BICUBIC))
 
     return read
 
@@ -108,7 +108,7 @@ def disagreement(reference: Read, other: Read, rows: int) -> float:
 
 
 def measure(paths: dict[str, Read], rows: int, rounds: int) -> dict[str, list[float]]:
-    """Pictures a second of processor time of every path in every round; their order turns, so that drift hits all."""
+    """Images a second of processor time of every path in every round; their order turns, so that drift hits all."""
     rates: dict[str, list[float]] = {name: [] for name in paths}
     names = list(paths)
     for turn in range(rounds):
@@ -122,33 +122,33 @@ def measure(paths: dict[str, Read], rows: int, rounds: int) -> dict[str, list[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("width", 500), ("height", 375), ("pictures", 64), ("rounds", 12)):
+    for name, default in (("width", 500), ("height", 375), ("images", 64), ("rounds", 12)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        kilobytes = write_shard(Path(folder) / "0.tar", args.pictures, args.width, args.height)
+        kilobytes = write_shard(Path(folder) / "0.tar", args.images, args.width, args.height)
         source = Shards("bench", [Path(folder) / "0.tar"])
         paths = {"pillow crop + bicubic": pillow_path(source)}
         paths |= {f"kiloword, {d}": our_path(source, d) for d in decoders()}
         reference, *ours = paths
         off = {name: disagreement(paths[reference], paths[name], 16) for name in ours}
-        assert max(off.values()) < 2.5, f"the pictures differ: {off}"
-        rates = measure(paths, args.pictures, args.rounds)
+        assert max(off.values()) < 2.5, f"the images differ: {off}"
+        rates = measure(paths, args.images, args.rounds)
     base = np.array(rates[reference])
     result = {
         name: {
-            "pictures_per_second": round(float(np.median(r)), 1),
+            "images_per_second": round(float(np.median(r)), 1),
             "ratio": round(float(np.median(np.array(r) / base)), 3),
             "mean_difference_in_levels": round(off.get(name, 0.0), 3),
         }
         for name, r in rates.items()
     }
-    print(f"{args.pictures} JPEGs {args.width} x {args.height}, {kilobytes:.0f} kB, to {SIZE}; {args.rounds} rounds")
-    print(f"{'':24}{'pictures/s':>12}{'ratio':>8}{'off by':>8}")
+    print(f"{args.images} JPEGs {args.width} x {args.height}, {kilobytes:.0f} kB, to {SIZE}; {args.rounds} rounds")
+    print(f"{'':24}{'images/s':>12}{'ratio':>8}{'off by':>8}")
     for name, row in result.items():
-        print(f"{name:24}{row['pictures_per_second']:12.0f}{row['ratio']:8.2f}{row['mean_difference_in_levels']:8.2f}")
+        print(f"{name:24}{row['images_per_second']:12.0f}{row['ratio']:8.2f}{row['mean_difference_in_levels']:8.2f}")
     setting = {"width": args.width, "height": args.height, "kilobytes": round(kilobytes, 1), "rounds": args.rounds}
     versions = {"python": platform.python_version(), "torch": torch.__version__, "pillow": pillow_version}
     report = json.dumps({"setting": setting, "versions": versions, "paths": result}, indent=1)

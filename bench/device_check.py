@@ -43,7 +43,7 @@ WAYS = {
 
 
 def outcome(learner: Learner, batch: Batch, device: str, kind: str) -> tuple[Tensor, Tensor]:
-    """Features of pictures and texts, and all gradients, flat, on the CPU in fp64. Args: kind: fp32 or bf16."""
+    """Features of images and texts, and all gradients, flat, on the CPU in fp64. Args: kind: fp32 or bf16."""
     precision = precision_of(kind, device)
     learner.zero_grad()
     with torch.no_grad(), precision():

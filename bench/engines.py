@@ -73,7 +73,7 @@ class Steps:
 
 
 def share(args: argparse.Namespace, learner: Learner) -> Batch:
-    """This rank's pictures and captions."""
+    """This rank's images and captions."""
     size, n, first = learner.model.config.image.size, args.batch, collectives.rank() * args.batch
     generator = torch.Generator().manual_seed(first)
     ids = [torch.randint(10, 400, (LENGTHS[i % len(LENGTHS)],), generator=generator).tolist() for i in range(n)]
@@ -155,7 +155,7 @@ def of_this_group(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="tiny")
-    parser.add_argument("--batch", type=int, default=32, help="pictures of each process")
+    parser.add_argument("--batch", type=int, default=32, help="images of each process")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=3)

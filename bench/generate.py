@@ -30,7 +30,7 @@ Write = Callable[[], Found]
 
 
 def writers(model: Model, memory: Memory, options: GenerationOptions, tokens: int) -> dict[str, Write]:
-    """Both ways to write texts of so many tokens about the same pictures."""
+    """Both ways to write texts of so many tokens about the same images."""
     words, device = text_decoder(model).words, next(model.parameters()).device
     never = torch.zeros(words, dtype=torch.bool, device=device)
     rules = Rules(start=words - 2, end=words - 1, never=never, longest=tokens, shortest=tokens)
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(sizes()), default="b32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--batch", type=int, default=16, help="pictures")
+    parser.add_argument("--batch", type=int, default=16, help="images")
     parser.add_argument("--tokens", type=int, default=32, help="of a caption")
     parser.add_argument("--method", choices=["greedy", "beam"], default="greedy")
     parser.add_argument("--beams", type=int, default=5)

@@ -46,20 +46,28 @@ def make(args: argparse.Namespace, images: int, texts: int, dtype: torch.dtype, 
     head = Head(Contextual(tokens(config, mixture), mixture), scale=10.0, bias=-10.0)
     initialise(head, 0)
     head.to(args.device, dtype)
-    pictures, captions = features(args, images, texts, dtype)
+    image_features, text_features = features(args, images, texts, dtype)
     pooling = head.pooling
     assert isinstance(pooling, Contextual)
-    leaves = [pictures["keys"], pictures["values"], captions["vec"], captions["query"], pooling.out.weight]
+    leaves = [
+        image_features["keys"],
+        image_features["values"],
+        text_features["vec"],
+        text_features["query"],
+        pooling.out.weight,
+    ]
 
     def blocks() -> Tensor:
-        return sigmoid_loss(Blocks(head, pictures, captions), annotated).sum
+        return sigmoid_loss(Blocks(head, image_features, text_features), annotated).sum
 
     def stored() -> Tensor:
-        phi = torch.einsum("inmd,tmd->itmn", pictures["keys"], captions["query"] * pooling.factor).softmax(-1)
-        mixed = torch.einsum("itmn,inmd->itmd", phi, pictures["values"]).flatten(2)
-        score = (F.normalize(pooling.out(mixed), dim=-1) * captions["vec"]).sum(-1)
+        phi = torch.einsum("inmd,tmd->itmn", image_features["keys"], text_features["query"] * pooling.factor).softmax(
+            -1
+        )
+        mixed = torch.einsum("itmn,inmd->itmd", phi, image_features["values"]).flatten(2)
+        score = (F.normalize(pooling.out(mixed), dim=-1) * text_features["vec"]).sum(-1)
         logits = head.logits(score)
-        return (F.softplus(logits) - (pictures["position"][:, None] == captions["position"]) * logits).sum()
+        return (F.softplus(logits) - (image_features["position"][:, None] == text_features["position"]) * logits).sum()
 
     def run() -> list[Tensor]:
         loss = stored() if form == "stored" else blocks()
@@ -80,8 +88,12 @@ def features(args: argparse.Namespace, images: int, texts: int, dtype: torch.dty
     for x in (keys, values, query, vec):
         x.requires_grad_()
     place = torch.arange(max(images, texts), device=args.device)
-    pictures = {"vec": F.normalize(numbers(images, args.dim), dim=1), "keys": keys, "values": values}
-    return pictures | {"position": place[:images]}, {"vec": vec, "query": query, "position": place[:texts] % images}
+    image_features = {"vec": F.normalize(numbers(images, args.dim), dim=1), "keys": keys, "values": values}
+    return image_features | {"position": place[:images]}, {
+        "vec": vec,
+        "query": query,
+        "position": place[:texts] % images,
+    }
 
 
 def check(args: argparse.Namespace) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Peak memory of the pair loss alone, forward and backward: in blocks against all pairs at once.
 
 First asserts that losses and gradients agree. Then prints, by number of texts, the features and their gradients (one
-number each, and one more for what backward may hand on: 3 T D numbers in all, and 3 I D of the pictures), the peak of
+number each, and one more for what backward may hand on: 3 T D numbers in all, and 3 I D of the images), the peak of
 both ways, and what the blocks take beyond features and gradients: it must not grow with the number of texts. On a CPU
 every allocation of torch is counted by its profiler; on a GPU its allocator knows.
 
@@ -52,7 +52,7 @@ Run = Callable[[], list[Tensor]]
 def make(
     args: argparse.Namespace, head_name: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Head, Features, Features]:
-    """A head, and features as `Learner.pair_inputs` gives them: text t was written for picture t % I."""
+    """A head, and features as `Learner.pair_inputs` gives them: text t was written for image t % I."""
     size = sizes()["debug"]
     size = replace(size, head=replace(size.head, dim=args.dim))
     slots = preset(PRESETS[head_name])
@@ -63,50 +63,50 @@ def make(
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    pictures: Features = {"vec": F.normalize(numbers(args.images, args.dim), dim=1)}
+    images: Features = {"vec": F.normalize(numbers(args.images, args.dim), dim=1)}
     texts: Features = {"vec": F.normalize(numbers(args.texts_now, args.dim), dim=1)}
     if head_name == "gaussian":
-        pictures["log_var"], texts["log_var"] = (numbers(*side["vec"].shape) - 8 for side in (pictures, texts))
+        images["log_var"], texts["log_var"] = (numbers(*side["vec"].shape) - 8 for side in (images, texts))
     if head_name == "contextual":
         pooling = head.pooling
         settings = pooling.settings  # type: ignore[attr-defined]
         d = args.dim // settings.heads
-        pictures |= {name: numbers(args.images, settings.k, settings.heads, d) for name in ("keys", "values")}
+        images |= {name: numbers(args.images, settings.k, settings.heads, d) for name in ("keys", "values")}
         texts["query"] = numbers(args.texts_now, settings.heads, d)
     head.to(args.device, dtype)
-    for side in (pictures, texts):
+    for side in (images, texts):
         side.update({k: v.to(args.device, dtype).requires_grad_() for k, v in side.items()})
-    pictures["position"] = torch.arange(args.images, device=args.device)
+    images["position"] = torch.arange(args.images, device=args.device)
     texts["position"] = torch.arange(args.texts_now, device=args.device) % args.images
-    return head, pictures, texts
+    return head, images, texts
 
 
-def leaves(head: Head, pictures: Features, texts: Features) -> list[Tensor]:
-    every = [*pictures.values(), *texts.values(), *head.parameters()]
+def leaves(head: Head, images: Features, texts: Features) -> list[Tensor]:
+    every = [*images.values(), *texts.values(), *head.parameters()]
     return [x for x in every if x.requires_grad]
 
 
-def in_blocks(loss: PairLoss, head: Head, pictures: Features, texts: Features, chunk: int) -> Run:
+def in_blocks(loss: PairLoss, head: Head, images: Features, texts: Features, chunk: int) -> Run:
     def run() -> list[Tensor]:
-        total = loss(Blocks(head, pictures, texts, chunk), annotated)
+        total = loss(Blocks(head, images, texts, chunk), annotated)
         value = total.sum / total.count
-        return [value.detach(), *torch.autograd.grad(value, leaves(head, pictures, texts), allow_unused=True)]
+        return [value.detach(), *torch.autograd.grad(value, leaves(head, images, texts), allow_unused=True)]
 
     return run
 
 
-def at_once(name: str, head: Head, pictures: Features, texts: Features) -> Run:
+def at_once(name: str, head: Head, images: Features, texts: Features) -> Run:
     """The plain formula over all pairs, by autograd."""
 
     def run() -> list[Tensor]:
-        z = head.logits(head.score(pictures, texts))
-        y = (pictures["position"][:, None] == texts["position"]).to(z.dtype)
+        z = head.logits(head.score(images, texts))
+        y = (images["position"][:, None] == texts["position"]).to(z.dtype)
         if name == "sigmoid":
             value = -F.logsigmoid((2 * y - 1) * z).sum(1).mean()
         else:
-            by_picture = -(y / y.sum(1, keepdim=True) * z.log_softmax(1)).sum(1).mean()
-            value = 0.5 * (by_picture - (y / y.sum(0) * z.log_softmax(0)).sum(0).mean())
-        return [value.detach(), *torch.autograd.grad(value, leaves(head, pictures, texts), allow_unused=True)]
+            by_image = -(y / y.sum(1, keepdim=True) * z.log_softmax(1)).sum(1).mean()
+            value = 0.5 * (by_image - (y / y.sum(0) * z.log_softmax(0)).sum(0).mean())
+        return [value.detach(), *torch.autograd.grad(value, leaves(head, images, texts), allow_unused=True)]
 
     return run
 
@@ -115,9 +115,9 @@ def check(args: argparse.Namespace) -> None:
     """Blocks and the plain formula agree in double precision."""
     small = argparse.Namespace(**{**vars(args), "images": 24, "texts_now": 60, "dim": 64})
     for name in ("softmax", "sigmoid"):
-        head, pictures, texts = make(small, "single", torch.float64)
-        found = in_blocks(LOSSES[name], head, pictures, texts, 16)()
-        for a, b in zip(found, at_once(name, head, pictures, texts)(), strict=True):
+        head, images, texts = make(small, "single", torch.float64)
+        found = in_blocks(LOSSES[name], head, images, texts, 16)()
+        for a, b in zip(found, at_once(name, head, images, texts)(), strict=True):
             torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, rtol=1e-10, atol=1e-12)
 
 

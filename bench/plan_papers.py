@@ -88,7 +88,7 @@ SETTINGS = (
     ),
 )
 
-# open_clip's docs/model_profile.csv: million parameters, GFLOP of a picture and of a caption of 77 tokens, forward
+# open_clip's docs/model_profile.csv: million parameters, GFLOP of an image and of a caption of 77 tokens, forward
 PROFILES = {
     "b32": ("ViT-B-32", 151.28, 8.82, 5.96),
     "b16": ("ViT-B-16", 149.62, 35.13, 5.96),
@@ -109,7 +109,7 @@ the card, the tables show the nearest way and the command ends with exit code 2.
 
 This page is what `python bench/plan_papers.py` prints. Everywhere: bf16, AdamW, captions of 20 tokens on average
 (start and end included) packed end to end, 0.4 of the data sheet's FLOP/s for all arithmetic, what is done twice
-included. A pair is a picture with its captions; a multiply-add is two FLOP. Losses compute in fp32, at the
+included. A pair is an image with its captions; a multiply-add is two FLOP. Losses compute in fp32, at the
 card's fp32 speed: on an A100 Llip's pair loss, 3% of the arithmetic of g14, takes a third of its time, and a quarter of
 b16's arithmetic most of its.
 """
@@ -169,7 +169,7 @@ def _summary(planned: Planned) -> str:
         pieces = f" x {layout.pieces}" if layout.pieces > 1 else ""
         advice = f"{layout.parallel}, {layout.checkpointing}, micro-batch {best.micro}{pieces}"
         cells = [setting.name, f"{parameters.total(planner.learner) / 1e6:.1f}"]
-        cells += [f"{option.step.needed / planner.pictures / 1e9:.4g}" for option in (best, padded)]
+        cells += [f"{option.step.needed / planner.images / 1e9:.4g}" for option in (best, padded)]
         cells += [advice, f"{best.bytes / GIB:.1f} of {planner.card.memory / GIB:.0f}", f"{planner.rate(best):,.0f}"]
         rows.append([*cells, f"{days:.2f}", f"{24 * days * planner.plan.gpus:,.0f}"])
     return markdown(columns, rows)
@@ -183,7 +183,7 @@ def _memory(planned: Planned) -> str:
 
 def _work(planned: Planned) -> str:
     found = [
-        {w.name: (w.forward + w.backward) / planner.pictures / 1e9 for w in best.step.parts}
+        {w.name: (w.forward + w.backward) / planner.images / 1e9 for w in best.step.parts}
         for _, planner, best in planned
     ]
     names = [name for name in dict.fromkeys(n for work in found for n in work) if any(work.get(name) for work in found)]
@@ -200,7 +200,7 @@ def _profiles() -> str:
         cells = [f"{size}, {name}", f"{ours:.2f}", f"{millions:.2f}"]
         cells += [f"{work['image tower']:.2f}", f"{image:.2f}", f"{work['text tower']:.2f}", f"{text:.2f}"]
         rows.append(cells)
-    columns = ("size", "M parameters", "open_clip's", "GFLOP picture", "open_clip's", "GFLOP 77 tokens", "open_clip's")
+    columns = ("size", "M parameters", "open_clip's", "GFLOP image", "open_clip's", "GFLOP 77 tokens", "open_clip's")
     return "open_clip's `docs/model_profile.csv`, forward pass:\n\n" + markdown(columns, rows)
 
 
@@ -213,10 +213,10 @@ def _speeds(planned: Planned) -> str:
         rows.append([f"open_clip {size}, padded", f"{rate} pairs/s an A100", f"{rate * work / peak:.3f}"])
     for setting, planner, best in planned:
         if setting.name.startswith("ProLIP") and planner.plan.samples < 2e9:
-            used = best.step.needed / planner.pictures * planner.plan.samples / (86400 * planner.plan.gpus)
+            used = best.step.needed / planner.images * planner.plan.samples / (86400 * planner.plan.gpus)
             rows.append([setting.name, '"about one day" on 32 H100', f"{used / planner.card.flops:.3f}"])
         if "G/14" in setting.name:
-            used = best.step.needed / planner.pictures * planner.plan.samples / (11.99e4 * 3600)
+            used = best.step.needed / planner.images * planner.plan.samples / (11.99e4 * 3600)
             said = "11.99e4 A100 hours (its figure 8b, which run is damaged in our text)"
             rows.append([setting.name, said, f"{used / planner.card.flops:.3f}"])
     intro = "Utilisation that published speeds imply (arithmetic of the method alone, over the data sheet's bf16):\n\n"

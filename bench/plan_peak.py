@@ -21,7 +21,7 @@ from kiloword.training.learner import Learner, learner_of
 from kiloword.types import Batch, Texts
 from plan_measure import Case, batch_of, load_of, method_of
 
-STAYS = ("weights", "optimizer states", "average of weights", "pictures")  # whatever a step does
+STAYS = ("weights", "optimizer states", "average of weights", "images")  # whatever a step does
 
 
 class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """What Gaussians and their terms cost: steps of `prolip`, with and without its terms, against steps of `siglip`.
 
-Towers are the same (`siglip` reads its texts in both directions too), but `prolip` has one token more a picture, one or
+Towers are the same (`siglip` reads its texts in both directions too), but `prolip` has one token more an image, one or
 two more a text, and a linear layer a side. First asserts that towers start equal; then takes turns and prints ratios of
 times and of FLOPs as one JSON line. On a CPU seconds are the processor's, which other work hardly changes.
 
@@ -137,7 +137,7 @@ def steps(args: argparse.Namespace) -> dict[str, Any]:
     flops = {name: arm.gflop() for name, arm in arms.items()}
     times = in_turns({name: arm.step for name, arm in arms.items()}, args.steps, args.warmup, args.device)
     full = arms["prolip"].learner.model.config
-    pictures, texts = (full.image.size // full.image.patch) ** 2 + 1, arms["siglip"].batches[0].texts
+    images, texts = (full.image.size // full.image.patch) ** 2 + 1, arms["siglip"].batches[0].texts
     return {
         "time_over_siglip": {name: ratio(times, name, "siglip") for name in ARMS},
         "least_over_siglip": {name: round(min(times[name]) / min(times["siglip"]), 3) for name in ARMS},
@@ -149,14 +149,14 @@ def steps(args: argparse.Namespace) -> dict[str, Any]:
             3,
         ),
         "mask_words_share": round(mask_words_seconds(arms["prolip"]) / statistics.median(times["prolip"]), 4),
-        "tokens_of_siglip": {"picture": pictures, "caption": round(len(texts.ids) / len(texts), 2)},
-        "tokens_more": {"picture": 1, "caption": len(full.text.extra_tokens)},
+        "tokens_of_siglip": {"image": images, "caption": round(len(texts.ids) / len(texts), 2)},
+        "tokens_more": {"image": 1, "caption": len(full.text.extra_tokens)},
         "seconds": {name: [round(x, 4) for x in t] for name, t in times.items()},
     }
 
 
 def mask_words_seconds(arm: Arm) -> float:
-    """Of choosing and hiding the words of one picture's caption in eight."""
+    """Of choosing and hiding the words of one image's caption in eight."""
     batch, text = arm.batches[0], arm.learner.model.config.text
     some = batch.texts.cut(0, -(-len(batch) // 8))
     times = in_turns({"it": lambda n: mask_words(some, batch.seeds[: len(some)], 0.75, text)}, 20, 3, arm.args.device)
@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", choices=[s for s in sizes() if s != "debug"], default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batch", type=int, default=64, help="pictures; one in eight is masked")
+    parser.add_argument("--batch", type=int, default=64, help="images; one in eight is masked")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--steps", type=int, default=10, help="steps of each, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)

@@ -1,7 +1,7 @@
-"""What Gaussians cost where every picture meets every text: `prolip`'s pair loss, forward and backward, and `siglip`'s.
+"""What Gaussians cost where every image meets every text: `prolip`'s pair loss, forward and backward, and `siglip`'s.
 
 First asserts that losses and gradients are what the equations say; then takes turns and prints ratios and the peak
-memory beyond the inputs by number of pictures and texts, and all of it as one JSON line. On a CPU seconds are the
+memory beyond the inputs by number of images and texts, and all of it as one JSON line. On a CPU seconds are the
 processor's, which other work hardly changes.
 
     python bench/prolip_pairs.py --pairs 1024 2048 4096 8192
@@ -40,12 +40,12 @@ Run = Callable[..., list[Tensor]]
 
 
 def pair_loss(args: argparse.Namespace, name: str, n: int, chunk: int, dtype: torch.dtype = torch.float32) -> Run:
-    """Blocks of n x n pairs, every picture's own text at its place."""
-    pictures, texts, head = features(args, name, n, dtype)
-    inputs = [x for x in (*pictures.values(), *texts.values(), *head.parameters()) if x.requires_grad]
+    """Blocks of n x n pairs, every image's own text at its place."""
+    images, texts, head = features(args, name, n, dtype)
+    inputs = [x for x in (*images.values(), *texts.values(), *head.parameters()) if x.requires_grad]
 
     def run(turn: int = 0) -> list[Tensor]:
-        loss = sigmoid_loss(Blocks(head, pictures, texts, chunk), annotated).sum
+        loss = sigmoid_loss(Blocks(head, images, texts, chunk), annotated).sum
         return [loss.detach(), *torch.autograd.grad(loss, inputs)]
 
     return run
@@ -88,10 +88,10 @@ def check(args: argparse.Namespace) -> dict[str, float]:
 
 def written_out(args: argparse.Namespace, name: str, n: int, dtype: torch.dtype) -> list[Tensor]:
     """arXiv:2303.15343, eq. 1, of the cosine, or less half of both traces (arXiv:2410.18857, eq. 2)."""
-    pictures, texts, head = features(args, name, n, dtype)
-    inputs = [x for x in (*pictures.values(), *texts.values(), *head.parameters()) if x.requires_grad]
+    images, texts, head = features(args, name, n, dtype)
+    inputs = [x for x in (*images.values(), *texts.values(), *head.parameters()) if x.requires_grad]
     i, t = (index.flatten() for index in torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij"))
-    a, b = ({key: value[index] for key, value in side.items()} for side, index in ((pictures, i), (texts, t)))
+    a, b = ({key: value[index] for key, value in side.items()} for side, index in ((images, i), (texts, t)))
     score = (a["vec"] * b["vec"]).sum(-1)
     if name == "prolip":
         score = score - (a["log_var"].exp().sum(-1) + b["log_var"].exp().sum(-1)) / 2
@@ -101,7 +101,7 @@ def written_out(args: argparse.Namespace, name: str, n: int, dtype: torch.dtype)
 
 
 def pairs(args: argparse.Namespace, chunk: int) -> dict[str, Any]:
-    """Times and peak memory of both pair losses by number of pictures, in blocks of `chunk`."""
+    """Times and peak memory of both pair losses by number of images, in blocks of `chunk`."""
     rows: list[dict[str, Any]] = []
     for n in args.pairs:
         peaks = {name: round(peak(args, name, n, chunk), 1) for name in ("siglip", "prolip")}
@@ -162,7 +162,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--pairs", type=int, nargs="+", default=[1024, 2048, 4096], help="pictures, and as many texts")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[1024, 2048, 4096], help="images, and as many texts")
     parser.add_argument("--chunk", type=int, nargs="+", default=[0], help="rows and columns of a block; 0: the head's")
     parser.add_argument("--dim", type=int, default=512, help="embedding size")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, after one to warm up; 0: memory alone")

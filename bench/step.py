@@ -69,7 +69,7 @@ def given(model: Model, images: int, captions: int, seed: int, device: str, leng
     """Noise. Args: captions: of each image; lengths_of: another seed that draws the lengths, in another order."""
     rng = np.random.default_rng(seed)
     size = model.config.image.size
-    pictures = torch.from_numpy(rng.integers(0, 256, (images, 3, size, size), dtype=np.uint8))
+    pixels = torch.from_numpy(rng.integers(0, 256, (images, 3, size, size), dtype=np.uint8))
     share = np.array(LENGTHS) / sum(LENGTHS)
     of_lengths = rng if lengths_of is None else np.random.default_rng(lengths_of)
     lengths = 4 + rng.permutation(of_lengths.choice(len(LENGTHS), images * captions, p=share))
@@ -79,7 +79,7 @@ def given(model: Model, images: int, captions: int, seed: int, device: str, leng
         row[: len(ids)] = torch.tensor(ids)
     numbers = torch.arange(images)
     batch = Batch(
-        images=pictures,
+        images=pixels,
         texts=Texts.pack(sequences),
         image_of_text=numbers.repeat_interleave(captions),
         seeds=numbers,
@@ -128,11 +128,14 @@ def contestants(args: argparse.Namespace) -> tuple[Model, Side, Side, Any]:
     def their_loss(batch: Given) -> Tensor:
         if args.cudagraphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        pictures = ours.normalise(batch.ours.images)
-        if len(batch.padded) == len(pictures):
-            images, texts, scale = run(pictures, batch.padded)[:3]
+        normalised = ours.normalise(batch.ours.images)
+        if len(batch.padded) == len(normalised):
+            images, texts, scale = run(normalised, batch.padded)[:3]
             return symmetric(images, texts, scale, batch.ours.image_of_text)
-        images, texts = theirs.encode_image(pictures, normalize=True), theirs.encode_text(batch.padded, normalize=True)
+        images, texts = (
+            theirs.encode_image(normalised, normalize=True),
+            theirs.encode_text(batch.padded, normalize=True),
+        )
         return symmetric(images, texts, theirs.logit_scale.exp(), batch.ours.image_of_text)
 
     return ours, our_side(ours, args), side(theirs, their_loss), theirs
@@ -144,7 +147,7 @@ def side(model: torch.nn.Module, loss: Callable[[Given], Tensor]) -> Side:
 
 
 def symmetric(images: Tensor, texts: Tensor, scale: Tensor, image_of_text: Tensor) -> Tensor:
-    """CLIP's loss; a picture's captions share its probability equally."""
+    """CLIP's loss; an image's captions share its probability equally."""
     with torch.autocast(images.device.type, enabled=False):
         logits = scale * images.float() @ texts.float().T  # [I, T]
         match = image_of_text[None] == torch.arange(len(images), device=images.device)[:, None]

@@ -1,7 +1,7 @@
-"""What captions and masked pictures cost: steps of `coca`, `sycoca` and their variants against steps of `siglip`.
+"""What captions and masked images cost: steps of `coca`, `sycoca` and their variants against steps of `siglip`.
 
-All arms read the same pictures and words; parameters of the same name start equal (asserted) and are shared. Counts the
-passes of towers and decoders (asserted: texts pass once, pictures once a mask), then takes turns and prints ratios of
+All arms read the same images and words; parameters of the same name start equal (asserted) and are shared. Counts the
+passes of towers and decoders (asserted: texts pass once, images once a mask), then takes turns and prints ratios of
 times and of FLOPs as one JSON line. On a CPU seconds are the processor's, which other work hardly changes.
 
     python bench/sycoca.py --size tiny --batch 64 --dtype bf16 --steps 20
@@ -36,7 +36,7 @@ from step import LENGTHS
 DROP = {"mim_op": "drop"}
 TOKEN = {"caption_op": "token"}
 ALONE = {"guide": "none", "mim_mask": "random", **DROP}
-# arm: method, settings, and how often it encodes every picture and how often every caption's picture
+# arm: method, settings, and how often it encodes every image and how often every caption's image
 ARMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "siglip": ("siglip", {}, 1, 0),
     "clip": ("clip", {}, 1, 0),
@@ -77,9 +77,9 @@ class Arm(Steps):
         for hook in hooks:
             hook.remove()
         images, texts = len(self.batches[0]), len(self.batches[0].texts)
-        by_picture, by_caption = ARMS[self.name][2:]
+        by_image, by_caption = ARMS[self.name][2:]
         assert found["text"] == [1, texts], found
-        assert found["image"] == [by_picture + by_caption, by_picture * images + by_caption * texts], found
+        assert found["image"] == [by_image + by_caption, by_image * images + by_caption * texts], found
         return found
 
 
@@ -148,8 +148,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", choices=[s for s in sizes() if s != "debug"], default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batch", type=int, default=64, help="pictures")
-    parser.add_argument("--captions", type=int, default=1, help="captions a picture")
+    parser.add_argument("--batch", type=int, default=64, help="images")
+    parser.add_argument("--captions", type=int, default=1, help="captions an image")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=[], help="beside siglip; all when left away")
     parser.add_argument("--steps", type=int, default=10, help="steps of each, after the warm-up")

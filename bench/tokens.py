@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", choices=[s for s in sizes() if s != "debug"], default="tiny")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batch", type=int, default=64, help="pictures")
+    parser.add_argument("--batch", type=int, default=64, help="images")
     parser.add_argument("--k", type=int, default=16, help="tokens")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--steps", type=int, default=20, help="steps of each, after the warm-up")

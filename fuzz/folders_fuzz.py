@@ -1,6 +1,6 @@
 """Model folders of strangers: config, tokenizer and weights changed by structure, not only by bytes.
 
-Each is loaded, and scores a picture against texts; or it is refused by one message. Anything else is a finding: another
+Each is loaded, and scores an image against texts; or it is refused by one message. Anything else is a finding: another
 error, more than 10 seconds, more than 2 GB.
 
     python fuzz/folders_fuzz.py 2000
@@ -178,10 +178,10 @@ def mutant(folder: Path, rng: random.Random) -> None:
 
 def use(folder: Path) -> str:
     """What becomes of a folder: "loaded" and used, or "refused" by one message. Raises: Broken."""
-    picture = Image.fromarray(np.arange(40 * 40 * 3, dtype=np.uint8).reshape(40, 40, 3))
+    image = Image.fromarray(np.arange(40 * 40 * 3, dtype=np.uint8).reshape(40, 40, 3))
     try:
         matcher = load(folder)
-        scores = matcher.score([picture], TEXTS)
+        scores = matcher.score([image], TEXTS)
     except ValueError as error:
         if isinstance(error, UnicodeError) or not str(error).strip() or len(str(error)) > 2000:
             raise Broken(f"no message: {error!r}") from error

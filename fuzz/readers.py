@@ -20,8 +20,8 @@ import numpy as np
 from seeds import (
     STATE,
     caption_seeds,
-    picture,
-    picture_seeds,
+    image,
+    image_seeds,
     settings_seeds,
     small_tar,
     tar_seeds,
@@ -32,7 +32,7 @@ from kiloword.checkpoint.states import newest, write_numbers
 from kiloword.config.recipes import AugmentConfig, ModelFile, TextConfig, read_config
 from kiloword.data.images import work
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
-from kiloword.data.images.decode import decode, picture_size
+from kiloword.data.images.decode import decode, image_size
 from kiloword.data.reading import read
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
@@ -123,18 +123,18 @@ def _with_digest(body: bytes, tar: Path) -> bytes:
     return out.getvalue()
 
 
-# Pictures
+# Images
 
 
-def read_picture(data: bytes, folder: Path) -> None:
+def read_image(data: bytes, folder: Path) -> None:
     choice, body = (data[0] if data else 0), data[1:]
     if choice & 1:
         body = _with_crcs(body)
-    size = said(lambda: picture_size(body))
+    size = said(lambda: image_size(body))
     found = [said(lambda decoder=decoder: decode(body, decoder)) for decoder in DECODERS]
     for pixels in found:
         if (pixels is None) != (found[0] is None):
-            raise Broken("the decoders disagree on whether this is a picture")
+            raise Broken("the decoders disagree on whether this is an image")
         if pixels is not None and (pixels.dtype != np.uint8 or pixels.shape != (size[1], size[0], 3)):
             raise Broken(f"{pixels.dtype} {pixels.shape}, the header says {size}")
     decoder = DECODERS[choice // 2 % 3]
@@ -142,7 +142,7 @@ def read_picture(data: bytes, folder: Path) -> None:
     for make in (lambda: EvalTransform(32, decoder=decoder)(body), lambda: TrainTransform(32, augment)(body, DRAW)):
         tensor = said(make)
         if tensor is not None and tuple(tensor.shape) != (3, 32, 32):
-            raise Broken(f"a picture of {tuple(tensor.shape)}")
+            raise Broken(f"an image of {tuple(tensor.shape)}")
 
 
 def _with_crcs(image: bytes) -> bytes:
@@ -172,7 +172,7 @@ def read_caption(data: bytes, folder: Path) -> None:
         return
     path = folder / ("x.csv", "x.tsv", "x.parquet", "x.parquet")[choice - 4]
     path.write_bytes(body)
-    (folder / "a.png").write_bytes(picture("PNG"))
+    (folder / "a.png").write_bytes(image("PNG"))
     if choice == 7:
         table = said(lambda: CaptionTable(path))
         if table is not None:
@@ -217,7 +217,7 @@ def _right_digest(path: Path) -> None:
 
 READERS = {
     "tar index": Reader(read_tar, tar_seeds),
-    "pictures": Reader(read_picture, picture_seeds),
+    "images": Reader(read_image, image_seeds),
     "captions": Reader(read_caption, caption_seeds),
     "configs": Reader(read_settings, settings_seeds),
 }

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-NAMES = ("tar index", "pictures", "captions", "configs")
+NAMES = ("tar index", "images", "captions", "configs")
 HERE = Path(__file__).parent
 
 

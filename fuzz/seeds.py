@@ -33,7 +33,7 @@ def small_tar(kind: int = tarfile.PAX_FORMAT, name: str = "a") -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=kind) as tar:
         for member, body in (
-            (f"{name}.png", picture("PNG")),
+            (f"{name}.png", image("PNG")),
             (f"{name}.txt", b"a dog"),
             ("b.jpg", b""),
             ("b.cls", b"3"),
@@ -60,7 +60,7 @@ def _index_of(tar: bytes) -> bytes:
         return path.with_name(f"x.tar{SUFFIX}").read_bytes()
 
 
-def picture(kind: str, mode: str = "RGB", **options: Any) -> bytes:
+def image(kind: str, mode: str = "RGB", **options: Any) -> bytes:
     pixels = np.random.default_rng(0).integers(0, 256, (4, 4, 3), np.uint8)
     out = io.BytesIO()
     Image.fromarray(pixels).resize((20, 12)).convert(mode).save(out, kind, **options)
@@ -69,37 +69,37 @@ def picture(kind: str, mode: str = "RGB", **options: Any) -> bytes:
 
 def scans(count: int) -> bytes:
     """A progressive JPEG, its last scan over and over."""
-    jpeg = picture("JPEG", "L", progressive=True)
+    jpeg = image("JPEG", "L", progressive=True)
     last = jpeg[jpeg.rindex(b"\xff\xda") : -2]
     return jpeg[:-2] + last * (count - jpeg.count(b"\xff\xda")) + b"\xff\xd9"
 
 
 def with_segments() -> bytes:
     """A JPEG with many segments, fill bytes and a scan inside a segment."""
-    jpeg, film = picture("JPEG"), b"\xff\xda\0\x08" * 60
+    jpeg, film = image("JPEG"), b"\xff\xda\0\x08" * 60
     inside = b"\xff\xe1" + struct.pack(">H", len(film) + 2) + film
     return jpeg[:20] + b"\xff\xfe\0\3x" * 50 + b"\xff" * 50 + inside + jpeg[20:] + film
 
 
-def picture_seeds() -> list[bytes]:
+def image_seeds() -> list[bytes]:
     exif = Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "x"
     more: dict[str, Any] = {"save_all": True, "append_images": [Image.new("RGB", (20, 12))]}
     modes = {"PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "JPEG": ("L", "RGB", "CMYK"), "GIF": ("P",)}
     modes |= {"WEBP": ("RGB", "RGBA"), "BMP": ("1", "P", "RGB"), "TIFF": ("1", "L", "RGB", "CMYK", "F", "I;16", "P")}
-    plain = [picture(kind, mode) for kind, all_ in modes.items() for mode in all_]
-    special = [picture(kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
-    special += [picture(kind, **more) for kind in ("PNG", "GIF", "WEBP", "TIFF", "MPO")]
+    plain = [image(kind, mode) for kind, all_ in modes.items() for mode in all_]
+    special = [image(kind, exif=exif) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
+    special += [image(kind, **more) for kind in ("PNG", "GIF", "WEBP", "TIFF", "MPO")]
     special += [
         scans(12),
         scans(90),
         scans(110),
         with_segments(),
-        picture("WEBP", lossless=True),
-        picture("JPEG", quality=5),
+        image("WEBP", lossless=True),
+        image("JPEG", quality=5),
     ]
-    special += [picture("TIFF", compression=name) for name in ("tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate")]
-    return [bytes([n % 6]) + image for n, image in enumerate(plain + special)]
+    special += [image("TIFF", compression=name) for name in ("tiff_lzw", "jpeg", "packbits", "tiff_adobe_deflate")]
+    return [bytes([n % 6]) + encoded for n, encoded in enumerate(plain + special)]
 
 
 def tokenizer() -> Tokenizer:

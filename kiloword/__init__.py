@@ -1,4 +1,4 @@
-"""kiloword: image-text models that take many-to-many matching of pictures and captions seriously."""
+"""kiloword: image-text models that take many-to-many matching of images and captions seriously."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Use a model from Python: pictures and strings in, features and scores out."""
+"""Use a model from Python: images and strings in, features and scores out."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kiloword.generation import Caption, GenerationOptions
     from kiloword.methods.method import Method
     from kiloword.model.model import Model
-
-Pictures = Images
 
 
 def load(
@@ -77,7 +75,7 @@ class Matcher:
     `encode_text` return features without the leading dimension, "vec" [D]. Everything else takes one item, or its
     features, as a list of one: `score` of one image and one text is [1, 1].
 
-    Args: method: what it was trained by, where that is known; its terms say how pictures were masked.
+    Args: method: what it was trained by, where that is known; its terms say how images were masked.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, method: Method | None = None) -> None:
@@ -90,15 +88,15 @@ class Matcher:
 
         return f"Matcher({model_in_words(self.model, self.method)})"
 
-    def preprocess(self, picture: OneImage) -> Tensor:
-        """A picture as the model wants it: uint8 [3, H, W]; the model normalises it itself."""
-        return prepare([picture], self._transform)[0]
+    def preprocess(self, image: OneImage) -> Tensor:
+        """An image as the model wants it: uint8 [3, H, W]; the model normalises it itself."""
+        return prepare([image], self._transform)[0]
 
-    def pixels(self, images: Pictures) -> Tensor:
-        """Pictures as the model wants them: uint8 [I, 3, H, W], on its device; errors as of `encode_image`."""
+    def pixels(self, images: Images) -> Tensor:
+        """Images as the model wants them: uint8 [I, 3, H, W], on its device; errors as of `encode_image`."""
         return prepare(as_list(images), self._transform).to(self._device)
 
-    def encode_image(self, images: Pictures, batch: int = IMAGES) -> Features:
+    def encode_image(self, images: Images, batch: int = IMAGES) -> Features:
         """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1; of one image [...] and [D].
 
         Raises: ValueError for what is not an image, or a file that cannot be read as one.
@@ -121,27 +119,27 @@ class Matcher:
                 raise ValueError(f"encode_text got {kind(text)} as text {i}: expected strings")
         return encode_texts(self.model, self.tokenizer, texts, batch)
 
-    def score(self, images: Features | Pictures, texts: Features | str | Sequence[str]) -> Tensor:
-        """How well every picture matches every text: [I, T], higher is better (a cosine in most models).
+    def score(self, images: Features | Images, texts: Features | str | Sequence[str]) -> Tensor:
+        """How well every image matches every text: [I, T], higher is better (a cosine in most models).
 
         Takes features, or what `encode_image` and `encode_text` take. Made to rank; for probabilities see `classify`.
         """
-        pictures = _rows(images if isinstance(images, dict) else self.encode_image(images))
-        captions = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
+        image_features = _rows(images if isinstance(images, dict) else self.encode_image(images))
+        text_features = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
         with inference(self.model):
-            return self.model.score(pictures, captions)
+            return self.model.score(image_features, text_features)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """How well picture n matches text n, for features of N pictures and N texts: [N]."""
+        """How well image n matches text n, for features of N images and N texts: [N]."""
         images, texts = _rows(images), _rows(texts)
         n, t = len(images["vec"]), len(texts["vec"])
         if n != t:
-            raise ValueError(f"score_pairs got {n} pictures and {t} texts: expected one text a picture")
+            raise ValueError(f"score_pairs got {n} images and {t} texts: expected one text an image")
         with inference(self.model):
             return self.model.head.score_pairs(images, texts)
 
     def uncertainty(self, features: Features) -> Tensor:
-        """How uncertain N pictures or texts are, the sum of each one's variances: [N].
+        """How uncertain N images or texts are, the sum of each one's variances: [N].
 
         Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, section 4.3.
         """
@@ -183,9 +181,9 @@ class Matcher:
         It does where `inclusion` is positive and the two overlap; H alone would call a narrow Gaussian ten units
         outside a wide one included.
 
-        Args: a, b, form: as of `inclusion`. overlap: the `distance` below which two overlap; None: where a picture and
+        Args: a, b, form: as of `inclusion`. overlap: the `distance` below which two overlap; None: where an image and
         a text so far apart would be a match more likely than not, as the model learned it. Texts lie nearer to texts
-        than to pictures, and general captions far from everything: for either choose it on pairs that you know.
+        than to images, and general captions far from everything: for either choose it on pairs that you know.
 
         Raises: ValueError when the features are no Gaussians, overlap is no number, or None in a model without bias.
         """
@@ -202,9 +200,9 @@ class Matcher:
             return within & (head.logits(1 - 0.5 * distance) > 0 if overlap is None else distance < overlap)
 
     def explain(
-        self, images: Pictures, texts: Features | str | Sequence[str], maps: Maps = "last", batch: int = 16
+        self, images: Images, texts: Features | str | Sequence[str], maps: Maps = "last", batch: int = 16
     ) -> Explanation:
-        """Where on every picture every text looks, and how it mixes the picture's tokens: see `Explanation`.
+        """Where on every image every text looks, and how it mixes the image's tokens: see `Explanation`.
 
         Args: maps: how a token's map is read off the image tower, "last" by the last block's attention, "rollout" by
         that of all blocks (arXiv:2005.00928).
@@ -218,10 +216,8 @@ class Matcher:
             ]
         return together(parts)
 
-    def caption(
-        self, images: Pictures, options: GenerationOptions | None = None, batch: int = 16
-    ) -> list[list[Caption]]:
-        """Captions of I pictures, best first: I lists of at most `options.num` (one, unless options say more).
+    def caption(self, images: Images, options: GenerationOptions | None = None, batch: int = 16) -> list[list[Caption]]:
+        """Captions of I images, best first: I lists of at most `options.num` (one, unless options say more).
 
         Raises: ValueError for a model without a text decoder, or options that make no sense.
         """
@@ -233,9 +229,9 @@ class Matcher:
         return [captions for part in parts for captions in captioner.caption(part, options)]
 
     def classify(
-        self, images: Features | Pictures, names: Sequence[str], templates: Templates = ("a photo of a {c}.",)
+        self, images: Features | Images, names: Sequence[str], templates: Templates = ("a photo of a {c}.",)
     ) -> Tensor:
-        """Probabilities of I pictures over C class names, [I, C], rows sum to 1: the softmax of the model's logits.
+        """Probabilities of I images over C class names, [I, C], rows sum to 1: the softmax of the model's logits.
 
         Args: templates: prompts with `{c}` for the name, or each name's own prompts; ensembled as the head does.
         """

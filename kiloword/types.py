@@ -1,9 +1,9 @@
 """What flows through kiloword. One legend of letters, used in every comment and docstring:
 
-I  pictures of one rank's batch        T  texts (captions) of one rank's batch, T >= I
+I  images of one rank's batch        T  texts (captions) of one rank's batch, T >= I
 i, t  rows and columns of one block of pairs
 S  tokens of all texts, packed end to end (no padding)
-P  patches of a picture      E  extra image tokens (class token first, then learned ones)
+P  patches of an image      E  extra image tokens (class token first, then learned ones)
 W  tower width               D  embedding size          L  longest text
 K  mixture tokens            M  heads of a pooling
 """
@@ -21,11 +21,11 @@ from torch import Tensor
 from kiloword.randomness import Draw
 
 Features = dict[str, Tensor]
-"""What a head makes of pictures or texts: every value is [N, ...]; "vec" [N, D], unit norm, is always there."""
+"""What a head makes of images or texts: every value is [N, ...]; "vec" [N, D], unit norm, is always there."""
 
 
 class BadSample(Exception):
-    """A sample that cannot be used; the message is the reason, without key or path ("truncated picture")."""
+    """A sample that cannot be used; the message is the reason, without key or path ("truncated image")."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Record:
 
 
 class NoCaption(BadSample):
-    """A sample without a caption: no example to learn from, but a picture that can be described."""
+    """A sample without a caption: no example to learn from, but an image that can be described."""
 
     def __init__(self, record: Record) -> None:
         super().__init__("no caption")
@@ -69,13 +69,13 @@ class Source(Protocol):
 
 @dataclass
 class Example:
-    """One augmented picture and its captions, made in a loader worker."""
+    """One augmented image and its captions, made in a loader worker."""
 
     key: str
     row: int
     image: Tensor  # uint8 [3, H, W]
     captions: list[str]  # answers, where there is a question
-    composed: bool = False  # a view mixed it with another picture
+    composed: bool = False  # a view mixed it with another image
     question: str | None = None
     image_side: dict[str, Tensor] = field(default_factory=dict)  # side tables, joined by key
     text_side: dict[str, Tensor] = field(default_factory=dict)  # every value [captions, ...]
@@ -97,7 +97,7 @@ View = Callable[[Example, Fetch, Draw], Example]
 """Changes one example (mixes it with another, rewrites its captions). `draw` is keyed by (seed, epoch, row).
 
 A view that must know the data set (which row is nearest to which) also has `bind(source) -> View`, called once before
-training. A view that mixes pictures or captions sets `composed`, so that nobody mines stale features for it, and keeps
+training. A view that mixes images or captions sets `composed`, so that nobody mines stale features for it, and keeps
 one row of every `text_side` value for each of its captions.
 """
 
@@ -143,13 +143,13 @@ class Batch:
 
     images: Tensor  # uint8 [I, 3, H, W]; normalised once, on the device, by the model
     texts: Texts
-    image_of_text: Tensor  # [T] int64, row of `images`, ascending; every picture has at least one text
+    image_of_text: Tensor  # [T] int64, row of `images`, ascending; every image has at least one text
     seeds: Tensor  # [I] int64 from (seed, epoch, row): every later random choice derives from it
     position: Tensor  # [I] int64 place in the global batch, unique over ranks and micro-batches
     composed: Tensor  # [I] bool
     image_side: dict[str, Tensor] = field(default_factory=dict)  # [I, ...]
     text_side: dict[str, Tensor] = field(default_factory=dict)  # [T, ...]
-    questions: Texts | None = None  # for VQA: fused with the picture by the text tower
+    questions: Texts | None = None  # for VQA: fused with the image by the text tower
     skipped: list[Skipped] = field(default_factory=list)
     made_s: float = 0.0  # seconds that the loader took to make it
     before_move: Batch | None = field(default=None, init=False)  # what `to` was called on; a changed copy has none
@@ -163,9 +163,9 @@ class Batch:
         return self if self.before_move is None else self.before_move
 
     def split(self, pieces: int) -> list[Batch]:
-        """Equal micro-batches of consecutive pictures with their texts; `pieces` must divide I."""
+        """Equal micro-batches of consecutive images with their texts; `pieces` must divide I."""
         size = len(self) // pieces
-        assert size * pieces == len(self), f"{len(self)} pictures do not split into {pieces}"
+        assert size * pieces == len(self), f"{len(self)} images do not split into {pieces}"
         if pieces == 1:
             return [self]
         first_text = torch.searchsorted(self.image_of_text, torch.arange(0, len(self) + 1, size).to(self.images.device))
@@ -173,7 +173,7 @@ class Batch:
         return [self._piece(n * size, (n + 1) * size, bounds[n], bounds[n + 1]) for n in range(pieces)]
 
     def _piece(self, i: int, j: int, t: int, u: int) -> Batch:
-        """Pictures i to j, whose texts are t to u."""
+        """Images i to j, whose texts are t to u."""
         return Batch(
             images=self.images[i:j],
             texts=self.texts.cut(t, u),
@@ -230,12 +230,12 @@ class Encoded:
 
 @dataclass
 class Pairs:
-    """A block of local pictures against a block of every rank's texts."""
+    """A block of local images against a block of every rank's texts."""
 
     logits: Tensor  # [i, t]
-    annotated: Tensor  # [i, t] bool: the text was written for the picture
+    annotated: Tensor  # [i, t] bool: the text was written for the image
     images: Features  # beside the head's: "position" [i], "mineable" [i] bool, side features "image_side.NAME"
-    texts: Features  # likewise, of the picture that the text was written for, "text_side.NAME", and "column" [t]
+    texts: Features  # likewise, of the image that the text was written for, "text_side.NAME", and "column" [t]
 
 
 Positives = Callable[[Pairs], Tensor]
@@ -251,4 +251,4 @@ class Total:
 
     sum: Tensor  # scalar, with gradient
     count: Tensor  # scalar; depends on the batch alone, never on parameters
-    rows: Tensor | None = None  # [I] each local picture's part of the sum, without gradient
+    rows: Tensor | None = None  # [I] each local image's part of the sum, without gradient

@@ -71,7 +71,7 @@ def _row(experiment: Experiment, options: Options, arm: Arm, seed: int, folder: 
         "seed": seed,
         "recipe": rows.recipe_hash(recipe),
         "steps": recipe.steps,
-        "pictures": recipe.steps * recipe.batch,
+        "images": recipe.steps * recipe.batch,
         "losses": rows.losses_hash(losses),
         "losses_of": len(losses),
         "commit": at[0],

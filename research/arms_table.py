@@ -17,7 +17,7 @@ def table(experiment: Experiment, options: Options) -> str:
     lines = [experiment.title, "", _line(heads), _line(["---"] * len(heads))]
     lines += [_line(_cells(experiment, arm, own)) for arm, own in found]
     commits = {r["commit"][:7] + ("+" if r["dirty"] else "") for _, own in found for r in own}
-    lengths = {f"{r['steps']} steps, {r['pictures']} pictures" for _, own in found for r in own}
+    lengths = {f"{r['steps']} steps, {r['images']} images" for _, own in found for r in own}
     lines += ["", f"Mean over seeds (least..greatest). {'; '.join(sorted(lengths))}. Commits: {_listed(commits)}."]
     if any(name.endswith("+") for name in commits):
         lines.append("+: with changes that were not committed.")

@@ -20,13 +20,13 @@ from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS
 from kiloword.data.sources.open import open_source
 from kiloword.evaluation.command import labels
 from kiloword.evaluation.zeroshot.options import PromptOptions, Way
-from kiloword.evaluation.zeroshot.prompts import Chosen, Pictures, Prompts, check_gaussians
-from kiloword.evaluation.zeroshot.task import chosen_by, encoded, encoded_pictures, judged
+from kiloword.evaluation.zeroshot.prompts import Chosen, Images, Prompts, check_gaussians
+from kiloword.evaluation.zeroshot.task import chosen_by, encoded, encoded_images, judged
 from kiloword.terminal import say, warn
 
 KINDS = ("right", "another class", "another attribute", "negated")
 OTHERS = 3  # prompts that name another class: one fewer than the right ones, or nobody could tell
-SHOTS = 5  # labelled pictures a class
+SHOTS = 5  # labelled images a class
 WAYS: dict[str, tuple[Way, PromptOptions]] = {
     "uniform": ("ensemble", PromptOptions()),
     "filter": ("filter", PromptOptions()),
@@ -44,8 +44,8 @@ Found = dict[str, dict[str, float]]
 class BprwOptions:
     model: tuple[str, ...]  # folders of models with Gaussians; several of one recipe and other seeds
     tasks: tuple[str, ...] = tuple(TASKS)
-    n: int = 1000  # test pictures of each task
-    draws: int = 5  # choices of labelled pictures and of noise, over which every figure is a mean
+    n: int = 1000  # test images of each task
+    draws: int = 5  # choices of labelled images and of noise, over which every figure is a mean
     batch: int = 256
     device: str = "cpu"
     json: Path | None = None  # also write all figures here
@@ -64,18 +64,18 @@ def noisy(task: str) -> dict[str, list[tuple[str, str]]]:
         said = [(template.replace("{c}", name), KINDS[0]) for template in right]
         said += [(template.replace("{c}", other), KINDS[1]) for template in right[:OTHERS]]
         said += [(prompt, KINDS[2]) for prompt in _other_attributes(task, c)]
-        said.append((f"a picture without {right[0].replace('{c}', name)}", KINDS[3]))
+        said.append((f"an image without {right[0].replace('{c}', name)}", KINDS[3]))
         found[name] = said
     return found
 
 
 def _other_attributes(task: str, c: int) -> list[str]:
     word = FILLS[c % len(FILLS)] if task == "colour" else COLOURS[c % len(COLOURS)]
-    return [f"something {word}", f"a picture with a {BACKGROUNDS[c % len(BACKGROUNDS)]} background"]
+    return [f"something {word}", f"an image with a {BACKGROUNDS[c % len(BACKGROUNDS)]} background"]
 
 
 def judge(matcher: Matcher, task: str, options: BprwOptions) -> list[Found]:
-    """One task, once for every draw. All ways are scored on the same pictures: those that no way has labels of."""
+    """One task, once for every draw. All ways are scored on the same images: those that no way has labels of."""
     prompts = noisy(task)
     names = list(prompts)
     source = open_source(f"scenes:test?task={task}&n={options.n}", matcher.model.config.image.size)
@@ -83,17 +83,17 @@ def judge(matcher: Matcher, task: str, options: BprwOptions) -> list[Found]:
     true = {name: [prompt for prompt, kind in own if kind == KINDS[0]] for name, own in prompts.items()}
     (_, asked), (_, right) = encoded(matcher, names, said), encoded(matcher, names, true)
     check_gaussians(asked.texts, "bprw")
-    pictures = encoded_pictures(matcher, source, len(names), options.batch)
+    images = encoded_images(matcher, source, len(names), options.batch)
     kinds = [kind for own in prompts.values() for _, kind in own]
-    return [dict(_draw(matcher, asked, right, pictures, kinds, seed)) for seed in range(options.draws)]
+    return [dict(_draw(matcher, asked, right, images, kinds, seed)) for seed in range(options.draws)]
 
 
 def _draw(
-    matcher: Matcher, asked: Prompts, right: Prompts, pictures: Pictures, kinds: Sequence[str], seed: int
+    matcher: Matcher, asked: Prompts, right: Prompts, images: Images, kinds: Sequence[str], seed: int
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Every way with one choice of labelled pictures."""
-    few = chosen_by(matcher, "bprw", asked, pictures, PromptOptions(shots=SHOTS, seed=seed))
-    rest = pictures.without(few.taken)
+    """Every way with one choice of labelled images."""
+    few = chosen_by(matcher, "bprw", asked, images, PromptOptions(shots=SHOTS, seed=seed))
+    rest = images.without(few.taken)
     alone = chosen_by(matcher, "ensemble", right, rest, PromptOptions())
     yield RIGHT, {"acc1": _accuracy(matcher, rest, alone)}
     for name, (way, given) in WAYS.items():
@@ -102,8 +102,8 @@ def _draw(
         yield name, {"acc1": _accuracy(matcher, rest, chosen), **_by_kind(chosen, kinds)}
 
 
-def _accuracy(matcher: Matcher, pictures: Pictures, chosen: Chosen) -> float:
-    return dict(judged(matcher, pictures, chosen.classes))["acc1"]
+def _accuracy(matcher: Matcher, images: Images, chosen: Chosen) -> float:
+    return dict(judged(matcher, images, chosen.classes))["acc1"]
 
 
 def _by_kind(chosen: Chosen, kinds: Sequence[str]) -> dict[str, float]:

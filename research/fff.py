@@ -1,4 +1,4 @@
-"""FFF on scenes: several captions a picture, and false negatives mined by a teacher, against the exact truth.
+"""FFF on scenes: several captions an image, and false negatives mined by a teacher, against the exact truth.
 
 `python -m research.fff --out runs/fff --jobs 2`; `--levels 3` or `--levels 0:1,1:1,2:2,3:2` (another
 folder each) for other mixes of general and full captions. A teacher is trained first, on the same scenes. The claims
@@ -23,7 +23,7 @@ CAPTIONS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class FffOptions(Options):
-    levels: str = "1:1,2:2,3:3"  # of the captions, with weights; each picture has five
+    levels: str = "1:1,2:2,3:3"  # of the captions, with weights; each image has five
     n: int = 20_000  # scenes to train on
     pool: ImagePool = "max"
     teacher_steps: int = 1500
@@ -53,7 +53,7 @@ def arms(options: FffOptions) -> list[Arm]:
 
 
 def _base(options: FffOptions, method: str, captions: int = CAPTIONS) -> Recipe:
-    """The towers and the length that all arms share; captions: that a picture has, the first ones of five."""
+    """The towers and the length that all arms share; captions: that an image has, the first ones of five."""
     base = tokens(method, options.size, (_data(options, captions),), options.pool)
     return replace(base, steps=STEPS)
 
@@ -75,7 +75,7 @@ def notes(options: FffOptions) -> Sequence[str]:
 
 EXPERIMENT = Experiment(
     module="research.fff",
-    title="FFF on scenes: captions a picture, and positives",
+    title="FFF on scenes: captions an image, and positives",
     options=FffOptions,
     arms=arms,
     first=first,

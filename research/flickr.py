@@ -1,4 +1,4 @@
-"""The presets on photos with five captions each: equal towers, equal numbers of pictures seen.
+"""The presets on photos with five captions each: equal towers, equal numbers of images seen.
 
 `python -m research.flickr --data flickr8k/train --val flickr8k/dev --out runs/flickr --seeds 0 1`
 """
@@ -29,7 +29,7 @@ class FlickrOptions(Options):
 
 
 def arms(options: FlickrOptions) -> list[Arm]:
-    """Every preset of the three papers and their baselines; fff has all captions of a picture in a batch."""
+    """Every preset of the three papers and their baselines; fff has all captions of an image in a batch."""
 
     def judge(matcher: Matcher) -> dict[str, float]:
         return evaluation.evaluate(matcher, "retrieval", options.val)

@@ -17,7 +17,7 @@ STEPS = 1200
 
 @dataclass(frozen=True, kw_only=True)
 class LlipOptions(Options):
-    data: str = "scenes?levels=3"  # one caption a picture, redrawn each epoch
+    data: str = "scenes?levels=3"  # one caption an image, redrawn each epoch
     k: int = 8  # mixture tokens; of every arm but the first two
     heads: int = 8  # of the contextual and the learned pooling
     temperature: float = 5.0

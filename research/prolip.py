@@ -1,7 +1,7 @@
 """ProLIP on scenes: what variances learn of generality, and what they cost, against the exact truth.
 
 `python -m research.prolip --out runs/prolip --jobs 2`; the claims are those of arXiv:2410.18857: retrieval
-is not lost (table 1), the inclusion loss makes texts more uncertain than pictures, the masked one makes variances
+is not lost (table 1), the inclusion loss makes texts more uncertain than images, the masked one makes variances
 follow generality, and PCME++'s loss does not train an uncertainty token without a deterministic one (table C.3).
 """
 
@@ -24,8 +24,8 @@ JUDGED = "scenes:test?levels=0:1,1:1,2:1,3:1&captions=4&n=1000"  # captions of e
 HERE = {"masked": 0.1, "image_in_text": 1e-2, "hide_words": "drop"}
 SPREAD = {"spread": 3.0, "log_var": -6.0, "bias": -7.0}  # starts where it will end
 COLUMNS = {  # of a table: heading -> metric
-    "variance of pictures": "image_uncertainty_mean",
-    "texts / pictures": "texts_over_pictures",
+    "variance of images": "image_uncertainty_mean",
+    "texts / images": "texts_over_images",
     **{f"level {k} / 3": f"level{k}_over_3" for k in range(3)},
     "rho": "truth_spearman",
     "rho level 1": "truth_spearman_level@1",
@@ -37,7 +37,7 @@ COLUMNS = {  # of a table: heading -> metric
 
 @dataclass(frozen=True, kw_only=True)
 class ProlipOptions(Options):
-    levels: str = "0:1,1:2,2:3,3:3"  # of the captions, with weights; each picture has five
+    levels: str = "0:1,1:2,2:3,3:3"  # of the captions, with weights; each image has five
     n: int = 20_000  # scenes to train on
     pool: ImagePool = "max"
 
@@ -67,16 +67,16 @@ def arms(options: ProlipOptions) -> list[Arm]:
 
 def judge(matcher: Matcher) -> dict[str, float]:
     """What `judge_scenes` says; of Gaussians also what `eval uncertainty` says of captions of all levels, and ratios of
-    mean variances (`texts_over_pictures`; of captions of level k over full ones, `levelK_over_3`).
+    mean variances (`texts_over_images`; of captions of level k over full ones, `levelK_over_3`).
     """
     found = judge_scenes(matcher)
     if matcher.model.head.uncertainty is None:
         return found
-    doubt = evaluation.evaluate(matcher, "uncertainty", JUDGED)
-    levels = [doubt[f"text_uncertainty_level@{k}"] for k in range(4)]
+    uncertainty = evaluation.evaluate(matcher, "uncertainty", JUDGED)
+    levels = [uncertainty[f"text_uncertainty_level@{k}"] for k in range(4)]
     ratios = {f"level{k}_over_3": levels[k] / levels[3] for k in range(3)}
-    ratios["texts_over_pictures"] = doubt["text_uncertainty_mean"] / doubt["image_uncertainty_mean"]
-    return found | doubt | ratios
+    ratios["texts_over_images"] = uncertainty["text_uncertainty_mean"] / uncertainty["image_uncertainty_mean"]
+    return found | uncertainty | ratios
 
 
 EXPERIMENT = Experiment(

@@ -1,7 +1,7 @@
-"""Does a model that is conditioned on the text win without looking at the picture? It must stay at chance.
+"""Does a model that is conditioned on the text win without looking at the image? It must stay at chance.
 
 `python -m research.shortcut --out runs/shortcut`, or on photos with `--data` and `--val`. Llip trained and
-judged on one constant picture, Llip trained on pictures that are shuffled against their captions, and image towers that
+judged on one constant image, Llip trained on images that are shuffled against their captions, and image towers that
 stay as they were drawn: those carry information, so they are a baseline and no control.
 """
 
@@ -26,13 +26,13 @@ from research.towers import tokens
 
 
 class Captioned:
-    """A source whose rows have other pictures: the captions of row r, the picture of row `picture(r)`.
+    """A source whose rows have other images: the captions of row r, the image of row `image(r)`.
 
     What a caption is true of is not known any more, so there is no `relevance`.
     """
 
-    def __init__(self, source: Source, word: str, picture: Callable[[int], int]) -> None:
-        self.source, self.picture = source, picture
+    def __init__(self, source: Source, word: str, image: Callable[[int], int]) -> None:
+        self.source, self.image = source, image
         self.name = f"{source.name}, {word}"
         self.fingerprint = f"{source.fingerprint}-{word}"
         self.natural = getattr(source, "natural", True)
@@ -41,18 +41,18 @@ class Captioned:
         return len(self.source)
 
     def record(self, row: int) -> Record:
-        """The row's key and captions beside another picture. Raises BadSample when either cannot be read."""
-        return replace(self.source.record(row), image=self.source.record(self.picture(row)).image)
+        """The row's key and captions beside another image. Raises BadSample when either cannot be read."""
+        return replace(self.source.record(row), image=self.source.record(self.image(row)).image)
 
 
 def constant(source: Source) -> Source:
-    """Every row has the picture of row 0."""
-    return Captioned(source, "constant pictures", _First())
+    """Every row has the image of row 0."""
+    return Captioned(source, "constant images", _First())
 
 
 def shuffled(source: Source) -> Source:
-    """Every row has another row's picture, each picture once, by a permutation keyed by the data."""
-    return Captioned(source, "shuffled pictures", _Permuted(source.fingerprint, len(source)))
+    """Every row has another row's image, each image once, by a permutation keyed by the data."""
+    return Captioned(source, "shuffled images", _Permuted(source.fingerprint, len(source)))
 
 
 class _First:
@@ -61,7 +61,7 @@ class _First:
 
 
 class _Permuted:
-    """One cycle through all rows, so that none keeps its picture."""
+    """One cycle through all rows, so that none keeps its image."""
 
     def __init__(self, fingerprint: str, rows: int) -> None:
         order = np.random.Generator(np.random.Philox(key(fingerprint, "shuffled"))).permutation(rows)
@@ -119,12 +119,12 @@ def _base(options: ShortcutOptions, method: str) -> Recipe:
 def notes(options: ShortcutOptions) -> list[str]:
     """What chance is."""
     n = len(open_source(options.val))
-    return ["", f"Chance, with one caption a picture: R@k is k / {n}: {1 / n:.4f}, {5 / n:.4f}, {10 / n:.4f}."]
+    return ["", f"Chance, with one caption an image: R@k is k / {n}: {1 / n:.4f}, {5 / n:.4f}, {10 / n:.4f}."]
 
 
 EXPERIMENT = Experiment(
     module="research.shortcut",
-    title="Shortcut control: what a text-conditioned model knows without pictures",
+    title="Shortcut control: what a text-conditioned model knows without images",
     options=ShortcutOptions,
     arms=arms,
     columns=RECALL,

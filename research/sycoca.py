@@ -1,8 +1,8 @@
-"""SyCoCa on scenes: what captions, masked pictures and attentive masks add, against the exact truth.
+"""SyCoCa on scenes: what captions, masked images and attentive masks add, against the exact truth.
 
 `python -m research.sycoca --out runs/sycoca --jobs 2`; the arms are the rows of arXiv:2401.02137, table 5,
-at equal steps: its claims are that captions help retrieval, attentive masks help both, and that text-guided pictures
-help where plain masked pictures do not. Random masks there are the painter's; its captions then see whole pictures.
+at equal steps: its claims are that captions help retrieval, attentive masks help both, and that text-guided images
+help where plain masked images do not. Random masks there are the painter's; its captions then see whole images.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def judge(matcher: Matcher) -> dict[str, float]:
 
 EXPERIMENT = Experiment(
     module="research.sycoca",
-    title="SyCoCa on scenes: captions, masked pictures, attentive masks",
+    title="SyCoCa on scenes: captions, masked images, attentive masks",
     options=SycocaOptions,
     arms=arms,
     columns={

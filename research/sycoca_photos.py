@@ -1,4 +1,4 @@
-"""SyCoCa on photos: do captions and masked pictures help retrieval, and what does the decoder write?
+"""SyCoCa on photos: do captions and masked images help retrieval, and what does the decoder write?
 
 `python -m research.sycoca_photos --data flickr8k/train --val flickr8k/dev --out runs/sycoca-photos`; the
 claims are those of arXiv:2401.02137, tables 1 and 2: SyCoCa finds and describes better than CoCa.
@@ -25,7 +25,7 @@ COLUMNS = {  # of a table: heading -> metric
 
 
 def arms(options: FlickrOptions) -> list[Arm]:
-    """Contrast alone, with captions, and with masked pictures."""
+    """Contrast alone, with captions, and with masked images."""
 
     def judge(matcher: Matcher) -> dict[str, float]:
         found = evaluation.evaluate(matcher, "retrieval", options.val)

@@ -15,7 +15,7 @@ def unit(values: np.ndarray) -> np.ndarray:
 
 
 def corpus(images: np.ndarray, texts: list[np.ndarray], captions: list[str] | None = None) -> Corpus:
-    """Pictures [N, D] and every picture's captions [k, D]."""
+    """Images [N, D] and every image's captions [k, D]."""
     starts = np.concatenate([[0], np.cumsum([len(t) for t in texts])])
     means = np.stack([t.mean(0) if len(t) else np.zeros(images.shape[1]) for t in texts])
     names = captions or [f"caption {n}" for n in range(starts[-1])]

@@ -1,6 +1,6 @@
-"""The towers and decoders of one picture and one caption, written out: no batch, no packing, no cache, no chunks.
+"""The towers and decoders of one image and one caption, written out: no batch, no packing, no cache, no chunks.
 
-Slow and obvious, from the weights of a model of ours. A picture is [3, H, W], normalised; a caption a list of ids.
+Slow and obvious, from the weights of a model of ours. An image is [3, H, W], normalised; a caption a list of ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kiloword.verify.batch import config
 
 
 def small(**image: Any) -> ModelConfig:
-    """Sixteen patches a picture, one block a tower."""
+    """Sixteen patches an image, one block a tower."""
     base = config()
     return replace(
         base, image=replace(base.image, patch=8, depth=1, **image), text=replace(base.text, depth=1, vocab=320)
@@ -44,7 +44,7 @@ def made(
 
 
 def pairs(model: Model, captions: Sequence[Sequence[Sequence[int]]], seed: int = 0) -> Batch:
-    """A batch of noise pictures; captions: of each picture a list of captions of words, without start, end and more."""
+    """A batch of noise images; captions: of each image a list of captions of words, without start, end and more."""
     text, size, n = model.config.text, model.config.image.size, len(captions)
     tail = [text.special[name] for name in ("end", *text.extra_tokens)]
     whole = [[text.special["start"], *words, *tail] for own in captions for words in own]
@@ -60,7 +60,7 @@ def pairs(model: Model, captions: Sequence[Sequence[Sequence[int]]], seed: int =
 
 
 CAPTIONS: list[list[list[int]]] = [[[9, 40, 9], [17]], [[33, 8, 100, 51, 60]], [[]], [[7, 7], [300, 12, 11], [64, 65]]]
-"""Of four pictures: one to three captions each, of none to five words."""
+"""Of four images: one to three captions each, of none to five words."""
 
 
 def term(learner: Learner, name: str, batch: Batch, encoded: Encoded | None = None) -> Tensor:
@@ -131,13 +131,13 @@ def text_tokens(ids: Sequence[int], model: Model) -> Tensor:
     return norm(x, tower.norm)
 
 
-def patch(picture: Tensor, place: int, size: int) -> Tensor:
+def patch(image: Tensor, place: int, size: int) -> Tensor:
     """[3, size, size], patch number `place` in rows of patches."""
-    row, column = divmod(place, picture.shape[2] // size)
-    return picture[:, row * size : (row + 1) * size, column * size : (column + 1) * size]
+    row, column = divmod(place, image.shape[2] // size)
+    return image[:, row * size : (row + 1) * size, column * size : (column + 1) * size]
 
 
-def image_tokens(picture: Tensor, model: Model, hidden: Sequence[int] = (), op: str = "drop") -> Tensor:
+def image_tokens(image: Tensor, model: Model, hidden: Sequence[int] = (), op: str = "drop") -> Tensor:
     """[E + P, W], of a linear stem; hidden patches dropped, or replaced by the mask token."""
     tower: Any = model.image_tower
     c = model.config.image
@@ -146,7 +146,7 @@ def image_tokens(picture: Tensor, model: Model, hidden: Sequence[int] = (), op: 
     rows += [] if tower.extra_tokens is None else list(tower.extra_tokens)
     rows += [] if tower.uncertainty_token is None else [tower.uncertainty_token]
     for place in range((c.size // c.patch) ** 2):
-        x = (kernel * patch(picture, place, c.patch)).sum((1, 2, 3))
+        x = (kernel * patch(image, place, c.patch)).sum((1, 2, 3))
         if place in hidden and op == "drop":
             continue
         x = tower.mask_token if place in hidden else x

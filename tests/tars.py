@@ -1,4 +1,4 @@
-"""Small tars and pictures for the tests of reading."""
+"""Small tars and images for the tests of reading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 
 def encode(pixels: np.ndarray, kind: str = "PNG", **options: object) -> bytes:
-    """uint8 [H, W, 3] or [H, W] as an encoded picture."""
+    """uint8 [H, W, 3] or [H, W] as an encoded image."""
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, kind, **options)
     return out.getvalue()
@@ -24,7 +24,7 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)).copy()
 
 
-def picture(seed: int = 0) -> bytes:
+def photo(seed: int = 0) -> bytes:
     return encode(noise(12, 16, seed))
 
 
@@ -42,4 +42,4 @@ def write_tar(path: Path, members: Mapping[str, bytes] | list[tuple[str, bytes]]
 def pairs(count: int, first: int = 0) -> dict[str, bytes]:
     """Members of `count` good samples."""
     rows = range(first, first + count)
-    return {f"{i:04d}.{s}": picture(i) if s == "png" else f"picture {i}".encode() for i in rows for s in ("png", "txt")}
+    return {f"{i:04d}.{s}": photo(i) if s == "png" else f"image {i}".encode() for i in rows for s in ("png", "txt")}

@@ -1,4 +1,4 @@
-"""Matcher: pictures and strings in, features and scores out; a sentence for anything else."""
+"""Matcher: images and strings in, features and scores out; a sentence for anything else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def matcher(tokenizer: Tokenizer) -> Matcher:
     return Matcher(debug_model(), tokenizer)
 
 
-def picture(seed: int, width: int = 40, height: int = 50) -> Image.Image:
+def photo(seed: int, width: int = 40, height: int = 50) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
@@ -47,46 +47,46 @@ def save(matcher: Matcher, folder: Path, method: str = "siglip") -> Path:
     return folder
 
 
-def test_pictures_paths_and_pixels_are_the_same(matcher: Matcher, tmp_path: Path) -> None:
-    pictures = [picture(0), picture(1, 60, 33)]
+def test_images_paths_and_pixels_are_the_same(matcher: Matcher, tmp_path: Path) -> None:
+    photos = [photo(0), photo(1, 60, 33)]
     paths = [tmp_path / "a.png", str(tmp_path / "b.webp")]
-    pictures[0].save(paths[0])
-    pictures[1].save(paths[1], lossless=True)
-    pixels = torch.stack([matcher.preprocess(p) for p in pictures])
+    photos[0].save(paths[0])
+    photos[1].save(paths[1], lossless=True)
+    pixels = torch.stack([matcher.preprocess(p) for p in photos])
     assert pixels.shape == (2, 3, 32, 32)
     assert pixels.dtype == torch.uint8
     expected = matcher.encode_image(pixels)["vec"]
-    torch.testing.assert_close(matcher.encode_image(pictures)["vec"], expected)
+    torch.testing.assert_close(matcher.encode_image(photos)["vec"], expected)
     torch.testing.assert_close(matcher.encode_image(paths)["vec"], expected)
     torch.testing.assert_close(expected.norm(dim=1), torch.ones(2))
 
 
 def test_batches_do_not_change_features(matcher: Matcher) -> None:
-    pictures = [picture(i) for i in range(5)]
-    torch.testing.assert_close(matcher.encode_image(pictures, batch=2), matcher.encode_image(pictures))
+    photos = [photo(i) for i in range(5)]
+    torch.testing.assert_close(matcher.encode_image(photos, batch=2), matcher.encode_image(photos))
     torch.testing.assert_close(matcher.encode_text(CAPTIONS, batch=1), matcher.encode_text(CAPTIONS))
 
 
 def test_score_takes_features_or_what_makes_them(matcher: Matcher) -> None:
-    pictures = [picture(i) for i in range(4)]
-    images, texts = matcher.encode_image(pictures), matcher.encode_text(CAPTIONS)
+    photos = [photo(i) for i in range(4)]
+    images, texts = matcher.encode_image(photos), matcher.encode_text(CAPTIONS)
     expected = images["vec"] @ texts["vec"].T
     assert expected.shape == (4, 3)
     torch.testing.assert_close(matcher.score(images, texts), expected)
-    torch.testing.assert_close(matcher.score(pictures, CAPTIONS), expected)
+    torch.testing.assert_close(matcher.score(photos, CAPTIONS), expected)
 
 
 def test_classify_gives_probabilities_by_ensembled_prompts(matcher: Matcher) -> None:
-    pictures, names = [picture(0), picture(1)], ["circle", "square"]
-    probabilities = matcher.classify(pictures, names, templates=["a {c}", "one {c}."])
+    photos, names = [photo(0), photo(1)], ["circle", "square"]
+    probabilities = matcher.classify(photos, names, templates=["a {c}", "one {c}."])
     rows = []
     for name in names:  # the mean of a class's unit vectors, scaled to norm 1
         mean = matcher.encode_text([f"a {name}", f"one {name}."])["vec"].mean(0)
         rows.append(mean / mean.norm())
     scale, bias = matcher.model.head.log_scale.exp(), matcher.model.head.bias
-    logits = scale * matcher.encode_image(pictures)["vec"] @ torch.stack(rows).T + bias
+    logits = scale * matcher.encode_image(photos)["vec"] @ torch.stack(rows).T + bias
     torch.testing.assert_close(probabilities, logits.softmax(1).detach())
-    own = matcher.classify(pictures, names, {name: [f"a {name}", f"one {name}."] for name in names})
+    own = matcher.classify(photos, names, {name: [f"a {name}", f"one {name}."] for name in names})
     torch.testing.assert_close(own, probabilities)
 
 
@@ -101,7 +101,7 @@ def test_a_model_in_training_stays_in_training(matcher: Matcher) -> None:
 
 
 def test_arrays_and_tensors_are_images_too(matcher: Matcher) -> None:
-    images = [picture(0), picture(1, 60, 33)]
+    images = [photo(0), photo(1, 60, 33)]
     arrays = [np.asarray(image) for image in images]
     tensors = [torch.from_numpy(array.copy()).permute(2, 0, 1) for array in arrays]
     floats = [tensors[0].float() / 255, tensors[1].double() / 255]
@@ -115,7 +115,7 @@ def test_arrays_and_tensors_are_images_too(matcher: Matcher) -> None:
 
 
 def test_features_of_one_item_have_no_leading_dimension(matcher: Matcher, tmp_path: Path) -> None:
-    image = picture(0)
+    image = photo(0)
     image.save(tmp_path / "a.png")
     expected = matcher.encode_image([image])["vec"]
     assert expected.shape == (1, 16)
@@ -126,7 +126,7 @@ def test_features_of_one_item_have_no_leading_dimension(matcher: Matcher, tmp_pa
 
 
 def test_all_else_takes_one_item_as_a_list_of_one(tokenizer: Tokenizer) -> None:
-    image, caption = picture(0), CAPTIONS[0]
+    image, caption = photo(0), CAPTIONS[0]
     for method in ("llip", "prolip"):
         matcher = Matcher(debug_model(method), tokenizer)
         score = matcher.score([image], CAPTIONS)
@@ -158,10 +158,10 @@ def test_a_matcher_says_what_it_is(tokenizer: Tokenizer) -> None:
     ("images", "message"),
     [
         (3, "got an int as images: expected a Pillow image, a path"),
-        (iter([picture(0)]), "or a list of these"),
+        (iter([photo(0)]), "or a list of these"),
         ([], "no images"),
         (torch.zeros(0, 3, 32, 32), "no images"),
-        ([picture(0), 3], "got an int as image 1: expected a Pillow image, a path"),
+        ([photo(0), 3], "got an int as image 1: expected a Pillow image, a path"),
         (
             torch.zeros(3, 32, 32) + 1.5,
             r"image 0 is a torch.float32 tensor with values from 1.5 to 1.5: expected 0 to 1",
@@ -176,11 +176,11 @@ def test_a_matcher_says_what_it_is(tokenizer: Tokenizer) -> None:
         (np.zeros((8, 8), np.uint8), r"image 0 is a uint8 array \[8, 8\]"),
         (np.zeros((0, 8, 3), np.uint8), r"uint8 array \[0, 8, 3\]"),
         ([Image.new("F", (8, 8))], "cannot use image 0: floating-point"),
-        (["no/such/picture.png"], "cannot read image no/such/picture.png: No such file"),
+        (["no/such/image.png"], "cannot read image no/such/image.png: No such file"),
         (Path(__file__).parent, "is a folder: expected an image file"),
     ],
 )
-def test_wrong_pictures_get_a_sentence(matcher: Matcher, images: object, message: str) -> None:
+def test_wrong_images_get_a_sentence(matcher: Matcher, images: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         matcher.encode_image(images)  # type: ignore[arg-type]
 
@@ -193,23 +193,23 @@ def test_wrong_texts_get_a_sentence(matcher: Matcher, texts: object, message: st
         matcher.encode_text(texts)  # type: ignore[arg-type]
 
 
-def test_wrong_sizes_of_batches_and_pictures_get_a_sentence(matcher: Matcher, tmp_path: Path) -> None:
+def test_wrong_sizes_of_batches_and_images_get_a_sentence(matcher: Matcher, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a batch of -1 rows"):
-        matcher.encode_image([picture(0)], batch=-1)
-    with pytest.raises(ValueError, match="picture size 0 is not a multiple"):
+        matcher.encode_image([photo(0)], batch=-1)
+    with pytest.raises(ValueError, match="image size 0 is not a multiple"):
         kiloword.load(save(matcher, tmp_path), size=0)
 
 
-def test_a_file_that_is_no_picture_is_named(matcher: Matcher, tmp_path: Path) -> None:
-    (tmp_path / "bad.png").write_bytes(b"nothing like a picture")
-    with pytest.raises(ValueError, match=r"bad\.png: not a picture"):
+def test_a_file_that_is_no_image_is_named(matcher: Matcher, tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"nothing like an image")
+    with pytest.raises(ValueError, match=r"bad\.png: not an image"):
         matcher.encode_image([tmp_path / "bad.png"])
 
 
 def test_transparency_and_palettes_are_read_as_files_are(matcher: Matcher, tmp_path: Path) -> None:
-    layer = picture(0).convert("RGBA")
+    layer = photo(0).convert("RGBA")
     layer.putalpha(Image.new("L", layer.size, 100))
-    for i, image in enumerate([layer, picture(1).convert("P"), picture(2).convert("L")]):
+    for i, image in enumerate([layer, photo(1).convert("P"), photo(2).convert("L")]):
         image.save(tmp_path / f"{i}.png")
         both = matcher.encode_image([image])["vec"], matcher.encode_image([tmp_path / f"{i}.png"])["vec"]
         torch.testing.assert_close(*both)
@@ -219,21 +219,21 @@ def test_transparency_and_palettes_are_read_as_files_are(matcher: Matcher, tmp_p
 def test_load_gives_the_same_scores(tokenizer: Tokenizer, tmp_path: Path, method: str) -> None:
     matcher = Matcher(debug_model(method), tokenizer)
     loaded = kiloword.load(save(matcher, tmp_path / "model", method))
-    pictures = [picture(0), picture(1)]
-    assert torch.equal(loaded.score(pictures, CAPTIONS), matcher.score(pictures, CAPTIONS))
+    photos = [photo(0), photo(1)]
+    assert torch.equal(loaded.score(photos, CAPTIONS), matcher.score(photos, CAPTIONS))
 
 
 def test_load_in_half_precision_stays_near(matcher: Matcher, tmp_path: Path) -> None:
     loaded = kiloword.load(save(matcher, tmp_path / "model"), dtype="bf16")
-    score = loaded.score([picture(0)], CAPTIONS)
+    score = loaded.score([photo(0)], CAPTIONS)
     assert score.dtype == torch.float32
-    torch.testing.assert_close(score, matcher.score([picture(0)], CAPTIONS), atol=0.03, rtol=0)
+    torch.testing.assert_close(score, matcher.score([photo(0)], CAPTIONS), atol=0.03, rtol=0)
 
 
 def test_load_at_another_size_interpolates_positions(matcher: Matcher, tmp_path: Path) -> None:
     folder = save(matcher, tmp_path / "model")
     larger = kiloword.load(folder, size=64)
-    assert larger.preprocess(picture(0)).shape == (3, 64, 64)
+    assert larger.preprocess(photo(0)).shape == (3, 64, 64)
     smooth = Image.linear_gradient("L").convert("RGB")
     near = torch.cosine_similarity(larger.encode_image([smooth])["vec"], matcher.encode_image([smooth])["vec"])
     assert near.item() > 0.9
@@ -244,7 +244,7 @@ def test_load_at_another_size_interpolates_positions(matcher: Matcher, tmp_path:
         kiloword.load(folder, size=50)
 
 
-def test_squash_keeps_the_whole_picture(tokenizer: Tokenizer) -> None:
+def test_squash_keeps_the_whole_image(tokenizer: Tokenizer) -> None:
     wide = Image.new("RGB", (96, 32))
     wide.paste((255, 0, 0), (0, 0, 16, 32))  # a stripe that a centre crop loses
     config = sizes()["debug"]

@@ -24,7 +24,7 @@ def matcher(method: str = "prolip") -> Matcher:
     return Matcher(build(sizes()["debug"], preset(method)), Tokenizer.train(CAPTIONS, 300))
 
 
-def pictures(n: int) -> torch.Tensor:
+def photos(n: int) -> torch.Tensor:
     return torch.randint(256, (n, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
 
@@ -38,7 +38,7 @@ def at(cosine: float, log_var: float, dim: int = 16) -> Features:
 @pytest.mark.parametrize("method", ["prolip", "pcme++", "llip+gaussian"])
 def test_either_side_in_either_side(method: str) -> None:
     m = matcher(method)
-    images, texts = m.encode_image(pictures(4)), m.encode_text(CAPTIONS)
+    images, texts = m.encode_image(photos(4)), m.encode_text(CAPTIONS)
     for a in (images, texts):
         torch.testing.assert_close(m.uncertainty(a), a["log_var"].exp().sum(1))
         for b in (images, texts):
@@ -57,7 +57,7 @@ def test_either_side_in_either_side(method: str) -> None:
 
 def test_the_score_is_the_distance() -> None:
     m = matcher()
-    images, texts = m.encode_image(pictures(4)), m.encode_text(CAPTIONS)
+    images, texts = m.encode_image(photos(4)), m.encode_text(CAPTIONS)
     torch.testing.assert_close(m.score(images, texts), 1 - m.distance(images, texts) / 2)
 
 
@@ -85,7 +85,7 @@ def test_forms_differ() -> None:
 
 @pytest.mark.parametrize("method", ["prolip", "pcme++"])
 def test_overlap_is_what_the_model_calls_a_match(method: str) -> None:
-    """Pictures at all cosines within one wide text: included exactly where the match's probability is above 1/2."""
+    """Images at all cosines within one wide text: included exactly where the match's probability is above 1/2."""
     m = matcher(method)
     head = m.model.head
     assert head.bias is not None
@@ -143,7 +143,7 @@ def test_softmax_knows_no_overlap() -> None:
     assert m.includes(texts, texts, overlap=1.0).shape == (3, 3)
 
 
-def test_no_pictures_and_no_texts_are_no_pairs() -> None:
+def test_no_images_and_no_texts_are_no_pairs() -> None:
     m = matcher()
     texts = m.encode_text(CAPTIONS)
     none = {name: value[:0] for name, value in texts.items()}

@@ -16,7 +16,7 @@ from kiloword.distributed import collectives
 from kiloword.methods.registry import names
 from kiloword.training.setup import micro_batches
 from kiloword.verify.suite import verify
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 ROOT = Path(__file__).parents[1]
 README = re.sub(r" \\\n +", " ", (ROOT / "README.md").read_text())
@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     for part in ("train", "dev"):
         write_tar(tmp_path / "photos" / part / "0.tar", pairs(12))
     for n in range(4):
-        (tmp_path / f"{n}.png").write_bytes(picture(n))
+        (tmp_path / f"{n}.png").write_bytes(photo(n))
     (tmp_path / "table.csv").write_text("image,caption\n" + "".join(f"{n}.png,a thing\n" for n in range(4)))
     (tmp_path / "mine.py").write_text(python("mine.py"))
     for model in ("quickstart", "runs/photos"):
@@ -48,8 +48,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others
     shutil.copytree(trained.parent, tmp_path / "runs" / "big")
     for name, model in others.items():
         shutil.copytree(model, tmp_path / "runs" / name / "model")
-    (tmp_path / "quickstart" / "example.png").write_bytes(picture())
-    (tmp_path / "dog.jpg").write_bytes(picture())
+    (tmp_path / "quickstart" / "example.png").write_bytes(photo())
+    (tmp_path / "dog.jpg").write_bytes(photo())
     return tmp_path
 
 
@@ -80,7 +80,7 @@ def own(line: str) -> bool:
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if own(line)])
 def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Training is planned rather than done, with a batch that the few pictures here fill."""
+    """Training is planned rather than done, with a batch that the few images here fill."""
     words = shlex.split(command)
     words = words[words.index("kiloword") + 1 :]
     if words[0] in ("import", "verify"):

@@ -43,14 +43,14 @@ def methods_table() -> None:
 def slots(method: Method) -> dict[str, str]:
     """What fills the slots of a method, in words; "" is an empty slot."""
     head = _head(method, sizes()["debug"])
-    doubt = head.uncertainty
+    uncertainty = head.uncertainty
     return {
         "method": method.name,
         "source": method.source,
         "views": ", ".join(_word(view) for view in method.views),
         "captions": str(method.captions),
         "pooling": _word(head.pooling),
-        "uncertainty": "" if doubt is None else _word(doubt),
+        "uncertainty": "" if uncertainty is None else _word(uncertainty),
         "positives": _word(method.positives),
         "pair loss": _word(method.pair_loss).removesuffix(" loss") if method.pair_weight else "",
         "terms": ", ".join(method.terms),
@@ -60,7 +60,7 @@ def slots(method: Method) -> dict[str, str]:
 
 def sizes_table() -> None:
     """Print the named sizes of towers with their parameters and arithmetic."""
-    table = plain_table("size", "picture", "patch", "image tower", "text tower", "context", "embedding")
+    table = plain_table("size", "image", "patch", "image tower", "text tower", "context", "embedding")
     for name in ("M parameters", "GFLOP image", "text", "pair"):
         table.add_column(name, justify="right")
     for name, config in sizes().items():
@@ -72,7 +72,7 @@ def sizes_table() -> None:
         )
     Screen(_WIDE).print(table)
     say(
-        "Towers are width x depth / heads. GFLOP: one forward pass, two a multiply-add, of one picture and of one",
+        "Towers are width x depth / heads. GFLOP: one forward pass, two a multiply-add, of one image and of one",
         "caption that fills the context; a training step takes three times as much. Captions are never padded.",
     )
 
@@ -98,7 +98,7 @@ def model_in_words(model: Model, method: Method | None = None) -> str:
 
 
 def image_flops(config: ModelConfig) -> int:
-    """Arithmetic of one picture's forward pass: matrix products, two a multiply-add; any pool but "map"."""
+    """Arithmetic of one image's forward pass: matrix products, two a multiply-add; any pool but "map"."""
     image = config.image
     patches = (image.size // image.patch) ** 2
     stem = 2 * patches * 3 * image.patch**2 * image.width

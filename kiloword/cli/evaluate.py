@@ -61,13 +61,13 @@ def evaluate(
         with_: more model folders, evaluated on the same data and shown beside the first.
         shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
         of: spectrum: tower (what the image tower puts out, the default) or vec.
-        samples: spectrum: pictures, 5000 if not given.
+        samples: spectrum: images, 5000 if not given.
         includes: hierarchy: what a caption includes an image most by, inc (the default) or h. With h at eps 0 the
             narrowest captions are chosen, not the most general.
         eps: hierarchy: log-space epsilon of inc and h, 0 if not given. At -10 or less distances hardly count: h then
             chooses the widest caption, inc the narrowest.
         prompts: zeroshot: how a class's prompts count: alike (ensemble, the default), the least uncertain (filter,
-            topk), or as they explain pictures (bprw); all but the first need a model with Gaussians.
+            topk), or as they explain images (bprw); all but the first need a model with Gaussians.
         prompt_options: zeroshot: what filter, topk and bprw may be told.
         train: probe: what it is fitted on; without it the split `train` that goes with --data. vqa: whose answers are
             those to choose from; without it the data's own list.
@@ -79,7 +79,7 @@ def evaluate(
         vqa: vqa: what answers there are, and how one is chosen.
         json: also write the numbers to this file.
         html: zeroshot, caption, reconstruction, spectrum, hierarchy, uncertainty: write a page with the plots.
-        batch: pictures at a time.
+        batch: images at a time.
         workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
         device: auto, cpu, cuda, cuda:N.
         precision: of encoders and decoders; auto: bf16 on CUDA where the model is larger than size tiny, else fp32.

@@ -78,7 +78,7 @@ def embed(
         out: side table to write, for `train --side`; the same command again goes on after an interruption.
         name: of the features, where one run takes several side tables.
         extra_captions: parquet tables (key, captions) whose captions are embedded too.
-        batch: pictures at a time.
+        batch: images at a time.
         workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
         device: auto, cpu, cuda, cuda:N.
         precision: of the computation, and part of the feature store: fp32 unless given, on every device.
@@ -103,17 +103,17 @@ def caption(
     model_method: str | None = None,
     trust_code: bool = False,
 ) -> None:
-    """Describe pictures: kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
+    """Describe images: kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
 
     By another's model: kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
 
     Args:
         model: model folder (coca, sycoca or any with +caption), or hf:FOLDER (BLIP, GIT, ... as transformers saves it).
-        data: what `train --data` takes; pictures need no captions.
+        data: what `train --data` takes; images need no captions.
         out: parquet table (key, captions, scores) to write, for `train --extra-captions`; the same command again goes
             on after an interruption.
         options: how captions are found.
-        batch: pictures at a time.
+        batch: images at a time.
         workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
         device: auto, cpu, cuda, cuda:N.
         precision: auto: that of the table that resumes, else bf16 on CUDA for model folders larger than size tiny.
@@ -133,7 +133,7 @@ def mine(
     out: Path,
     options: Annotated[MineOptions, arg(name="")] = MINE,
 ) -> None:
-    """Captions that fit other pictures: kiloword mine photos/train --side features --out mined --calibrate
+    """Captions that fit other images: kiloword mine photos/train --side features --out mined --calibrate
 
     Writes OUT/report.html, pairs.parquet, mine.json and thresholds.json.
 
@@ -162,7 +162,7 @@ def data(
     Args:
         what: index (make the byte-offset indexes), check (decode every sample, name the bad), stats.
         source: what `train --data` takes.
-        png: with stats, write a picture of samples here.
+        png: with stats, write an image of samples here.
         as_: with stats and png, draw the examples that training this method would see, augmented and composed.
         size: with as, the size whose defaults hold, as of train.
         digest: with index, digest all images and texts of tars (reads them once); resumed runs compare it.

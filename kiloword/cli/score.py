@@ -23,7 +23,7 @@ def score(
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
-    """Score pictures against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
+    """Score images against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
 
     Where each text looks: kiloword score MODEL --images a.jpg --texts "a dog" --explain inside
 
@@ -31,8 +31,8 @@ def score(
         model: model folder.
         images: image files, or folders of them.
         texts: captions to compare with.
-        explain: folder for a PNG a picture, which shows where each text looks, and weights.json; of a model with
-            decoders also PICTURE-inside.png and inside.json.
+        explain: folder for a PNG an image, which shows where each text looks, and weights.json; of a model with
+            decoders also IMAGE-inside.png and inside.json.
         explain_what: with explain, what is drawn if not all: maps (where each text looks), and of decoders words (where
             the text decoder looks as it writes each word), gradcam (of the first layer), masks (which patches each
             text hides) and reconstruction (hidden patches as the image decoder paints them).
@@ -63,11 +63,11 @@ def score(
 
 def _files(images: Sequence[Path]) -> tuple[Path, ...]:
     """The files, and in place of a folder the image files in it, by name. Raises: ValueError for a folder without."""
-    from kiloword.data.sources.folder import is_picture
+    from kiloword.data.sources.folder import is_image
 
     files: list[Path] = []
     for path in images:
-        inside = sorted(f for f in path.iterdir() if is_picture(f.name) and f.is_file()) if path.is_dir() else [path]
+        inside = sorted(f for f in path.iterdir() if is_image(f.name) and f.is_file()) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"--images got the folder {path}, which holds no images: expected image files in it.")
         files += inside
@@ -81,13 +81,13 @@ def _check(texts: Sequence[str]) -> None:
 
 
 def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
-    """Scores [pictures, texts] as a table; each picture's best are bold."""
+    """Scores [images, texts] as a table; each image's best are bold."""
     from rich.table import Table
     from rich.text import Text
 
     from kiloword.screen import Screen
 
-    table = Table("picture", *texts)
+    table = Table("image", *texts)
     for path, row in zip(images, scores, strict=True):
         best = max(row)
         table.add_row(path.name, *(Text(f"{s:.3f}", "bold" if s == best else "") for s in row))

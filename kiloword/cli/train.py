@@ -34,7 +34,7 @@ class Train:
     """
 
     out: Path = tyro.MISSING  # folder of the run
-    data: tuple[str, ...] = ("scenes",)  # folder of tars, brace pattern, csv/tsv/parquet, picture folder, scenes
+    data: tuple[str, ...] = ("scenes",)  # folder of tars, brace pattern, csv/tsv/parquet, image folder, scenes
     val: str | None = None  # evaluate retrieval on this
     views: str | None = None  # another method's views: compose, mixup, cutmix, stylistic (`kiloword methods`)
     positives: str | None = None  # another method's positives: mined, exact
@@ -43,20 +43,20 @@ class Train:
     uncertainty: str | None = None  # gaussian: features with a variance
     terms: tuple[str, ...] = ()  # more terms of the loss, one or several: caption, mim, inclusion
     side: tuple[str, ...] = ()  # side tables of features (`kiloword embed`), joined by key
-    extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the pictures' own
-    raw_captions: bool = True  # whether the pictures' own captions stay beside the extra ones
+    extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the images' own
+    raw_captions: bool = True  # whether the images' own captions stay beside the extra ones
     size: str = "tiny"  # of the towers (`kiloword sizes`)
     steps: int | None = None  # length of the run, or --epochs, or --samples
     epochs: float | None = None  # length in passes over the data
-    samples: int | None = None  # length in pictures seen
-    batch: int = 128  # pictures, over all ranks
-    micro: int = 0  # pictures a micro-batch; 0: a rank's whole share
+    samples: int | None = None  # length in images seen
+    batch: int = 128  # images, over all ranks
+    micro: int = 0  # images a micro-batch; 0: a rank's whole share
     chunk: int = 0  # rows and columns of pairs a block; 0: chosen
     # of the arithmetic, weights stay in fp32 under bf16; auto: bf16 for tiny, and for larger sizes on CUDA
     precision: Precision = "auto"
     matmul: Matmul = "auto"  # of products in fp32, as losses have them: high is TF32 on CUDA, the default there
     freeze: Literal["none", "image", "text"] = "none"  # a tower that stays as it is
-    init: str | None = None  # model folder to start from; brings its towers and picture size
+    init: str | None = None  # model folder to start from; brings its towers and image size
     # of an image (vqa: answers) in a batch: one, redrawn each epoch, all, N
     captions: int | Literal["one", "all"] = "one"
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"  # of image files; the others are faster

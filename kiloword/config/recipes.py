@@ -87,7 +87,7 @@ class HeadConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess(Settings):
-    """From any picture to what the image tower was trained on."""
+    """From any image to what the image tower was trained on."""
 
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # of each channel of pixels in [0, 1]
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)  # of each channel of pixels in [0, 1]
@@ -126,7 +126,7 @@ class OptimConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Settings):
-    """Changes to training pictures and captions, drawn per (seed, epoch, row)."""
+    """Changes to training images and captions, drawn per (seed, epoch, row)."""
 
     crop: float = 1.0  # least share of the area that RandomResizedCrop keeps; 1: no random crop
     ratio: float = 4 / 3  # greatest aspect ratio of a crop; the least is its inverse
@@ -146,10 +146,10 @@ class DataConfig(Settings):
     sources: tuple[str, ...] = ("scenes",)
     weights: tuple[float, ...] = ()  # how often each source's rows come in an epoch; (): once
     val: str | None = None
-    extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the pictures' own
-    raw_captions: bool = True  # whether the pictures' own captions stay beside the extra ones
+    extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the images' own
+    raw_captions: bool = True  # whether the images' own captions stay beside the extra ones
     side: tuple[str, ...] = ()  # side tables of features (`kiloword embed`), joined by key
-    captions: int | Literal["one", "all"] = "one"  # a picture's captions in a batch: one redrawn each epoch, N, all
+    captions: int | Literal["one", "all"] = "one"  # an image's captions in a batch: one redrawn each epoch, N, all
     together: int = 1  # consecutive rows that stand in a batch together: groups of hard negatives
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
     bad_share: float = 0.01  # stop when more than this share of the rows is bad
@@ -176,7 +176,7 @@ class Recipe(Settings):
     data: DataConfig = field(default_factory=DataConfig)
     steps: int = 1000
     batch: int = 128  # the global batch, over ranks and micro-batches
-    micro: int = 0  # pictures a micro-batch and rank; 0: all at once
+    micro: int = 0  # images a micro-batch and rank; 0: all at once
     chunk: int = 0  # rows and columns a block of pairs; 0: chosen
     precision: Precision = "fp32"  # auto: by size and device, settled before the run begins (`by_device.settle`)
     matmul: Matmul = "highest"  # of products in fp32, losses among them: high is TF32 on CUDA; auto: by device

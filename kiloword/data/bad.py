@@ -52,7 +52,7 @@ class BadRows:
 
 
 def reasons(skipped: Iterable[Skipped], most: int = 3) -> str:
-    """The most frequent reasons, each with a number and one example: "truncated picture (31, such as 00012)"."""
+    """The most frequent reasons, each with a number and one example: "truncated image (31, such as 00012)"."""
     skipped = list(skipped)
     example = {one.reason: one.key for one in reversed(skipped)}
     counted = Counter(one.reason for one in skipped).most_common(most)

@@ -18,7 +18,7 @@ import numpy as np
 from rich.table import Table
 
 from kiloword.data.images.contact import contact_sheet
-from kiloword.data.images.decode import decode, picture_size
+from kiloword.data.images.decode import decode, image_size
 from kiloword.data.reading import name_of
 from kiloword.data.sources.digest import whole
 from kiloword.data.sources.open import open_source
@@ -39,10 +39,10 @@ class Stats:
 
     rows: int
     bad: list[Skipped] = field(default_factory=list)
-    captions: list[int] = field(default_factory=list)  # of each picture
+    captions: list[int] = field(default_factory=list)  # of each image
     words: list[int] = field(default_factory=list)  # of each caption, separated by white space
     characters: list[int] = field(default_factory=list)  # of each caption
-    widths: list[int] = field(default_factory=list)  # pixels, of each picture
+    widths: list[int] = field(default_factory=list)  # pixels, of each image
     heights: list[int] = field(default_factory=list)
     labels: Counter[int] = field(default_factory=Counter)
     texts: Counter[str] = field(default_factory=Counter)  # how often each caption occurs
@@ -124,7 +124,7 @@ def check(source: Source, workers: int | None = None) -> list[Skipped]:
 
 
 def stats(source: Source, workers: int | None = None) -> Stats:
-    """Reads every sample and the header of its picture."""
+    """Reads every sample and the header of its image."""
     total = Stats(len(source))
     for part in _chunks(_count_rows, source, workers):
         for name in ("bad", "captions", "words", "characters", "widths", "heights"):
@@ -145,14 +145,14 @@ def print_bad(bad: list[Skipped], rows: int) -> None:
 
 def print_stats(found: Stats, classnames: list[str] | None) -> None:
     """Counts, quantiles, classes and the most frequent captions."""
-    say(f"pictures {len(found.captions):,}   captions {sum(found.captions):,}   bad {len(found.bad):,}")
+    say(f"images {len(found.captions):,}   captions {sum(found.captions):,}   bad {len(found.bad):,}")
     table = Table(*["", "least", "5%", "median", "95%", "most", "mean"], box=None, header_style="bold")
     measures = {
-        "captions a picture": found.captions,
+        "captions an image": found.captions,
         "words a caption": found.words,
         "characters a caption": found.characters,
-        "picture width": found.widths,
-        "picture height": found.heights,
+        "image width": found.widths,
+        "image height": found.heights,
     }
     for name, values in measures.items():
         if values:
@@ -192,7 +192,7 @@ def _check_rows(source: Source, rows: range) -> list[Skipped]:
 def _count_rows(source: Source, rows: range) -> Stats:
     part = Stats(len(rows))
     for row in rows:
-        result = _try(source, row, lambda record: part.add(record, picture_size(record.image)))
+        result = _try(source, row, lambda record: part.add(record, image_size(record.image)))
         if result:
             part.bad.append(result)
     return part

@@ -34,10 +34,10 @@ ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail onc
 class Loader:
     """One rank's share of every global batch; a batch is a pure function of its step.
 
-    Args: order decides the rows; data, how pictures are read and which captions come; text, how captions are packed;
+    Args: order decides the rows; data, how images are read and which captions come; text, how captions are packed;
     views change examples, in order; sides, tables of features that join the examples; truth: texts also carry which
-    pictures of the global batch they are true of; questions: every picture comes with the question that its texts
-    answer; train False: pictures as for evaluation, no views; timeout in seconds
+    images of the global batch they are true of; questions: every image comes with the question that its texts
+    answer; train False: images as for evaluation, no views; timeout in seconds
     a step; given_up: rows that took too long to decode, to be skipped from the start.
     Errors: ValueError when the batch does not divide over the ranks, the order or a side table is of other data, or the
     source knows no truth or no questions.
@@ -74,10 +74,10 @@ class Loader:
                 f"{self.source.name} has {len(self.source)} rows, the order was made for {self.order.rows}"
             )
         if isinstance(self.data.captions, int) and self.data.captions < 1:
-            raise ValueError(f"{self.data.captions} captions a picture; expected at least 1, 'one' or 'all'")
+            raise ValueError(f"{self.data.captions} captions an image; expected at least 1, 'one' or 'all'")
         if self.truth and not hasattr(self.source, "relevance"):
             raise ValueError(
-                f"{self.source.name} does not know which texts are true of which pictures: only scenes do, as "
+                f"{self.source.name} does not know which texts are true of which images: only scenes do, as "
                 "the one source of a run."
             )
         if self.questions:
@@ -141,7 +141,7 @@ class Loader:
         return examples, seeds, reader.skipped
 
     def _truth(self, example: Example, row: int, rows: Rows) -> Tensor:
-        """[captions, B] bool: of which pictures of the global batch each caption is true."""
+        """[captions, B] bool: of which images of the global batch each caption is true."""
         if example.row != row:  # other ranks go by the rows that the order names
             raise ValueError(
                 f"{self.source.name}: {name_of(self.source, row)} is bad. Positives by the truth need every row: mend "
@@ -150,7 +150,7 @@ class Loader:
         known: np.ndarray = self.source.relevance(example.captions, rows.tolist())  # type: ignore[attr-defined]
         return torch.from_numpy(known)
 
-    def picture(self, image: bytes | np.ndarray, draw: Draw) -> Tensor:
+    def image(self, image: bytes | np.ndarray, draw: Draw) -> Tensor:
         """uint8 [3, H, W]; no work when nothing is to be changed."""
         if self._untouched and isinstance(image, np.ndarray) and self._fits(image):
             return torch.from_numpy(image).permute(2, 0, 1)
@@ -194,7 +194,7 @@ class Loader:
         )
 
     def _questions(self, examples: list[Example]) -> Texts | None:
-        """Packed, one a picture."""
+        """Packed, one an image."""
         if not self.questions:
             return None
         return self.tokenizer.encode([e.question for e in examples if e.question is not None], self.text)
@@ -216,7 +216,7 @@ class Reader:
         return self.loader.train and self.loader._train.crops
 
     def example(self, row: int, draw: Draw) -> Example:
-        """Any row of the data set, its picture augmented with `draw`; another row in its place when it is bad."""
+        """Any row of the data set, its image augmented with `draw`; another row in its place when it is bad."""
         return self.readable(row, draw)[0]
 
     def readable(self, row: int, draw: Draw) -> tuple[Example, Draw]:
@@ -255,7 +255,7 @@ class Reader:
         if not captions:
             raise BadSample("no caption")
         with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):
-            image = loader.picture(record.image, draw)
+            image = loader.image(record.image, draw)
         example = Example(record.key, row, image, captions, question=asked)
         for side in loader.sides:
             side.join(example)  # before words are dropped: features are those of whole captions

@@ -54,7 +54,7 @@ def patiently(get: Callable[[], T]) -> T:
 
 
 def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
-    """Captions of about `most` rows spread over the source, without a picture where it can; bad rows give none.
+    """Captions of about `most` rows spread over the source, without an image where it can; bad rows give none.
 
     Of a row that asks a question, its answers, then the question.
     """
@@ -84,8 +84,8 @@ def _words(source: Source, row: int) -> tuple[list[str], str | None]:
     return words(row), question(source, row) if hasattr(source, "question") else None
 
 
-def read_picture(source: Source, row: int) -> Record:
-    """As `read`, for who wants pictures: one without a caption is not bad."""
+def read_image(source: Source, row: int) -> Record:
+    """As `read`, for who wants images: one without a caption is not bad."""
     try:
         return read(source, row)
     except NoCaption as error:
@@ -102,14 +102,14 @@ def name_of(source: Source, row: int) -> str:
 
 
 class Transform(Protocol):
-    """From a stored picture to a tensor of one shape for all."""
+    """From a stored image to a tensor of one shape for all."""
 
     @property
     def size(self) -> int:
         """Pixels a side."""
 
     def __call__(self, image: bytes | Pixels) -> Tensor:
-        """[3, size, size]. Raises BadSample for a picture that cannot be decoded."""
+        """[3, size, size]. Raises BadSample for an image that cannot be decoded."""
 
 
 @dataclass
@@ -138,11 +138,11 @@ def eval_batches(
     """Every row once, in order, at most `batch` at a time (n may be 0); bad rows are left out and named.
 
     Args: parts: the rows that are wanted, in place of all; no batch holds rows of two parts; transform: in place of
-    what image_size and resize say; captions False: pictures without captions are not bad.
+    what image_size and resize say; captions False: images without captions are not bad.
     Errors: LoaderStopped when a worker died or stalled.
     """
     if batch < 1:
-        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
+        raise ValueError(f"a batch of {batch} images; expected at least 1")
     wanted = [range(len(source))] if parts is None else parts
     batches = [part[start : start + batch] for part in wanted for start in range(0, len(part), batch)]
     make = partial(_eval_batch, source, transform or EvalTransform(image_size, resize), batches, captions)
@@ -166,7 +166,7 @@ def _eval_batch(source: Source, transform: Transform, batches: Sequence[range], 
     records, rows, images, skipped = [], [], [], []
     for row in batches[step]:
         try:
-            record = (read if captions else read_picture)(source, row)
+            record = (read if captions else read_image)(source, row)
             with decoding(row):
                 images.append(transform(record.image))
         except BadSample as error:

@@ -41,7 +41,7 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise ValueError(f"a batch of {self.batch} pictures; expected at least 1")
+            raise ValueError(f"a batch of {self.batch} images; expected at least 1")
         if self.rows < self.batch:
             raise ValueError(
                 f"the data set has {self.rows} usable rows, fewer than one batch of {self.batch}; "

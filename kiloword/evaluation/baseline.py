@@ -1,6 +1,6 @@
-"""What colours alone can tell: a histogram of every picture and least squares, to stand beside a model's figures.
+"""What colours alone can tell: a histogram of every image and least squares, to stand beside a model's figures.
 
-Supervised, unlike zero-shot: it learns from labelled (or captioned) training pictures. It sees no shape and no place.
+Supervised, unlike zero-shot: it learns from labelled (or captioned) training images. It sees no shape and no place.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Sample:
     labels: list[int | None]
 
 
-def histogram(pictures: Tensor) -> Tensor:
+def histogram(images: Tensor) -> Tensor:
     """Shares of the colours of uint8 [N, 3, H, W], square roots taken: [N, BINS^3] float64, of norm 1."""
-    levels = pictures.long() * BINS // 256
+    levels = images.long() * BINS // 256
     cells = ((levels[:, 0] * BINS + levels[:, 1]) * BINS + levels[:, 2]).flatten(1)
     counts = torch.zeros(len(cells), BINS**3, dtype=torch.float64).scatter_add_(
         1, cells, torch.ones_like(cells).double()
@@ -54,7 +54,7 @@ def read(source: Source, n: int, size: int = 64) -> Sample:
         captions.append(record.captions)
         labels.append(record.label)
     if not colours:
-        raise ValueError(f"{source.name}: none of the first {n} rows is a readable picture")
+        raise ValueError(f"{source.name}: none of the first {n} rows is a readable image")
     return Sample(torch.cat(colours), captions, labels)
 
 
@@ -66,7 +66,7 @@ def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
 
 
 def classify(train: Source, test: Source, n: int = 2000) -> Iterator[tuple[str, float]]:
-    """`acc1`, `acc5`, `mean_per_class_recall` of least squares from histograms to classes, learned on n pictures."""
+    """`acc1`, `acc5`, `mean_per_class_recall` of least squares from histograms to classes, learned on n images."""
     seen, unseen = read(train, n), read(test, len(test))
     known, asked = _labels(train, seen), _labels(test, unseen)
     classes = int(max(known.max(), asked.max())) + 1
@@ -76,7 +76,7 @@ def classify(train: Source, test: Source, n: int = 2000) -> Iterator[tuple[str, 
 
 
 def retrieve(train: Source, test: Source, n: int = 2000, ks: Sequence[int] = (1, 5, 10)) -> Iterator[tuple[str, float]]:
-    """Recall both ways by the cosine of histograms and what least squares on n pictures makes of captions' words."""
+    """Recall both ways by the cosine of histograms and what least squares on n images makes of captions' words."""
     seen, unseen = read(train, n), read(test, len(test))
     known = [(caption, i) for i, own in enumerate(seen.captions) for caption in own]
     asked = [(caption, i) for i, own in enumerate(unseen.captions) for caption in own]

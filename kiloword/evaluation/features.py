@@ -99,7 +99,7 @@ class Seen:
     keys: list[str]
     images: Features  # [n, ...]
     captions: list[list[str]]
-    labels: Tensor | None  # [n] int64, -1: none, or [n, C] for many labels a picture; None: no row has one
+    labels: Tensor | None  # [n] int64, -1: none, or [n, C] for many labels an image; None: no row has one
 
     def without(self, bad: Sequence[bool], reason: str, skipped: list[Skipped]) -> Seen:
         """The same without some rows, which are named in `skipped`."""
@@ -124,7 +124,7 @@ def seen(
     skipped: list[Skipped],
     encode: Callable[[Tensor], Features] | None = None,
 ) -> Iterator[Seen]:
-    """Encode every picture of a source once; bad rows are appended to `skipped` with their reasons.
+    """Encode every image of a source once; bad rows are appended to `skipped` with their reasons.
 
     Args: encode: uint8 [n, 3, H, W] to features, in place of `matcher.encode_image`.
     """
@@ -138,7 +138,7 @@ def seen(
             yield part if share()[1] == 1 else replace(part, images=moved(part.images, device))
     if empty:
         why = f", the first because: {skipped[0].reason}" if skipped else ""
-        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable picture{why}")
+        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable image{why}")
 
 
 def _seen(encode: Callable[[Tensor], Features], part: EvalBatch) -> Seen:
@@ -149,9 +149,9 @@ def _seen(encode: Callable[[Tensor], Features], part: EvalBatch) -> Seen:
 def batches_in_turns(
     matcher: Matcher, source: Source, batch: int, workers: int, do: Callable[[EvalBatch], Made]
 ) -> Iterator[tuple[Made | None, list[Skipped]]]:
-    """What is made of every batch of a source's pictures, in order, and the bad rows before it.
+    """What is made of every batch of a source's images, in order, and the bad rows before it.
 
-    None of a batch without a readable picture. Each rank reads and does its share of the batches; in lockstep one
+    None of a batch without a readable image. Each rank reads and does its share of the batches; in lockstep one
     without a batch does something of the same kind, which is lost. What is made must be on the CPU where ranks share.
     """
     config = matcher.model.config
@@ -193,4 +193,4 @@ def labelled(parts: Iterable[Seen], source: Source, skipped: list[Skipped]) -> I
         none = False
         yield part.without((part.labels < 0).tolist(), "no class label", skipped) if part.labels.ndim == 1 else part
     if none:
-        raise ValueError(f"{source.name} has no class labels (.cls members): one a picture is needed")
+        raise ValueError(f"{source.name} has no class labels (.cls members): one an image is needed")

@@ -65,13 +65,13 @@ def recall_at(scores: Tensor, positive: Tensor, k: int) -> Tensor:
     """Recall@k as the field reports it: is any positive among the first k?
 
     Args: scores [N, C]; positive [N, C] bool. Returns: [N] float64 in [0, 1].
-    Retrieval from texts takes texts as queries and the one picture as positive; from pictures, all its captions.
+    Retrieval from texts takes texts as queries and the one image as positive; from images, all its captions.
     """
     return hit(standing(scores, positive), k)
 
 
 def accuracy(where: Standing, k: int) -> float:
-    """Share of pictures, in [0, 1], whose class is among the k best."""
+    """Share of images, in [0, 1], whose class is among the k best."""
     return hit(where, k).mean().item()
 
 
@@ -145,7 +145,7 @@ def precision_at(scores: Tensor, relevant: Tensor, k: Tensor) -> Tensor:
 
 
 def mean_average_precision(scores: Tensor, targets: Tensor) -> float:
-    """Mean over classes of the average precision of pictures, in [0, 1]; many labels a picture.
+    """Mean over classes of the average precision of images, in [0, 1]; many labels an image.
 
     Args: scores [N, C]; targets [N, C] bool or 0/1. A class without positives counts 0, as in CLIP_benchmark.
     """

@@ -1,4 +1,4 @@
-"""How many directions the picture features use: `kiloword eval MODEL spectrum` (arXiv:2405.00740, section 7, figure 5).
+"""How many directions the image features use: `kiloword eval MODEL spectrum` (arXiv:2405.00740, section 7, figure 5).
 
 The singular values of the covariance of what the image tower puts out, as arXiv:2110.09348 measures collapse.
 """
@@ -46,13 +46,13 @@ def run(
 ) -> Iterator[tuple[str, float]]:
     """Yield `effective_rank`, `dimensions`, `vectors` and every `singular_value@k`, k from 1, the largest first.
 
-    Args: of: "tower", the paper's: what the image tower puts out and the head reads, [W] each; all mixture tokens of a
-    picture count as vectors of their own, a pooled picture is one. "vec": the pictures' "vec" [D].
-    samples: so many pictures, drawn by the data set's fingerprint; all of them where there are fewer.
+    Args: of: "tower", the paper's: what the image tower puts out and the head reads, [W] each; all mixture tokens of an
+    image count as vectors of their own, a pooled image is one. "vec": the images' "vec" [D].
+    samples: so many images, drawn by the data set's fingerprint; all of them where there are fewer.
     """
     bad = [] if skipped is None else skipped
     if samples < 1:
-        raise ValueError(f"a spectrum of {samples} pictures; expected at least 2")
+        raise ValueError(f"a spectrum of {samples} images; expected at least 2")
     some = _Some(source, _chosen(source, samples))
     count, spread = covariance(_outputs(matcher, some, of, batch, workers, bad))
     if count < 2:
@@ -119,7 +119,7 @@ class _Some:
 def _outputs(
     matcher: Matcher, some: _Some, of: Of, batch: int, workers: int, skipped: list[Skipped]
 ) -> Iterator[Tensor]:
-    """Vectors of every picture, a batch at a time: [n, W], or [n, D] of "vec"."""
+    """Vectors of every image, a batch at a time: [n, W], or [n, D] of "vec"."""
     model = matcher.model
     device = next(model.parameters()).device
 
@@ -163,7 +163,7 @@ def report(found: Mapping[str, Mapping[str, float]], data: str) -> str:
         [m, v["effective_rank"], int(v["dimensions"]), int(v["vectors"])] for m, v in found.items()
     ]
     intro = (
-        f"Singular values of the covariance of picture features on {data}. The slower they fall, the more directions "
+        f"Singular values of the covariance of image features on {data}. The slower they fall, the more directions "
         "the features use. The effective rank is exp of the entropy of the values scaled to sum to 1."
     )
     numbers = table(rows, ["model", "effective rank", "dimensions", "vectors"], digits=1)
@@ -172,7 +172,7 @@ def report(found: Mapping[str, Mapping[str, float]], data: str) -> str:
         ("Singular values", line_plot(spectra, "rank", "singular value", log_y=True)),
         ("Against the largest", line_plot(relative, "rank", "share of the largest", log_y=True) + note),
     ]
-    return page("Spectrum of picture features", intro, [("Effective rank", numbers), *plots])
+    return page("Spectrum of image features", intro, [("Effective rank", numbers), *plots])
 
 
 def _spectrum(values: Mapping[str, float]) -> list[tuple[float, float]]:
@@ -180,5 +180,5 @@ def _spectrum(values: Mapping[str, float]) -> list[tuple[float, float]]:
     points = [(float(n.removeprefix(VALUE)), v) for n, v in values.items() if n.startswith(VALUE)]
     seen = [(k, v) for k, v in points if v > NOTHING * points[0][1]]
     if not seen:
-        raise ValueError("all pictures have the same features: there is no spectrum to draw")
+        raise ValueError("all images have the same features: there is no spectrum to draw")
     return seen

@@ -1,4 +1,4 @@
-"""Grad-CAM: what in an early layer of the image tower made a picture match a text, or the decoder write it.
+"""Grad-CAM: what in an early layer of the image tower made an image match a text, or the decoder write it.
 
 Source: Selvaraju et al., ICCV 2017 (arXiv:1610.02391), eq. 1 and 2; the first layer: arXiv:2401.02137, figure 3.
 """
@@ -20,16 +20,17 @@ from kiloword.model.pooling import at_least_float
 from kiloword.types import Features
 
 if TYPE_CHECKING:
-    from kiloword.api import Matcher, Pictures
+    from kiloword.api import Matcher
+    from kiloword.data.images.inputs import Images
     from kiloword.model.model import Model
 
 Target = Literal["score", "caption"]
-"""Of what gradients are: the score of picture and text, or the log probability that the decoder gives the caption."""
+"""Of what gradients are: the score of image and text, or the log probability that the decoder gives the caption."""
 
 
 @dataclass(frozen=True)
 class GradCam:
-    """Grad-CAM of I pictures and T texts; `grid` rows x columns of patches make P."""
+    """Grad-CAM of I images and T texts; `grid` rows x columns of patches make P."""
 
     maps: Tensor  # [I, T, P], at least 0, of any scale; 0 everywhere where no channel speaks for the text
     values: Tensor  # [I, T] the scores, or log probabilities
@@ -37,7 +38,7 @@ class GradCam:
 
 
 def gradcam(
-    matcher: Matcher, images: Pictures, texts: Sequence[str], target: Target = "score", layer: int = 0
+    matcher: Matcher, images: Images, texts: Sequence[str], target: Target = "score", layer: int = 0
 ) -> GradCam:
     """ReLU(sum_c alpha_c A_c) of a layer's patches A [P, W]; alpha_c is the mean over patches of d target / d A_c.
 
@@ -63,7 +64,7 @@ def gradcam(
 
 
 def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
-    """[I, P], of the values [I] of one text: no picture's depends on another's activations."""
+    """[I, P], of the values [I] of one text: no image's depends on another's activations."""
     (gradient,) = torch.autograd.grad(values.sum(), seen["leaf"], retain_graph=True)
     first = seen["leaf"].shape[1] - seen["activations"].shape[1]
     alpha = at_least_float(gradient[:, first:]).mean(1, keepdim=True)  # [I, 1, W]
@@ -72,7 +73,7 @@ def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
 
 def _scores(matcher: Matcher, texts: Sequence[str]) -> Callable[[Tensor], Tensor]:
     """From image tokens to scores [I, T]."""
-    # made without a record for gradients, and copied, so that gradients of pictures may pass through them
+    # made without a record for gradients, and copied, so that gradients of images may pass through them
     features: Features = {name: value.clone() for name, value in matcher.encode_text(texts).items()}
     model = matcher.model
     return lambda tokens: model.score(model.head.image(tokens), features)

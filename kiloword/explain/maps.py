@@ -1,4 +1,4 @@
-"""Looking inside: where on a picture a text looks, and how it mixes the picture's tokens (arXiv:2405.00740).
+"""Looking inside: where on an image a text looks, and how it mixes the image's tokens (arXiv:2405.00740).
 
 Nothing here runs while a model trains: the towers' fused attention keeps no probabilities, so they are computed again
 from the queries and keys of their blocks, which hooks catch.
@@ -32,10 +32,10 @@ Maps = Literal["last", "rollout"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """What I pictures and T texts look like from inside; `grid` rows x columns of patches make P.
+    """What I images and T texts look like from inside; `grid` rows x columns of patches make P.
 
-    `maps` are where on the picture each text looks. With mixing weights: the tokens' maps, mixed by the weights of
-    the text (mean over heads); they sum to 1. Models with one vector a picture have no weights; their maps are the
+    `maps` are where on the image each text looks. With mixing weights: the tokens' maps, mixed by the weights of
+    the text (mean over heads); they sum to 1. Models with one vector an image have no weights; their maps are the
     attention of what pools (class token, attention pooling: sum 1, the same for every text) or, exactly, what each
     patch adds to the cosine (mean and maximum: their sum is the cosine, a patch may speak against a text).
     """
@@ -63,7 +63,7 @@ class Explanation:
 
 
 def explain(model: Model, pixels: Tensor, texts: Features, maps: Maps = "last") -> Explanation:
-    """Look inside for every pair of pictures and texts.
+    """Look inside for every pair of images and texts.
 
     Args: pixels uint8 [I, 3, H, W]; texts the features of T texts.
     """
@@ -84,7 +84,7 @@ def explain(model: Model, pixels: Tensor, texts: Features, maps: Maps = "last") 
 
 
 def together(parts: Sequence[Explanation]) -> Explanation:
-    """Explanations of several pictures, one after the other."""
+    """Explanations of several images, one after the other."""
 
     def join(name: str) -> Any:
         values = [getattr(part, name) for part in parts]
@@ -148,7 +148,7 @@ def token_maps(whole: Tensor, e: int, n: int) -> Tensor:
 
 
 def single_maps(pooling: Single, tokens: Tensor, texts: Features, whole: Tensor, e: int) -> tuple[Tensor, str]:
-    """Maps [I, T, P] of a model with one vector a picture, and what they are."""
+    """Maps [I, T, P] of a model with one vector an image, and what they are."""
     pool, t = pooling.image_pool, len(texts["vec"])
     patches = tokens[:, e:]
     if isinstance(pooling, OneVector):

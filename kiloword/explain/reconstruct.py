@@ -1,4 +1,4 @@
-"""Pictures whose hidden patches a model paints, and which patches captions hide: as in training, to look at."""
+"""Images whose hidden patches a model paints, and which patches captions hide: as in training, to look at."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mim_settings(matcher: Matcher) -> MimSettings:
             "this model has no image decoder, so it cannot paint patches: train sycoca, or another method with +mim."
         )
     if matcher.method is None:
-        raise ValueError("how this model's pictures were masked is not known: load it by kiloword.load(folder).")
+        raise ValueError("how this model's images were masked is not known: load it by kiloword.load(folder).")
     settings = _term(matcher, "mim")
     assert isinstance(settings, MimSettings)
     return settings
@@ -63,7 +63,7 @@ def _term(matcher: Matcher, name: str) -> object:
 
 
 def speaks_of(model: Model, images: Tensor, texts: Texts, settings: MaskSettings) -> Tensor:
-    """How much caption n speaks of each patch of picture n, both whole: [N, P] (arXiv:2401.02137, eq. 7).
+    """How much caption n speaks of each patch of image n, both whole: [N, P] (arXiv:2401.02137, eq. 7).
 
     Args: images uint8 [N, 3, H, W]; texts: N captions.
     Raises: ValueError for a model whose patches and words cannot be compared.
@@ -97,7 +97,7 @@ def reconstruct(
 
 
 def fill(model: Model, images: Tensor, hidden: Tensor, painted: Tensor) -> Tensor:
-    """Pictures uint8 [N, 3, H, W] with normalised pixels [N, m, 3 * patch^2] in place of their hidden patches."""
+    """Images uint8 [N, 3, H, W] with normalised pixels [N, m, 3 * patch^2] in place of their hidden patches."""
     patch = model.config.image.patch
     std, mean = (x.float().view(1, 1, 3, 1) for x in (model.std, model.mean))
     colours = (painted.float().view(*painted.shape[:2], 3, -1) * std + mean).flatten(-2)

@@ -1,4 +1,4 @@
-"""What `kiloword score --explain DIR` writes: figures of every picture, and all numbers as json."""
+"""What `kiloword score --explain DIR` writes: figures of every image, and all numbers as json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kiloword.api import Matcher
 
-SHEET = "The part of the picture that the model sees, and what its decoders do with each caption."
+SHEET = "The part of the image that the model sees, and what its decoders do with each caption."
 TOP = 4  # tokens a text that are shown
 ENTROPY = "Entropy of the weights: 0 is one token a head, 1 is all tokens alike."
 
@@ -36,11 +36,11 @@ def write(
     maps: Maps = "last",
     what: Sequence[str] | None = None,
 ) -> list[str]:
-    """Explain every pair: `folder`/PICTURE.png and weights.json; of decoders PICTURE-inside.png and inside.json.
+    """Explain every pair: `folder`/IMAGE.png and weights.json; of decoders IMAGE-inside.png and inside.json.
 
     Args: what: "maps", "words", "gradcam", "masks", "reconstruction"; None: all that the model can show.
     Returns: lines for the screen.
-    Errors: ValueError when a picture cannot be read, the folder cannot be written, a figure would replace a picture, or
+    Errors: ValueError when an image cannot be read, the folder cannot be written, a figure would replace an image, or
     the model cannot show what is asked for.
     """
     kinds: Sequence[str] = ("maps", *possible(matcher)) if what is None else what
@@ -67,9 +67,9 @@ def _write_sheets(
     found: Mapping[What, Found],
     files: Sequence[str],
 ) -> list[str]:
-    """Sheets of what decoders do, all kinds on one a picture, and their numbers."""
+    """Sheets of what decoders do, all kinds on one an image, and their numbers."""
     scores = matcher.score(list(images), texts).tolist()
-    pictures = []
+    entries = []
     for i, (path, file) in enumerate(zip(images, files, strict=True)):
         blocks, numbers = [], []
         for t, text in enumerate(texts):
@@ -82,8 +82,8 @@ def _write_sheets(
                 {"text": text, "score": scores[i][t], **{k: v for _, part in parts for k, v in part.items()}}
             )
         _save(sheet(large[i], path.name, SHEET, blocks), folder / file)
-        pictures.append({"picture": str(path), "figure": file, "texts": numbers})
-    write_json(folder / "inside.json", {"pictures": pictures})
+        entries.append({"image": str(path), "figure": file, "texts": numbers})
+    write_json(folder / "inside.json", {"images": entries})
     return [f"{len(files)} sheet{'s' * (len(files) > 1)} ({', '.join(found)}) and inside.json: {folder}"]
 
 
@@ -106,19 +106,19 @@ def _write_maps(
     found = matcher.explain(list(images), texts, maps)
     names = token_names(matcher, found)
     about = found.about if found.weights is None else f"{found.about} {ENTROPY}"
-    lines, pictures = [about], []
+    lines, entries = [about], []
     for i, (path, file) in enumerate(zip(images, files, strict=True)):
         pairs = [_pair(found, i, t, text, names) for t, text in enumerate(texts)]
         rows = [_row(found, i, t, pair) for t, pair in enumerate(pairs)]
         _save(figure(large[i], path.name, about, rows), folder / file)
-        pictures.append({"picture": str(path), "figure": file, "texts": pairs})
+        entries.append({"image": str(path), "figure": file, "texts": pairs})
         lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
-    write_json(folder / "weights.json", {"about": found.about, "maps": maps, "tokens": names, "pictures": pictures})
+    write_json(folder / "weights.json", {"about": found.about, "maps": maps, "tokens": names, "images": entries})
     return [*lines, f"{count(len(images), 'figure')} and weights.json: {folder}"]
 
 
 def file_names(images: Sequence[Path]) -> list[str]:
-    """A name a picture; pictures of one name from several folders are numbered."""
+    """A name an image; images of one name from several folders are numbered."""
     names: list[str] = []
     for path in images:
         name, n = f"{path.stem}.png", 2
@@ -129,11 +129,11 @@ def file_names(images: Sequence[Path]) -> list[str]:
 
 
 def _check_apart(folder: Path, images: Sequence[Path], files: Sequence[str]) -> None:
-    """Raises: ValueError when a figure would be written over one of the pictures."""
-    pictures = {path.resolve() for path in images}
-    lost = next((folder / file for file in files if (folder / file).resolve() in pictures), None)
+    """Raises: ValueError when a figure would be written over one of the images."""
+    resolved = {path.resolve() for path in images}
+    lost = next((folder / file for file in files if (folder / file).resolve() in resolved), None)
     if lost is not None:
-        raise ValueError(f"--explain would write a figure over the picture {lost}: choose another folder.")
+        raise ValueError(f"--explain would write a figure over the image {lost}: choose another folder.")
 
 
 def token_names(matcher: Matcher, found: Explanation) -> list[str]:
@@ -148,7 +148,7 @@ def token_names(matcher: Matcher, found: Explanation) -> list[str]:
 
 
 def _pair(found: Explanation, i: int, t: int, text: str, names: Sequence[str]) -> dict[str, Any]:
-    """The numbers of one picture and one text."""
+    """The numbers of one image and one text."""
     pair: dict[str, Any] = {"text": text, "score": float(found.scores[i, t])}
     if found.weights is not None and found.shares is not None and found.entropy is not None:
         shares = found.shares[i, t]
@@ -180,7 +180,7 @@ def _line(pair: dict[str, Any]) -> str:
 
 
 def _large(matcher: Matcher, path: Path) -> Pixels:
-    """The part of the picture that the model sees, in more pixels than it gets: uint8 [H, W, 3]."""
+    """The part of the image that the model sees, in more pixels than it gets: uint8 [H, W, 3]."""
     pixels: Pixels = (
         EvalTransform(2 * SIDE, matcher.model.config.preprocess.resize)(read_whole(path, "it", MAX_IMAGE))
         .permute(1, 2, 0)
@@ -189,7 +189,7 @@ def _large(matcher: Matcher, path: Path) -> Pixels:
     return pixels
 
 
-def _save(picture: Image.Image, path: Path) -> None:
+def _save(image: Image.Image, path: Path) -> None:
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     write_atomic(path, file.getvalue())

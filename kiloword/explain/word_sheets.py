@@ -1,4 +1,4 @@
-"""What `kiloword score --explain DIR` writes of a model with decoders: a sheet a picture, and all numbers."""
+"""What `kiloword score --explain DIR` writes of a model with decoders: a sheet an image, and all numbers."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ WORD, LARGE = 94, 196  # pixels a side of panels
 
 @dataclass(frozen=True)
 class Asked:
-    """Pictures and texts that are looked at."""
+    """Images and texts that are looked at."""
 
     matcher: Matcher
     pixels: Tensor  # uint8 [I, 3, H, W]
-    large: Sequence[Pixels]  # I, the same parts of the pictures, finer
+    large: Sequence[Pixels]  # I, the same parts of the images, finer
     texts: Sequence[str]
 
 
 Found = list[list[tuple[Strip, dict[str, Any]]]]
-"""Of each picture and text a strip, and its numbers."""
+"""Of each image and text a strip, and its numbers."""
 
 
 def possible(matcher: Matcher) -> tuple[What, ...]:
@@ -84,12 +84,12 @@ def looked(asked: Asked, what: Sequence[What]) -> dict[What, Found]:
 def _words(asked: Asked) -> Found:
     about = "Where the text decoder looks as it writes each word, and what chance it gave that word after those before."
     found: Found = []
-    for picture, row in zip(asked.large, explain_words(asked.matcher, asked.pixels, asked.texts), strict=True):
+    for image, row in zip(asked.large, explain_words(asked.matcher, asked.pixels, asked.texts), strict=True):
         found.append([])
         for maps in row:
             shown = [n for n, word in enumerate(maps.words) if word != END or len(maps.words) == 1]
             panels = [
-                Panel(overlay(picture, _grid(maps.maps[n], maps.grid), WORD), maps.words[n], _percent(maps.chances[n]))
+                Panel(overlay(image, _grid(maps.maps[n], maps.grid), WORD), maps.words[n], _percent(maps.chances[n]))
                 for n in shown
             ]
             words = zip(maps.words, maps.chances, maps.on_patches, maps.maps, strict=True)
@@ -107,11 +107,11 @@ def _gradcam(asked: Asked) -> Found:
         maps["for writing the caption"] = gradcam(asked.matcher, asked.pixels, asked.texts, "caption")
     about = "What in the first layer spoke for the match, and for the words of the caption."
     found: Found = []
-    for i, picture in enumerate(asked.large):
+    for i, image in enumerate(asked.large):
         found.append([])
         for t in range(len(asked.texts)):
             panels = [
-                Panel(overlay(picture, _grid(cam.maps[i, t], cam.grid), LARGE), name, _nothing(cam.maps[i, t]))
+                Panel(overlay(image, _grid(cam.maps[i, t], cam.grid), LARGE), name, _nothing(cam.maps[i, t]))
                 for name, cam in maps.items()
             ]
             numbers = {name: cam.maps[i, t].tolist() for name, cam in maps.items()}
@@ -125,7 +125,7 @@ def _masks(asked: Asked) -> Found:
     if not masked_by_caption(asked.matcher):
         about += " This model was trained without such masks."
     found: Found = []
-    for i, picture in enumerate(asked.large):
+    for i, image in enumerate(asked.large):
         found.append([])
         for row in _spoken_of(asked, i, settings):
             grid, n = (int(len(row) ** 0.5),) * 2, len(row)
@@ -135,9 +135,9 @@ def _masks(asked: Asked) -> Found:
             }
             covers = {name: _grid(masking.as_bool(places[None], n)[0], grid) for name, places in hidden.items()}
             panels = [
-                Panel(overlay(picture, _grid(row - row.min(), grid), LARGE), "what it speaks of"),
-                Panel(_cover(picture, covers["most"]), "hidden for painting", f"the {high:.0%} it speaks of most"),
-                Panel(_cover(picture, covers["least"]), "hidden for writing", f"the {low:.0%} it speaks of least"),
+                Panel(overlay(image, _grid(row - row.min(), grid), LARGE), "what it speaks of"),
+                Panel(_cover(image, covers["most"]), "hidden for painting", f"the {high:.0%} it speaks of most"),
+                Panel(_cover(image, covers["least"]), "hidden for writing", f"the {low:.0%} it speaks of least"),
             ]
             numbers = {"speaks_of": row.tolist(), **{name: places.tolist() for name, places in hidden.items()}}
             found[-1].append((Strip("Masks", about, panels), {"masks": numbers}))
@@ -145,7 +145,7 @@ def _masks(asked: Asked) -> Found:
 
 
 def _spoken_of(asked: Asked, i: int, settings: masking.MaskSettings) -> Tensor:
-    """How much each text speaks of the patches of picture i: [T, P]."""
+    """How much each text speaks of the patches of image i: [T, P]."""
     model = asked.matcher.model
     with inference(model):
         packed = asked.matcher.tokenizer.encode(list(asked.texts), model.config.text).to(asked.pixels.device)
@@ -174,7 +174,7 @@ def _reconstruction(asked: Asked) -> Found:
 
 
 def _painted(asked: Asked, i: int, t: int, hidden: Tensor) -> tuple[list[Panel], dict[str, float]]:
-    """Picture i with hidden patches [1, m], and as painted from text t, from another one and from none."""
+    """Image i with hidden patches [1, m], and as painted from text t, from another one and from none."""
     model, settings = asked.matcher.model, mim_settings(asked.matcher)
     guides = _guides(asked.texts, t) if settings.guide == "text" else {"without text": ""}
     image = asked.pixels[i : i + 1]
@@ -190,7 +190,7 @@ def _painted(asked: Asked, i: int, t: int, hidden: Tensor) -> tuple[list[Panel],
     cover = _grid(masking.as_bool(hidden, side**2)[0], (side, side))
     panels = [Panel(_cover(_pixels(image[0]), cover), "what it sees")]
     panels += [Panel(_enlarged(filled[name]), name, _l1(losses[name], worst)) for name in guides]
-    return [*panels, Panel(_enlarged(_pixels(image[0])), "the picture")], losses
+    return [*panels, Panel(_enlarged(_pixels(image[0])), "the image")], losses
 
 
 def _l1(loss: float, flat: float) -> str:
@@ -206,15 +206,15 @@ def _guides(texts: Sequence[str], t: int) -> dict[str, str]:
     return {**guides, "from no caption": ""}
 
 
-def _cover(picture: Pixels, hidden: Floats) -> Image.Image:
-    return _enlarged(covered(np.asarray(_enlarged(picture)), hidden > 0))
+def _cover(image: Pixels, hidden: Floats) -> Image.Image:
+    return _enlarged(covered(np.asarray(_enlarged(image)), hidden > 0))
 
 
-def _enlarged(picture: Pixels) -> Image.Image:
-    """Small pictures keep their hard edges, as the model sees them."""
-    if picture.shape[0] >= LARGE:
-        return square(picture, LARGE)
-    return Image.fromarray(picture).resize((LARGE, LARGE), Image.Resampling.NEAREST)
+def _enlarged(image: Pixels) -> Image.Image:
+    """Small images keep their hard edges, as the model sees them."""
+    if image.shape[0] >= LARGE:
+        return square(image, LARGE)
+    return Image.fromarray(image).resize((LARGE, LARGE), Image.Resampling.NEAREST)
 
 
 def _grid(values: Tensor, grid: tuple[int, int]) -> Floats:

@@ -1,4 +1,4 @@
-"""Where a text decoder looks in a picture as it writes each word of a caption: its cross-attention, word by word.
+"""Where a text decoder looks in an image as it writes each word of a caption: its cross-attention, word by word.
 
 Nothing here runs while a model trains: as in `maps.py`, probabilities are computed again from what hooks see.
 """
@@ -25,7 +25,8 @@ from kiloword.model.pooling import AttentionalPool, at_least_float
 from kiloword.types import Texts
 
 if TYPE_CHECKING:
-    from kiloword.api import Matcher, Pictures
+    from kiloword.api import Matcher
+    from kiloword.data.images.inputs import Images
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.model.model import Model
 
@@ -40,7 +41,7 @@ END = "(end)"  # what the end of a caption is called
 
 @dataclass(frozen=True)
 class WordMaps:
-    """Where a text decoder looks in one picture for the n words of one caption; the last "word" is its end.
+    """Where a text decoder looks in one image for the n words of one caption; the last "word" is its end.
 
     `grid` rows x columns of patches make P. A word of several tokens has their mean map, and all their chances.
     """
@@ -54,12 +55,12 @@ class WordMaps:
 
 def explain_words(
     matcher: Matcher,
-    images: Pictures,
+    images: Images,
     texts: Sequence[str],
     layers: Layers = "last",
     when: When = "writing",
 ) -> list[list[WordMaps]]:
-    """Where the decoder looks for each word of T texts in each of I pictures: I lists of T.
+    """Where the decoder looks for each word of T texts in each of I images: I lists of T.
 
     The mean over heads of the cross-attention to the patches, scaled to sum to 1. With attentional pooling the decoder
     looks at queries, which look at the patches: its map is the product of the two.

@@ -67,7 +67,7 @@ def main(
 def _say(out: Path, table: SideTable) -> None:
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     captions = int(table.starts[-1])
-    say(f"{out}: {len(table):,} pictures, {captions:,} captions, {table.dim} numbers each, {size:,.1f} MB")
+    say(f"{out}: {len(table):,} images, {captions:,} captions, {table.dim} numbers each, {size:,.1f} MB")
 
 
 def embed(
@@ -84,11 +84,11 @@ def embed(
     part: int = PART,
     report: Report | None = None,
 ) -> SideTable:
-    """Features of every readable picture, un-augmented, and of all its captions; goes on with what is in `out`.
+    """Features of every readable image, un-augmented, and of all its captions; goes on with what is in `out`.
 
     Args: source: of a mixture every row of each part is embedded, whatever its weight; teacher_name: as messages name
     the teacher; name: of the features in a batch; precision: that the teacher computes in; dtype: of the features on
-    disk; batch: pictures at a time; part: rows a file; report: hears of progress and bad rows.
+    disk; batch: images at a time; part: rows a file; report: hears of progress and bad rows.
     Errors: ValueError when `out` holds something else, keys repeat with other content, or no row is usable.
     """
     with alone():
@@ -128,7 +128,7 @@ def _embed(
 ) -> SideTable | None:
     """As `embed`. Of ranks that share the rows the first one alone writes, and gets the table."""
     if batch < 1:
-        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
+        raise ValueError(f"a batch of {batch} images; expected at least 1")
     if not is_first():
         _fill(None, every_row(source), teacher, batch, workers, report)
         return None
@@ -209,7 +209,7 @@ def _encode(some: EvalBatch, teacher: Teacher) -> Batch:
         return Batch([], [], [], nothing, nothing, some.skipped)
     images = teacher.encode_images(some.images)
     texts = teacher.encode_texts([caption for several in some.captions for caption in several])
-    for what, found in (("pictures", images), ("captions", texts)):
+    for what, found in (("images", images), ("captions", texts)):
         if not bool(torch.isfinite(found).all()):
             raise ValueError(f"the teacher makes features of {what} that are no numbers, near {some.keys[0]!r}.")
     return Batch(some.keys, contents, some.captions, images.numpy(), texts.numpy(), some.skipped)
@@ -230,12 +230,12 @@ def _parts(source: Source) -> Iterator[Source]:
 
 
 def _dim(teacher: Teacher) -> int:
-    """Numbers a feature. Raises: ValueError when pictures and texts get different ones."""
+    """Numbers a feature. Raises: ValueError when images and texts get different ones."""
     with alone():
         image = teacher.encode_images(torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)).shape[1]
         text = teacher.encode_texts(["a"]).shape[1]
     if image != text:
-        raise ValueError(f"the teacher gives pictures {image} numbers and texts {text}: expected as many of both.")
+        raise ValueError(f"the teacher gives images {image} numbers and texts {text}: expected as many of both.")
     return image
 
 
@@ -270,7 +270,7 @@ class Report:
         self._spoke, seconds = now, max(now - self._begun, 1e-9)
         left = seconds / self.done * (self.rows - self.done)
         line = (
-            f"row {self.done:,}/{self.rows:,}  {per_second(self.done / seconds)} pictures/s  "
+            f"row {self.done:,}/{self.rows:,}  {per_second(self.done / seconds)} images/s  "
             f"{per_second(self.captions / seconds)} captions/s  ETA {duration(left)}"
         )
         start, end = ("\r", "") if self._live else ("", "\n")

@@ -1,6 +1,6 @@
-"""Side tables: features of a data set's pictures and captions, computed once, joined to examples by key.
+"""Side tables: features of a data set's images and captions, computed once, joined to examples by key.
 
-Format (a folder): `table.json` (`TableFile`); `part-00000.arrow` and on, each the readable pictures of `part` rows with
+Format (a folder): `table.json` (`TableFile`); `part-00000.arrow` and on, each the readable images of `part` rows with
 their keys, captions and features, in the data's order; at last `index.npy`, [2, N] uint64: digests of the keys,
 ascending, and the place of each (part << 32 | row of the part). Without the index the table is not finished.
 """
@@ -29,7 +29,7 @@ from kiloword.types import Example, Source
 
 Stored = NDArray[np.floating[Any]]
 INDEX, TABLE = "index.npy", "table.json"
-_OPEN = 256  # parts that a process keeps mapped: a million pictures
+_OPEN = 256  # parts that a process keeps mapped: a million images
 _AGAIN = "The same `kiloword embed` command again makes what is missing."
 
 
@@ -69,7 +69,7 @@ class TableFile(Settings):
 
 
 class Part:
-    """n pictures with t captions of a table, memory-mapped. Errors: ValueError when the file is missing or damaged."""
+    """n images with t captions of a table, memory-mapped. Errors: ValueError when the file is missing or damaged."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         if path.exists() and not path.is_file():  # a pipe or a device has no end
@@ -104,7 +104,7 @@ class Part:
         return bool(checksum(self._batch.columns) == self._crc)
 
     def texts_of(self, row: int) -> dict[bytes, int]:
-        """The captions of a picture, and where their features stand."""
+        """The captions of an image, and where their features stand."""
         start, end = int(self.starts[row]), int(self.starts[row + 1])
         return {caption: start + n for n, caption in enumerate(self.captions[start:end].to_pylist())}
 
@@ -115,7 +115,7 @@ class SideTable:
     `join` adds `image_side[name]` [D] and `text_side[name]` [captions, D] (unit norm; zeros, which match nothing, where
     the table has none) and `image_side[name + ".texts"]` [D], the mean of the example's `text_side` rows.
 
-    N pictures in the data's order, without bad rows; T captions. Sending it to a worker sends the path alone.
+    N images in the data's order, without bad rows; T captions. Sending it to a worker sends the path alone.
     Errors: ValueError when the folder is no finished side table, or is damaged. What asks for the whole table checks
     every byte; `join` sees only what makes a part unreadable.
     """
@@ -204,12 +204,12 @@ class SideTable:
 
     @cached_property
     def captions(self) -> list[str]:
-        """[T], picture by picture."""
+        """[T], image by image."""
         return [keyed.text(caption) for part in self._parts() for caption in part.captions.to_pylist()]
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """[N + 1]: the captions of picture n are starts[n] to starts[n + 1]."""
+        """[N + 1]: the captions of image n are starts[n] to starts[n + 1]."""
         counts = [np.diff(part.starts) for part in self._parts()]
         return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
 
@@ -222,7 +222,7 @@ class SideTable:
         return _joined([part.texts for part in self._parts()])
 
     def text_means(self) -> NDArray[np.float32]:
-        """[N, D], the mean of each picture's captions, float32, not of unit norm; zeros for one without captions."""
+        """[N, D], the mean of each image's captions, float32, not of unit norm; zeros for one without captions."""
         return np.concatenate([_means(part) for part in self._parts()])
 
     def _parts(self) -> Iterator[Part]:
@@ -266,15 +266,15 @@ def part_path(folder: Path, number: int) -> Path:
 
 
 def contents(source: Source) -> frozenset[str]:
-    """What a source's pictures and captions come from, so that a table of more serves a run on less.
+    """What a source's images and captions come from, so that a table of more serves a run on less.
 
-    A plain source is its fingerprint's pictures and captions; `WithCaptions` says it itself; a mixture is its parts',
+    A plain source is its fingerprint's images and captions; `WithCaptions` says it itself; a mixture is its parts',
     whatever their weights.
     """
     if isinstance(source, Mixture):
         return frozenset().union(*(contents(part) for part in source.sources))
     own: frozenset[str] | None = getattr(source, "contents", None)
-    return own or frozenset({f"{source.fingerprint} pictures", f"{source.fingerprint} captions"})
+    return own or frozenset({f"{source.fingerprint} images", f"{source.fingerprint} captions"})
 
 
 def check_name(name: str) -> None:

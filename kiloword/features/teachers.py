@@ -27,7 +27,7 @@ _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Teacher(Protocol):
-    """What makes features. Pictures come as `EvalTransform(size, resize)` makes them."""
+    """What makes features. Images come as `EvalTransform(size, resize)` makes them."""
 
     size: int
     resize: Resize
@@ -64,7 +64,7 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
 class Ours:
     """A model of ours; its features are "vec", which for contextual poolings (llip) is not what `score` compares.
 
-    A text-conditioned score has no single vector a picture, so their shortlist vectors teach in its place.
+    A text-conditioned score has no single vector an image, so their shortlist vectors teach in its place.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, fingerprint: str) -> None:
@@ -86,7 +86,7 @@ class Ours:
 
 
 class Foreign:
-    """Another library's model: two functions that encode, and how pictures are normalised."""
+    """Another library's model: two functions that encode, and how images are normalised."""
 
     images: Any  # float [n, 3, size, size] -> [n, D]
     texts: Any  # list of t strings -> [t, D]
@@ -205,7 +205,7 @@ def _preprocess(name: str, given: dict[str, Any]) -> tuple[int, Resize]:
     size, mode = given["size"], given.get("resize_mode", "shortest")
     size = size if isinstance(size, int) else size[0] if len(set(size)) == 1 else None
     if size is None or mode not in ("shortest", "squash") or given.get("interpolation", "bicubic") != "bicubic":
-        raise ValueError(f"open_clip's {name} prepares pictures in a way that is not offered here: {given}.")
+        raise ValueError(f"open_clip's {name} prepares images in a way that is not offered here: {given}.")
     return size, mode
 
 

@@ -33,7 +33,7 @@ _SAME: dict[str, Callable[[TableFile], str]] = {
 
 @dataclass
 class Rows:
-    """The pictures of one part, while they come."""
+    """The images of one part, while they come."""
 
     keys: list[bytes] = field(default_factory=list)
     captions: list[list[str]] = field(default_factory=list)
@@ -81,7 +81,7 @@ class SideWriter:
     def is_new(self, key: str, content: bytes) -> bool:
         """Whether a row's key comes for the first time.
 
-        Args: content: see `content_of`. Raises: ValueError when it came before with another picture or other captions.
+        Args: content: see `content_of`. Raises: ValueError when it came before with another image or other captions.
         """
         raw = keyed.raw(key)
         known = self._contents.get(raw)
@@ -90,8 +90,8 @@ class SideWriter:
             return True
         if known != content:
             raise ValueError(
-                f"two pictures of {self.file.data} have the key {key!r} and differ in pixels or captions. Features are "
-                "joined by key: give each picture a key of its own, or embed and train on one source at a time."
+                f"two images of {self.file.data} have the key {key!r} and differ in pixels or captions. Features are "
+                "joined by key: give each image a key of its own, or embed and train on one source at a time."
             )
         self.repeated += 1
         return False
@@ -119,7 +119,7 @@ class SideWriter:
         self.skipped += rows.skipped
 
     def finish(self) -> SideTable:
-        """Write the index; all parts are there. Raises: ValueError when no picture was usable."""
+        """Write the index; all parts are there. Raises: ValueError when no image was usable."""
         keys: list[bytes] = []
         places = []
         for number in range(self.file.parts):
@@ -128,7 +128,7 @@ class SideWriter:
             keys += found
         if not keys:
             why = f", the first because: {self.skipped[0].reason}" if self.skipped else ""
-            raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable picture{why}.")
+            raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable image{why}.")
         data = io.BytesIO()
         np.save(data, keyed.lookup(keys, np.concatenate(places)))
         write_atomic(self.folder / INDEX, data.getvalue())
@@ -162,7 +162,7 @@ def _identity(file: TableFile) -> str:
 
 
 def content_of(image: Tensor, captions: Iterable[str]) -> bytes:
-    """A digest of a prepared picture, uint8 [3, H, W], and of its captions."""
+    """A digest of a prepared image, uint8 [3, H, W], and of its captions."""
     digest = hashlib.blake2b(image.contiguous().numpy().data, digest_size=16)
     for caption in captions:
         digest.update(b"\0" + keyed.raw(caption))

@@ -1,4 +1,4 @@
-"""Text from pictures: search over a decoder's next tokens, captions of a model, answers from a closed list."""
+"""Text from images: search over a decoder's next tokens, captions of a model, answers from a closed list."""
 
 from __future__ import annotations
 

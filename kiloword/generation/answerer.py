@@ -1,4 +1,4 @@
-"""Pictures and questions in, answers out: from a closed list, or in the model's own words."""
+"""Images and questions in, answers out: from a closed list, or in the model's own words."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AnswerList:
 
 
 class Answerer:
-    """A model that answers questions about pictures. Raises: ValueError for one that cannot."""
+    """A model that answers questions about images. Raises: ValueError for one that cannot."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
         if "fuser" not in model.more:
@@ -63,7 +63,7 @@ class Answerer:
         return AnswerList(chosen, self.tokenizer.encode(list(chosen.values()), config).to(self._device))
 
     def memory(self, images: Tensor, questions: Sequence[str]) -> Memory:
-        """What the decoder sees of I questions about I pictures: uint8 [I, 3, H, W]."""
+        """What the decoder sees of I questions about I images: uint8 [I, 3, H, W]."""
         with inference(self.model), self.model.computing():
             texts = self.tokenizer.encode(list(questions), self.model.config.text).to(self._device)
             return fused(self.model, texts, self.model.image_tokens(images.to(self._device)))

@@ -1,4 +1,4 @@
-"""Pictures in, captions out."""
+"""Images in, captions out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kiloword.generation.trie import Trie
 from kiloword.model.model import Model
 from kiloword.randomness import key
 
-ROUNDS = 4  # of search, each wider than the one before, where a picture's captions are not all different
+ROUNDS = 4  # of search, each wider than the one before, where an image's captions are not all different
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Caption:
 
 
 class Captioner:
-    """A model that describes pictures.
+    """A model that describes images.
 
     Args: cache: whether keys and values of earlier tokens are kept; without, every step computes them again.
     Raises: ValueError for a model that cannot write.
@@ -50,12 +50,12 @@ class Captioner:
     def caption(
         self, images: Tensor, options: GenerationOptions | None = None, keys: Sequence[str] | None = None
     ) -> list[list[Caption]]:
-        """Captions of I pictures, `num` different ones each, best first; fewer where no more were found.
+        """Captions of I images, `num` different ones each, best first; fewer where no more were found.
 
         Different tokens may read the same; where they do, more beams are searched, or more texts drawn.
 
-        Args: images uint8 [I, 3, H, W]; keys: names that nucleus draws by; None: by the pictures' pixels. What stands
-        beside a picture does not matter to it.
+        Args: images uint8 [I, 3, H, W]; keys: names that nucleus draws by; None: by the images' pixels. What stands
+        beside an image does not matter to it.
         Raises: ValueError for options that do not fit, or a model that gives no numbers.
         """
         options = options or GenerationOptions()
@@ -63,7 +63,7 @@ class Captioner:
         return self.write(self.memory(images), options, named or [""] * len(images))
 
     def memory(self, images: Tensor) -> Memory:
-        """What the decoder sees of pictures: uint8 [I, 3, H, W]. Raises: ValueError where it sees questions."""
+        """What the decoder sees of images: uint8 [I, 3, H, W]. Raises: ValueError where it sees questions."""
         decoder = writer(self.model)
         with inference(self.model), self.model.computing():
             tokens = self.model.image_tokens(images.to(self._device))
@@ -123,7 +123,7 @@ class Captioner:
         return found
 
     def _seeds(self, keys: Sequence[str], options: GenerationOptions, round_: int) -> Tensor | None:
-        """[B, num]: each picture's draws are its own, whatever stands beside it."""
+        """[B, num]: each image's draws are its own, whatever stands beside it."""
         if options.method != "nucleus":
             return None
         samples = range(round_ * options.num, (round_ + 1) * options.num)
@@ -131,7 +131,7 @@ class Captioner:
         return torch.tensor(seeds, dtype=torch.int64, device=self._device)
 
     def _texts(self, found: Found) -> list[list[Caption]]:
-        """Of every picture, best first."""
+        """Of every image, best first."""
         rows = zip(
             found.ids.tolist(), found.lengths.tolist(), found.score.tolist(), found.logprob.tolist(), strict=True
         )

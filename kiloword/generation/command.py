@@ -71,8 +71,8 @@ def main(
         file = _file(describer, source, options, model, describer.precision, PART)
         made = _write(describer, source, out, file, batch, workers, Report(sys.stderr))
         if made is not None:
-            pictures, captions = made
-            say(f"{out}: {captions:,} captions of {pictures:,} pictures, {out.stat().st_size / 1e6:,.1f} MB")
+            images, captions = made
+            say(f"{out}: {captions:,} captions of {images:,} images, {out.stat().st_size / 1e6:,.1f} MB")
 
 
 def write_captions(
@@ -88,13 +88,13 @@ def write_captions(
     part: int = PART,
     report: Report | None = None,
 ) -> tuple[int, int]:
-    """A table of captions of every readable picture; goes on with what is there.
+    """A table of captions of every readable image; goes on with what is there.
 
-    Args: source: pictures, which need no captions of their own; of a mixture every row of each part is described,
-    whatever its weight; model: as messages name the describer; batch: pictures at a time; part: rows between
+    Args: source: images, which need no captions of their own; of a mixture every row of each part is described,
+    whatever its weight; model: as messages name the describer; batch: images at a time; part: rows between
     interruptions.
-    Returns: numbers of pictures and captions in the table. `kiloword.data.sources.extra_captions` reads it.
-    Errors: ValueError when `out` holds something else, keys repeat with other pictures, or no row is usable.
+    Returns: numbers of images and captions in the table. `kiloword.data.sources.extra_captions` reads it.
+    Errors: ValueError when `out` holds something else, keys repeat with other images, or no row is usable.
     """
     with alone():
         file = _file(describer, source, options, model, precision, part)
@@ -124,7 +124,7 @@ def _write(
 ) -> tuple[int, int] | None:
     """As `write_captions`. Of ranks that share the rows the first one alone writes, and knows the numbers."""
     if batch < 1:
-        raise ValueError(f"a batch of {batch} pictures; expected at least 1")
+        raise ValueError(f"a batch of {batch} images; expected at least 1")
     if not is_first():
         _fill(None, every_row(source), describer, file.options, batch, workers, report)
         return None
@@ -142,7 +142,7 @@ def _write(
     if writer.skipped:
         report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the table.")
     if writer.repeated:
-        report.say(f"{writer.repeated:,} rows repeat an earlier one's key and picture.")
+        report.say(f"{writer.repeated:,} rows repeat an earlier one's key and image.")
     return made
 
 

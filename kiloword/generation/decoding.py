@@ -17,7 +17,7 @@ from kiloword.types import Texts
 
 @dataclass(frozen=True)
 class Memory:
-    """What a text decoder looks at, of B pictures (or questions about them): keys and values, one pair a layer."""
+    """What a text decoder looks at, of B images (or questions about them): keys and values, one pair a layer."""
 
     keys: list[Keys]  # each [B, M, H, d], or packed [S, H, d]
     starts: Tensor | None = None  # [B + 1] int64, of packed ones
@@ -60,24 +60,24 @@ def text_decoder(model: Model) -> TextDecoder:
 
 
 def writer(model: Model) -> TextDecoder:
-    """The text decoder that looks at pictures. Raises: ValueError for a model without one."""
+    """The text decoder that looks at images. Raises: ValueError for a model without one."""
     if "fuser" in model.more:
         raise ValueError(
-            "this model answers questions: its decoder looks at a question, and at no picture without one. Take a "
+            "this model answers questions: its decoder looks at a question, and at no image without one. Take a "
             "model of coca, sycoca or another method with +caption."
         )
     return text_decoder(model)
 
 
 class ModelDecoding:
-    """`Decoding` of a model. Texts of one picture share its memory where they stand side by side in equal numbers."""
+    """`Decoding` of a model. Texts of one image share its memory where they stand side by side in equal numbers."""
 
     def __init__(self, model: Model, memory: Memory) -> None:
         self._tower, self._decoder = model.text_tower, text_decoder(model)
         self._table = table_of(model, self._decoder)
         self._caches = [Cache() for _ in self._tower.blocks], [Cache() for _ in self._decoder.layers]
         self._whole, self._of = memory, torch.arange(len(memory), device=self._table.device)
-        self._seen = self._of  # pictures whose memory is at hand
+        self._seen = self._of  # images whose memory is at hand
         self._memory, self._packing = memory, memory.packing()
 
     def step(self, ids: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class ModelDecoding:
         for cache in (*self._caches[0], *self._caches[1]):
             cache.take(rows)
         self._of = self._of[rows]
-        pictures, counts = torch.unique_consecutive(self._of, return_counts=True)
-        needed = pictures if bool((counts == counts[0]).all()) else self._of
+        images, counts = torch.unique_consecutive(self._of, return_counts=True)
+        needed = images if bool((counts == counts[0]).all()) else self._of
         if not torch.equal(needed, self._seen):
             self._seen, self._memory = needed, self._whole.take(needed)
             self._packing = self._memory.packing()

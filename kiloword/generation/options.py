@@ -20,7 +20,7 @@ class GenerationOptions(Settings):
     """
 
     method: Way = "beam"  # greedy: the likeliest word each time; beam: the likeliest text; nucleus: drawn texts
-    num: int = 1  # different captions of a picture, best first
+    num: int = 1  # different captions of an image, best first
     beams: int = 5  # beam: unfinished captions that are kept
     length_penalty: float = 1.0  # a caption's score is its log probability / tokens^this; more favours longer ones
     exact: bool = False  # beam: search until nothing unfinished can win; else, as usual, until none wins as it stands

@@ -95,7 +95,7 @@ def _ban_repeats(banned: Tensor, said: Tensor, size: int) -> None:
 
 @dataclass
 class Found:
-    """The best finished texts of B pictures, at most P of each, best first.
+    """The best finished texts of B images, at most P of each, best first.
 
     A score is the log probability of the text, its end included, over tokens^penalty. A text that was cut at the
     length limit has no end.
@@ -107,24 +107,24 @@ class Found:
     score: Tensor  # [B, P]
 
     @staticmethod
-    def none(pictures: int, size: int, longest: int, device: torch.device) -> Found:
-        lengths = torch.zeros(pictures, size, dtype=torch.int64, device=device)
-        worst = torch.full((pictures, size), NEVER, device=device)
-        return Found(lengths.new_zeros(pictures, size, longest), lengths, worst, worst.clone())
+    def none(images: int, size: int, longest: int, device: torch.device) -> Found:
+        lengths = torch.zeros(images, size, dtype=torch.int64, device=device)
+        worst = torch.full((images, size), NEVER, device=device)
+        return Found(lengths.new_zeros(images, size, longest), lengths, worst, worst.clone())
 
-    def add(self, pictures: Tensor, said: Tensor, logprob: Tensor, penalty: float) -> None:
-        """More texts of some pictures: pictures [b], said [b, C, n], logprob [b, C], -inf for what is no text."""
+    def add(self, images: Tensor, said: Tensor, logprob: Tensor, penalty: float) -> None:
+        """More texts of some images: images [b], said [b, C, n], logprob [b, C], -inf for what is no text."""
         n = said.shape[2]
         lengths = torch.full_like(said[..., 0], n).masked_fill(logprob == NEVER, 0)
-        ids = torch.cat([self.ids[pictures], F.pad(said, (0, self.ids.shape[2] - n))], 1)
-        score = torch.cat([self.score[pictures], logprob / n**penalty], 1)
-        self.score[pictures], best = score.topk(self.score.shape[1])
-        self.logprob[pictures] = torch.cat([self.logprob[pictures], logprob], 1).gather(1, best)
-        self.lengths[pictures] = torch.cat([self.lengths[pictures], lengths], 1).gather(1, best)
-        self.ids[pictures] = ids.gather(1, best[..., None].expand(-1, -1, ids.shape[2]))
+        ids = torch.cat([self.ids[images], F.pad(said, (0, self.ids.shape[2] - n))], 1)
+        score = torch.cat([self.score[images], logprob / n**penalty], 1)
+        self.score[images], best = score.topk(self.score.shape[1])
+        self.logprob[images] = torch.cat([self.logprob[images], logprob], 1).gather(1, best)
+        self.lengths[images] = torch.cat([self.lengths[images], lengths], 1).gather(1, best)
+        self.ids[images] = ids.gather(1, best[..., None].expand(-1, -1, ids.shape[2]))
 
     def together(self, several: int) -> Found:
-        """Of pictures that stand there `several` times with one text each: each once with all of them, best first."""
+        """Of images that stand there `several` times with one text each: each once with all of them, best first."""
         score, best = self.score.view(-1, several).sort(dim=1, descending=True, stable=True)
         ids = self.ids.view(-1, several, self.ids.shape[2])
         return Found(

@@ -1,4 +1,4 @@
-"""From the next token's probabilities to whole texts: greedy, nucleus and beam search, many pictures at once."""
+"""From the next token's probabilities to whole texts: greedy, nucleus and beam search, many images at once."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Choose = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def search(
-    decoding: Decoding, pictures: int, rules: Rules, options: GenerationOptions, seeds: Tensor | None = None
+    decoding: Decoding, images: int, rules: Rules, options: GenerationOptions, seeds: Tensor | None = None
 ) -> Found:
-    """The texts of B pictures that a method finds, best first: [B, P], where P is at least `options.num`.
+    """The texts of B images that a method finds, best first: [B, P], where P is at least `options.num`.
 
     Args: decoding: of B rows, none of which was stepped; seeds [B, num] int64: of the draws, for nucleus.
     """
     if options.method == "beam":
-        return _beam(decoding, pictures, rules, options)
+        return _beam(decoding, images, rules, options)
     if options.method == "greedy":
-        return _follow(decoding, pictures, rules, options, lambda logp, which, said: logp.argmax(1))
+        return _follow(decoding, images, rules, options, lambda logp, which, said: logp.argmax(1))
     assert seeds is not None, "what is drawn needs seeds"
     if options.num > 1:
-        decoding.reorder(torch.arange(pictures, device=seeds.device).repeat_interleave(options.num))
+        decoding.reorder(torch.arange(images, device=seeds.device).repeat_interleave(options.num))
     drawn = seeds.flatten()
 
     def choose(logp: Tensor, which: Tensor, said: int) -> Tensor:
@@ -108,7 +108,7 @@ def _beam(decoding: Decoding, n: int, rules: Rules, options: GenerationOptions) 
 
 
 def _settled(found: Found, which: Tensor, live: Tensor, said: int, longest: int, options: GenerationOptions) -> Tensor:
-    """Whether a picture's search is over, [b] bool.
+    """Whether an image's search is over, [b] bool.
 
     For certain: the best unfinished text's log probability live [b], over the tokens^penalty that suit it best, is not
     above the score of the last text that is wanted. As usual (transformers' `early_stopping=False`): its score as it

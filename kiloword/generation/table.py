@@ -1,6 +1,6 @@
 """A table of captions that is written part by part: each part is whole or not there, so that a run can go on.
 
-Files: `OUT.parts/captions.json` (`CaptionFile`) and `OUT.parts/part-00000.parquet` and on, each the pictures of `part`
+Files: `OUT.parts/captions.json` (`CaptionFile`) and `OUT.parts/part-00000.parquet` and on, each the images of `part`
 rows of the data; at last OUT, a parquet table with the columns key, captions (list of text, best first) and scores,
 whose metadata holds the `CaptionFile`; the parts go then.
 """
@@ -60,7 +60,7 @@ _SAME: dict[str, Callable[[CaptionFile], str]] = {
 
 @dataclass
 class Rows:
-    """The pictures of one part, while they come."""
+    """The images of one part, while they come."""
 
     keys: list[str] = field(default_factory=list)
     contents: list[bytes] = field(default_factory=list)
@@ -83,7 +83,7 @@ class CaptionWriter:
         self._id = hashlib.blake2b(json.dumps(asdict(self.file), sort_keys=True).encode(), digest_size=16).hexdigest()
         self._contents: dict[bytes, bytes] = {}  # of every key so far
         self.skipped: list[Skipped] = []
-        self.repeated = 0  # rows whose key and picture came before
+        self.repeated = 0  # rows whose key and image came before
         self.finished = out.exists()
         numbers = range(0 if self.finished else self.file.parts)
         self.missing = [number for number in numbers if not self._is_whole(number)]
@@ -117,7 +117,7 @@ class CaptionWriter:
     def is_new(self, key: str, content: bytes) -> bool:
         """Whether a row's key comes for the first time.
 
-        Args: content: see `content_of`. Raises: ValueError when the key came before with another picture.
+        Args: content: see `content_of`. Raises: ValueError when the key came before with another image.
         """
         raw = keyed.raw(key)
         known = self._contents.get(raw)
@@ -126,7 +126,7 @@ class CaptionWriter:
             return True
         if known != content:
             raise ValueError(
-                f"two pictures of {self.file.data} have the key {key!r}. Captions are joined by key: give each picture "
+                f"two images of {self.file.data} have the key {key!r}. Captions are joined by key: give each image "
                 "a key of its own, or describe and train on one source at a time."
             )
         return False
@@ -146,11 +146,11 @@ class CaptionWriter:
         self.repeated += repeated
 
     def finish(self) -> tuple[int, int]:
-        """Put the parts together; returns numbers of pictures and captions. Raises: ValueError when there are none."""
+        """Put the parts together; returns numbers of images and captions. Raises: ValueError when there are none."""
         if not self.finished:
             if not self._contents:
                 why = f", the first because: {self.skipped[0].reason}" if self.skipped else ""
-                raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable picture{why}.")
+                raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable image{why}.")
             schema = SCHEMA.with_metadata({"kiloword": json.dumps(asdict(self.file))})
             with atomic(self.out) as file, pq.ParquetWriter(file, schema) as table:
                 for part in self._tables():
@@ -168,7 +168,7 @@ class CaptionWriter:
         return kept
 
     def _tables(self) -> Iterator[pa.Table]:
-        """Of parts that hold pictures."""
+        """Of parts that hold images."""
         for number in range(self.file.parts):
             table = self._read(number).select(SCHEMA.names)
             if len(table):
@@ -182,7 +182,7 @@ def _digest(table: pa.Table, meta: dict[str, Any]) -> str:
 
 
 def content_of(image: Tensor) -> bytes:
-    """A digest of a prepared picture."""
+    """A digest of a prepared image."""
     return hashlib.blake2b(image.contiguous().numpy().data, digest_size=16).digest()
 
 
@@ -239,6 +239,6 @@ def _refuse(path: Path, there: str, here: str) -> None:
 
 
 def columns(found: Sequence[Sequence[tuple[str, float]]]) -> tuple[list[list[str]], list[list[float]]]:
-    """Texts and scores of n pictures, empty texts left out."""
+    """Texts and scores of n images, empty texts left out."""
     kept = [[(text, score) for text, score in some if text] for some in found]
     return [[text for text, _ in some] for some in kept], [[score for _, score in some] for some in kept]

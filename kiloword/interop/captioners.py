@@ -1,4 +1,4 @@
-"""What describes pictures for `kiloword caption`: a model of ours, or an image-to-text model of transformers."""
+"""What describes images for `kiloword caption`: a model of ours, or an image-to-text model of transformers."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Describer(Protocol):
-    """What describes pictures."""
+    """What describes images."""
 
     fingerprint: str  # changes when the weights change
     precision: str  # that it computes in, "fp32" or "bf16"
 
     @property
     def transform(self) -> Transform:
-        """How a picture is prepared, in the loader's workers."""
+        """How an image is prepared, in the loader's workers."""
 
     def check(self, options: GenerationOptions) -> None:
         """Errors: ValueError for options that it cannot follow."""
 
     def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
-        """At most `num` different captions of n prepared pictures [n, 3, size, size], best first.
+        """At most `num` different captions of n prepared images [n, 3, size, size], best first.
 
-        Args: keys: the pictures' names, which draws depend on.
+        Args: keys: the images' names, which draws depend on.
         """
 
 
@@ -95,7 +95,7 @@ class Ours:
 class Transformers:
     """A captioner (BLIP, GIT, ...) in a local folder as transformers saves it, by transformers itself (extra "hf").
 
-    Pictures are prepared by its own processor and written about by its own `generate`.
+    Images are prepared by its own processor and written about by its own `generate`.
     """
 
     def __init__(self, folder: Path, device: str, precision: str) -> None:
@@ -145,7 +145,7 @@ class Transformers:
         return [sorted(some.items(), key=lambda one: -one[1])[: options.num] for some in texts]
 
     def _search(self, images: Tensor, options: GenerationOptions) -> list[list[Scored]]:
-        """All that one search finds, of every picture."""
+        """All that one search finds, of every image."""
         with torch.inference_mode():
             pixels = images.to(device=self._device, dtype=self._kind)
             found = self._model.generate(pixel_values=pixels, **arguments(options))
@@ -194,28 +194,28 @@ def arguments(options: GenerationOptions) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prepare:
-    """A picture as a processor of transformers makes it: [3, size, size]."""
+    """An image as a processor of transformers makes it: [3, size, size]."""
 
     processor: Any
     size: int
 
     def __call__(self, image: bytes | Pixels) -> Tensor:
-        """Raises BadSample for a picture that cannot be decoded."""
+        """Raises BadSample for an image that cannot be decoded."""
         return pixels(self.processor, Image.fromarray(decode(image)))
 
 
-def pixels(processor: Any, picture: Image.Image) -> Tensor:
+def pixels(processor: Any, image: Image.Image) -> Tensor:
     """[3, H, W]."""
-    found: Tensor = processor(images=picture, return_tensors="pt")["pixel_values"][0]
+    found: Tensor = processor(images=image, return_tensors="pt")["pixel_values"][0]
     return found
 
 
 def _prepare(folder: Path, processor: Any) -> Prepare:
-    """Raises: ValueError for a processor that does not make one square of every picture."""
+    """Raises: ValueError for a processor that does not make one square of every image."""
     shapes = {tuple(pixels(processor, Image.new("RGB", size)).shape) for size in ((64, 48), (31, 97))}
     shape = shapes.pop()
     if shapes or len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2]:
-        raise ValueError(f"the processor in {folder} makes pictures of {shape}. Expected one square, [3, size, size].")
+        raise ValueError(f"the processor in {folder} makes images of {shape}. Expected one square, [3, size, size].")
     return Prepare(processor, shape[1])
 
 

@@ -1,4 +1,4 @@
-"""What the json files of a transformers CLIP folder say about pictures and texts."""
+"""What the json files of a transformers CLIP folder say about images and texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BICUBIC = 3  # Pillow's number, which `resample` holds
 
 @dataclass(frozen=True)
 class HfFolder:
-    """How pictures and texts are prepared."""
+    """How images and texts are prepared."""
 
     size: int
     resize: Any  # "shortest" or "squash"
@@ -37,15 +37,15 @@ def read_folder(folder: Path) -> HfFolder:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{folder} has no .safetensors: save the model there with save_pretrained.")
-    picture = _json(folder / "preprocessor_config.json")
-    size, resize = _size(folder, picture)
+    image = _json(folder / "preprocessor_config.json")
+    size, resize = _size(folder, image)
     plain = Preprocess()
     extra = [p for p in (folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt") if p.is_file()]
     return HfFolder(
         size,
         resize,
-        picture.get("image_mean") or plain.mean,
-        picture.get("image_std") or plain.std,
+        image.get("image_mean") or plain.mean,
+        image.get("image_std") or plain.std,
         int((config.get("text_config") or {}).get("max_position_embeddings", 77)),
         [folder / "config.json", folder / "preprocessor_config.json", *weights, *extra],
     )
@@ -77,14 +77,14 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _size(folder: Path, given: dict[str, Any]) -> tuple[int, str]:
-    """Pixels a side, and how pictures come to it. Raises: ValueError for ways that are not offered here."""
+    """Pixels a side, and how images come to it. Raises: ValueError for ways that are not offered here."""
     size, crop = _sides(given.get("size")), _sides(given.get("crop_size"))
     shortest = isinstance(given.get("size"), int) or "shortest_edge" in (given.get("size") or {})
     cropped = given.get("do_center_crop", True)
     same = size is not None and (size == crop or not cropped)
     if not same or (shortest and not cropped) or given.get("resample", _BICUBIC) != _BICUBIC:
         raise ValueError(
-            f"{folder / 'preprocessor_config.json'} prepares pictures in a way that is not offered here: expected a "
+            f"{folder / 'preprocessor_config.json'} prepares images in a way that is not offered here: expected a "
             "bicubic resize of the shorter side and a centre crop of the same size, or a squash to a square."
         )
     assert size is not None

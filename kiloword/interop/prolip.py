@@ -86,7 +86,7 @@ def _folded(state: Mapping[str, Tensor], roles: Roles, vocab: int) -> dict[str, 
 def _named(
     state: Mapping[str, Tensor], needed: Mapping[str, list[int]]
 ) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
-    """Our name -> theirs and the value; and theirs without a place. The final norm of pictures serves twice."""
+    """Our name -> theirs and the value; and theirs without a place. The final norm of images serves twice."""
     found, left = {}, []
     for theirs, value in state.items():
         ours, reshaped = (_MORE[theirs], value) if theirs in _MORE else place(theirs, value)

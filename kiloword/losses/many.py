@@ -1,4 +1,4 @@
-"""For many positives a picture and a text: shares of a text's positives, and supervised contrast."""
+"""For many positives an image and a text: shares of a text's positives, and supervised contrast."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kiloword.types import Pairs, Positives, Total
 
 @dataclass(frozen=True)
 class Balanced:
-    """Positives of which each text has one in all: divided by their sum over the pictures of every rank.
+    """Positives of which each text has one in all: divided by their sum over the images of every rank.
 
-    Else a text that fits every other picture ("a scene") outweighs those that say something. Texts without a positive
+    Else a text that fits every other image ("a scene") outweighs those that say something. Texts without a positive
     stay so. It costs one more pass over all pairs.
     """
 
@@ -48,12 +48,12 @@ class Balanced:
 
 
 def supcon_loss(pairs: PairBlocks, positives: Positives, form: Literal["out", "in"] = "out") -> Total:
-    """Supervised contrast of pictures and texts: each is an anchor once, its candidates those of the other side.
+    """Supervised contrast of images and texts: each is an anchor once, its candidates those of the other side.
 
     An anchor's loss is, with p its softmax over candidates, the mean over its positives of -log p ("out") or minus the
     log of the mean of p over them ("in"); 0 without a positive. "out" is `softmax_loss` but for the weights: there
-    pictures weigh as much as texts in all, here each picture as much as each text. With one text a picture the two are
-    equal. The paper contrasts pictures with pictures too; a pair loss sees pairs of a picture and a text alone.
+    images weigh as much as texts in all, here each image as much as each text. With one text an image the two are
+    equal. The paper contrasts images with images too; a pair loss sees pairs of an image and a text alone.
     Source: arXiv:2004.11362, eq. 2 and 3, the baseline of arXiv:2405.10286, section 6.
     """
     if form == "out":

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 BlockLoss = Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]
-"""Values [i] of one block, by picture, and the gradient of their sum by the logits [i, t]."""
+"""Values [i] of one block, by image, and the gradient of their sum by the logits [i, t]."""
 
 
 class _WithGradient(torch.autograd.Function):
@@ -45,11 +45,11 @@ class _WithGradient(torch.autograd.Function):
 
 
 class Blocks:
-    """All pairs of local pictures (rows) and every rank's texts (columns), a block at a time."""
+    """All pairs of local images (rows) and every rank's texts (columns), a block at a time."""
 
     def __init__(self, head: Head, images: Features, texts: Features, chunk: int = 0) -> None:
         """images: this rank's, every value [I, ...] with "position" [I]; texts: every rank's, "position" [T]
-        is the place of the picture that the text was written for; chunk: rows and columns a block, 0: the head's."""
+        is the place of the image that the text was written for; chunk: rows and columns a block, 0: the head's."""
         column = torch.arange(len(texts["vec"]), device=texts["vec"].device)
         self.head, self.images, self.texts, self.chunk = head, images, {**texts, "column": column}, chunk
         self.shape = (len(images["vec"]), len(texts["vec"]))
@@ -95,11 +95,11 @@ class Blocks:
         return out
 
     def _note(self, pairs: Pairs, values: Tensor, rows: slice) -> None:
-        """Each picture's part of the loss, the sum of its own texts' logits, and their number."""
+        """Each image's part of the loss, the sum of its own texts' logits, and their number."""
         if values.shape != self.rows[rows].shape:
             raise ValueError(
-                f"a pair loss returned values {list(values.shape)} for {len(self.rows[rows])} pictures: expected one a "
-                "picture, summed over its texts."
+                f"a pair loss returned values {list(values.shape)} for {len(self.rows[rows])} images: expected one a "
+                "image, summed over its texts."
             )
         self.rows[rows] += values.detach()
         self.own[rows] += (pairs.logits.detach() * pairs.annotated).sum(1)
@@ -153,10 +153,8 @@ def learns(name: str, value: Tensor) -> bool:
     return value.is_floating_point() and "_side." not in name
 
 
-def sigmoid_loss(
-    pairs: PairBlocks, positives: Positives, reduction: Literal["pictures", "texts"] = "pictures"
-) -> Total:
-    """SigLIP: every pair is a yes-or-no question; any number of positives. Mean over pictures, or over texts (FFF).
+def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["images", "texts"] = "images") -> Total:
+    """SigLIP: every pair is a yes-or-no question; any number of positives. Mean over images, or over texts (FFF).
 
     Source: arXiv:2303.15343, eq. 1 (logit s x + b with b < 0; the printed sign of the bias is a typo); over texts,
     arXiv:2405.10286, eq. 3 (the same typo).
@@ -169,29 +167,29 @@ def sigmoid_loss(
 
     total = pairs.total(loss)
     # counts are added over ranks, each of which sees every text
-    count = pairs.shape[0] if reduction == "pictures" else pairs.shape[1] / ranks()
+    count = pairs.shape[0] if reduction == "images" else pairs.shape[1] / ranks()
     return Total(total, total.new_full((), float(count)), pairs.rows)
 
 
 def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apart", "together"] = "apart") -> Total:
-    """CLIP: symmetric InfoNCE, the mean of picture-to-text (mean over pictures) and text-to-picture (over texts).
+    """CLIP: symmetric InfoNCE, the mean of image-to-text (mean over images) and text-to-image (over texts).
 
     Several positives of a row or column share its probability equally. Columns are normalised over all ranks by
-    one gather of one number per text, so pictures stay local. Source: arXiv:2103.00020, figure 3.
+    one gather of one number per text, so images stay local. Source: arXiv:2103.00020, figure 3.
 
-    Args: anchors: "apart" as said; "together", one mean over pictures and texts: with several texts a picture, theirs
+    Args: anchors: "apart" as said; "together", one mean over images and texts: with several texts an image, theirs
     is the larger part (SupCon).
     """
     row_norm, column_norm, row_count, column_count = _normalisers(pairs, positives)
-    by_picture, by_text = anchor_weights(pairs, anchors, row_norm)
+    by_image, by_text = anchor_weights(pairs, anchors, row_norm)
 
     def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         y = positives(block)
         by_row, by_column = row_norm[rows, None], column_norm[None, columns]
-        row_share = y / row_count[rows, None].clamp_min(1) * by_picture
+        row_share = y / row_count[rows, None].clamp_min(1) * by_image
         column_share = y / column_count[None, columns].clamp_min(1) * by_text
         values = (row_share * (by_row - block.logits) + column_share * (by_column - block.logits)).sum(1)
-        row_mass = row_count / row_count.clamp_min(1) * by_picture  # what the shares add up to: less where y is soft
+        row_mass = row_count / row_count.clamp_min(1) * by_image  # what the shares add up to: less where y is soft
         column_mass = column_count / column_count.clamp_min(1) * by_text
         pull = (block.logits - by_row).exp() * row_mass[rows, None]
         pull = pull + (block.logits - by_column).exp() * column_mass[None, columns]
@@ -202,7 +200,7 @@ def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apar
 
 
 def anchor_weights(pairs: PairBlocks, anchors: Literal["apart", "together"], like: Tensor) -> tuple[Tensor, Tensor]:
-    """What a picture's and a text's part of a symmetric loss weigh where the count is pictures: two scalars."""
+    """What an image's and a text's part of a symmetric loss weigh where the count is images: two scalars."""
     images = sum_over_ranks(like.new_full((), float(pairs.shape[0])))
     if anchors == "apart":
         return like.new_full((), 0.5), 0.5 * (images / pairs.shape[1])

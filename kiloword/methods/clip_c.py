@@ -53,8 +53,8 @@ def _piece(summary: str, settings: type, view: Callable[[Any], View]) -> Piece:
 
 
 PIECES = {
-    "compose": _piece("halves of two pictures, both captions", ComposeSettings, Compose),
-    "mixup": _piece("two pictures blended, both captions", MixupSettings, Mixup),
-    "cutmix": _piece("a crop of one picture on another, both captions", CutmixSettings, Cutmix),
-    "stylistic": _piece("two crops of one picture, its caption twice", StylisticSettings, Stylistic),
+    "compose": _piece("halves of two images, both captions", ComposeSettings, Compose),
+    "mixup": _piece("two images blended, both captions", MixupSettings, Mixup),
+    "cutmix": _piece("a crop of one image on another, both captions", CutmixSettings, Cutmix),
+    "stylistic": _piece("two crops of one image, its caption twice", StylisticSettings, Stylistic),
 }

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class PairBlocks(Protocol):
-    """What a pair loss pulls: all pairs of local pictures and every rank's texts, a block at a time."""
+    """What a pair loss pulls: all pairs of local images and every rank's texts, a block at a time."""
 
-    shape: tuple[int, int]  # local pictures, every rank's texts
-    rows: Tensor  # [I] after `total`: each picture's part of it
+    shape: tuple[int, int]  # local images, every rank's texts
+    rows: Tensor  # [I] after `total`: each image's part of it
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of every block."""
@@ -45,7 +45,7 @@ class PairBlocks(Protocol):
 
 
 PairLoss = Callable[["PairBlocks", Positives], Total]
-"""Sum over this rank's rows, and the count (pictures or texts) that makes it a mean."""
+"""Sum over this rank's rows, and the count (images or texts) that makes it a mean."""
 
 
 class Term(Protocol):
@@ -56,7 +56,7 @@ class Term(Protocol):
     """
 
     def count(self, batch: Batch) -> Tensor:
-        """Scalar: what the sum is divided by (pictures, caption tokens, selected rows); of the batch alone."""
+        """Scalar: what the sum is divided by (images, caption tokens, selected rows); of the batch alone."""
         ...
 
     def __call__(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
@@ -92,12 +92,12 @@ class Method:
     captions: int | Literal["one", "all"] = "one"
     shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # what the method asks of the two towers
     towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(default_factory=dict)  # more: `Model.more`
-    needs: tuple[str, ...] = ()  # names of side features; "questions"; "truth": which pictures a text is true of
+    needs: tuple[str, ...] = ()  # names of side features; "questions"; "truth": which images a text is true of
     prepare: Prepare | None = None  # before the first step of a fresh run: bias search
 
     def __post_init__(self) -> None:
         if self.views and "questions" in self.needs:
-            raise ValueError(f"{self.name} asks about pictures as they are: views, which mix them, do not go with it.")
+            raise ValueError(f"{self.name} asks about images as they are: views, which mix them, do not go with it.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`kiloword mine`: which captions of a data set fit other pictures than their own (FFF, arXiv:2405.10286)."""
+"""`kiloword mine`: which captions of a data set fit other images than their own (FFF, arXiv:2405.10286)."""
 
 from __future__ import annotations
 

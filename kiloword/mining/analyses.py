@@ -26,33 +26,33 @@ NEAREST = 100
 class Ranks:
     """Rank of the true partner among those of a random batch, 1: first; equal scores share their mean rank."""
 
-    batch: int  # pictures
+    batch: int  # images
     batches: int
-    captions: Floats  # [batches * batch] rank of each picture's own caption
-    pictures: Floats  # [batches * batch] rank of each caption's own picture
+    captions: Floats  # [batches * batch] rank of each image's own caption
+    images: Floats  # [batches * batch] rank of each caption's own image
 
 
 def ranks(corpus: Corpus, batch: int, seed: int) -> Ranks:
-    """Rank of the true caption in random batches of pictures with one caption each; whole batches, at most BATCHES.
+    """Rank of the true caption in random batches of images with one caption each; whole batches, at most BATCHES.
 
     Errors: ValueError for a batch of less than two; a batch larger than the data set is the data set.
     """
     if batch < 2:
-        raise ValueError(f"--batch is {batch}. Expected at least 2 pictures to rank among.")
+        raise ValueError(f"--batch is {batch}. Expected at least 2 images to rank among.")
     order, caption = _one_caption_each(corpus, seed)
     batch = min(batch, len(order))
     number = min(len(order) // batch, BATCHES)
-    by_picture, by_caption = [], []
+    by_image, by_caption = [], []
     for n in range(number):
         part = order[n * batch : (n + 1) * batch]
         scores = corpus.load(corpus.images, part) @ corpus.load(corpus.texts, caption[part]).T  # [b, b]
-        by_picture.append(_rank_of_diagonal(scores))
+        by_image.append(_rank_of_diagonal(scores))
         by_caption.append(_rank_of_diagonal(scores.T))
-    return Ranks(batch, number, np.concatenate(by_picture), np.concatenate(by_caption))
+    return Ranks(batch, number, np.concatenate(by_image), np.concatenate(by_caption))
 
 
 def _one_caption_each(corpus: Corpus, seed: int) -> tuple[Ints, Ints]:
-    """Pictures that have a known caption, in random order; [N] one such caption of every picture."""
+    """Images that have a known caption, in random order; [N] one such caption of every image."""
     rng = np.random.Generator(np.random.Philox(key(seed, "ranks")))
     captions = rng.permutation(corpus.paired)
     caption = np.full(len(corpus.keys), -1, np.int64)
@@ -94,12 +94,12 @@ def nearest(corpus: Corpus, seed: int, k: int = NEAREST, chunk: int = 4096) -> F
 
 
 def among(corpus: Corpus) -> Floats:
-    """Mean similarity between the captions of one picture, for the pictures with two known captions or more.
+    """Mean similarity between the captions of one image, for the images with two known captions or more.
 
     Of k unit vectors with the sum s, all pairs together have (|s|^2 - k) / (k (k - 1)).
     """
     count = np.bincount(corpus.owner[corpus.known_texts], minlength=len(corpus.keys))
-    total = np.concatenate([_sums(corpus, part).square().sum(1).cpu().numpy() for part in _pictures(corpus)])
+    total = np.concatenate([_sums(corpus, part).square().sum(1).cpu().numpy() for part in _images(corpus)])
     which = count > 1
     k = count[which]
     found: Floats = (total[which] - k) / (k * (k - 1))
@@ -107,14 +107,14 @@ def among(corpus: Corpus) -> Floats:
 
 
 def one_and_mean(corpus: Corpus, seed: int) -> tuple[Floats, Floats]:
-    """Similarity of pictures with one of their captions, drawn, and with the mean of all of them; [n] each.
+    """Similarity of images with one of their captions, drawn, and with the mean of all of them; [n] each.
 
-    Of the known pictures with two known captions or more.
+    Of the known images with two known captions or more.
     """
     _, caption = _one_caption_each(corpus, seed)
     count = np.bincount(corpus.owner[corpus.paired], minlength=len(corpus.keys))
     one, mean = [], []
-    for part in _pictures(corpus):
+    for part in _images(corpus):
         which = part.start + np.flatnonzero(count[part] > 1)
         images = corpus.load(corpus.images, which).double()
         means = torch.nn.functional.normalize(_sums(corpus, part)[which - part.start], dim=1)
@@ -123,12 +123,12 @@ def one_and_mean(corpus: Corpus, seed: int) -> tuple[Floats, Floats]:
     return np.concatenate(one), np.concatenate(mean)
 
 
-def _pictures(corpus: Corpus) -> Iterator[slice]:
+def _images(corpus: Corpus) -> Iterator[slice]:
     return chunks(len(corpus.keys), 8192)
 
 
 def _sums(corpus: Corpus, part: slice) -> Tensor:
-    """Sum of the captions' features of some pictures, [n, D] float64."""
+    """Sum of the captions' features of some images, [n, D] float64."""
     texts = slice(int(corpus.starts[part.start]), int(corpus.starts[part.stop]))
     values = corpus.load(corpus.texts, texts).double()
     place = torch.from_numpy(corpus.owner[texts] - part.start).to(values.device)

@@ -5,13 +5,13 @@ pairs, and p2 and p3 are high, to take nearly identical samples only. Here:
 
 p1   the mean S_it of the annotated pairs, but at least what only `false_rate` of random pairs exceed: a weak teacher
      scores many random pairs above that mean, and hardly any of them is right;
-p2   the S_ii that only `false_rate` of random pairs exceed, so that another picture counts as the same one only
+p2   the S_ii that only `false_rate` of random pairs exceed, so that another image counts as the same one only
      where that is rare in this data under this teacher; at most NEARLY_SAME, or exact copies would not match;
 p3   the same of S_tt;
 p1'  the S_it that nine of ten annotated pairs exceed, at most p1: the last term must not accept what hardly any
      annotated pair would be.
 
-A random pair is a picture and a caption that was not written for it, both drawn evenly. Where captions are so general
+A random pair is an image and a caption that was not written for it, both drawn evenly. Where captions are so general
 that many random pairs are true, a rate of 1e-4 leaves most of them out: ask for a higher one, or give p1.
 """
 
@@ -34,7 +34,7 @@ FLOOR = 0.1  # share of annotated pairs that p1' refuses
 DIGITS = 4  # of a threshold
 
 Known = Callable[[Ints, Ints], Tensor]
-"""Which of some captions [t] are true of which pictures [i]: bool [t, i]."""
+"""Which of some captions [t] are true of which images [i]: bool [t, i]."""
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,26 @@ class Choice:
     p1: float
     annotated_above: float  # share of annotated pairs with S_it > p1
     random_above: float  # share of random pairs with S_it > p1
-    mined_per_picture: float  # by the whole of eq. 2, expected from the random pairs
+    mined_per_image: float  # by the whole of eq. 2, expected from the random pairs
     precision: float | None = None  # of what the whole of eq. 2 mines; None: the truth is unknown, or nothing mined
     recall: float | None = None  # of all true pairs that are not annotated
 
 
 def random_pairs(
-    corpus: Corpus, seed: int, pictures: int = 2048, captions: int = 4096, known: Known | None = None
+    corpus: Corpus, seed: int, images: int = 2048, captions: int = 4096, known: Known | None = None
 ) -> Sample:
-    """All pairs of some pictures with some captions, drawn by the seed, less the annotated ones.
+    """All pairs of some images with some captions, drawn by the seed, less the annotated ones.
 
     Errors: ValueError when the features known make no such pair.
     """
-    rows = some(corpus.known_images, pictures, key(seed, "random pairs", "pictures"))
+    rows = some(corpus.known_images, images, key(seed, "random pairs", "pictures"))
     columns = some(corpus.paired, captions, key(seed, "random pairs", "captions"))
     owner = corpus.owner[columns]
     others = torch.from_numpy(rows[:, None] != owner[None])
     if not bool(others.any()):
-        raise ValueError("the side table knows no two pictures with captions: there are no pairs to mine.")
-    images, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
-    values = similarities(images, means, corpus.load(corpus.texts, columns), corpus.load(corpus.images, owner))
+        raise ValueError("the side table knows no two images with captions: there are no pairs to mine.")
+    image_features, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
+    values = similarities(image_features, means, corpus.load(corpus.texts, columns), corpus.load(corpus.images, owner))
     it, ii, tt = (v.cpu()[others] for v in values)
     return Sample(it, ii, tt, None if known is None else known(columns, rows).T[others])
 
@@ -127,7 +127,7 @@ def compare(
     corpus: Corpus, annotated: Floats, sample: Sample, settings: Mined, values: Sequence[float]
 ) -> list[Choice]:
     """What each p1 would mine."""
-    captions = len(corpus.captions) * (1 - 1 / len(corpus.keys))  # of the other pictures
+    captions = len(corpus.captions) * (1 - 1 / len(corpus.keys))  # of the other images
     return [_choice(replace(settings, p1=p1), annotated, sample, captions) for p1 in values]
 
 

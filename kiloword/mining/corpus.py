@@ -34,32 +34,32 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """N pictures and their T captions under one teacher. Rows are unit norm, or zeros where the teacher has none."""
+    """N images and their T captions under one teacher. Rows are unit norm, or zeros where the teacher has none."""
 
     keys: Sequence[str]  # [N]
     captions: Sequence[str]  # [T]
-    starts: Ints  # [N + 1], first caption of every picture
+    starts: Ints  # [N + 1], first caption of every image
     images: Floats  # [N, D]
     texts: Floats  # [T, D]
-    means: Floats  # [N, D], mean of a picture's captions, not of unit norm
+    means: Floats  # [N, D], mean of an image's captions, not of unit norm
     device: str = "cpu"
 
     @staticmethod
     def of(table: Table, device: str = "cpu") -> Corpus:
-        """The features of a side table. Errors: ValueError when it has fewer than two pictures or captions."""
+        """The features of a side table. Errors: ValueError when it has fewer than two images or captions."""
         starts = np.asarray(table.starts, np.int64)
         if len(table.keys) < 2 or len(table.captions) < 2:
             raise ValueError(
-                f"the side table '{table.name}' has {len(table.keys)} pictures and {len(table.captions)} captions: "
+                f"the side table '{table.name}' has {len(table.keys)} images and {len(table.captions)} captions: "
                 "there are no pairs to mine. Expected two of each at least."
             )
         return Corpus(table.keys, table.captions, starts, table.images(), table.texts(), table.text_means(), device)
 
-    def only(self, captions: NDArray[np.bool_], pictures: NDArray[np.bool_] | None = None) -> Corpus:
-        """Some of the captions [T] and of the pictures [N]; a picture that is left out takes its captions along."""
-        pictures = np.ones(len(self.keys), bool) if pictures is None else pictures
-        rows, kept = np.flatnonzero(pictures), np.flatnonzero(captions & pictures[self.owner])
-        owner = (np.cumsum(pictures) - 1)[self.owner[kept]]
+    def only(self, captions: NDArray[np.bool_], images: NDArray[np.bool_] | None = None) -> Corpus:
+        """Some of the captions [T] and of the images [N]; an image that is left out takes its captions along."""
+        images = np.ones(len(self.keys), bool) if images is None else images
+        rows, kept = np.flatnonzero(images), np.flatnonzero(captions & images[self.owner])
+        owner = (np.cumsum(images) - 1)[self.owner[kept]]
         starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(rows)))])
         texts = np.array(self.texts[kept], np.float32)
         means = np.zeros((len(rows), texts.shape[1]), np.float32)
@@ -78,12 +78,12 @@ class Corpus:
 
     @cached_property
     def owner(self) -> Ints:
-        """[T] the picture that each caption was written for."""
+        """[T] the image that each caption was written for."""
         return np.repeat(np.arange(len(self.keys)), np.diff(self.starts))
 
     @cached_property
     def known_images(self) -> Ints:
-        """The pictures that the teacher has features of, ascending."""
+        """The images that the teacher has features of, ascending."""
         return np.flatnonzero(_known(self.images))
 
     @cached_property
@@ -93,7 +93,7 @@ class Corpus:
 
     @cached_property
     def paired(self) -> Ints:
-        """The known captions of known pictures, ascending."""
+        """The known captions of known images, ascending."""
         return self.known_texts[np.isin(self.owner[self.known_texts], self.known_images)]
 
     def load(self, values: Floats, which: slice | Ints) -> Tensor:
@@ -101,7 +101,7 @@ class Corpus:
         return torch.from_numpy(np.array(values[which], dtype=np.float32)).to(self.device)
 
     def annotated(self, chunk: int = 65536) -> Floats:
-        """S_it of every known caption with its own known picture, [n] float32, in the captions' order."""
+        """S_it of every known caption with its own known image, [n] float32, in the captions' order."""
         known = self.paired
         parts = [
             (self.load(self.images, self.owner[some]) * self.load(self.texts, some)).sum(1).cpu().numpy()
@@ -116,9 +116,9 @@ def _known(values: Floats, chunk: int = 65536) -> NDArray[np.bool_]:
 
 
 def similarities(images: Tensor, means: Tensor, texts: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """S_it, S_ii and S_tt of some pictures with some captions, [i, t] each (arXiv:2405.10286, eq. 2 and section 4.3).
+    """S_it, S_ii and S_tt of some images with some captions, [i, t] each (arXiv:2405.10286, eq. 2 and section 4.3).
 
-    Args: images and means [i, D] of the pictures; texts [t, D]; owners [t, D], the pictures the captions were written
-    for. S_tt is the mean over the captions of a picture.
+    Args: images and means [i, D] of the images; texts [t, D]; owners [t, D], the images the captions were written
+    for. S_tt is the mean over the captions of an image.
     """
     return images @ texts.T, images @ owners.T, means @ texts.T

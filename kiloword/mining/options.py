@@ -14,17 +14,17 @@ Mined = TypeVar("Mined", bound=Any)
 class Options:
     """Flags of `kiloword mine`, beside data, side table and output folder."""
 
-    p1: float | None = None  # a pair matches when picture and caption are more alike; the paper's 0.27
-    p2: float | None = None  # or when the caption's picture is more alike; the paper's 0.92
-    p3: float | None = None  # or when the caption is more like the picture's captions, on average (0.99), and p1-text
-    p1_text: float | None = None  # is what picture and caption must then be alike; the paper's 0.24
+    p1: float | None = None  # a pair matches when image and caption are more alike; the paper's 0.27
+    p2: float | None = None  # or when the caption's image is more alike; the paper's 0.92
+    p3: float | None = None  # or when the caption is more like the image's captions, on average (0.99), and p1-text
+    p1_text: float | None = None  # is what image and caption must then be alike; the paper's 0.24
     calibrate: bool = False  # fit the thresholds that are not given to the teacher, and print the flags for training
     false_rate: float = 1e-4  # share of random pairs that p1, p2 and p3 may each accept at most when calibrated
-    batch: int = 1024  # pictures in the random batches in which the true caption is ranked
-    most: int = 20  # mined pairs of a picture in pairs.parquet, best first; all are counted
+    batch: int = 1024  # images in the random batches in which the true caption is ranked
+    most: int = 20  # mined pairs of an image in pairs.parquet, best first; all are counted
     gallery: int = 6  # mined pairs that the report shows of each term
-    chunk: int = 2048  # pictures and captions whose similarities are held at once
-    extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the pictures' own captions
+    chunk: int = 2048  # images and captions whose similarities are held at once
+    extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the images' own captions
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     seed: int = 0  # of what is drawn: batches, random pairs, the gallery
 

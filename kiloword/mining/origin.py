@@ -1,4 +1,4 @@
-"""What the data set itself knows of a side table's pictures: their pixels, and for scenes what is true of them."""
+"""What the data set itself knows of a side table's images: their pixels, and for scenes what is true of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kiloword.features.store import SideTable, contents
 from kiloword.mining.corpus import Corpus, Ints
 from kiloword.types import BadSample, Source
 
-THUMB = 160  # pixels of the longer side of a picture in the report
+THUMB = 160  # pixels of the longer side of an image in the report
 
 
 @dataclass(frozen=True)
@@ -31,30 +31,30 @@ class Origin:
 
     @staticmethod
     def of(source: Source, corpus: Corpus, table: SideTable) -> tuple[Origin, Corpus]:
-        """The rows behind a side table's pictures, and its features as far as the source has them.
+        """The rows behind a side table's images, and its features as far as the source has them.
 
         A table may know more: other parts of a mixture, captions of tables that are left out this time.
         """
         places = _places(source)
         if not set(table.file.contents) <= contents(source):
-            pictures = np.array([key in places for key in corpus.keys])
+            images = np.array([key in places for key in corpus.keys])
             captions = np.zeros(len(corpus.captions), bool)
-            for n in np.flatnonzero(pictures).tolist():
+            for n in np.flatnonzero(images).tolist():
                 said = set(captions_at(source, places[corpus.keys[n]]))
                 own = slice(int(corpus.starts[n]), int(corpus.starts[n + 1]))
                 captions[own] = [caption in said for caption in corpus.captions[own]]
-            corpus = corpus.only(captions, pictures)
+            corpus = corpus.only(captions, images)
         return Origin(source, np.array([places[key] for key in corpus.keys], np.int64)), corpus
 
-    def thumbnail(self, picture: int) -> NDArray[np.uint8] | None:
-        """A picture [H, W, 3], made smaller where it is large; None where it cannot be read."""
+    def thumbnail(self, image: int) -> NDArray[np.uint8] | None:
+        """An image [H, W, 3], made smaller where it is large; None where it cannot be read."""
         try:
-            pixels = decode(self.source.record(int(self.rows[picture])).image, at_least=2 * THUMB)
+            pixels = decode(self.source.record(int(self.rows[image])).image, at_least=2 * THUMB)
         except BadSample:
             return None
-        image = Image.fromarray(pixels)
-        image.thumbnail((THUMB, THUMB))
-        return np.asarray(image)
+        small = Image.fromarray(pixels)
+        small.thumbnail((THUMB, THUMB))
+        return np.asarray(small)
 
     def truth(self, captions: Sequence[str]) -> Truths | None:
         """Who is right, where the source knows that of all the captions; else None."""
@@ -71,26 +71,26 @@ class Origin:
 
 @dataclass(frozen=True)
 class Truths:
-    """Which of T captions are true of which of N pictures; equal captions are looked at once."""
+    """Which of T captions are true of which of N images; equal captions are looked at once."""
 
     relevance: Callable[[Sequence[str], Sequence[int]], NDArray[np.bool_]]
     unique: Sequence[str]
     inverse: Ints  # [T] places in `unique`
     rows: Ints  # [N]
 
-    def of(self, captions: Ints, pictures: Ints) -> Tensor:
+    def of(self, captions: Ints, images: Ints) -> Tensor:
         """bool [t, i]."""
         needed, place = np.unique(self.inverse[captions], return_inverse=True)
-        found = self.relevance([self.unique[n] for n in needed], self.rows[pictures].tolist())
+        found = self.relevance([self.unique[n] for n in needed], self.rows[images].tolist())
         return torch.from_numpy(np.asarray(found))[torch.from_numpy(place.reshape(-1))]
 
     def columns(self, which: slice) -> Tensor:
-        """bool [t, N] of a range of captions and every picture."""
+        """bool [t, N] of a range of captions and every image."""
         return self.of(np.arange(which.start, which.stop), np.arange(len(self.rows)))
 
 
 def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
-    """All captions, or the pictures' own and those that stand in extra tables."""
+    """All captions, or the images' own and those that stand in extra tables."""
     tables = [CaptionTable(path) for path in paths]
     if not tables:
         return {"captions": corpus}

@@ -14,15 +14,15 @@ import torch
 from kiloword import report
 from kiloword.checkpoint.files import write_atomic, write_json
 from kiloword.mining.corpus import Corpus
+from kiloword.mining.images import Pair, Shown
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.page import page
 from kiloword.mining.pairs import TERMS, Found, by_term
-from kiloword.mining.pictures import Pair, Shown
 from kiloword.mining.results import WHOLE, Results, as_json, flags, terms, thresholds, warning
 from kiloword.randomness import key
 from kiloword.terminal import say
 
-WIDE, BEST = 6, 5  # captions that fit many pictures, and pictures shown of each
+WIDE, BEST = 6, 5  # captions that fit many images, and images shown of each
 
 
 def write(out: Path, results: Results, origin: Origin) -> None:
@@ -39,21 +39,21 @@ def write(out: Path, results: Results, origin: Origin) -> None:
 
 
 def pairs_table(results: Results, truths: Truths | None) -> pa.Table:
-    """The kept pairs, picture by picture, best S_it first.
+    """The kept pairs, image by image, best S_it first.
 
-    Columns: key of the picture; caption, its index among the captions of its own picture (key `owner`); S_it, S_ii and
+    Columns: key of the image; caption, its index among the captions of its own image (key `owner`); S_it, S_ii and
     S_tt as it, ii, tt, which terms of eq. 2 accept them (by_it, by_ii, by_tt), and whether they are `true` where the
     data knows. `kiloword train --extra-captions` takes the table as it is.
     """
     corpus, found = results.corpus, results.found
     kept = found.column >= 0
-    pictures = torch.nonzero(kept)[:, 0].numpy()
+    images = torch.nonzero(kept)[:, 0].numpy()
     captions = found.column[kept].numpy()
     values = {name: found.scores[name][kept] for name in TERMS}
     accepted = by_term(results.settings, **values)
     owner = corpus.owner[captions]
     columns: dict[str, object] = {
-        "key": [_utf8(corpus.keys[n]) for n in pictures],
+        "key": [_utf8(corpus.keys[n]) for n in images],
         "caption": [_utf8(corpus.captions[t]) for t in captions],
         "caption_index": captions - corpus.starts[owner],
         "owner": [_utf8(corpus.keys[n]) for n in owner],
@@ -61,16 +61,16 @@ def pairs_table(results: Results, truths: Truths | None) -> pa.Table:
         **{f"by_{name}": value.numpy() for name, value in accepted.items()},
     }
     if truths is not None:
-        columns["true"] = _true(truths, captions, pictures)
+        columns["true"] = _true(truths, captions, images)
     return pa.table(columns)
 
 
-def _true(truths: Truths, captions: np.ndarray, pictures: np.ndarray) -> np.ndarray:
-    """Whether each caption is true of the picture beside it, bool [n]."""
+def _true(truths: Truths, captions: np.ndarray, images: np.ndarray) -> np.ndarray:
+    """Whether each caption is true of the image beside it, bool [n]."""
     found = np.zeros(len(captions), bool)
     order = np.argsort(captions, kind="stable")
     for some in np.array_split(order, max(1, len(order) // 512)):  # a block of 512 x 512 has them on its diagonal
-        found[some] = truths.of(captions[some], pictures[some]).diagonal().numpy()
+        found[some] = truths.of(captions[some], images[some]).diagonal().numpy()
     return found
 
 
@@ -88,7 +88,7 @@ def chosen(results: Results, truths: Truths | None) -> Shown:
 
 
 def _drawn(results: Results, term: str, truths: Truths | None) -> Iterator[Pair]:
-    """At most `gallery` kept pairs that a term accepts, each of another picture."""
+    """At most `gallery` kept pairs that a term accepts, each of another image."""
     found, options = results.found, results.options
     accepted = by_term(results.settings, **found.scores)[term] & (found.column >= 0)
     rng = np.random.Generator(np.random.Philox(key(options.seed, "gallery", term)))
@@ -101,7 +101,7 @@ def _drawn(results: Results, term: str, truths: Truths | None) -> Iterator[Pair]
 
 
 def _widest(corpus: Corpus, found: Found) -> list[int]:
-    """The captions mined with the most pictures, one of each wording."""
+    """The captions mined with the most images, one of each wording."""
     order = found.per_text.argsort(descending=True, stable=True).tolist()
     kept: dict[str, int] = {}
     for caption in order:
@@ -112,7 +112,7 @@ def _widest(corpus: Corpus, found: Found) -> list[int]:
 
 
 def _best(results: Results, caption: int, truths: Truths | None) -> list[tuple[int, float, bool | None]]:
-    """The pictures that S_it puts first for a caption, its own left out."""
+    """The images that S_it puts first for a caption, its own left out."""
     corpus = results.corpus
     text = corpus.load(corpus.texts, np.array([caption]))[0]
     parts = np.array_split(np.arange(len(corpus.keys)), -(-len(corpus.keys) // 65536))
@@ -128,10 +128,10 @@ def summary(results: Results) -> list[str]:
     """What a terminal shows."""
     found, table = results.found, terms(results.found)
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in results.seconds.items())
-    mean = float(found.per_picture.double().mean())
+    mean = float(found.per_image.double().mean())
     lines = [
-        f"{len(results.corpus.keys):,} pictures, {len(results.corpus.captions):,} captions, teacher {results.teacher}",
-        f"mined {found.mined.whole:,} of {found.pairs:,} pairs, {mean:.3g} a picture",
+        f"{len(results.corpus.keys):,} images, {len(results.corpus.captions):,} captions, teacher {results.teacher}",
+        f"mined {found.mined.whole:,} of {found.pairs:,} pairs, {mean:.3g} an image",
     ]
     lines += [f"warning: {many}"] if (many := warning(found)) else []
     for name in (WHOLE, *TERMS):

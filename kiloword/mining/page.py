@@ -1,4 +1,4 @@
-"""The report of `kiloword mine`, from its results and a function that gives pictures."""
+"""The report of `kiloword mine`, from its results and a function that gives images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kiloword import report
 from kiloword.mining.calibrate import DIGITS, FLOOR, NEARLY_SAME, Choice
 from kiloword.mining.corpus import Floats
-from kiloword.mining.pictures import Picture, Shown, mined_pairs, term_rule, wide_captions
+from kiloword.mining.images import Image, Shown, mined_pairs, term_rule, wide_captions
 from kiloword.mining.results import WHOLE, Group, Results, flags, terms, thresholds, warning
 from kiloword.report.histogram import bins, doubling
 from kiloword.report.words import duration, percent
@@ -18,7 +18,7 @@ from kiloword.report.words import duration, percent
 SHOWN = 15  # of the most frequent captions
 
 
-def page(results: Results, shown: Shown, picture: Picture) -> str:
+def page(results: Results, shown: Shown, image: Image) -> str:
     """The whole document."""
     sections = [
         ("In short", _short(results)),
@@ -27,8 +27,8 @@ def page(results: Results, shown: Shown, picture: Picture) -> str:
         ("Similarities", _similarities(results)),
         ("Rank of the true caption", _ranks(results)),
         ("Captions", _captions(results)),
-        ("Pairs that were mined", mined_pairs(results, shown, picture)),
-        ("Captions that fit many pictures", wide_captions(results, shown, picture)),
+        ("Pairs that were mined", mined_pairs(results, shown, image)),
+        ("Captions that fit many images", wide_captions(results, shown, image)),
     ]
     return report.page("Mined pairs", _intro(results), [s for s in sections if s[1]])
 
@@ -36,10 +36,10 @@ def page(results: Results, shown: Shown, picture: Picture) -> str:
 def _intro(results: Results) -> str:
     corpus = results.corpus
     return (
-        f"{results.data}: {len(corpus.keys):,} pictures with {len(corpus.captions):,} captions, seen through the "
-        f"features of {results.teacher}. A batch treats every caption of another picture as wrong. Many are right; "
+        f"{results.data}: {len(corpus.keys):,} images with {len(corpus.captions):,} captions, seen through the "
+        f"features of {results.teacher}. A batch treats every caption of another image as wrong. Many are right; "
         "this page tells which pairs the teacher would make positives, and by what (FFF, arXiv:2405.10286).\n\n"
-        f"All {results.found.pairs:,} pairs of a picture and a caption of another were compared in "
+        f"All {results.found.pairs:,} pairs of an image and a caption of another were compared in "
         f"{duration(results.seconds['search'])}; with calibration and analyses it took "
         f"{duration(sum(results.seconds.values()))}."
     )
@@ -47,15 +47,15 @@ def _intro(results: Results) -> str:
 
 def _short(results: Results) -> str:
     found, table = results.found, terms(results.found)[WHOLE]
-    counts = found.per_picture.numpy()
+    counts = found.per_image.numpy()
     first = next(iter(results.groups.values()))
     figures = [
         (f"{found.mined.whole:,}", "pairs mined beside the annotated ones"),
-        (_rounded(float(counts.mean())), "mined captions a picture, on average"),
-        (percent(float((counts > 0).mean())), "of pictures have a mined caption"),
+        (_rounded(float(counts.mean())), "mined captions an image, on average"),
+        (percent(float((counts > 0).mean())), "of images have a mined caption"),
         (
             percent(float(np.mean(first.ranks.captions <= 1))),
-            f"of pictures have their own caption first of {first.ranks.batch:,}",
+            f"of images have their own caption first of {first.ranks.batch:,}",
         ),
     ]
     if found.true is not None:
@@ -84,14 +84,14 @@ def _mined(results: Results) -> str:
             ]
         )
     header = ["term", "mined", *judged, "by it alone", "of all pairs", "annotated accepted"]
-    counts = found.per_picture.numpy()
+    counts = found.per_image.numpy()
     edges = doubling(int(counts.max()))
     share = [float(v) for v in 100 * np.histogram(counts, edges)[0] / len(counts)]
     parts = [
         report.table(rows, header, strong=1, digits=3),
         *([report.paragraph(f"Warning: {many}")] if (many := warning(found)) else []),
         report.paragraph(_words_of_mined(results)),
-        report.histogram({"mined": share}, edges, "mined captions, at least", "% of pictures", even=True),
+        report.histogram({"mined": share}, edges, "mined captions, at least", "% of images", even=True),
     ]
     return "".join(parts)
 
@@ -102,10 +102,10 @@ def _words_of_mined(results: Results) -> str:
     captions = len(results.corpus.captions) / len(results.corpus.keys)
     inside = share * (results.options.batch - 1) * captions
     said = (
-        "S_it: how alike picture and caption are; S_ii: the picture and the caption's picture; S_tt: the caption and "
-        "the picture's captions, on average. Annotated accepted: pairs of the data whose own scores the term accepts; "
-        "a picture is always like itself. "
-        f"In a random batch of {results.options.batch:,} pictures with all captions, a picture has "
+        "S_it: how alike image and caption are; S_ii: the image and the caption's image; S_tt: the caption and "
+        "the image's captions, on average. Annotated accepted: pairs of the data whose own scores the term accepts; "
+        "an image is always like itself. "
+        f"In a random batch of {results.options.batch:,} images with all captions, an image has "
         f"{_rounded(inside)} mined captions beside its own. "
     )
     if found.true is not None:
@@ -120,7 +120,7 @@ def _thresholds(results: Results) -> str:
     known = results.sample.true is not None
     mean = round(float(np.mean(results.corpus.annotated())), DIGITS)
     rows = [_choice_row(c, known, results.settings.p1, mean) for c in results.choices]
-    header = ["p1", "annotated above", "random above", "mined a picture", *(["precision", "recall"] if known else [])]
+    header = ["p1", "annotated above", "random above", "mined an image", *(["precision", "recall"] if known else [])]
     return (
         report.paragraph(_words_of_thresholds(results))
         + report.table(
@@ -144,7 +144,7 @@ def _choice_row(choice: Choice, known: bool, used: float, mean: float) -> list[s
         f"{choice.p1:g}" + (" (used)" if choice.p1 == used else " (mean)" if choice.p1 == mean else ""),
         percent(choice.annotated_above),
         f"{choice.random_above:.3%}",
-        _rounded(choice.mined_per_picture),
+        _rounded(choice.mined_per_image),
     ]
     return [*row, choice.precision, choice.recall] if known else row
 
@@ -181,8 +181,8 @@ def _nearly_same(name: str, score: str, value: float, random: Tensor, rate: str)
 def _similarities(results: Results) -> str:
     sample = results.sample
     plots = {
-        "S_it, picture and caption": {"annotated": results.corpus.annotated(), "random": sample.it.numpy()},
-        "S_ii, two pictures": {"random": sample.ii.numpy()},
+        "S_it, image and caption": {"annotated": results.corpus.annotated(), "random": sample.it.numpy()},
+        "S_ii, two images": {"random": sample.ii.numpy()},
         "S_tt, caption and captions": {"random": sample.tt.numpy()},
     }
     shown = [_density(series, name) for name, series in plots.items()]
@@ -190,8 +190,8 @@ def _similarities(results: Results) -> str:
         shown[0]
         + report.grid(shown[1:])
         + report.paragraph(
-            f"Random: {len(sample.it):,} pairs of a picture and a caption of another one; S_ii compares their "
-            "pictures, S_tt the caption with the captions of the picture, on average."
+            f"Random: {len(sample.it):,} pairs of an image and a caption of another one; S_ii compares their "
+            "images, S_tt the caption with the captions of the image, on average."
         )
     )
 
@@ -210,11 +210,11 @@ def _ranks(results: Results) -> str:
     series = {}
     for name, one in groups.items():
         prefix = f"{name}: " if len(groups) > 1 else ""
-        series[f"{prefix}own caption of a picture"] = _cumulative(one.ranks.captions, one.ranks.batch)
-        series[f"{prefix}own picture of a caption"] = _cumulative(one.ranks.pictures, one.ranks.batch)
+        series[f"{prefix}own caption of an image"] = _cumulative(one.ranks.captions, one.ranks.batch)
+        series[f"{prefix}own image of a caption"] = _cumulative(one.ranks.images, one.ranks.batch)
     rows: list[list[str | float | int | None]] = []
     for name, one in groups.items():
-        for side, ranks in (("own caption", one.ranks.captions), ("own picture", one.ranks.pictures)):
+        for side, ranks in (("own caption", one.ranks.captions), ("own image", one.ranks.images)):
             label = f"{side}, {name}" if len(groups) > 1 else side
             shares = [percent(float(np.mean(ranks <= k))) for k in (1, 5, 10, 100)]
             rows.append([label, *shares, _rounded(float(np.median(ranks)))])
@@ -224,7 +224,7 @@ def _ranks(results: Results) -> str:
         report.line_plot(series, "rank", "% at this rank or better", log_x=True)
         + report.table(rows, ["", "first", "first 5", "first 10", "first 100", "median rank"])
         + report.paragraph(
-            f"{batches} of {first.batch:,} pictures with one caption each. Where the own caption "
+            f"{batches} of {first.batch:,} images with one caption each. Where the own caption "
             "is not first, another fits better in the teacher's eyes: often a false negative."
         )
     )
@@ -240,7 +240,7 @@ def _captions(results: Results) -> str:
     near = _density(
         {name: one.nearest for name, one in groups.items()}, "mean similarity with its 100 nearest captions"
     )
-    within = _density({name: one.among for name, one in groups.items()}, "similarity among one picture's captions")
+    within = _density({name: one.among for name, one in groups.items()}, "similarity among one image's captions")
     both = _one_and_mean(groups)
     parts = [report.grid([part for part in (near, within) if part]), both]
     for name, one in groups.items():
@@ -266,7 +266,7 @@ def _one_and_mean(groups: Mapping[str, Group]) -> str:
     if not series:
         return ""
     said = "; ".join(f"{name} {float(np.mean(v)):.3f}" for name, v in series.items())
-    return _density(series, "similarity of a picture") + report.paragraph(f"On average: {said}.")
+    return _density(series, "similarity of an image") + report.paragraph(f"On average: {said}.")
 
 
 def _rounded(value: float) -> str:

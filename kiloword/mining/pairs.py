@@ -1,4 +1,4 @@
-"""Every picture against every caption, a block at a time: which pairs match by eq. 2, and by which of its terms."""
+"""Every image against every caption, a block at a time: which pairs match by eq. 2, and by which of its terms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TERMS = {"it": "image_text", "ii": "image_image", "tt": "text_text"}
 """The terms of eq. 2 and the switches of `Mined` that they have."""
 
 Truth = Callable[[slice], Tensor]
-"""Which of some captions are true of which pictures, bool [t, N]."""
+"""Which of some captions are true of which images, bool [t, N]."""
 
 Progress = Callable[[int, int], None]
 """Told after every block: pairs done, pairs in all."""
@@ -49,11 +49,11 @@ class Counts:
 
 @dataclass
 class Found:
-    """What a search found. Mined pairs are those of a picture and a caption that was not written for it."""
+    """What a search found. Mined pairs are those of an image and a caption that was not written for it."""
 
-    column: Tensor  # [N, most] int64, the captions of each picture's best mined pairs by S_it, -1: none
+    column: Tensor  # [N, most] int64, the captions of each image's best mined pairs by S_it, -1: none
     scores: dict[str, Tensor]  # "it", "ii", "tt": [N, most] float32
-    per_picture: Tensor  # [N] int64 mined pairs
+    per_image: Tensor  # [N] int64 mined pairs
     per_text: Tensor  # [T] int64
     mined: Counts = field(default_factory=Counts)
     annotated: Counts = field(default_factory=Counts)  # annotated pairs that eq. 2 accepts on the scores alone
@@ -62,11 +62,11 @@ class Found:
     pairs: int = 0  # pairs that are not annotated
     annotated_pairs: int = 0
 
-    def add(self, pictures: Tensor, other: Found) -> None:
-        """Add what was found of some more pictures, [n] their numbers."""
-        self.column[pictures], self.per_picture[pictures] = other.column, other.per_picture
+    def add(self, images: Tensor, other: Found) -> None:
+        """Add what was found of some more images, [n] their numbers."""
+        self.column[images], self.per_image[images] = other.column, other.per_image
         for name in TERMS:
-            self.scores[name][pictures] = other.scores[name]
+            self.scores[name][images] = other.scores[name]
         self.per_text += other.per_text
         for mine, theirs in (
             (self.mined, other.mined),
@@ -98,9 +98,9 @@ def search(
 ) -> Found:
     """The pairs of a data set that eq. 2 accepts.
 
-    Args: most, how many mined pairs of a picture are kept, best S_it first (all are counted); chunk, pictures and
+    Args: most, how many mined pairs of an image are kept, best S_it first (all are counted); chunk, images and
     captions of a block, whose similarities are held at once; truth, where it is known.
-    Ranks that share the work take the blocks of pictures in turns; the first one has all that was found.
+    Ranks that share the work take the blocks of images in turns; the first one has all that was found.
     Errors: ValueError for thresholds out of range.
     """
     check(settings)
@@ -123,12 +123,12 @@ def search(
 
 
 def _of_all(found: Found, mine: list[slice]) -> Found:
-    """What all ranks found, on the first one. Args: mine: this rank's pictures."""
+    """What all ranks found, on the first one. Args: mine: this rank's images."""
     if share()[1] == 1:
         return found
     which = _numbers(mine)
     scores = {name: values[which] for name, values in found.scores.items()}
-    own_part = replace(found, column=found.column[which], scores=scores, per_picture=found.per_picture[which])
+    own_part = replace(found, column=found.column[which], scores=scores, per_image=found.per_image[which])
     for rows, other in to_first((mine, own_part))[1:]:
         found.add(_numbers(rows), other)
     return found
@@ -165,7 +165,7 @@ def _count(
     annotated = int(own.sum())
     found.annotated_pairs += annotated
     found.pairs += whole.numel() - annotated
-    found.per_picture[rows] += whole.sum(1).cpu()
+    found.per_image[rows] += whole.sum(1).cpu()
     found.per_text[columns] += whole.sum(0).cpu()
     if true is not None:
         found.right.add(whole & true, {name: hit & true for name, hit in terms.items()})
@@ -174,7 +174,7 @@ def _count(
 
 
 def _keep(found: Found, values: Mapping[str, Tensor], whole: Tensor, rows: slice, start: int) -> None:
-    """Merge a block's mined pairs into the best of their pictures."""
+    """Merge a block's mined pairs into the best of their images."""
     most = found.column.shape[1]
     best, place = values["it"].masked_fill(~whole, -torch.inf).topk(min(most, whole.shape[1]), dim=1)
     nothing = best == -torch.inf

@@ -26,7 +26,7 @@ WHOLE = "eq. 2"
 
 @dataclass(frozen=True)
 class Group:
-    """The analyses of some captions: all of them, a picture's own, or the extra ones."""
+    """The analyses of some captions: all of them, an image's own, or the extra ones."""
 
     captions: int
     repeated: int  # captions that repeat an earlier one
@@ -41,7 +41,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything but the pictures."""
+    """Everything but the images."""
 
     data: str
     teacher: str
@@ -71,7 +71,7 @@ def judge(
 ) -> Results | None:
     """Calibrate where asked, search, analyse. Args: parts, groups of captions; names of the data and the teacher.
 
-    Ranks that share the work each search some of the pictures; the first one alone gets the results.
+    Ranks that share the work each search some of the images; the first one alone gets the results.
     """
     check(settings)
     seconds, start = {}, time.perf_counter()
@@ -162,19 +162,19 @@ def terms(found: pairs.Found) -> dict[str, dict[str, float | int | None]]:
 def as_json(results: Results) -> dict[str, Any]:
     """The numbers of `mine.json`; metric names never change meaning."""
     found, corpus = results.found, results.corpus
-    counts = found.per_picture.numpy()
+    counts = found.per_image.numpy()
     return {
         "data": results.data,
         "teacher": results.teacher,
-        "pictures": len(corpus.keys),
+        "images": len(corpus.keys),
         "captions": len(corpus.captions),
         "thresholds": thresholds(results.settings),
         "calibrated": results.options.calibrate,
         "pairs": found.pairs,
         "true_pairs": found.true,
         "terms": terms(found),
-        "mined_per_picture": _spread(counts),
-        "pictures_without_mined": int((counts == 0).sum()),
+        "mined_per_image": _spread(counts),
+        "images_without_mined": int((counts == 0).sum()),
         "choices": [asdict(choice) for choice in results.choices],
         "similarity": {name: _spread(getattr(results.sample, name).numpy()) for name in pairs.TERMS},
         "analyses": {name: _group_json(one) for name, one in results.groups.items()},
@@ -192,9 +192,9 @@ def _group_json(one: Group) -> dict[str, Any]:
         "rank_batch": ranks.batch,
         "rank_batches": ranks.batches,
         "rank_of_own_caption": _spread(ranks.captions),
-        "rank_of_own_picture": _spread(ranks.pictures),
+        "rank_of_own_image": _spread(ranks.images),
         "own_caption_first": float(np.mean(ranks.captions <= 1)),
-        "own_picture_first": float(np.mean(ranks.pictures <= 1)),
+        "own_image_first": float(np.mean(ranks.images <= 1)),
         "annotated_similarity": _spread(one.annotated),
         "nearest_captions_similarity": _spread(one.nearest),
         "similarity_among_captions": _spread(one.among),

@@ -1,4 +1,4 @@
-"""One attention for every tower: dense pictures, packed texts, texts that look at pictures, cached decoding."""
+"""One attention for every tower: dense images, packed texts, texts that look at images, cached decoding."""
 
 from __future__ import annotations
 

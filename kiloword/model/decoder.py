@@ -1,4 +1,4 @@
-"""Decoders: tokens of one kind that look at tokens of the other. Text from pictures, pictures from text.
+"""Decoders: tokens of one kind that look at tokens of the other. Text from images, images from text.
 
 Each layer is a self-attention block and a cross-attention block, each with its own MLP, as in CoCa. Source:
 arXiv:2401.02137, section 3.1; open_clip's CoCa.
@@ -115,7 +115,7 @@ class TextDecoder(nn.Module):
 
 
 class ImageDecoder(nn.Module):
-    """What the image tower made of a masked picture, looking at text tokens, to pixels. As wide as the image tower.
+    """What the image tower made of a masked image, looking at text tokens, to pixels. As wide as the image tower.
 
     Args: depth: layers; guided: whether it looks at text; dropped: masked patches did not pass the tower, and stand
     here as a token of their own.
@@ -140,7 +140,7 @@ class ImageDecoder(nn.Module):
         """Pixels of the masked patches: [N, m, 3 * patch^2], as `image.unfold` orders them.
 
         Args: tokens [N, E + P, W], or [N, E + P - m, W] where masked patches were dropped; masked [N, m] int64, their
-        places, ascending; text_tokens packed [S, W'], text n for picture n.
+        places, ascending; text_tokens packed [S, W'], text n for image n.
         """
         x = tokens if self.mask_token is None else self._whole(tokens, masked)
         for n, layer in enumerate(self.layers, 1):

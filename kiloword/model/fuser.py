@@ -1,4 +1,4 @@
-"""The text tower as one that sees pictures too: after each of its blocks, one that looks at the picture."""
+"""The text tower as one that sees images too: after each of its blocks, one that looks at the image."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kiloword.types import Texts
 
 
 class Fuser(nn.Module):
-    """Cross-attention blocks, one for each block of a text tower, that make of questions and pictures one sequence.
+    """Cross-attention blocks, one for each block of a text tower, that make of questions and images one sequence.
 
-    Args: memory: width of a picture's tokens; out: width of the decoder's memory; causal: whether a word sees only
+    Args: memory: width of an image's tokens; out: width of the decoder's memory; causal: whether a word sees only
     those before it, as the tower was trained. Source: arXiv:2401.02137, section 4.2.
     """
 
@@ -29,7 +29,7 @@ class Fuser(nn.Module):
     def forward(self, tower: TextTower, texts: Texts, memory: Tensor) -> Tensor:
         """Packed questions -> packed [S + tail, W'], of which the first S are the questions' tokens.
 
-        Args: tower: whose blocks these follow; memory [T, M, W], row n of the picture that question n is about.
+        Args: tower: whose blocks these follow; memory [T, M, W], row n of the image that question n is about.
         """
         packing = tower.packing(texts)
         x = tower.embed(texts, packing)

@@ -35,7 +35,7 @@ class Pooling(Protocol):
 
 
 class Uncertainty(Protocol):
-    """What a head knows of its own doubt: features of each side, and what each takes off every similarity."""
+    """What a head knows of its own uncertainty: features of each side, and what each takes off every similarity."""
 
     def image(self, tokens: Tensor, pooling: Pooling) -> Features: ...
     def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features: ...
@@ -88,7 +88,7 @@ class Head(nn.Module):
         return self
 
     def image(self, tokens: Tensor) -> Features:
-        """Tokens [I, E + P, W] -> features of pictures."""
+        """Tokens [I, E + P, W] -> features of images."""
         more = {} if self.uncertainty is None else self.uncertainty.image(tokens, self.pooling)
         return {**self.pooling.image(tokens), **more}
 
@@ -108,16 +108,22 @@ class Head(nn.Module):
     def score(self, images: Features, texts: Features) -> Tensor:
         """[i, t], higher is a better match; at least single precision, under autocast too."""
         with torch.autocast(images["vec"].device.type, enabled=False):
-            score, doubt = self.pooling.score(images, texts), self.uncertainty
-            return score if doubt is None else score - doubt.penalty(images)[:, None] - doubt.penalty(texts)
+            score, uncertainty = self.pooling.score(images, texts), self.uncertainty
+            return (
+                score
+                if uncertainty is None
+                else score - uncertainty.penalty(images)[:, None] - uncertainty.penalty(texts)
+            )
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """[n], picture i with text i of n pictures and n texts; a pooling's own `score_pairs` does it at once."""
-        own, doubt = getattr(self.pooling, "score_pairs", None), self.uncertainty
+        """[n], image i with text i of n images and n texts; a pooling's own `score_pairs` does it at once."""
+        own, uncertainty = getattr(self.pooling, "score_pairs", None), self.uncertainty
         if own is not None:
             with torch.autocast(images["vec"].device.type, enabled=False):
                 pairs: Tensor = own(images, texts)
-                return pairs if doubt is None else pairs - doubt.penalty(images) - doubt.penalty(texts)
+                return (
+                    pairs if uncertainty is None else pairs - uncertainty.penalty(images) - uncertainty.penalty(texts)
+                )
 
         alone = ([{k: v[[n]] for k, v in side.items()} for side in (images, texts)] for n in range(len(images["vec"])))
         return torch.cat([self.score(*pair)[0] for pair in alone])
@@ -133,12 +139,12 @@ class Head(nn.Module):
 
         Args: texts: features of T prompts; group [T] int64 in [0, n); weights [T], equal when None.
         """
-        doubt = self.uncertainty
-        more = {} if doubt is None else doubt.ensemble(texts, group, n, weights)
+        uncertainty = self.uncertainty
+        more = {} if uncertainty is None else uncertainty.ensemble(texts, group, n, weights)
         return {**self.pooling.ensemble(texts, group, n, weights), **more}
 
     def explain(self, images: Features, texts: Features) -> Any:
-        """What in a picture made it match a text, where the pooling knows."""
+        """What in an image made it match a text, where the pooling knows."""
         return self.pooling.explain(images, texts)
 
     def logits(self, score: Tensor) -> Tensor:
@@ -191,7 +197,7 @@ def _number(x: Tensor) -> float:
 
 
 class Single(nn.Module):
-    """One vector a picture, one a text; their cosine."""
+    """One vector an image, one a text; their cosine."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -232,7 +238,7 @@ class Single(nn.Module):
         return {"vec": unit(vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec))}
 
     def explain(self, images: Features, texts: Features) -> Any:
-        raise ValueError("this model pools each picture into one vector, so it cannot say what in a picture matched")
+        raise ValueError("this model pools each image into one vector, so it cannot say what in an image matched")
 
     def initial(self) -> dict[str, Init]:
         given = {"text_projection.weight": Init(std=self.text_projection.in_features**-0.5)}

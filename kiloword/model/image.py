@@ -27,7 +27,7 @@ def stem_plan(config: ImageConfig) -> list[tuple[int, int, int, int]]:
 class ConvStem(nn.Module):
     """A few strided 3x3 convolutions, then one that makes a token of each patch: [I, 3, H, W] -> [I, P, W].
 
-    Norms are over one picture, so that no picture depends on its neighbours in the batch.
+    Norms are over one image, so that no image depends on its neighbours in the batch.
     """
 
     def __init__(self, config: ImageConfig) -> None:
@@ -45,13 +45,13 @@ class ConvStem(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """Pictures -> tokens."""
+    """Images -> tokens."""
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
         if config.size % config.patch:
             raise ValueError(
-                f"patch {config.patch} does not divide the picture size {config.size}: choose another "
+                f"patch {config.patch} does not divide the image size {config.size}: choose another "
                 "--model.image.patch or --model.image.size."
             )
         self.config = config
@@ -71,7 +71,7 @@ class ImageTower(nn.Module):
         self.norm = nn.LayerNorm(width, config.norm_eps)
 
     def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
-        """Encode pictures.
+        """Encode images.
 
         Args: images [I, 3, H, W] normalised; keep [I, k] int64, the patches to keep (all when None); masked [I, P]
         bool, the patches to replace by the mask token.
@@ -104,7 +104,7 @@ class ImageTower(nn.Module):
         """[I, P or k, W], without positions."""
         if images.shape[1:] != (3, self.config.size, self.config.size):
             raise ValueError(
-                f"pictures of shape {tuple(images.shape[1:])} given to a tower for (3, {self.config.size}, "
+                f"images of shape {tuple(images.shape[1:])} given to a tower for (3, {self.config.size}, "
                 f"{self.config.size}); resize them, or the tower by kiloword.model.model.resize"
             )
         pixels = unfold(images, self.config.patch)
@@ -140,7 +140,7 @@ def unfold(images: Tensor, patch: int) -> Tensor:
 
 
 def fold(pixels: Tensor, patch: int) -> Tensor:
-    """The inverse of `unfold` for square pictures."""
+    """The inverse of `unfold` for square images."""
     n, places = pixels.shape[:2]
     side = int(places**0.5)
     x = pixels.reshape(n, side, side, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Model(nn.Module):
-    """Pictures and texts to features and scores.
+    """Images and texts to features and scores.
 
     Args: more: further towers that a method asks for (decoders); saved and sharded like the two. bare: the two get no
     storage.
@@ -54,29 +54,27 @@ class Model(nn.Module):
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 [I, 3, H, W] -> float, of the mean and deviation that the tower was trained with."""
         if images.dtype != torch.uint8:
-            raise ValueError(
-                f"pictures must be uint8 in [0, 255], not {images.dtype}; the model normalises them itself"
-            )
+            raise ValueError(f"images must be uint8 in [0, 255], not {images.dtype}; the model normalises them itself")
         mean, std = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (self.mean, self.std))
         return ((images.to(mean.dtype) / 255 - mean) / std).to(self.mean.dtype)
 
     def encode_image(
         self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None
     ) -> tuple[Tensor, Features]:
-        """Tokens [I, E + P, W] and features of uint8 pictures; `keep` and `masked` as in `ImageTower`."""
+        """Tokens [I, E + P, W] and features of uint8 images; `keep` and `masked` as in `ImageTower`."""
         tokens = self.image_tokens(images, keep, masked)
         with self.computing():
             features = self.head.image(tokens)
         return tokens, {name: self._out(value) for name, value in features.items()}
 
     def image_tokens(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
-        """Tokens [I, E + P, W] of uint8 pictures; `keep` and `masked` as in `ImageTower`."""
+        """Tokens [I, E + P, W] of uint8 images; `keep` and `masked` as in `ImageTower`."""
         with self.computing():
             tokens: Tensor = self.image_tower(self.normalise(images), keep, masked)
         return self._out(tokens)
 
     def memory(self, image_tokens: Tensor) -> Tensor:
-        """What a decoder sees of pictures: all tokens [I, E + P, W], or the pooling's own [I, Q, W], where it has."""
+        """What a decoder sees of images: all tokens [I, E + P, W], or the pooling's own [I, Q, W], where it has."""
         own = getattr(self.head.pooling, "memory", None)
         return image_tokens if own is None else own(image_tokens)
 
@@ -198,13 +196,13 @@ def initial(module: nn.Module) -> dict[str, Init]:
 
 
 def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A model's configuration and state for another picture size, its positions interpolated (bicubic).
+    """A model's configuration and state for another image size, its positions interpolated (bicubic).
 
     Raises: ValueError when the patch does not divide the size.
     """
     patch = config.image.patch
     if size < patch or size % patch:
-        raise ValueError(f"picture size {size} is not a multiple of the patch size {patch}")
+        raise ValueError(f"image size {size} is not a multiple of the patch size {patch}")
     name = "image_tower.positions"
     places, first = state[name], int(config.image.class_token)
     old, new = config.image.size // patch, size // patch

@@ -1,4 +1,4 @@
-"""From tower tokens to one vector a picture or text, before projection."""
+"""From tower tokens to one vector an image or text, before projection."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Planner:
         self.learner: Learner = learner_of(plan.model, method)
         self.device = "cpu" if card.name == "cpu" else "cuda"
         self.captions = plan.captions or _captions(method)
-        self.pictures = plan.batch // plan.gpus
+        self.images = plan.batch // plan.gpus
         self.all_texts = float(plan.batch * self.captions)
         self.teacher = plan.teacher if set(method.needs) - {"questions", "truth"} else 0
 
@@ -68,11 +68,11 @@ class Planner:
         """
         kernels = Kernels.of(self.plan.precision, self.device == "cuda")
         context = float(self.learner.model.config.text.context)
-        texts = Lengths.equal(self.pictures * self.captions, context if padded else self.tokens, self.captions)
+        texts = Lengths.equal(self.images * self.captions, context if padded else self.tokens, self.captions)
         if kernels.padded:
             texts = replace(texts, longest=context, together=context * self.captions)
-        questions = Lengths.equal(self.pictures, QUESTION) if "questions" in self.method.needs else None
-        return Load(self.pictures, texts, kernels, self.captions, questions)
+        questions = Lengths.equal(self.images, QUESTION) if "questions" in self.method.needs else None
+        return Load(self.images, texts, kernels, self.captions, questions)
 
     def option(self, parallel: str, checkpointing: str, pieces: int, padded: bool = False) -> Option:
         """One way to run."""
@@ -97,7 +97,7 @@ class Planner:
         sent = traffic(self.learner, plan.optim, plan.precision, share, layout, self.all_texts, self.teacher)
         compute, seconds = self._seconds(step, sent)
         fits = sum(held.values()) <= self.card.memory
-        return Option(layout, self.pictures // pieces, held, sent, step, seconds, compute, fits)
+        return Option(layout, self.images // pieces, held, sent, step, seconds, compute, fits)
 
     def _seconds(self, step: Step, sent: dict[str, float]) -> tuple[float, float]:
         """Seconds of a step's arithmetic, and of the step. Losses compute in full precision, at its own speed.
@@ -115,7 +115,7 @@ class Planner:
 
     def fewest(self, parallel: str, checkpointing: str) -> Option:
         """With the fewest micro-batches that fit, or the smallest ones where none does."""
-        pieces = [self.pictures // self.plan.micro] if self.plan.micro else divisors(self.pictures)
+        pieces = [self.images // self.plan.micro] if self.plan.micro else divisors(self.images)
         found = None
         for n in pieces:
             found = self.option(parallel, checkpointing, n)
@@ -134,15 +134,15 @@ class Planner:
         return sorted(found, key=lambda o: (not o.fits, 0.0 if o.fits else o.bytes, round(o.seconds, 9), o.step.pieces))
 
     def largest_micro(self, option: Option) -> int:
-        """The most pictures of a micro-batch that fit in this way of running; 0: not even one."""
+        """The most images of a micro-batch that fit in this way of running; 0: not even one."""
         layout = option.layout
-        for pieces in divisors(self.pictures):
+        for pieces in divisors(self.images):
             if self.option(layout.parallel, layout.checkpointing, pieces).fits:
-                return self.pictures // pieces
+                return self.images // pieces
         return 0
 
     def rate(self, option: Option) -> float:
-        """Pairs a second of all GPUs: pictures, each with its captions."""
+        """Pairs a second of all GPUs: images, each with its captions."""
         return self.plan.batch / option.seconds
 
     def padded(self, option: Option) -> Option:

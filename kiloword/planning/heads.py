@@ -1,4 +1,4 @@
-"""What the head costs: from tokens to features of pictures and texts."""
+"""What the head costs: from tokens to features of images and texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kiloword.planning.towers import patches
 
 
 def head(model: Model, images: float, texts: Lengths, kernels: Kernels, tokens: float | None = None) -> Work:
-    """From tokens to features of both sides; tokens: of a picture, all when None.
+    """From tokens to features of both sides; tokens: of an image, all when None.
 
     Projections of n rows cost 2 n W D. Kept: what they read, and of unit vectors the vectors before and behind.
     """
@@ -27,7 +27,7 @@ def head(model: Model, images: float, texts: Lengths, kernels: Kernels, tokens: 
 
 
 def image_head(model: Model, images: float, kernels: Kernels, tokens: float | None = None) -> Work:
-    """Features of pictures: the pool, its projection, and what Gaussians read."""
+    """Features of images: the pool, its projection, and what Gaussians read."""
     pooling, config, dim = model.head.pooling, model.config.image, model.config.head.dim
     length = extra(config) + patches(config) if tokens is None else tokens
     a, r = kernels.product, kernels.stream
@@ -54,17 +54,17 @@ def text_head(model: Model, texts: Lengths, kernels: Kernels) -> Work:
     read = (slots + texts.tokens) * config.width * r if pool.kind == "max" else 0
     layers = 1 + isinstance(pooling, Contextual)
     found = outside(layers * linear(n, config.width, dim), read + n * config.width * a + (1 + layers) * n * dim * r)
-    doubt = model.head.uncertainty
-    if isinstance(doubt, FromMean):
+    uncertainty = model.head.uncertainty
+    if isinstance(uncertainty, FromMean):
         more = linear(n, config.width, dim) + linear(n, dim, dim)
         found = found + outside(more, n * (config.width + dim) * a + 2 * n * dim * r)
-    elif isinstance(doubt, Gaussian):
+    elif isinstance(uncertainty, Gaussian):
         found = found + outside(linear(n, config.width, dim), n * config.width * a + 2 * n * dim * r)
     return replace(found, name="head", group="head")
 
 
 def _image_pool(pool: ImagePool, config: ImageConfig, images: float, length: float, kernels: Kernels) -> Work:
-    """A class token is a view: in full precision it keeps all tokens of its picture alive; so does a maximum."""
+    """A class token is a view: in full precision it keeps all tokens of its image alive; so does a maximum."""
     tokens, r = images * length, kernels.stream
     if pool.kind == "cls":
         return outside(0, 0 if kernels.half else tokens * config.width * r)
@@ -78,7 +78,7 @@ def _image_pool(pool: ImagePool, config: ImageConfig, images: float, length: flo
 
 
 def _map(pool: MapPool, config: ImageConfig, images: float, places: float, kernels: Kernels) -> Work:
-    """Keys and values of all patches, the query of one probe; then an MLP on one vector a picture."""
+    """Keys and values of all patches, the query of one probe; then an MLP on one vector an image."""
     width, mlp, a, r = config.width, pool.mlp.fc.out_features, kernels.product, kernels.stream
     keys, attended = linear(images * places, width, 2 * width), 4 * images * places * width
     rest = linear(1 + images, width, width) + 2 * linear(images, width, mlp)
@@ -97,7 +97,7 @@ def _attentional(
 
 
 def memory_work(model: Model, images: float, length: float, kernels: Kernels) -> tuple[Work, float]:
-    """What a decoder sees of pictures: arithmetic of making it, and how many tokens a picture it is."""
+    """What a decoder sees of images: arithmetic of making it, and how many tokens an image it is."""
     pool = getattr(model.head.pooling, "image_pool", None)
     own = None if pool is None else pool.attentional
     if own is None or not hasattr(model.head.pooling, "memory"):
@@ -122,7 +122,7 @@ def _mixture(pooling: Attention, images: float, tokens: int, kernels: Kernels) -
 
 
 def mixed_tokens(model: Model) -> int:
-    """N, the tokens of a picture that texts look at."""
+    """N, the tokens of an image that texts look at."""
     pooling = model.head.pooling
     assert isinstance(pooling, Attention)
     return pooling.settings.k + (patches(model.config.image) if pooling.settings.patch_keys else 0)

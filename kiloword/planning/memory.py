@@ -109,7 +109,7 @@ def word_logits(learner: Learner, micro: Load) -> float:
 
 
 def loss_buffers(learner: Learner, share: Load, all_texts: float, gpus: int, pieces: int, teacher: int) -> float:
-    """Bytes of features and their gradients: texts of all ranks, gathered, three times; local pictures three times.
+    """Bytes of features and their gradients: texts of all ranks, gathered, three times; local images three times.
 
     Features, the sums of their gradients that the blocks fill, and those scaled by what comes from above. In several
     pieces the features of the whole share and their gradients stay beside for the replay.
@@ -172,7 +172,7 @@ def memory(
         "passing: one block, or words": passing(learner, micro, precision, layout.checkpointing, sharded),
         "features and their gradients": loss_buffers(learner, share, all_texts, layout.gpus, layout.pieces, teacher),
         "a block of pairs": work.pair_block,
-        "pictures": share.images * 3.0 * learner.model.config.image.size**2,
+        "images": share.images * 3.0 * learner.model.config.image.size**2,
     }
     if device == "cuda":
         found["allowance: CUDA, libraries"] = CONTEXT

@@ -1,4 +1,4 @@
-"""What the loss of all pairs costs: local pictures against every rank's texts, a block at a time."""
+"""What the loss of all pairs costs: local images against every rank's texts, a block at a time."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class Side:
 
 
 def features(model: Model, teacher: int = 0) -> tuple[Side, Side]:
-    """Numbers of a picture's and of a text's features.
+    """Numbers of an image's and of a text's features.
 
-    Args: teacher: width of side features, a picture's own, those of its texts' mean and a text's; 0: there are none.
+    Args: teacher: width of side features, an image's own, those of its texts' mean and a text's; 0: there are none.
     """
     dim = model.config.head.dim
-    doubt = dim if model.head.uncertainty is not None else 0
+    uncertainty = dim if model.head.uncertainty is not None else 0
     mixed = isinstance(model.head.pooling, Contextual)
-    image = dim + doubt + (2 * mixed_tokens(model) * dim if mixed else 0)
-    text = dim + doubt + (dim if mixed else 0)
+    image = dim + uncertainty + (2 * mixed_tokens(model) * dim if mixed else 0)
+    text = dim + uncertainty + (dim if mixed else 0)
     return Side(image, 2 * teacher), Side(text, 3 * teacher)
 
 
 def pair_work(
     model: Model, method: Method, images: float, texts: float, device: str, chunk: int = 0, teacher: int = 0
 ) -> tuple[Work, float]:
-    """Arithmetic of I pictures against T texts of every rank, and bytes of what one block needs while it is there.
+    """Arithmetic of I images against T texts of every rank, and bytes of what one block needs while it is there.
 
     A pair of single vectors costs 2 D forward and 4 D backward. Losses that must see all pairs first (softmax, pseudo-
     positives, balanced positives) score them once more for each such pass, unless all pairs are one block.
@@ -138,7 +138,7 @@ def _mixed(model: Model, images: float, texts: float, device: str, chunk: int) -
 
     A pair costs, in the Gram form, 4 N D + 2 w^2 forward and 8 N D + 2 w^2 backward; in the direct form 6 N D + 2 D^2
     and 6 N D + 2 D^2. Once a block and text, y = t W_O^T: 2 D^2; once a block, A = W_O W_O^T: 2 D^3; once a block and
-    picture, Gram matrices: 2 N D^2 + 2 w^2 d. Backward these three cost twice that.
+    image, Gram matrices: 2 N D^2 + 2 w^2 d. Backward these three cost twice that.
     """
     sizes, form = _sizes(model)
     n, w, d = sizes.tokens, sizes.weights, sizes.dim

@@ -1,6 +1,6 @@
-"""What one GPU computes at once: how many pictures, texts and tokens, in which kernels and precision.
+"""What one GPU computes at once: how many images, texts and tokens, in which kernels and precision.
 
-Letters as in `types.py`: I pictures, T texts, S tokens of all texts, L the longest, W width, N tokens of a sequence.
+Letters as in `types.py`: I images, T texts, S tokens of all texts, L the longest, W width, N tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kernels:
 class Sequences:
     """Tokens that a layer computes, and what attention makes of them.
 
-    Sequences of a dense picture: tokens = slots = I N, pairs = I N^2. Packed texts: S tokens; attention that knows
+    Sequences of a dense image: tokens = slots = I N, pairs = I N^2. Packed texts: S tokens; attention that knows
     where they begin computes sum n^2 pairs, one that pads sees T L slots and T L^2 pairs. Hidden keys count, as in
     FlopCounterMode: a causal mask takes nothing off.
     """
@@ -61,7 +61,7 @@ class Lengths:
     tokens: float  # S
     squares: float  # sum of squared lengths
     longest: float  # L
-    together: float  # the longest of all texts of one picture taken together
+    together: float  # the longest of all texts of one image taken together
 
     @staticmethod
     def equal(texts: float, length: float, captions: float = 1) -> Lengths:
@@ -70,7 +70,7 @@ class Lengths:
 
     @staticmethod
     def of(texts: Texts, together: int = 0) -> Lengths:
-        """Of real texts; together: tokens of the picture that has most, the longest text's when 0."""
+        """Of real texts; together: tokens of the image that has most, the longest text's when 0."""
         n = texts.starts.diff().double()
         longest = float(texts.longest)
         return Lengths(len(texts), float(n.sum()), float(n.square().sum()), longest, float(together or longest))
@@ -110,7 +110,7 @@ class Load:
     images: float  # I
     texts: Lengths  # all tokens: start, end and the method's own included
     kernels: Kernels
-    captions: float = 1  # a picture
+    captions: float = 1  # an image
     questions: Lengths | None = None
 
     @property

@@ -69,19 +69,19 @@ def _parameters(planner: Planner) -> Sheet:
 
 
 def _arithmetic(planner: Planner, best: Option) -> Sheet:
-    """Of a pair: a picture with its captions."""
-    pictures, total = planner.pictures * 1e9, best.step.total
-    rows = [_row(work, pictures, total) for work in best.step.parts if work.forward]
+    """Of a pair: an image with its captions."""
+    images, total = planner.images * 1e9, best.step.total
+    rows = [_row(work, images, total) for work in best.step.parts if work.forward]
     again = twice(best).items()
-    rows += [(name, "", f"{v / pictures:.3g}", "", f"{100 * v / total:.1f}") for name, v in again]
-    rows.append(("total", "", f"{total / pictures:.4g}", "", "100.0"))
+    rows += [(name, "", f"{v / images:.3g}", "", f"{100 * v / total:.1f}") for name, v in again]
+    rows.append(("total", "", f"{total / images:.4g}", "", "100.0"))
     title = f"arithmetic of a pair: {_captions(planner)}"
     return Sheet(title, ("part", "of", "GFLOP forward", "backward", "share %"), rows, len(rows) - 1)
 
 
-def _row(work: Work, pictures: float, total: float) -> tuple[str, ...]:
+def _row(work: Work, images: float, total: float) -> tuple[str, ...]:
     both = work.forward + work.backward
-    parts = (f"{work.forward / pictures:.3g}", f"{work.backward / pictures:.3g}", f"{100 * both / total:.1f}")
+    parts = (f"{work.forward / images:.3g}", f"{work.backward / images:.3g}", f"{100 * both / total:.1f}")
     return (work.name, work.group, *parts)
 
 
@@ -111,7 +111,7 @@ def _texts(planner: Planner, best: Option) -> Sheet:
     context, rows = planner.learner.model.config.text.context, []
     padded = planner.padded(best)
     for name, tokens, option in (("packed, as trained", planner.tokens, best), ("padded", context, padded)):
-        work = option.step.needed / planner.pictures / 1e9
+        work = option.step.needed / planner.images / 1e9
         held = option.memory["activations"] / GIB
         rows.append((name, f"{tokens:.4g}", f"{work:.4g}", f"{held:.2f}", f"{planner.rate(option):,.0f}"))
     return Sheet("captions", ("", "tokens each", "GFLOP a pair", "activations GiB", "pairs/s"), rows, 0)
@@ -124,7 +124,7 @@ def _alternatives(planner: Planner, options: list[Option]) -> Sheet:
         days = days_of(planner, option)
         cells = [f"{option.layout.parallel}, {option.layout.checkpointing}", str(option.micro), str(option.step.pieces)]
         cells += [f"{option.bytes / GIB:.1f}", "yes" if option.fits else "no"]
-        cells += [f"{option.step.total / planner.pictures / 1e9:.4g}", f"{planner.rate(option):,.0f}"]
+        cells += [f"{option.step.total / planner.images / 1e9:.4g}", f"{planner.rate(option):,.0f}"]
         rows.append([*cells, f"{days:.2f}", f"{24 * days * planner.plan.gpus:,.0f}"])
     return Sheet(f"alternatives: {planner.card.memory / GIB:g} GiB a GPU", (*columns, "GPU hours"), rows, 0)
 
@@ -142,7 +142,7 @@ def days_of(planner: Planner, option: Option) -> float:
 
 def _captions(planner: Planner) -> str:
     n = planner.captions
-    return f"a picture with {n} caption{'s' if n > 1 else ''} of {planner.tokens:.4g} tokens"
+    return f"an image with {n} caption{'s' if n > 1 else ''} of {planner.tokens:.4g} tokens"
 
 
 def sentences(planner: Planner, options: list[Option]) -> list[str]:
@@ -178,7 +178,7 @@ def _advice(planner: Planner, best: Option) -> str:
     return (
         f"Take {described(best)}: {best.bytes / GIB:.1f} GiB of {planner.card.memory / GIB:.0f}, "
         f"{planner.rate(best):,.0f} pairs/s, {days:.2f} days for {plan.samples:.4g} pairs, "
-        f"{24 * days * plan.gpus:,.0f} GPU hours. The largest micro-batch is {most} of a share of {planner.pictures}."
+        f"{24 * days * plan.gpus:,.0f} GPU hours. The largest micro-batch is {most} of a share of {planner.images}."
     )
 
 
@@ -196,8 +196,8 @@ def figures(planner: Planner, options: list[Option]) -> dict[str, Any]:
         "tokens": planner.tokens,
         "captions": planner.captions,
         "parameters": parameters.parts(planner.learner),
-        "flop_a_pair": best.step.needed / planner.pictures,
-        "flop_a_pair_padded": planner.padded(best).step.needed / planner.pictures,
+        "flop_a_pair": best.step.needed / planner.images,
+        "flop_a_pair_padded": planner.padded(best).step.needed / planner.images,
         "largest_micro": planner.largest_micro(best),
         "options": [_option(planner, option) for option in options],
     }

@@ -9,7 +9,7 @@ from torch import nn
 
 from kiloword.methods.coca.answering import Answer
 from kiloword.methods.coca.captioning import Caption
-from kiloword.methods.coca.masked_images import MaskedPictures
+from kiloword.methods.coca.masked_images import MaskedImages
 from kiloword.methods.prolip.inclusion import ImageInText, MaskedImage, MaskedText, Spread, Vib
 from kiloword.model.decoder import ImageDecoder, TextDecoder
 from kiloword.model.image import extra
@@ -17,7 +17,7 @@ from kiloword.model.model import Model
 from kiloword.planning.heads import image_head, memory_work, text_head
 from kiloword.planning.layers import Memory, Work, linear, outside
 from kiloword.planning.shapes import Load
-from kiloword.planning.towers import fuser, image_decoder, image_tower, patches, seen_pictures, text_decoder, text_tower
+from kiloword.planning.towers import fuser, image_decoder, image_tower, patches, seen_images, text_decoder, text_tower
 
 SCORES = "scores of patches"
 ELEMENTWISE = 14  # numbers a dimension that one inclusion of a pair of Gaussians keeps
@@ -26,7 +26,7 @@ ELEMENTWISE = 14  # numbers a dimension that one inclusion of a pair of Gaussian
 def term_work(term: nn.Module, name: str, model: Model, load: Load, chosen: float | None = None) -> list[Work]:
     """What one term adds to a micro-batch, a part for each pass.
 
-    Args: chosen: pictures with masked copies, where they are known; the share that the term says when None.
+    Args: chosen: images with masked copies, where they are known; the share that the term says when None.
     Raises: KeyError for a term of a kind that is not known.
     """
     work = KINDS[type(term)](term, model, load, chosen)
@@ -38,9 +38,9 @@ def _named(work: Work, term: str) -> Work:
 
 
 def _caption(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
-    """The decoder over all tokens that have a next one, and a pass of the picture where captions hide patches.
+    """The decoder over all tokens that have a next one, and a pass of the image where captions hide patches.
 
-    Without a mask it sees the clean pass. A random mask is a pass a picture, an attentive one a pass a caption.
+    Without a mask it sees the clean pass. A random mask is a pass an image, an attentive one a pass a caption.
     """
     assert isinstance(term, Caption)
     decoder = model.more["text_decoder"]
@@ -60,7 +60,7 @@ def _caption(term: nn.Module, model: Model, load: Load, chosen: float | None) ->
         found.append(replace(made, name="queries of captions"))
     before = load.texts.longer(-1 - term.extra, load.captions)
     joined = rows if rows != load.texts.texts else 0
-    memory = seen_pictures(before, rows, seen_tokens, decoder_memory(model), kernels, bool(joined))
+    memory = seen_images(before, rows, seen_tokens, decoder_memory(model), kernels, bool(joined))
     return [*found, text_decoder(decoder, model.config.text, before, memory, kernels, joined)]
 
 
@@ -70,9 +70,9 @@ def decoder_memory(model: Model) -> int:
     return pool or model.config.image.width
 
 
-def _masked_pictures(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
-    """A pass of masked pictures, then the image decoder; a row a caption where captions choose or guide."""
-    assert isinstance(term, MaskedPictures)
+def _masked_images(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
+    """A pass of masked images, then the image decoder; a row a caption where captions choose or guide."""
+    assert isinstance(term, MaskedImages)
     decoder = model.more["image_decoder"]
     assert isinstance(decoder, ImageDecoder)
     image, kernels, settings = model.config.image, load.kernels, term.settings
@@ -100,7 +100,7 @@ def _scores(model: Model, load: Load) -> Work:
 
 
 def _masked_image(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
-    """A pass of copies of few patches, of one picture in so many."""
+    """A pass of copies of few patches, of one image in so many."""
     assert isinstance(term, MaskedImage)
     n = load.images / term.settings.masked_every if chosen is None else chosen
     copies = image_tower(model.config.image, n, load.kernels, term.kept)
@@ -110,7 +110,7 @@ def _masked_image(term: nn.Module, model: Model, load: Load, chosen: float | Non
 
 
 def _masked_text(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
-    """A pass of copies of the captions of one picture in so many: as long, or without the hidden words."""
+    """A pass of copies of the captions of one image in so many: as long, or without the hidden words."""
     assert isinstance(term, MaskedText)
     part = 1 / term.settings.masked_every if chosen is None else chosen / load.images
     texts = load.texts.share(part)
@@ -139,7 +139,7 @@ def _vib(term: nn.Module, model: Model, load: Load, chosen: float | None) -> lis
 
 
 def _answer(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
-    """Questions fused with pictures, then the decoder over answers, which look at their question's tokens."""
+    """Questions fused with images, then the decoder over answers, which look at their question's tokens."""
     assert isinstance(term, Answer)
     assert load.questions is not None
     decoder = model.more["text_decoder"]
@@ -156,7 +156,7 @@ def _answer(term: nn.Module, model: Model, load: Load, chosen: float | None) -> 
 Cost = Callable[[nn.Module, Model, Load, float | None], list[Work]]
 KINDS: dict[type, Cost] = {
     Caption: _caption,
-    MaskedPictures: _masked_pictures,
+    MaskedImages: _masked_images,
     MaskedImage: _masked_image,
     MaskedText: _masked_text,
     ImageInText: _image_in_text,

@@ -20,10 +20,10 @@ def patches(config: ImageConfig) -> int:
 
 
 def image_tower(config: ImageConfig, images: float, kernels: Kernels, kept: int | None = None) -> Work:
-    """One pass of pictures, of `kept` patches each (all when None).
+    """One pass of images, of `kept` patches each (all when None).
 
     The patch embedding reads pixels [I, p, 3 P^2], which are kept and have no gradient: backward costs what forward
-    does. Of E + p tokens a picture; the norms before and behind the blocks keep their inputs.
+    does. Of E + p tokens an image; the norms before and behind the blocks keep their inputs.
     """
     read = patches(config) if kept is None else kept
     tokens, width = images * (extra(config) + read), config.width
@@ -125,19 +125,19 @@ def seen_texts(texts: Lengths, queries: float, width: int, kernels: Kernels) -> 
     return Memory(texts.tokens, slots, kernels.padded and slots != texts.tokens, slots * queries, width)
 
 
-def seen_pictures(texts: Lengths, rows: float, length: float, width: int, kernels: Kernels, joined: bool) -> Memory:
+def seen_images(texts: Lengths, rows: float, length: float, width: int, kernels: Kernels, joined: bool) -> Memory:
     """Dense rows of `length` tokens as a memory of packed texts."""
     slots = (rows * texts.together if joined else texts.texts * texts.longest) if kernels.padded else texts.tokens
     return Memory(rows * length, rows * length, False, slots * length, width)
 
 
 def fuser(config: TextConfig, model: Model, load: Load, length: float) -> Work:
-    """A pass of questions through the text tower's blocks, each followed by one that looks at the picture."""
+    """A pass of questions through the text tower's blocks, each followed by one that looks at the image."""
     assert load.questions is not None
     texts, kernels = load.questions, load.kernels
     seq, width = texts.sequences(kernels), model.image_tower.config.width
     own = block(config.width, config.heads, config.mlp, seq, kernels)
-    memory = seen_pictures(texts, load.images, length, width, kernels, joined=False)
+    memory = seen_images(texts, load.images, length, width, kernels, joined=False)
     cross = cross_block(config.width, config.heads, config.mlp, seq, memory, kernels)
     bridge = getattr(model.more["fuser"], "bridge", None)
     out = bridge.out_features if isinstance(bridge, nn.Linear) else 0

@@ -1,4 +1,4 @@
-"""Who is compared on drawn scenes: a model, histograms of colours, and chance. All embed pictures and texts."""
+"""Who is compared on drawn scenes: a model, histograms of colours, and chance. All embed images and texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scenes:
 
 
 def draw_all(src: str, size: int) -> Scenes:
-    """Draw every picture that `src` (scenes:...) names, `size` pixels a side."""
+    """Draw every image that `src` (scenes:...) names, `size` pixels a side."""
     source = open_source(src, size)
     assert isinstance(source, ScenesSource)
     parts = list(eval_batches(source, size))
@@ -42,7 +42,7 @@ def draw_all(src: str, size: int) -> Scenes:
 
 
 class Contestant(Protocol):
-    """Embeds both sides, and scores every picture against every text; higher is a better match."""
+    """Embeds both sides, and scores every image against every text; higher is a better match."""
 
     def images(self, pixels: Tensor) -> Features: ...
     def texts(self, captions: Sequence[str]) -> Features: ...
@@ -92,7 +92,7 @@ class Colours:
 
 
 def colour_classes(known: Tensor, labels: Tensor, asked: Tensor, classes: int) -> Tensor:
-    """Scores [N, C] of pictures for classes, by least squares from histograms, as `evaluation.baseline.classify`.
+    """Scores [N, C] of images for classes, by least squares from histograms, as `evaluation.baseline.classify`.
 
     Args: histograms known [M, BINS^3] with labels [M] to learn from; asked [N, BINS^3] to score.
     """

@@ -23,10 +23,10 @@ from kiloword.quickstart.contestants import Chance, Colours, Contestant, Model, 
 from kiloword.quickstart.results import Compared, Found, Hit, Judged, Metrics, Misses, Sizes, Task
 from kiloword.types import Features, Source
 
-BEST = 5  # pictures shown for a query
+BEST = 5  # images shown for a query
 ATTRIBUTES = ("shape", "colour", "size", "fill")  # in the order of `world.Rows`
 QUERIES = (  # beside two full descriptions of held-out scenes
-    (1, "a picture with three objects"),
+    (1, "an image with three objects"),
     (1, "something striped"),
     (1, "there is a star"),
     (2, "a large solid red circle"),
@@ -36,7 +36,7 @@ QUERIES = (  # beside two full descriptions of held-out scenes
 
 
 def judge(matcher: Matcher, trained_on: Sequence[str], sizes: Sizes) -> Judged:
-    """All figures of a model, beside histograms of colours that learn from `sizes.baseline` training pictures."""
+    """All figures of a model, beside histograms of colours that learn from `sizes.baseline` training images."""
     size = matcher.model.config.image.size
     seen = baseline.read(_training(trained_on, size), sizes.baseline, size)
     contestants: dict[str, Contestant] = {"model": Model(matcher), "colours": Colours(seen), "chance": Chance()}
@@ -71,7 +71,7 @@ def _compare(contestants: dict[str, Contestant], measure: Callable[[str, Contest
 
 
 def _of_level(level: int, n: int) -> tuple[list[str], Tensor]:
-    """One caption of a level for each of the retrieval pictures, and which pictures each is true of: [T, I] bool."""
+    """One caption of a level for each of the retrieval images, and which images each is true of: [T, I] bool."""
     source = open_source(f"scenes:test?n={n}&levels={level}")
     assert isinstance(source, ScenesSource)
     captions = [source.record(row).captions[0] for row in range(n)]
@@ -86,10 +86,10 @@ def _hard(contestants: dict[str, Contestant], scenes: Scenes) -> Compared:
 
 
 def within_groups(contestant: Contestant, images: Features, texts: Features) -> Metrics:
-    """Recall@1 both ways among the eight pictures and the eight captions of each group; rows i belong together."""
+    """Recall@1 both ways among the eight images and the eight captions of each group; rows i belong together."""
     scores = torch.stack(
         [contestant.score(rows(images, g), rows(texts, g)) for g in _groups(len(images["vec"]))]
-    )  # [groups, 8, 8], pictures before texts
+    )  # [groups, 8, 8], images before texts
     own = torch.eye(GROUP, dtype=torch.bool).repeat(len(scores), 1)
     return {
         "text_retrieval_recall@1": recall_at(scores.flatten(0, 1), own, 1).mean().item(),
@@ -102,7 +102,7 @@ def _groups(n: int) -> list[slice]:
 
 
 def _tasks(matcher: Matcher, sizes: Sizes, size: int) -> dict[str, Task]:
-    """Every class task; those of one object share their pictures."""
+    """Every class task; those of one object share their images."""
     found: dict[str, Task] = {}
     for group in (("colour", "shape", "fill"), ("count",)):
         test = draw_all(f"scenes:test?task={group[0]}&n={sizes.classes}", size)
@@ -134,9 +134,9 @@ def _labels(name: str, scenes: Scenes) -> Tensor:
 
 
 def misses(scores: Tensor, scenes: Scenes) -> Misses:
-    """What first pictures have in common with the right ones, where the caption is false of them.
+    """What first images have in common with the right ones, where the caption is false of them.
 
-    Args: scores [I, T] of the scenes' pictures and captions.
+    Args: scores [I, T] of the scenes' images and captions.
     """
     n = len(scenes.captions)
     truth = scenes.source.relevance(scenes.captions, range(n))  # [T, I]

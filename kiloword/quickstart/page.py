@@ -29,7 +29,7 @@ def page(results: Results, out: Path, metrics: Sequence[dict[str, Any]], held_ou
         ("Retrieval", _retrieval(results)),
         ("Zero-shot classification", _naming(results)),
         ("Hard set: only shapes differ", _hard(results)),
-        ("Queries and their best pictures", _gallery(judged.gallery, held_out)),
+        ("Queries and their best images", _gallery(judged.gallery, held_out)),
         ("Confusions", _confusions(judged)),
         ("What it still gets wrong", _wrong(judged)),
         ("What to do next", _next(results, out, held_out.captions)),
@@ -41,18 +41,18 @@ def _intro(results: Results) -> str:
     f = results.facts
     return (
         f"A {f.method} model of {f.parameters / 1e6:.1f} million parameters started from random weights and was shown "
-        f"{f.pictures:,} drawn scenes with captions in {duration(f.training_s)}. This page tells what it can do with "
+        f"{f.images:,} drawn scenes with captions in {duration(f.training_s)}. This page tells what it can do with "
         "scenes that it never saw.\n\n"
         "A scene holds one to three objects of eight shapes, eight colours, two sizes and three fills. Every caption "
-        "is a logical statement, so which pictures it is true of is known exactly."
+        "is a logical statement, so which images it is true of is known exactly."
     )
 
 
 def _headline(results: Results) -> str:
     judged, f = results.judged, results.facts
     figures = [
-        (judged.retrieval.model["image_retrieval_recall@1"], "of full captions find their own picture first"),
-        (judged.retrieval.model["text_retrieval_recall@1"], "of pictures find their own caption first"),
+        (judged.retrieval.model["image_retrieval_recall@1"], "of full captions find their own image first"),
+        (judged.retrieval.model["text_retrieval_recall@1"], "of images find their own caption first"),
         *(
             (t.compared.model["acc1"], f"{name} right, of {len(t.classnames)} classes")
             for name, t in judged.tasks.items()
@@ -67,7 +67,7 @@ def _training(results: Results, metrics: Sequence[dict[str, Any]]) -> str:
     f = results.facts
     loss = [(row["step"], row["loss"]) for row in metrics if "loss" in row]
     said = (
-        f"{f.steps:,} steps of {f.batch} pictures, size {f.size}, seed {f.seed}, data {' '.join(f.data)}. "
+        f"{f.steps:,} steps of {f.batch} images, size {f.size}, seed {f.seed}, data {' '.join(f.data)}. "
         f"Training took {duration(f.training_s)}, the tests on this page {duration(f.judging_s)}."
     )
     parts = [report.paragraph(said)]
@@ -102,7 +102,7 @@ def _retrieval(results: Results) -> str:
         _table(own, "full captions", f"{n} held-out scenes, a full caption each")
         + _table(general, "general captions", f"{n} general captions, the same {n} scenes")
         + report.paragraph(
-            "R@k: the one right answer is among the first k. A general caption is true of many pictures; all of them "
+            "R@k: the one right answer is among the first k. A general caption is true of many images; all of them "
             "count: mAP is the mean average precision of their ranking."
         )
         + report.paragraph(_colours(results, "the captions of", "Like the model, it learned from captions."))
@@ -115,8 +115,8 @@ def _table(rows: Sequence[Sequence[str | float | None]], name: str, caption: str
 
 def _colours(results: Results, what: str, more: str) -> str:
     return (
-        f"Colours alone: a histogram of each picture's colours, and least squares on {what} "
-        f"{results.sizes.baseline:,} training pictures. It sees neither shapes nor places. {more}"
+        f"Colours alone: a histogram of each image's colours, and least squares on {what} "
+        f"{results.sizes.baseline:,} training images. It sees neither shapes nor places. {more}"
     )
 
 
@@ -127,8 +127,8 @@ def _naming(results: Results) -> str:
     return (
         _table(rows, "accuracy", f"{results.sizes.classes:,} held-out scenes for each row")
         + report.paragraph(
-            "The model never saw a label: it picks the class whose prompts, such as “a picture of something red”, fit "
-            "the picture best. Scenes hold one object, for the count one to three."
+            "The model never saw a label: it picks the class whose prompts, such as “an image of something red”, fit "
+            "the image best. Scenes hold one object, for the count one to three."
         )
         + report.paragraph(_colours(results, "the class labels of", "It is supervised, which favours it."))
     )
@@ -145,14 +145,14 @@ def _hard(results: Results) -> str:
 
 
 def _gallery(found: Sequence[Found], held_out: Scenes) -> str:
-    pictures = held_out.pixels.permute(0, 2, 3, 1).numpy()  # [I, H, W, 3]
-    parts = [report.paragraph(f"The first five of {len(pictures)} held-out scenes. Outlined: the query is true of it.")]
+    images = held_out.pixels.permute(0, 2, 3, 1).numpy()  # [I, H, W, 3]
+    parts = [report.paragraph(f"The first five of {len(images)} held-out scenes. Outlined: the query is true of it.")]
     for level, name in LEVELS.items():
         these = [f for f in found if f.level == level]
         counts = [str(f.matches) for f in these]
         parts.append(f'<h3 style="margin:2.5rem 0 .5rem;font-size:1.05rem">{escape(name)}</h3>')
-        parts.append(report.paragraph(f"They are true of {_and(counts)} of the {len(pictures)} scenes."))
-        parts.append(report.gallery([(f.text, [(pictures[h.row], h.score, h.match) for h in f.hits]) for f in these]))
+        parts.append(report.paragraph(f"They are true of {_and(counts)} of the {len(images)} scenes."))
+        parts.append(report.gallery([(f.text, [(images[h.row], h.score, h.match) for h in f.hits]) for f in these]))
     return "".join(parts)
 
 
@@ -187,8 +187,8 @@ def _wrong(judged: Judged) -> str:
         parts.append(
             report.table(
                 rows,
-                ["the same in both", "wrong and right", "any two pictures"],
-                caption=f"What the {misses.missed} wrong first pictures share with the right ones",
+                ["the same in both", "wrong and right", "any two images"],
+                caption=f"What the {misses.missed} wrong first images share with the right ones",
                 strong=1,
                 digits=3,
             )
@@ -202,12 +202,12 @@ def _next(results: Results, out: Path, captions: Sequence[str]) -> str:
     texts = " ".join(q(caption) for caption in captions[:2])
     commands = [
         (
-            "Score a picture against texts",
+            "Score an image against texts",
             f"kiloword score {model} --images {q(str(out / 'example.png'))} --texts {texts}",
         ),
         ("Test it on other captions", f"kiloword eval {model} retrieval --data 'scenes:test?levels=2&captions=3'"),
         ("Train longer", f"kiloword quickstart --out {other} --steps {2 * f.steps}"),
-        ("Train on your own pictures", "kiloword train siglip --data photos/train --val photos/dev --out runs/photos"),
+        ("Train on your own images", "kiloword train siglip --data photos/train --val photos/dev --out runs/photos"),
         ("Look at your data first", "kiloword data stats photos/train --png samples.png"),
         ("Use the model in Python", _python(out, captions[0])),
     ]
@@ -218,5 +218,5 @@ def _python(out: Path, caption: str) -> str:
     return (
         "import kiloword\n"
         f"matcher = kiloword.load({str(out / 'model')!r})\n"
-        f"matcher.score([{str(out / 'example.png')!r}], [{caption!r}, 'something red'])  # [pictures, texts]"
+        f"matcher.score([{str(out / 'example.png')!r}], [{caption!r}, 'something red'])  # [images, texts]"
     )

@@ -12,16 +12,16 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(Settings):
-    """How many pictures each figure is taken from."""
+    """How many images each figure is taken from."""
 
     retrieval: int = 500
     classes: int = 1000  # of a class task
     hard: int = 496  # groups of eight
-    baseline: int = 2000  # training pictures that the colour histograms learn from
+    baseline: int = 2000  # training images that the colour histograms learn from
 
     @property
-    def pictures(self) -> int:
-        """Held-out pictures in all: retrieval, one object, several objects, hard groups."""
+    def images(self) -> int:
+        """Held-out images in all: retrieval, one object, several objects, hard groups."""
         return self.retrieval + 2 * self.classes + self.hard
 
 
@@ -35,7 +35,7 @@ class Facts(Settings):
     seed: int
     steps: int
     batch: int
-    pictures: int  # seen in training, repeats counted
+    images: int  # seen in training, repeats counted
     parameters: int
     training_s: float
     judging_s: float
@@ -61,17 +61,17 @@ class Task(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Misses(Settings):
-    """Captions that are false of the first picture found, and what that picture has in common with their own."""
+    """Captions that are false of the first image found, and what that image has in common with their own."""
 
     captions: int
     missed: int
-    same: Metrics  # attribute -> share of the misses in which both pictures have the same
-    anywhere: Metrics  # attribute -> the same for any two of the pictures
+    same: Metrics  # attribute -> share of the misses in which both images have the same
+    anywhere: Metrics  # attribute -> the same for any two of the images
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hit(Settings):
-    """A picture found for a query."""
+    """An image found for a query."""
 
     row: int
     score: float
@@ -80,11 +80,11 @@ class Hit(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Found(Settings):
-    """A query and its best pictures."""
+    """A query and its best images."""
 
     level: int
     text: str
-    matches: int  # pictures that it is true of
+    matches: int  # images that it is true of
     hits: tuple[Hit, ...]
 
 
@@ -93,8 +93,8 @@ class Judged(Settings):
     """All figures."""
 
     retrieval: Compared  # full descriptions
-    general: dict[Literal["1", "2"], Compared]  # captions of level 1 and 2; every picture that they are true of counts
-    hard: Compared  # recall@1 among the eight pictures, or captions, of one group
+    general: dict[Literal["1", "2"], Compared]  # captions of level 1 and 2; every image that they are true of counts
+    hard: Compared  # recall@1 among the eight images, or captions, of one group
     tasks: dict[str, Task]
     misses: Misses
     gallery: tuple[Found, ...]

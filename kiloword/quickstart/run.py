@@ -32,7 +32,7 @@ from kiloword.training.setup import with_length
 def recipe(seed: int = 0) -> Recipe:
     """What is trained: every number of the run, in one place.
 
-    Pictures come in fours that share all but shape, sixteen fours a batch: without them shape is not learned in time,
+    Images come in fours that share all but shape, sixteen fours a batch: without them shape is not learned in time,
     and fours leave more to learn besides than the data's groups of eight (docs/log.md).
     Softmax, since general captions (levels 1 and 2) match many scenes of a batch, which a sigmoid loss takes amiss.
     """
@@ -74,7 +74,7 @@ def _results(chosen: Recipe, out: Path, folder: Path, sizes: Sizes, training_s: 
     known = _read(out / "results.json")
     if known is not None and (known.version, known.sizes) == (version, sizes):
         return known
-    warn(f"judging the model on {sizes.pictures} scenes that it never saw")
+    warn(f"judging the model on {sizes.images} scenes that it never saw")
     start = time.perf_counter()
     matcher = load(folder)
     judged = judge(matcher, chosen.data.sources, sizes)
@@ -102,7 +102,7 @@ def _facts(chosen: Recipe, matcher: Matcher, training_s: float, judging_s: float
         seed=chosen.seed,
         steps=chosen.steps,
         batch=chosen.batch,
-        pictures=chosen.steps * chosen.batch,
+        images=chosen.steps * chosen.batch,
         parameters=sum(p.numel() for p in matcher.model.parameters()),
         training_s=training_s,
         judging_s=judging_s,
@@ -116,8 +116,8 @@ def _seconds_in_loop(metrics: Sequence[dict[str, Any]], batch: int) -> float:
     return float(sum((row["step"] - a) * batch / row["pairs_per_s"] for a, row in zip(before, rows, strict=True)))
 
 
-def _png(picture: Tensor) -> bytes:
-    """A picture [3, H, W] as a PNG file."""
+def _png(image: Tensor) -> bytes:
+    """An image [3, H, W] as a PNG file."""
     file = io.BytesIO()
-    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file, "PNG")
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
     return file.getvalue()

@@ -10,7 +10,7 @@ from kiloword.quickstart.results import Compared, Judged, Metrics, Misses, Resul
 from kiloword.report.words import duration, percent
 
 BLIND, SURE = 0.15, 0.95  # share of the way from chance to perfect: below, hardly better than luck; above, not an error
-SIDES = {"image_retrieval": "caption to picture", "text_retrieval": "picture to caption"}
+SIDES = {"image_retrieval": "caption to image", "text_retrieval": "image to caption"}
 
 
 def weaknesses(judged: Judged) -> list[str]:
@@ -54,17 +54,17 @@ def _of_hard(hard: Compared) -> str:
     verdict = "hardly better than guessing" if skill(hard, metric) < BLIND else "better than guessing, not reliably"
     return (
         f"Among eight scenes that differ by shape alone, {percent(hard.model[metric])} of the captions find their "
-        f"picture: {verdict} ({percent(hard.chance[metric])})."
+        f"image: {verdict} ({percent(hard.chance[metric])})."
     )
 
 
 def _of_misses(misses: Misses) -> Iterator[str]:
-    """Which attributes the wrongly found pictures lack."""
+    """Which attributes the wrongly found images lack."""
     if not misses.missed:
         return
     yield (
-        f"{misses.missed} of {misses.captions} full captions find first a picture that they are false of. "
-        f"What those have in common with the right picture most often: {_named(misses.same, best=True)}; "
+        f"{misses.missed} of {misses.captions} full captions find first an image that they are false of. "
+        f"What those have in common with the right image most often: {_named(misses.same, best=True)}; "
         f"least often: {_named(misses.same, best=False)}."
     )
 
@@ -95,9 +95,9 @@ def summary(results: Results) -> str:
     rows += [_cells(f"{name}, {len(t.classnames)} classes", t.compared, "acc1") for name, t in j.tasks.items()]
     rows.append(_cells("shape alone differs, R@1 of 8", j.hard, "image_retrieval_recall@1"))
     return (
-        f"{f.method} {f.size}, {f.parameters / 1e6:.1f} million parameters: {f.pictures:,} pictures in "
+        f"{f.method} {f.size}, {f.parameters / 1e6:.1f} million parameters: {f.images:,} images in "
         f"{duration(f.training_s)}, judged in {duration(f.judging_s)}\n\n{_columns(rows)}\n\n"
-        f"* histograms of colours, learned from captions or labels of {results.sizes.baseline:,} pictures"
+        f"* histograms of colours, learned from captions or labels of {results.sizes.baseline:,} images"
     )
 
 

@@ -1,4 +1,4 @@
-"""Queries with the pictures that were found for them."""
+"""Queries with the images that were found for them."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ import numpy.typing as npt
 from PIL import Image
 
 Hit = tuple[npt.NDArray[np.uint8], float, bool | None]
-"""A picture [H, W, 3], its score, and whether it truly matches the query; None: nobody knows."""
+"""An image [H, W, 3], its score, and whether it truly matches the query; None: nobody knows."""
 
-SMALL = 96  # pixels: pictures below are enlarged with hard edges, as the model saw them
+SMALL = 96  # pixels: images below are enlarged with hard edges, as the model saw them
 
 
 def gallery(queries: Sequence[tuple[str, Sequence[Hit]]]) -> str:
-    """Each query's text above its best pictures, best first; true matches are outlined, ticked and named.
+    """Each query's text above its best images, best first; true matches are outlined, ticked and named.
 
-    Errors: ValueError when a picture is not uint8 [H, W, 3].
+    Errors: ValueError when an image is not uint8 [H, W, 3].
     """
     return "".join(_query(text, hits) for text, hits in queries)
 
 
-def tiles(pictures: Sequence[tuple[npt.NDArray[np.uint8], str]], columns: int = 6) -> str:
-    """Pictures in rows of so many, each with a few words below it.
+def tiles(images: Sequence[tuple[npt.NDArray[np.uint8], str]], columns: int = 6) -> str:
+    """Images in rows of so many, each with a few words below it.
 
-    Errors: ValueError when a picture is not uint8 [H, W, 3].
+    Errors: ValueError when an image is not uint8 [H, W, 3].
     """
     items = "".join(
-        f'<li><img{_size(picture)} src="{picture_data(picture)}" alt="{escape(words)}" width="{picture.shape[1]}" '
-        f'height="{picture.shape[0]}"><div><span>{escape(words)}</span></div></li>'
-        for picture, words in pictures
+        f'<li><img{_size(image)} src="{image_data(image)}" alt="{escape(words)}" width="{image.shape[1]}" '
+        f'height="{image.shape[0]}"><div><span>{escape(words)}</span></div></li>'
+        for image, words in images
     )
     return f'<div class="query"><ol style="--n:{columns}">{items}</ol></div>'
 
 
-def card(pictures: Sequence[tuple[npt.NDArray[np.uint8], str]], lines: Sequence[str], *, strong: str = "") -> str:
-    """Pictures side by side, each with words below it, above lines of plain text; `strong` is the first, large.
+def card(images: Sequence[tuple[npt.NDArray[np.uint8], str]], lines: Sequence[str], *, strong: str = "") -> str:
+    """Images side by side, each with words below it, above lines of plain text; `strong` is the first, large.
 
-    Errors: ValueError when a picture is not uint8 [H, W, 3].
+    Errors: ValueError when an image is not uint8 [H, W, 3].
     """
     shown = "".join(
-        f'<div><img{_size(picture)} src="{picture_data(picture)}" alt="{escape(words)}" width="{picture.shape[1]}" '
-        f'height="{picture.shape[0]}"><span>{escape(words)}</span></div>'
-        for picture, words in pictures
+        f'<div><img{_size(image)} src="{image_data(image)}" alt="{escape(words)}" width="{image.shape[1]}" '
+        f'height="{image.shape[0]}"><span>{escape(words)}</span></div>'
+        for image, words in images
     )
     first = f"<blockquote>{escape(strong)}</blockquote>" if strong else ""
     below = "".join(f"<div>{escape(line)}</div>" for line in lines)
     return f'<figure class="card"><div>{shown}</div><figcaption>{first}{below}</figcaption></figure>'
 
 
-def _size(picture: npt.NDArray[np.uint8]) -> str:
-    return ' class="small"' if max(picture.shape[:2]) < SMALL else ""
+def _size(image: npt.NDArray[np.uint8]) -> str:
+    return ' class="small"' if max(image.shape[:2]) < SMALL else ""
 
 
-def picture_data(picture: npt.NDArray[np.uint8]) -> str:
-    """A picture [H, W, 3] as a data address that holds a PNG."""
-    if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
-        raise ValueError(f"a picture of the gallery is {picture.dtype} {picture.shape}, expected uint8 (H, W, 3)")
+def image_data(image: npt.NDArray[np.uint8]) -> str:
+    """An image [H, W, 3] as a data address that holds a PNG."""
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise ValueError(f"an image of the gallery is {image.dtype} {image.shape}, expected uint8 (H, W, 3)")
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "PNG", optimize=True)
+    Image.fromarray(image).save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
@@ -75,12 +75,12 @@ def _query(text: str, hits: Sequence[Hit]) -> str:
 
 
 def _hit(rank: int, text: str, hit: Hit) -> str:
-    picture, score, match = hit
-    height, width = picture.shape[:2]
+    image, score, match = hit
+    height, width = image.shape[:2]
     known = "" if match is None else ", a match" if match else ", no match"
-    alt = escape(f"Picture {rank} for “{text}”, score {score:.2f}{known}")
+    alt = escape(f"Image {rank} for “{text}”, score {score:.2f}{known}")
     badge = "" if match is None else "<b>✓ match</b>" if match else "<span>no match</span>"
     return (
-        f'<li{" class=match" if match else ""}><img{_size(picture)} src="{picture_data(picture)}" alt="{alt}" '
+        f'<li{" class=match" if match else ""}><img{_size(image)} src="{image_data(image)}" alt="{alt}" '
         f'width="{width}" height="{height}"><div>{badge}<span>{score:.2f}</span></div></li>'
     )

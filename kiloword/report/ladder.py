@@ -1,4 +1,4 @@
-"""A picture beside lists of what was said of it, from general to specific."""
+"""An image beside lists of what was said of it, from general to specific."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from kiloword.report.gallery import SMALL, picture_data
+from kiloword.report.gallery import SMALL, image_data
 
 Steps = tuple[str, Sequence[tuple[str, bool | None]]]
 """A heading, and texts, each with whether it is right; None: nobody knows, or it needs no saying."""
 
 
-def ladder(picture: npt.NDArray[np.uint8], name: str, columns: Sequence[Steps]) -> str:
-    """A picture [H, W, 3] above the first of some lists of texts, the others beside it; right ones are ticked.
+def ladder(image: npt.NDArray[np.uint8], name: str, columns: Sequence[Steps]) -> str:
+    """An image [H, W, 3] above the first of some lists of texts, the others beside it; right ones are ticked.
 
-    Errors: ValueError when the picture is not uint8 [H, W, 3].
+    Errors: ValueError when the image is not uint8 [H, W, 3].
     """
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     small = ' class="small"' if max(height, width) < SMALL else ""
-    image = f'<img{small} src="{picture_data(picture)}" alt="{escape(name)}" width="{width}" height="{height}">'
-    first = f"{image}<span>{escape(name)}</span>"
+    tag = f'<img{small} src="{image_data(image)}" alt="{escape(name)}" width="{width}" height="{height}">'
+    first = f"{tag}<span>{escape(name)}</span>"
     lists = [f"<h3>{escape(heading)}</h3><ol>{_items(steps)}</ol>" for heading, steps in columns]
     rest = "".join(f"<div>{steps}</div>" for steps in lists[1:])
     return f'<figure class="ladder"><div>{first}{"".join(lists[:1])}</div>{rest}</figure>'

@@ -1,4 +1,4 @@
-"""A figure of one picture and what texts see in it: overlays of maps, mixing weights as bars. Drawn with Pillow."""
+"""A figure of one image and what texts see in it: overlays of maps, mixing weights as bars. Drawn with Pillow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kiloword.report.style import LIGHT, rgb
 Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.floating]
 
-SIDE, SMALL = 240, 128  # pixels a side: a text's picture, a token's picture
+SIDE, SMALL = 240, 128  # pixels a side: a text's image, a token's image
 CAPTION, WEIGHTS = 230, 260  # pixels: widths of the caption and of the weights' plot
 GAP, MARGIN = 20, 28
 HIGH = 96  # pixels: of the largest bar
-HEAD = 180  # pixels: height of the title with the plain picture
-GLOW = np.array([255, 140, 10])  # colour of what is looked at; seen on dark and on bright pictures
+HEAD = 180  # pixels: height of the title with the plain image
+GLOW = np.array([255, 140, 10])  # colour of what is looked at; seen on dark and on bright images
 PAPER, INK, MUTED, RULE, BAR = (rgb(LIGHT[name]) for name in ("paper", "ink", "muted", "rule", "s0"))
 
 
@@ -43,25 +43,25 @@ class Row:
     weights: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # [M, N]; empty: no plot of them
 
 
-def figure(picture: Pixels, title: str, about: str, rows: Sequence[Row]) -> Image.Image:
-    """One picture, a row a text: caption, where the text looks, its heaviest tokens and where they look, all weights.
+def figure(image: Pixels, title: str, about: str, rows: Sequence[Row]) -> Image.Image:
+    """One image, a row a text: caption, where the text looks, its heaviest tokens and where they look, all weights.
 
-    Args: picture [H, W, 3], square; about: a sentence under the title, which says what the maps are.
+    Args: image [H, W, 3], square; about: a sentence under the title, which says what the maps are.
     """
     shown = max((len(row.tokens) for row in rows), default=0)
     weighty = any(row.weights.size for row in rows)
     width = 2 * MARGIN + CAPTION + GAP + SIDE + shown * (GAP + SMALL) + (GAP + WEIGHTS if weighty else 0)
     height = MARGIN + HEAD + len(rows) * (SIDE + 2 * GAP) + MARGIN
     sheet = Image.new("RGB", (max(width, 640), height), PAPER)
-    _header(sheet, picture, title, about)
+    _header(sheet, image, title, about)
     _headings(sheet, shown, weighty)
     for n, row in enumerate(rows):
-        _row(sheet, MARGIN + HEAD + n * (SIDE + 2 * GAP) + GAP, picture, row, shown)
+        _row(sheet, MARGIN + HEAD + n * (SIDE + 2 * GAP) + GAP, image, row, shown)
     return sheet
 
 
-def overlay(picture: Pixels, looks: Floats, side: int) -> Image.Image:
-    """The picture [H, W, 3] at `side` pixels: grey where a map [rows, columns] is at most even, glowing above that.
+def overlay(image: Pixels, looks: Floats, side: int) -> Image.Image:
+    """The image [H, W, 3] at `side` pixels: grey where a map [rows, columns] is at most even, glowing above that.
 
     Full glow is at the map's largest value, but at least at 4 times its mean, so that a map with hardly a preference
     hardly glows; what is below zero counts as zero.
@@ -71,19 +71,19 @@ def overlay(picture: Pixels, looks: Floats, side: int) -> Image.Image:
     full = max(float(positive.max()), 4 * even, 1e-12)
     strength = Image.fromarray((positive - even) / (full - even)).resize((side, side), Image.Resampling.BICUBIC)
     glow = np.clip(np.asarray(strength), 0, 1)[..., None]  # [side, side, 1]
-    colours = np.asarray(square(picture, side), np.float32)
+    colours = np.asarray(square(image, side), np.float32)
     grey = 0.55 * colours.mean(-1, keepdims=True) + 70
     lit = 0.35 * colours + 0.65 * GLOW
     return Image.fromarray((grey + glow * (lit - grey)).round().clip(0, 255).astype(np.uint8))
 
 
-def square(picture: Pixels, side: int) -> Image.Image:
-    """A square picture at `side` pixels a side."""
-    return Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC)
+def square(image: Pixels, side: int) -> Image.Image:
+    """A square image at `side` pixels a side."""
+    return Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
 
 
-def _header(sheet: Image.Image, picture: Pixels, title: str, about: str) -> None:
-    sheet.paste(square(picture, 130), (MARGIN, MARGIN))
+def _header(sheet: Image.Image, image: Pixels, title: str, about: str) -> None:
+    sheet.paste(square(image, 130), (MARGIN, MARGIN))
     x, room = MARGIN + 130 + GAP, sheet.width - 2 * MARGIN - 130 - GAP
     y = write_lines(sheet, (x, MARGIN), title, room, 22, INK, 1)
     write_lines(sheet, (x, y + 8), about, min(room, 560), 14, MUTED, 4)
@@ -100,17 +100,17 @@ def _headings(sheet: Image.Image, shown: int, weighty: bool) -> None:
         write_lines(sheet, (x, y), "all mixing weights", WEIGHTS, 13, MUTED, 1)
 
 
-def _row(sheet: Image.Image, y: int, picture: Pixels, row: Row, shown: int) -> None:
+def _row(sheet: Image.Image, y: int, image: Pixels, row: Row, shown: int) -> None:
     draw = ImageDraw.Draw(sheet)
     draw.line((MARGIN, y - GAP, sheet.width - MARGIN, y - GAP), RULE)
     below = write_lines(sheet, (MARGIN, y), row.text, CAPTION, 18, INK, 7)
     write_lines(sheet, (MARGIN, below + 8), row.note, CAPTION, 13, MUTED, 3)
     x = MARGIN + CAPTION + GAP
-    sheet.paste(overlay(picture, row.map, SIDE), (x, y))
+    sheet.paste(overlay(image, row.map, SIDE), (x, y))
     x += SIDE + GAP
     for n, token in enumerate(row.tokens):
         at = x + n * (SMALL + GAP)
-        sheet.paste(overlay(picture, token.map, SMALL), (at, y))
+        sheet.paste(overlay(image, token.map, SMALL), (at, y))
         below = write_lines(sheet, (at, y + SMALL + 8), token.name, SMALL, 14, INK, 1)
         write_lines(sheet, (at, below + 2), f"{token.share:.0%} of the mix", SMALL, 13, MUTED, 1)
     if row.weights.size:

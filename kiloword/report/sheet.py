@@ -1,4 +1,4 @@
-"""A figure of one picture and its captions: under each caption strips of small pictures with words below them."""
+"""A figure of one image and its captions: under each caption strips of small images with words below them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from PIL import Image, ImageDraw
 from kiloword.report.overlay import GAP, INK, MARGIN, MUTED, PAPER, RULE, Pixels, square, write_lines
 
 WIDTH = 1180  # pixels
-HEAD = 130  # pixels a side of the picture beside the title
+HEAD = 130  # pixels a side of the image beside the title
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A small picture with its name and a few words."""
+    """A small image with its name and a few words."""
 
-    picture: Image.Image
+    image: Image.Image
     name: str
     note: str = ""
 
@@ -40,17 +40,17 @@ class Block:
     strips: Sequence[Strip]
 
 
-def sheet(picture: Pixels, title: str, about: str, blocks: Sequence[Block]) -> Image.Image:
-    """Draw the whole. Args: picture [H, W, 3], square; about: a sentence under the title."""
-    nothing = Image.new("RGB", (WIDTH, 1), PAPER)  # drawing outside of a picture draws nothing: this measures
-    made = Image.new("RGB", (WIDTH, _draw(nothing, picture, title, about, blocks) + MARGIN), PAPER)
-    _draw(made, picture, title, about, blocks)
+def sheet(image: Pixels, title: str, about: str, blocks: Sequence[Block]) -> Image.Image:
+    """Draw the whole. Args: image [H, W, 3], square; about: a sentence under the title."""
+    nothing = Image.new("RGB", (WIDTH, 1), PAPER)  # drawing outside of an image draws nothing: this measures
+    made = Image.new("RGB", (WIDTH, _draw(nothing, image, title, about, blocks) + MARGIN), PAPER)
+    _draw(made, image, title, about, blocks)
     return made
 
 
-def _draw(on: Image.Image, picture: Pixels, title: str, about: str, blocks: Sequence[Block]) -> int:
+def _draw(on: Image.Image, image: Pixels, title: str, about: str, blocks: Sequence[Block]) -> int:
     """Returns where the sheet ends, in pixels from its top; so do the others."""
-    on.paste(square(picture, HEAD), (MARGIN, MARGIN))
+    on.paste(square(image, HEAD), (MARGIN, MARGIN))
     x, room = MARGIN + HEAD + GAP, WIDTH - 2 * MARGIN - HEAD - GAP
     y = write_lines(on, (x, MARGIN), title, room, 22, INK, 1)
     write_lines(on, (x, y + 8), about, min(room, 640), 14, MUTED, 4)
@@ -76,7 +76,7 @@ def _block(on: Image.Image, y: int, block: Block) -> int:
 
 def _wide(strip: Strip) -> int:
     """Pixels that all panels beside each other take; the words above want some, too."""
-    return max(sum(panel.picture.width + GAP for panel in strip.panels) - GAP, 2 * HEAD)
+    return max(sum(panel.image.width + GAP for panel in strip.panels) - GAP, 2 * HEAD)
 
 
 def _strip(on: Image.Image, x: int, y: int, strip: Strip) -> int:
@@ -85,14 +85,14 @@ def _strip(on: Image.Image, x: int, y: int, strip: Strip) -> int:
     y = (write_lines(on, (x, y), strip.about, min(right - x, 800), 13, MUTED, 3) if strip.about else y) + 6
     across, below = x, y
     for panel in strip.panels:
-        if across > x and across + panel.picture.width > right:
+        if across > x and across + panel.image.width > right:
             across, y = x, below + 12
         below = max(below, _panel(on, across, y, panel))
-        across += panel.picture.width + GAP
+        across += panel.image.width + GAP
     return below
 
 
 def _panel(on: Image.Image, x: int, y: int, panel: Panel) -> int:
-    on.paste(panel.picture, (x, y))
-    y = write_lines(on, (x, y + panel.picture.height + 6), panel.name, panel.picture.width, 14, INK, 2)
-    return write_lines(on, (x, y), panel.note, panel.picture.width, 13, MUTED, 1) if panel.note else y
+    on.paste(panel.image, (x, y))
+    y = write_lines(on, (x, y + panel.image.height + 6), panel.name, panel.image.width, 14, INK, 2)
+    return write_lines(on, (x, y), panel.note, panel.image.width, 13, MUTED, 1) if panel.note else y

@@ -108,18 +108,18 @@ class Learner(nn.Module):
 
     @torch.no_grad()
     def _apart(self, pairs: Blocks, total: Total, plain: Tensor) -> dict[str, Tensor]:
-        """Shares of the loss by picture and of the score with one's own texts, plain [I] and composed examples apart.
+        """Shares of the loss by image and of the score with one's own texts, plain [I] and composed examples apart.
 
-        Both losses are in the unit of "pair", whatever that is divided by: their mean over all pictures is "pair".
+        Both losses are in the unit of "pair", whatever that is divided by: their mean over all images is "pair".
         Not a number where the batch has none of a kind.
         """
         images = sum_over_ranks(total.count.new_full((), float(len(plain))))
-        by_picture = (pairs.rows if total.rows is None else total.rows) * (images / sum_over_ranks(total.count))
+        by_image = (pairs.rows if total.rows is None else total.rows) * (images / sum_over_ranks(total.count))
         own = self.model.head.score_of(pairs.own / pairs.own_texts)
         found = {}
         for name, chosen in (("plain", plain), ("composed", ~plain)):
             count = sum_over_ranks(chosen.sum().to(own.dtype))
-            found[f"pair_{name}"] = (by_picture * chosen).sum() / count
+            found[f"pair_{name}"] = (by_image * chosen).sum() / count
             found[f"score_{name}"] = (own * chosen).sum() / count
         return found
 

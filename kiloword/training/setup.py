@@ -102,7 +102,7 @@ def with_length(
     steps = recipe.steps if steps is None else steps
     if steps < 1:
         length = " ".join(f"{k} {v:g}" for k, v in given.items())
-        raise ValueError(f"{length} is {steps} steps of batch {recipe.batch} on {rows} pictures: expected at least 1.")
+        raise ValueError(f"{length} is {steps} steps of batch {recipe.batch} on {rows} images: expected at least 1.")
     return replace(recipe, steps=steps)
 
 
@@ -341,6 +341,6 @@ def micro_batches(recipe: Recipe) -> int:
     micro = recipe.micro or share
     if share % micro:
         raise ValueError(
-            f"micro {micro} does not divide a rank's share of {share} pictures: choose a divisor of {share}."
+            f"micro {micro} does not divide a rank's share of {share} images: choose a divisor of {share}."
         )
     return share // micro

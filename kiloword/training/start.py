@@ -1,4 +1,4 @@
-"""Starting from another model: it brings its towers; picture size and context may be others, tokens may come and go."""
+"""Starting from another model: it brings its towers; image size and context may be others, tokens may come and go."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANY = 8  # tensors of one module, which a message then counts instead of naming
 
 
 def defaults(method: str, init: str, size: str | None = None, data: tuple[str, ...] = ("scenes",)) -> Recipe:
-    """The recipe of a run that starts from the model folder `init`: its towers, at its own picture size.
+    """The recipe of a run that starts from the model folder `init`: its towers, at its own image size.
 
     Optimizer and batch are those of `size`; None: of the size whose image tower is most like the model's.
     Raises: ValueError for an unknown size, or when `init` is no model folder.
@@ -53,12 +53,12 @@ def check(recipe: Recipe) -> None:
                 other.append(f"--model.{part.name}.{f.name.replace('_', '-')} is {a}, but {b} in {recipe.init}")
     if other:
         raise ValueError(
-            f"{'; '.join(other[:3])}. Of a model to start from, only the picture size and the context may change."
+            f"{'; '.join(other[:3])}. Of a model to start from, only the image size and the context may change."
         )
 
 
 def settle(recipe: Recipe, tokenizer: Tokenizer, trust_code: bool = False) -> Recipe:
-    """The recipe with the towers of the model it starts from, at its own picture size and context.
+    """The recipe with the towers of the model it starts from, at its own image size and context.
 
     Tokens that the method adds get room in the vocabulary. A causal text tower stays causal unless the settings of the
     method say otherwise: weights that never saw later words are lost on a bidirectional one.
@@ -184,11 +184,11 @@ def same_scale(folder: str, model: Model, weights: Container[str], trust: Trust)
 
 
 def _resize(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
-    """Positions for another picture size and another context."""
+    """Positions for another image size and another context."""
     from kiloword.model.model import resize, resize_text
 
     if old.image.size != new.image.size:
-        brought.sizes.append(f"pictures of {new.image.size} pixels instead of {old.image.size}")
+        brought.sizes.append(f"images of {new.image.size} pixels instead of {old.image.size}")
         _, brought.weights = resize(old, brought.weights, new.image.size)
     if old.text.context != new.text.context:
         brought.sizes.append(f"texts of {new.text.context} tokens instead of {old.text.context}")
@@ -200,7 +200,7 @@ def _add_tokens(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
 
     [UNC] and [CLS] of texts start as the pads they replace where those are seen: then a text's features stay the same
     (but for texts that need the two places). Else as the end token; a causal tower's end token has not seen [UNC], and
-    its features stay the same too. A picture's [UNC] starts as the class token with its position, or the first mixture
+    its features stay the same too. An image's [UNC] starts as the class token with its position, or the first mixture
     token: after softmax, a token twice is nearly a token once. Tokens without a row get the mean of all rows.
     """
     weights, special, name = brought.weights, new.text.special, "text_tower.tokens"

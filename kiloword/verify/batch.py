@@ -13,7 +13,7 @@ from kiloword.methods.registry import preset
 from kiloword.randomness import key
 from kiloword.types import Batch, Texts
 
-PICTURES = 16  # divides over 4 ranks of 4 micro-batches
+IMAGES = 16  # divides over 4 ranks of 4 micro-batches
 QUESTION = 9  # as a number of a caption, other than any has
 
 
@@ -23,13 +23,13 @@ def config() -> ModelConfig:
     return replace(small, image=replace(small.image, init_std=0.1), text=replace(small.text, init_std=0.1))
 
 
-def batch(first: int = 0, end: int = PICTURES, order: Sequence[int] | None = None, method: str = "siglip") -> Batch:
-    """Pictures `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
+def batch(first: int = 0, end: int = IMAGES, order: Sequence[int] | None = None, method: str = "siglip") -> Batch:
+    """Images `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
 
-    It carries the side features and questions that the method needs; where it has views, some pictures count as
+    It carries the side features and questions that the method needs; where it has views, some images count as
     composed.
     """
-    rows, slots = list(order or range(PICTURES))[first:end], preset(method)
+    rows, slots = list(order or range(IMAGES))[first:end], preset(method)
     text = slots.shape(config()).text
     tail = [text.special[name] for name in text.extra_tokens]
     captions = [[_tokens(row, c) + tail for c in range(1 + row % 3)] for row in rows]
@@ -54,7 +54,7 @@ def _sides(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor]
         if name == "questions":
             continue
         if name == "truth":
-            known = [_uniform("truth", row, c, size=PICTURES) < 0.2 for row in rows for c in range(1 + row % 3)]
+            known = [_uniform("truth", row, c, size=IMAGES) < 0.2 for row in rows for c in range(1 + row % 3)]
             text_side[name] = torch.stack(known)
             continue
         texts = [torch.stack([_direction(name, row + c) for c in range(1 + row % 3)]) for row in rows]

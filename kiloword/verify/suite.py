@@ -33,7 +33,7 @@ from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Features, Pairs, Positives
-from kiloword.verify.batch import PICTURES, batch, config
+from kiloword.verify.batch import IMAGES, batch, config
 
 EXACT = 1e-10  # of the largest gradient, in fp64
 PATIENCE_S = 300  # that processes on a machine with other work wait for each other
@@ -104,10 +104,10 @@ def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64) -> 
 
 def gradients(method: str, way: Way = Way(), permute: bool = False) -> dict[str, Tensor]:
     """The gradient of every parameter in fp64, and the losses as "loss:NAME"; of ranks, each works on its share."""
-    order = list(range(PICTURES))
+    order = list(range(IMAGES))
     if permute:
-        order = [(7 * row + 3) % PICTURES for row in order]
-    share, rank = PICTURES // parallel.ranks(), parallel.rank()
+        order = [(7 * row + 3) % IMAGES for row in order]
+    share, rank = IMAGES // parallel.ranks(), parallel.rank()
     model = learner(method, way.chunk)
     activations.recompute(model.model, way.checkpointing)
     if way.parallel == "fsdp":
@@ -208,7 +208,7 @@ def _views(method: str) -> float:
 
     def made(rank: int, ranks: int, workers: int) -> Batch:
         loader = Loader(
-            source, Order(64, PICTURES, 0), DataConfig(), model.text, 32, tokenizer,
+            source, Order(64, IMAGES, 0), DataConfig(), model.text, 32, tokenizer,
             views=preset(method).views, rank=rank, ranks=ranks, workers=workers,
         )  # fmt: skip
         return next(loader.batches(1, 2))

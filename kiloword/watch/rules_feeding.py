@@ -31,7 +31,7 @@ class DataWait(Rule):
     def says(self, value: float) -> str:
         return (
             f"{value:.0%} of the time of the last {LIMITS.recent} rows was waited for data: raise --workers, or make "
-            "decoding cheaper (smaller pictures on disk, --decoder simplejpeg)."
+            "decoding cheaper (smaller images on disk, --decoder simplejpeg)."
         )
 
 

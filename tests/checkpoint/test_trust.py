@@ -18,7 +18,7 @@ from kiloword.checkpoint.trust import Trust
 from kiloword.cli.main import main
 from kiloword.features.teachers import open_teacher
 from kiloword.interop.captioners import open_captioner
-from tars import picture
+from tars import photo
 
 OWN = """
 open("imported", "a").close()
@@ -46,9 +46,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def place(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working folder: a module, a picture, a model that asks for the module, and one that asks for nothing."""
+    """The working folder: a module, an image, a model that asks for the module, and one that asks for nothing."""
     (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     shutil.copytree(base, tmp_path / "plain")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -23,7 +23,7 @@ import torch
 from kiloword.cli.main import main
 from kiloword.training.log import read_metrics
 from states import load_state
-from tars import encode, noise, pairs, picture, write_tar
+from tars import encode, noise, pairs, photo, write_tar
 
 SCENES = "scenes?n=64"  # few, so that the tokenizer is trained at once
 SMALL = ["--size", "debug", "--batch", "8", "--steps", "4", "--log-every", "1", "--vocab", "300"]
@@ -108,10 +108,10 @@ def test_unreadable_folder(refused: Refused, model: Path, tmp_path: Path, monkey
         assert str(tmp_path / "data") in said
 
 
-def test_tar_without_pictures(refused: Refused, model: Path, tmp_path: Path) -> None:
+def test_tar_without_images(refused: Refused, model: Path, tmp_path: Path) -> None:
     write_tar(tmp_path / "data" / "0.tar", {"a.txt": b"a dog", "b.txt": b"a cat"})
     for words in commands(tmp_path / "data", model, tmp_path):
-        assert "holds no pictures" in refused(*words)
+        assert "holds no images" in refused(*words)
 
 
 def test_no_tar_at_all(refused: Refused, model: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_tar_cut_in_the_middle(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     """Complete samples are used, the cut one is a named skip."""
     tar = write_tar(tmp_path / "data" / "0.tar", pairs(120))
     whole = tar.read_bytes()
-    place = whole.index(b"0099.png") + 700  # inside a picture
+    place = whole.index(b"0099.png") + 700  # inside an image
     tar.write_bytes(whole[:place])
     main(train(tmp_path / "data", tmp_path / "out", "--batch", 100, "--bad-share", 0.02))
     said = capsys.readouterr().err
@@ -139,7 +139,7 @@ def test_tar_cut_in_the_middle(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def huge_png(side: int) -> bytes:
-    """The header of a picture that nobody should decode."""
+    """The header of an image that nobody should decode."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
@@ -149,13 +149,13 @@ def huge_png(side: int) -> bytes:
 
 
 BAD = {
-    "empty.png": (b"", b"x", "the picture has zero bytes"),
-    "huge.png": (huge_png(20_000), b"x", "picture has 400,000,000 pixels, more than 80,000,000"),
-    "notes.jpg": (b"this is no picture", b"x", "not a picture in a known format"),
-    "torn.png": (picture()[:60], b"x", "cannot be decoded"),
-    "silent.png": (picture(), b"", "no caption"),
-    "blank.png": (picture(), b" \n\t\n", "no caption"),
-    "latin.png": (picture(), "café".encode("latin-1"), "caption is not UTF-8"),
+    "empty.png": (b"", b"x", "the image has zero bytes"),
+    "huge.png": (huge_png(20_000), b"x", "image has 400,000,000 pixels, more than 80,000,000"),
+    "notes.jpg": (b"this is no image", b"x", "not an image in a known format"),
+    "torn.png": (photo()[:60], b"x", "cannot be decoded"),
+    "silent.png": (photo(), b"", "no caption"),
+    "blank.png": (photo(), b" \n\t\n", "no caption"),
+    "latin.png": (photo(), "café".encode("latin-1"), "caption is not UTF-8"),
 }
 
 
@@ -199,14 +199,14 @@ def test_only_bad_samples(refused: Refused, tmp_path: Path) -> None:
 
 
 def test_wrong_extension_is_no_fault(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    members = {"a.png": encode(noise(20, 20), "JPEG"), "a.txt": b"x", "b.bmp": picture(), "b.txt": b"y"}
+    members = {"a.png": encode(noise(20, 20), "JPEG"), "a.txt": b"x", "b.bmp": photo(), "b.txt": b"y"}
     write_tar(tmp_path / "data" / "0.tar", pairs(6) | members)
     main(["data", "check", str(tmp_path / "data")])
     assert "all samples are good" in capsys.readouterr().out
 
 
 def test_caption_of_100_kb_is_truncated_and_counted(tmp_path: Path) -> None:
-    write_tar(tmp_path / "data" / "0.tar", pairs(7) | {"long.png": picture(), "long.txt": b"word " * 20_000})
+    write_tar(tmp_path / "data" / "0.tar", pairs(7) | {"long.png": photo(), "long.txt": b"word " * 20_000})
     main(train(tmp_path / "data", tmp_path / "out"))
     row = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
     assert row["truncated"] == 4
@@ -214,19 +214,19 @@ def test_caption_of_100_kb_is_truncated_and_counted(tmp_path: Path) -> None:
 
 
 def test_table_without_the_columns(refused: Refused, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "table.csv").write_text("picture,words\na.jpg,a dog\n")
+    (tmp_path / "table.csv").write_text("image,words\na.jpg,a dog\n")
     for words in commands(tmp_path / "table.csv", model, tmp_path):
         said = refused(*words)
-        assert "has the columns picture, words. Expected `image` (or `filepath`) and `caption`" in said
+        assert "has the columns image, words. Expected `image` (or `filepath`) and `caption`" in said
     (tmp_path / "empty.csv").write_text("")
     assert "has the columns none" in refused(*train(tmp_path / "empty.csv", tmp_path / "out"))
 
 
-def test_fewer_pictures_than_a_batch(refused: Refused, tmp_path: Path) -> None:
+def test_fewer_images_than_a_batch(refused: Refused, tmp_path: Path) -> None:
     write_tar(tmp_path / "data" / "0.tar", pairs(7))
     assert "batch" in refused(*train(tmp_path / "data", tmp_path / "out"))
     epochs = train(tmp_path / "data", tmp_path / "out", "--steps", "None", "--epochs", 1)
-    assert "--epochs 1 is 0 steps of batch 8 on 7 pictures" in refused(*epochs)
+    assert "--epochs 1 is 0 steps of batch 8 on 7 images" in refused(*epochs)
 
 
 # Names
@@ -314,7 +314,7 @@ def test_endless_training(refused: Refused, tmp_path: Path, epochs: str) -> None
 
 def uses(model: Path, tmp_path: Path) -> list[list[str]]:
     """Every verb that reads a model folder."""
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     return [
         ["eval", str(model), "retrieval", "--data", "scenes:test?n=8"],
         ["score", str(model), "--images", str(tmp_path / "a.png"), "--texts", "x"],
@@ -365,11 +365,11 @@ def test_config_of_other_weights(refused: Refused, model: Path, tmp_path: Path) 
         assert ": head." in said
 
 
-def test_pictures_to_score(refused: Refused, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "b.png").write_bytes(b"no picture")
+def test_images_to_score(refused: Refused, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "b.png").write_bytes(b"no image")
     score = ["score", model, "--texts", "x", "--images"]
     assert "cannot read image" in refused(*score, tmp_path / "none.png")
-    assert "not a picture in a known format" in refused(*score, tmp_path / "b.png")
+    assert "not an image in a known format" in refused(*score, tmp_path / "b.png")
 
 
 # The folder of a run

@@ -21,7 +21,7 @@ from kiloword.config.options import Options
 from kiloword.config.recipes import AugmentConfig, OptimConfig, sizes
 from kiloword.planning.request import Plan
 from kiloword.training.log import read_metrics
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3", "--vocab", "300"]
 
@@ -192,7 +192,7 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["clip-c", "--settings.partner", "file", "--settings.partner-file", "none.parquet"], "none.parquet cannot"),
         (["clip", "--batch", "80"], "fewer than one batch of 80"),
         (["clip", "--micro", "3"], "micro 3 does not divide"),
-        (["clip", "--captions", "0"], "0 captions a picture"),
+        (["clip", "--captions", "0"], "0 captions an image"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
@@ -441,7 +441,7 @@ def test_a_model_to_start_from_brings_its_towers(
     assert f"model      debug from {model}" in said
     assert "image    size=32 patch=16 width=32" in said
     run(*words, "--model.image.size", 48)
-    assert "(pictures of 48 pixels instead of 32)" in capsys.readouterr().err
+    assert "(images of 48 pixels instead of 32)" in capsys.readouterr().err
     for flag, value in (("--model.text.width", 16), ("--model.head.dim", 8)):
         with pytest.raises(SystemExit) as end:
             run(*words, flag, value)
@@ -466,7 +466,7 @@ def test_eval_of_classes(model: Path, tmp_path: Path) -> None:
 def test_score(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / f"{n}.png" for n in range(2)]
     for n, file in enumerate(files):
-        file.write_bytes(picture(n))
+        file.write_bytes(photo(n))
     run("score", model, "--images", *files, "--texts", "a dog", "a [red] cat")
     said = capsys.readouterr().out
     assert "a [red] cat" in said
@@ -479,7 +479,7 @@ def test_data(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     run("data", "check", photos)
     assert "all samples are good" in capsys.readouterr().out
     run("data", "stats", photos, "--png", tmp_path / "samples.png")
-    assert "pictures 12   captions 12   bad 0" in capsys.readouterr().out
+    assert "images 12   captions 12   bad 0" in capsys.readouterr().out
     assert (tmp_path / "samples.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -18,7 +18,7 @@ from kiloword.evaluation.command import number
 from kiloword.features import extract
 from kiloword.features.writer import SideWriter
 from kiloword.methods.registry import find, preset
-from tars import picture
+from tars import photo
 
 
 class Ones:
@@ -95,7 +95,7 @@ def test_a_run_goes_on_in_another_locale(tmp_path: Path, capsys: pytest.CaptureF
     folder = tmp_path / "caf\u00e9"
     folder.mkdir()
     for n in range(8):
-        (folder / f"{n}.png").write_bytes(picture(n))
+        (folder / f"{n}.png").write_bytes(photo(n))
         (folder / f"{n}.txt").write_text(f"thing {n}")
     for steps, name in ((1, "caf\udcc3\udca9"), (2, "caf\u00e9")):
         words = ["clip", "--data", tmp_path / name, *RUN, "--steps", steps, "--extend", "--out", tmp_path / "run"]

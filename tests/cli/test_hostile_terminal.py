@@ -27,7 +27,7 @@ from kiloword.model.model import build
 from runs import row
 from runs import write as write_run
 from servers import Server
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 # Colours, the window's title, a link, the screen cleared by a C1 character, a line of its own, words turned around or
 # unseen, rich's markup. No / in it: it is a file's name too.
@@ -57,16 +57,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         patch.setenv("KILOWORD_CACHE", str(folder / "cache"))
         members = {}
         for n in range(6):
-            members |= {f"{n}{EVIL}.png": picture(n), f"{n}{EVIL}.txt": f"{EVIL} dog {n}".encode(errors="replace")}
+            members |= {f"{n}{EVIL}.png": photo(n), f"{n}{EVIL}.txt": f"{EVIL} dog {n}".encode(errors="replace")}
             members[f"{n}{EVIL}.cls"] = str(n % 2).encode()
         bad = f"6{BYTES}{EVIL}"
-        members |= {f"{bad}.png": b"no picture", f"{bad}.txt": b"x", f"{bad}.cls": b"0"}
+        members |= {f"{bad}.png": b"no image", f"{bad}.txt": b"x", f"{bad}.cls": b"0"}
         write_tar(folder / "data" / f"{NAME}.tar", members)
         (folder / "data" / "classnames.txt").write_text(
             "\n".join(EVIL.replace("\n", "\v") + c for c in "ab"), errors="replace"
         )
-        (folder / "photo.png").write_bytes(picture())
-        (folder / f"{NAME[:60]}.png").write_bytes(picture())
+        (folder / "photo.png").write_bytes(photo())
+        (folder / f"{NAME[:60]}.png").write_bytes(photo())
         yield World(folder, _model(folder / "model"))
 
 
@@ -212,7 +212,7 @@ def _odd(world: World, name: str) -> Path:
         write_tar(folder / "tars" / "0.tar", pairs(6))
         shutil.copytree(folder / "tars", folder / os.fsdecode(b"images\xff"))
         shutil.copytree(world.model, folder / "model")
-        (folder / "\udcff.png").write_bytes(picture())
+        (folder / "\udcff.png").write_bytes(photo())
         (folder / "\udcff.txt").write_text("a dog")
         (folder / "t.csv").write_text("filepath,caption\n\udcff.png,a dog\n" * 2, errors="surrogateescape")
         with (folder / "t.parquet").open("wb") as file:
@@ -265,7 +265,7 @@ def test_a_locale_of_ascii(world: World, tmp_path: Path) -> None:
     """What was written in it is read again: states, metrics, tables, pages."""
     folder = tmp_path / "é犬"
     members = {f"é犬{name}": content for name, content in pairs(6).items()}
-    write_tar(folder / "tars" / "0.tar", members | {"ü.png": b"no picture", "ü.txt": b"x"})
+    write_tar(folder / "tars" / "0.tar", members | {"ü.png": b"no image", "ü.txt": b"x"})
     shutil.copytree(world.model, folder / "model")
     train = ["train", "clip", "--data", "tars", "--out", "run", *SMALL, "--bad-share", "0.5"]
     verbs = [
@@ -294,7 +294,7 @@ def test_a_locale_of_ascii(world: World, tmp_path: Path) -> None:
 def test_names_of_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parts of paths, NUL and a megabyte: names of samples, and nothing else."""
     names = ["../../up", "/root/x", "a\\..\\b", "-rf", "n\x00ul", "l" * 4096, "m" * 900_000, "\udcff", " ", "%s{0}"]
-    members = {f"{name}.{kind}": b"no picture" for name in names for kind in ("png", "txt")}
+    members = {f"{name}.{kind}": b"no image" for name in names for kind in ("png", "txt")}
     with pytest.raises(SystemExit):
         main(["data", "check", str(write_tar(tmp_path / "x.tar", members | pairs(2)))])
     said = capsys.readouterr().out

@@ -15,7 +15,7 @@ from kiloword.data.tars.index_file import parse_index
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.training.run_folder import RunFile
-from tars import picture, write_tar
+from tars import photo, write_tar
 
 NESTED = b"[" * 100_000
 
@@ -82,9 +82,7 @@ def test_a_tokenizer_of_strangers(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_names_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A key of escape codes, or of bytes that are no text, is written in letters."""
     evil = "\x1b[2J\udcff\u202e"
-    write_tar(
-        tmp_path / "x.tar", {f"{evil}.png": b"no picture", f"{evil}.txt": b"x", "a.png": picture(), "a.txt": b"x"}
-    )
+    write_tar(tmp_path / "x.tar", {f"{evil}.png": b"no image", f"{evil}.txt": b"x", "a.png": photo(), "a.txt": b"x"})
     with pytest.raises(SystemExit) as end:
         main(["data", "check", str(tmp_path / "x.tar")])
     assert end.value.code == 1

@@ -81,28 +81,28 @@ class Plain:
 ALL = (0, 1, 2)
 FEATURES = {"vec": torch.eye(2)}
 REFUSED: dict[str, Callable[[], object]] = {
-    "expected one text a picture": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
+    "expected one text an image": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
     "plain has no captions for the colour baseline": lambda: [
         *baseline.retrieve(Plain(captions=False), open_source("scenes?n=2"))
     ],
-    "none of the first 2 rows is a readable picture": lambda: baseline.read(Plain(bad=ALL), 2),
+    "none of the first 2 rows is a readable image": lambda: baseline.read(Plain(bad=ALL), 2),
     "a shortlist of 0 items; expected at least 1": lambda: [
         *shortlisted(matcher().score_pairs, FEATURES, FEATURES, torch.arange(2), 0)
     ],
-    "a spectrum of 0 pictures; expected at least 2": lambda: evaluate(matcher(), "spectrum", Plain(), samples=0),
+    "a spectrum of 0 images; expected at least 2": lambda: evaluate(matcher(), "spectrum", Plain(), samples=0),
     "0 usable vectors; a covariance needs at least 2": lambda: evaluate(matcher(), "spectrum", Plain(bad=ALL)),
     "plain: 1 usable vectors": lambda: evaluate(matcher(), "spectrum", Plain(bad=(0, 2))),
-    "none of its 3 rows is a usable picture, the first because: row 0 is broken": lambda: evaluate(
+    "none of its 3 rows is a usable image, the first because: row 0 is broken": lambda: evaluate(
         matcher(), "retrieval", Plain(bad=ALL)
     ),
     "plain has no captions to retrieve with": lambda: evaluate(matcher(), "retrieval", Plain(captions=False)),
-    "retrieval got 0 pictures and 2 texts": lambda: check_pairs({"vec": torch.zeros(0, 2)}, FEATURES, torch.arange(2)),
-    "the row of one of the 2 pictures": lambda: check_pairs(FEATURES, FEATURES, torch.tensor([0, 2])),
+    "retrieval got 0 images and 2 texts": lambda: check_pairs({"vec": torch.zeros(0, 2)}, FEATURES, torch.arange(2)),
+    "the row of one of the 2 images": lambda: check_pairs(FEATURES, FEATURES, torch.tensor([0, 2])),
     "for each of the 2 texts": lambda: check_pairs(FEATURES, FEATURES, torch.arange(1)),
     "--prompts.coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
     "plain asks no questions": lambda: _counted(Plain(), 5),
     "precision is 'fp16': expected auto, fp32 or bf16": lambda: open_captioner("model", precision="fp16"),
-    "a batch of 0 pictures; expected at least 1": lambda: write_captions(
+    "a batch of 0 images; expected at least 1": lambda: write_captions(
         describer("coca"), Plain(), "none", GenerationOptions(), batch=0
     ),
     "a text of 32 tokens to choose from, but the text tower reads 31": lambda: Captioner(
@@ -246,7 +246,7 @@ def test_weights_of_prolip_that_are_whole_numbers(tmp_path: Path) -> None:
 def test_a_probe_needs_one_class_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     part = Seen([0], ["k0"], {"vec": torch.ones(1, 2)}, [[]], torch.ones(1, 3))
     monkeypatch.setattr("kiloword.evaluation.probe.data.seen", lambda *all_: iter([part]))
-    with pytest.raises(ValueError, match="plain has many labels a picture: a probe needs one class each"):
+    with pytest.raises(ValueError, match="plain has many labels an image: a probe needs one class each"):
         encoded(matcher(), Plain(), 2, 0)
 
 

@@ -48,12 +48,12 @@ def floating() -> bytes:
 
 Members = dict[str, bytes]
 WAYS: dict[str, tuple[Any, str]] = {
-    "no bytes": (lambda m: m | {"png": b""}, "the picture has zero bytes"),
+    "no bytes": (lambda m: m | {"png": b""}, "the image has zero bytes"),
     "truncated": (lambda m: m | {"png": m["png"][: len(m["png"]) // 2]}, "cannot be decoded: .*truncated.*"),
-    "a web page": (lambda m: m | {"png": b"<html>404 Not Found</html>"}, "not a picture in a known format"),
-    "a bomb": (lambda m: m | {"png": bomb()}, "picture has 2,500,000,000 pixels, more than 80,000,000"),
-    "floating point": (lambda m: m | {"png": floating()}, "floating-point pictures are not supported"),
-    "no picture": (lambda m: {"txt": m["txt"]}, "no picture"),
+    "a web page": (lambda m: m | {"png": b"<html>404 Not Found</html>"}, "not an image in a known format"),
+    "a bomb": (lambda m: m | {"png": bomb()}, "image has 2,500,000,000 pixels, more than 80,000,000"),
+    "floating point": (lambda m: m | {"png": floating()}, "floating-point images are not supported"),
+    "no image": (lambda m: {"txt": m["txt"]}, "no image"),
     "no text": (lambda m: m | {"txt": b" \n"}, "no caption"),
     "another encoding": (lambda m: m | {"txt": "ein roter Würfel".encode("latin-1")}, "caption is not UTF-8"),
     "json cut": (lambda m: m | {"json": b'{"caption": "a do'}, "the json cannot be parsed"),

@@ -15,7 +15,7 @@ from kiloword.data.inspect import check, main, stats
 from kiloword.data.sources.open import open_source
 from kiloword.training.preview import draw
 from kiloword.types import Skipped
-from tars import encode, noise, pairs, picture, write_tar
+from tars import encode, noise, pairs, photo, write_tar
 
 
 @pytest.fixture
@@ -23,15 +23,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two tars: ten good samples, then four bad ones and a good one."""
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
     bad = {
-        "broken.png": picture()[:60],
+        "broken.png": photo()[:60],
         "broken.txt": b"x",
-        "silent.png": picture(),
+        "silent.png": photo(),
         "zero.png": b"",
         "zero.txt": b"x",
-        "latin.png": picture(),
+        "latin.png": photo(),
         "latin.txt": b"caf\xe9",
         "wide.bmp": encode(noise(10, 30), "JPEG"),
-        "wide.txt": b"picture 1\nthree words here",
+        "wide.txt": b"image 1\nthree words here",
     }
     write_tar(tmp_path / "data" / "0.tar", pairs(10))
     write_tar(tmp_path / "data" / "1.tar", bad)
@@ -43,7 +43,7 @@ def test_check_names_every_bad_sample(folder: Path, workers: int) -> None:
     bad = check(open_source(str(folder)), workers)
     assert [(s.row, s.key) for s in bad] == [(10, "broken"), (11, "silent"), (12, "zero"), (13, "latin")]
     assert bad[0].reason.startswith("cannot be decoded")
-    assert [s.reason for s in bad[1:]] == ["no caption", "the picture has zero bytes", "caption is not UTF-8"]
+    assert [s.reason for s in bad[1:]] == ["no caption", "the image has zero bytes", "caption is not UTF-8"]
 
 
 def test_stats_count_what_is_there(folder: Path) -> None:
@@ -53,11 +53,11 @@ def test_stats_count_what_is_there(folder: Path) -> None:
     assert found.words == [2] * 10 + [1] + [2, 3]
     assert found.characters[-1] == len("three words here")
     assert (found.widths[-1], found.heights[-1]) == (30, 10)
-    assert found.duplicates() == [("picture 1", 2)]
+    assert found.duplicates() == [("image 1", 2)]
 
 
 def test_class_index_without_a_name_is_bad(tmp_path: Path) -> None:
-    members = {"a.png": picture(), "a.cls": b"0", "b.png": picture(), "b.cls": b"2"}
+    members = {"a.png": photo(), "a.cls": b"0", "b.png": photo(), "b.cls": b"2"}
     write_tar(tmp_path / "0.tar", members)
     (tmp_path / "classnames.txt").write_text("cat\ndog\n")
     source = open_source(str(tmp_path))
@@ -75,8 +75,8 @@ def test_main_prints_and_returns_what_is_wrong(folder: Path, capsys: pytest.Capt
     assert "4 of 15 samples are bad (26.67%)" in printed
     assert main("stats", str(folder), folder / "sheet.png") == 0
     printed = capsys.readouterr().out
-    assert "pictures 12   captions 13   bad 3" in printed
-    assert "2 x picture 1" in printed
+    assert "images 12   captions 13   bad 3" in printed
+    assert "2 x image 1" in printed
     with Image.open(folder / "sheet.png") as sheet:
         assert sheet.width > 1000
 
@@ -88,7 +88,7 @@ def test_a_cut_tar_makes_index_return_it(folder: Path, capsys: pytest.CaptureFix
     assert "cut at byte 3,000" in capsys.readouterr().out
 
 
-def test_contact_sheet_shows_the_pictures(tmp_path: Path) -> None:
+def test_contact_sheet_shows_the_images(tmp_path: Path) -> None:
     red = encode(np.broadcast_to(np.uint8([200, 10, 10]), (9, 12, 3)).copy())
     long = ("word " * 500).encode()
     write_tar(tmp_path / "x.tar", {"a.png": red, "a.txt": long, "b.png": b"", "b.txt": b"x"})
@@ -96,8 +96,8 @@ def test_contact_sheet_shows_the_pictures(tmp_path: Path) -> None:
     contact_sheet(source, tmp_path / "a.png")
     contact_sheet(source, tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    with Image.open(tmp_path / "a.png") as picture_of_samples:
-        sheet = np.asarray(picture_of_samples)
+    with Image.open(tmp_path / "a.png") as image_of_samples:
+        sheet = np.asarray(image_of_samples)
     assert (sheet == [200, 10, 10]).all(-1).sum() == 240 * 180
     with pytest.raises(ValueError, match="cannot write"):
         contact_sheet(source, tmp_path / "a.png" / "b.png")

@@ -31,17 +31,17 @@ from kiloword.types import BadSample, Batch, Example, Fetch, Record, Skipped
 SIZE, ROWS, BATCH = 8, 40, 8
 TEXT = TextConfig(context=24, vocab=400)
 AUGMENT = AugmentConfig(crop=0.5, flip=0.5, jitter=0.5)
-TOKENIZER = Tokenizer.train([f"picture {i} caption {j}" for i in range(ROWS) for j in range(4)], 320)
+TOKENIZER = Tokenizer.train([f"image {i} caption {j}" for i in range(ROWS) for j in range(4)], 320)
 
 
 @dataclass
-class Pictures:
-    """Row i holds a noisy picture and 1 + i % 4 captions that name it; chosen rows are bad in several ways."""
+class Images:
+    """Row i holds a noisy image and 1 + i % 4 captions that name it; chosen rows are bad in several ways."""
 
     bad: dict[int, str] = field(default_factory=dict)
     rows: int = ROWS
     side: int = SIZE
-    name: str = "pictures"
+    name: str = "images"
     fingerprint: str = "f"
 
     def __len__(self) -> int:
@@ -53,21 +53,21 @@ class Pictures:
     def record(self, row: int) -> Record:
         how = self.bad.get(row)
         if how == "sample":
-            raise BadSample("truncated picture")
+            raise BadSample("truncated image")
         if how == "crash":
             raise KeyError("column")
         pixels = np.random.default_rng(row).integers(0, 256, (self.side, self.side, 3), dtype=np.uint8)
-        captions = [] if how == "silent" else [f"picture {row} caption {j}" for j in range(1 + row % 4)]
+        captions = [] if how == "silent" else [f"image {row} caption {j}" for j in range(1 + row % 4)]
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "sleep":
             time.sleep(30)
-        image = b"no picture" if how == "bytes" else pixels
+        image = b"no image" if how == "bytes" else pixels
         return Record(self.key(row), image, captions, label=row % 3 if how != "unlabelled" else None)
 
 
-def make(source: Pictures | None = None, augment: AugmentConfig = AUGMENT, **changes: object) -> Loader:
-    source = source or Pictures()
+def make(source: Images | None = None, augment: AugmentConfig = AUGMENT, **changes: object) -> Loader:
+    source = source or Images()
     captions = changes.pop("captions", "one")
     data = DataConfig(captions=captions, augment=augment)  # type: ignore[arg-type]
     order = Order(len(source), BATCH, seed=3)
@@ -101,7 +101,7 @@ def mixed(example: Example, fetch: Fetch, draw: Draw) -> Example:
     return replace(example, image=image, captions=captions, composed=True, image_side=sides, text_side=per_text)
 
 
-class Framed(Pictures):
+class Framed(Images):
     """Bright noise in a black frame."""
 
     def record(self, row: int) -> Record:
@@ -128,7 +128,7 @@ def test_the_stylistic_control_crops_exactly_where_the_augmentation_does_not(cha
 
 
 def test_workers_change_nothing() -> None:
-    bad = Pictures({3: "sample", 7: "bytes", 11: "silent", 20: "crash"})
+    bad = Images({3: "sample", 7: "bytes", 11: "silent", 20: "crash"})
     alone = make(bad, captions=2, views=(mixed,))
     state = torch.random.get_rng_state()
     first = list(alone.batches(0, 12))
@@ -147,7 +147,7 @@ def test_resume_at_any_step(step: int) -> None:
 
 
 def test_ranks_share_what_one_rank_sees() -> None:
-    bad = Pictures({3: "sample", 20: "crash"})
+    bad = Images({3: "sample", 20: "crash"})
     for step in range(6):
         whole = make(bad, captions="all").batch(step)
         parts = [make(bad, captions="all", rank=r, ranks=4).batch(step) for r in range(4)]
@@ -158,12 +158,12 @@ def test_ranks_share_what_one_rank_sees() -> None:
         assert list(chain.from_iterable(p.skipped for p in parts)) == whole.skipped
 
 
-def test_texts_belong_to_their_pictures() -> None:
+def test_texts_belong_to_their_images() -> None:
     loader = make(captions="all")
     epoch, rows = loader.order.batch_rows(7)
     batch = loader.batch(7)
     assert batch.image_of_text.tolist() == [i for i, r in enumerate(rows.tolist()) for _ in range(1 + r % 4)]
-    expected = [f"picture {r} caption {j}" for r in rows.tolist() for j in range(1 + r % 4)]
+    expected = [f"image {r} caption {j}" for r in rows.tolist() for j in range(1 + r % 4)]
     assert captions_of(batch) == expected
     assert batch.seeds.tolist() == [Draw(5, epoch, r).sample_seed for r in rows.tolist()]
     assert not batch.composed.any()
@@ -171,11 +171,11 @@ def test_texts_belong_to_their_pictures() -> None:
 
 def test_bad_samples_are_named_and_replaced_the_same_way_each_time() -> None:
     bad = {3: "sample", 7: "bytes", 11: "silent", 20: "crash"}
-    epoch = list(make(Pictures(bad)).batches(0, ROWS // BATCH))
+    epoch = list(make(Images(bad)).batches(0, ROWS // BATCH))
     skipped = [s for b in epoch for s in b.skipped]
     named = {s.row: (s.key, s.reason) for s in skipped}
-    assert named[3] == ("k003", "truncated picture")
-    assert named[7] == ("k007", "not a picture in a known format")
+    assert named[3] == ("k003", "truncated image")
+    assert named[7] == ("k007", "not an image in a known format")
     assert named[11] == ("k011", "no caption")
     assert named[20] == ("k020", "KeyError: 'column'")
     for batch in epoch:
@@ -186,7 +186,7 @@ def test_bad_samples_are_named_and_replaced_the_same_way_each_time() -> None:
 
 
 def test_a_replacement_is_what_its_own_turn_would_give() -> None:
-    broken, whole = make(Pictures({3: "sample"})), make()
+    broken, whole = make(Images({3: "sample"})), make()
     step = next(s for s in range(5) if 3 in whole.order.batch_rows(s)[1])
     place = whole.order.batch_rows(step)[1].tolist().index(3)
     batch = broken.batch(step)
@@ -202,7 +202,7 @@ def test_views_get_replacements_too_and_report_them() -> None:
     def fetch_bad(example: Example, fetch: Fetch, draw: Draw) -> Example:
         return replace(example, captions=[f"beside {fetch.example(3, draw).row}"])
 
-    batch = make(Pictures({3: "sample"}), views=(fetch_bad,)).batch(0)
+    batch = make(Images({3: "sample"}), views=(fetch_bad,)).batch(0)
     assert "beside 3" not in captions_of(batch)
     assert len([s for s in batch.skipped if s.row == 3]) >= BATCH
 
@@ -216,8 +216,8 @@ def test_views_see_sides_and_flags_stacked() -> None:
 
 
 def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
-    bad = Pictures(dict.fromkeys(range(ROWS), "sample"))
-    message = rf"pictures: {ATTEMPTS + 1} rows in a row are bad: truncated picture \({ATTEMPTS + 1}, such as k0"
+    bad = Images(dict.fromkeys(range(ROWS), "sample"))
+    message = rf"images: {ATTEMPTS + 1} rows in a row are bad: truncated image \({ATTEMPTS + 1}, such as k0"
     for workers in (0, 1):
         with pytest.raises(ValueError, match=message) as caught:
             list(make(bad, workers=workers).batches(0, 1))
@@ -226,7 +226,7 @@ def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
 
 def test_a_killed_worker_is_an_error_not_a_wait() -> None:
     with pytest.raises(LoaderStopped, match=r"a loader worker stopped: .*(Killed|exited unexpectedly)"):
-        list(make(Pictures(dict.fromkeys(range(ROWS), "kill")), workers=1, timeout=60).batches(0, 5))
+        list(make(Images(dict.fromkeys(range(ROWS), "kill")), workers=1, timeout=60).batches(0, 5))
 
 
 class Cut:
@@ -254,7 +254,7 @@ def test_a_worker_that_goes_while_it_sends_is_named(error: type[Exception]) -> N
 @pytest.mark.slow
 def test_a_stalled_worker_is_an_error_not_a_wait() -> None:
     with pytest.raises(LoaderStopped, match="a loader worker stopped: DataLoader timed out after 1 seconds"):
-        list(make(Pictures(dict.fromkeys(range(ROWS), "sleep")), workers=1, timeout=1).batches(0, 5))
+        list(make(Images(dict.fromkeys(range(ROWS), "sleep")), workers=1, timeout=1).batches(0, 5))
 
 
 def test_a_worker_whose_reader_is_gone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -269,18 +269,18 @@ def test_a_worker_whose_reader_is_gone_says_nothing(capfd: pytest.CaptureFixture
     assert "reader" not in said
 
 
-def test_untouched_pictures_are_exact() -> None:
+def test_untouched_images_are_exact() -> None:
     loader = make(augment=AugmentConfig())
     _, rows = loader.order.batch_rows(1)
-    expected = [Pictures().record(r).image for r in rows.tolist()]
+    expected = [Images().record(r).image for r in rows.tolist()]
     assert torch.equal(loader.batch(1).images, torch.from_numpy(np.stack(expected)).permute(0, 3, 1, 2))  # type: ignore[arg-type]
     png = io.BytesIO()
     Image.fromarray(expected[0]).save(png, "PNG")  # type: ignore[arg-type]
-    assert torch.equal(loader.picture(png.getvalue(), Draw(0, 0, 0)), loader.batch(1).images[0])
+    assert torch.equal(loader.image(png.getvalue(), Draw(0, 0, 0)), loader.batch(1).images[0])
 
 
 def test_augmentation_changes_with_the_epoch_only() -> None:
-    loader = make(Pictures(rows=BATCH))
+    loader = make(Images(rows=BATCH))
     rows = [loader.order.batch_rows(s)[1].tolist() for s in (0, 1)]
     a, b = loader.batch(0), loader.batch(1)
     same_row = b.images[[rows[1].index(r) for r in rows[0]]]
@@ -290,7 +290,7 @@ def test_augmentation_changes_with_the_epoch_only() -> None:
 
 def test_bad_rows_are_counted_once_and_stop_a_run() -> None:
     bad = BadRows(200, 0.01)
-    first = Skipped(4, "k4", "truncated picture")
+    first = Skipped(4, "k4", "truncated image")
     assert bad.count([first, first]) == [first]
     assert bad.count([first]) == []
     bad.count([Skipped(5, "k5", "no caption")])
@@ -301,11 +301,11 @@ def test_bad_rows_are_counted_once_and_stop_a_run() -> None:
         with pytest.raises(
             ValueError, match=r"3 of the data set's 200 rows are bad, more than the allowed 1.00%: trunc"
         ):
-            one.count([Skipped(6, "k6", "truncated picture")])
+            one.count([Skipped(6, "k6", "truncated image")])
 
 
 def test_part_weights_move_on_with_the_epoch() -> None:
-    source = Mixture([Pictures(), Pictures(rows=20)], [1.0, 0.5])
+    source = Mixture([Images(), Images(rows=20)], [1.0, 0.5])
     loader = Loader(source, Order(50, 10), DataConfig(captions="all"), TEXT, SIZE, TOKENIZER)
     for epoch in range(3):
         seen = [c for b in loader.batches(epoch * 5, epoch * 5 + 5) for c in captions_of(b)]
@@ -321,7 +321,7 @@ def test_truncated_captions_are_counted() -> None:
 
 
 def test_evaluation_reads_every_row_once_in_order() -> None:
-    source = Pictures({2: "sample", 9: "bytes", 5: "silent"}, rows=11, side=20)
+    source = Images({2: "sample", 9: "bytes", 5: "silent"}, rows=11, side=20)
     for workers in (0, 2):
         parts = list(eval_batches(source, SIZE, "squash", 4, workers))
         assert [r for p in parts for r in p.rows] == [0, 1, 3, 4, 5, 6, 7, 8, 10]
@@ -330,21 +330,21 @@ def test_evaluation_reads_every_row_once_in_order() -> None:
         assert parts[0].images.shape == (3, 3, SIZE, SIZE)
         assert parts[1].captions[1] == []
         assert [p.labels.tolist() for p in parts if p.labels is not None] == [[0, 1, 0], [1, 2, 0, 1], [2, 1]]
-    unlabelled = Pictures(dict.fromkeys(range(3), "unlabelled"), rows=3)
+    unlabelled = Images(dict.fromkeys(range(3), "unlabelled"), rows=3)
     assert next(eval_batches(unlabelled, SIZE)).labels is None
-    empty = next(eval_batches(Pictures({0: "sample"}, rows=1), SIZE))
+    empty = next(eval_batches(Images({0: "sample"}, rows=1), SIZE))
     assert empty.images.shape == (0, 3, SIZE, SIZE)
 
 
 def test_errors_are_sentences() -> None:
     with pytest.raises(ValueError, match="a global batch of 8 does not divide over 3 ranks"):
         make(ranks=3)
-    with pytest.raises(ValueError, match="pictures has 40 rows, the order was made for 41"):
+    with pytest.raises(ValueError, match="images has 40 rows, the order was made for 41"):
         replace(make(), order=Order(41, BATCH))
     with pytest.raises(ValueError, match=r"a view left k0\d\d without a caption"):
         make(views=(lambda example, fetch, draw: replace(example, captions=[]),)).batch(0)
 
-    with pytest.raises(ValueError, match="0 captions a picture"):
+    with pytest.raises(ValueError, match="0 captions an image"):
         make(captions=0)
 
     def partly(example: Example, fetch: Fetch, draw: Draw) -> Example:

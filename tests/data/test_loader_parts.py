@@ -136,16 +136,16 @@ def test_images_that_need_no_change_are_not_touched(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loader, "_train", lambda image, draw: calls.append("train") or torch.zeros(1))
     monkeypatch.setattr(loader, "_eval", lambda image: calls.append("eval") or torch.zeros(1))
     fits = noise(8, 8)
-    same = loader.picture(fits, Draw(1, 0, 0))
+    same = loader.image(fits, Draw(1, 0, 0))
     fits[0, 0] = 9
     assert same[:, 0, 0].tolist() == [9, 9, 9], "the same memory"
     locked = noise(8, 8)
     locked.flags.writeable = False
     for other in (noise(8, 9), noise(9, 8), noise(8, 8).astype(np.int16), locked, b"encoded"):
-        loader.picture(other, Draw(1, 0, 0))
+        loader.image(other, Draw(1, 0, 0))
     assert calls == ["train"] * 5
     loader.train = False
-    loader.picture(b"encoded", Draw(1, 0, 0))
+    loader.image(b"encoded", Draw(1, 0, 0))
     assert calls[5:] == ["eval"]
     still = AugmentConfig(drop_words=0.5)
     changes = ({"crop": 0.9}, {"flip": 0.1}, {"jitter": 0.1}, {"grayscale": 0.1}, {"blur": 0.1})
@@ -183,7 +183,7 @@ def test_settings_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Rows(8)
     for settings, said in (
         ({"ranks": 3}, "does not divide over 3 ranks"),
-        ({"captions": 0}, "0 captions a picture; expected at least 1"),
+        ({"captions": 0}, "0 captions an image; expected at least 1"),
         ({"truth": True}, "rows does not know which texts are true"),
         ({"questions": True}, "rows asks no questions"),
     ):

@@ -25,7 +25,7 @@ from kiloword.data.remote.errors import Fault
 from kiloword.data.scenes import parse, render
 from kiloword.data.scenes.settings import parse_settings
 from kiloword.data.sources.extra_captions import CaptionTable, WithCaptions
-from kiloword.data.sources.folder import Folder, is_picture
+from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.questions import majority
 from kiloword.data.sources.sample import check_regular, parse_label, read_whole
@@ -36,7 +36,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.files import Rewrites, read_columns
 from kiloword.data.transforms.images import halves
 from kiloword.types import BadSample, Record, Skipped
-from tars import noise, pairs, picture, write_tar
+from tars import noise, pairs, photo, write_tar
 
 
 def test_patterns_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_patterns_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tars go before images; tars in test/ count beside class names alone; a folder in place of a tar is none."""
-    (tmp_path / "a.PNG").write_bytes(picture())
+    (tmp_path / "a.PNG").write_bytes(photo())
     (tmp_path / "a.txt").write_bytes(b"a dog")
     (tmp_path / "dir.tar").mkdir()
     images: Any = open_source(str(tmp_path))
@@ -75,7 +75,7 @@ def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_source(str(tmp_path.parent))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert len(open_source("~/9.tar")) == 1
-    for name, said in (("empty", "is an empty folder"), ("notes", "is a folder without tars or pictures")):
+    for name, said in (("empty", "is an empty folder"), ("notes", "is a folder without tars or images")):
         (tmp_path / name).mkdir()
         (tmp_path / "notes" / "x.md").write_bytes(b"") if name == "notes" else None
         with pytest.raises(ValueError, match=said):
@@ -89,7 +89,7 @@ def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="is no regular file"):
         open_source(str(tmp_path / "pipe.tar"))
     names = ["a.jpg", "b.JPEG", ".a.jpg", "jpg", "a.jpg.txt", "a.gif", "x.webp"]
-    assert [is_picture(name) for name in names] == [True, True, False, False, False, False, True]
+    assert [is_image(name) for name in names] == [True, True, False, False, False, False, True]
 
 
 def test_a_file_named_scenes_goes_before_the_drawn_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_file_named_scenes_goes_before_the_drawn_ones(tmp_path: Path, monkeypa
 
 
 def test_which_column_of_a_table_counts(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     for name, text, said in (
         ("x.csv", 'image,filepath,title,caption,captions\na.png,b,t,c,"[""s"", ""u""]"\n', ["s", "u"]),
         ("x.csv", "filepath,title,caption\na.png,t,c\n", ["c"]),
@@ -220,14 +220,14 @@ def test_images_in_memory() -> None:
 
 def test_paths_as_images(tmp_path: Path) -> None:
     transform = EvalTransform(8)
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     assert prepare([str(tmp_path / "a.png"), tmp_path / "a.png"], transform).shape == (2, 3, 8, 8)
     (tmp_path / "b.png").write_bytes(b"text")
     os.mkfifo(tmp_path / "pipe")
     for name, said in (
         ("", "is a folder: expected an image file"),
         ("none", "cannot read image .*none: No such file"),
-        ("b.png", "cannot use image .*b.png: not a picture"),
+        ("b.png", "cannot use image .*b.png: not an image"),
         ("pipe", "cannot use image .*pipe: it is no regular file"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -17,9 +17,9 @@ import pytest
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data import reading
 from kiloword.data.images.augmentation import TrainTransform
-from kiloword.data.images.augmentation import read as read_image
+from kiloword.data.images.augmentation import read as read_file
 from kiloword.data.loader import Loader
-from kiloword.data.reading import eval_batches, name_of, read, read_picture
+from kiloword.data.reading import eval_batches, name_of, read, read_image
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import ScenesSource, open_scenes
 from kiloword.data.scenes import sample as scene_sample
@@ -41,7 +41,7 @@ from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
 from kiloword.data.transforms.images import halves
 from kiloword.randomness import Draw
 from kiloword.types import BadSample, NoCaption, Record
-from tars import noise, pairs, picture, write_tar
+from tars import noise, pairs, photo, write_tar
 
 
 def reason(read: Callable[[], object]) -> str:
@@ -107,17 +107,17 @@ def test_a_damaged_row_does_not_hide_that_captions_match() -> None:
     )
     assert with_captions(source, [path]).record(1).captions == ["own", "more"]
     pq.write_table(pa.table({"key": ["other"], "caption": ["more"]}), path)
-    with pytest.raises(ValueError, match=r"none of the 3 pictures of rows: its keys are such as 'other', .* as 'k1'"):
+    with pytest.raises(ValueError, match=r"none of the 3 images of rows: its keys are such as 'other', .* as 'k1'"):
         with_captions(source, [path])
 
 
 def test_folders_without_images_and_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"holds no pictures \(\.jpg, \.jpeg, \.png, \.webp, \.bmp\)"):
+    with pytest.raises(ValueError, match=r"holds no images \(\.jpg, \.jpeg, \.png, \.webp, \.bmp\)"):
         Folder("x", tmp_path)
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     (tmp_path / "a.txt").write_bytes(b"a dog")
     source = Folder("x", tmp_path)
-    assert source.stored(0) == [picture(), b"a dog", None, None]
+    assert source.stored(0) == [photo(), b"a dog", None, None]
 
     def refuse(path: Path, what: str, most: int) -> bytes:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -161,7 +161,7 @@ def test_an_index_that_stays_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert asked == [False, True]
     with pytest.raises(ValueError, match=r"list\.txt is not UTF-8"):
         text_lines("list.txt", b"\xff\n")
-    with pytest.raises(ValueError, match="holds no pictures"):
+    with pytest.raises(ValueError, match="holds no images"):
         index_module.scan(write_tar(tmp_path / "1.tar", {"a.txt": b"x"}))
 
 
@@ -206,24 +206,24 @@ def test_a_drive_is_asked_four_times_and_others_once(monkeypatch: pytest.MonkeyP
     with pytest.raises(MemoryError, match="full"):
         read(source, 2)
     assert reason(lambda: read(source, 3)) == "no caption"
-    assert read_picture(source, 3).key == "k"
+    assert read_image(source, 3).key == "k"
     assert (name_of(source, 2), len(waits)) == ("row 2", 3)
-    with pytest.raises(ValueError, match="a batch of 0 pictures; expected at least 1"):
+    with pytest.raises(ValueError, match="a batch of 0 images; expected at least 1"):
         eval_batches(source, 8, batch=0)
 
 
 def test_tables_of_questions(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     (tmp_path / "zero.png").write_bytes(b"")
     rows = b"a.png,what?,yes\nzero.png,what?,no\na.png,\xff,no\nb.png,what?,no\na.png,too,many,cells\n"
     (tmp_path / "x.csv").write_bytes(b"image,question,answer\n" + rows)
     source = open_table("x", tmp_path / "x.csv")
     assert [source.key(row) for row in range(5)] == ["a#0", "zero#1", "a#2", "b#3", "malformed 0"]
-    assert (source.record(0).captions, source.stored(0), source.stored(4)) == (["yes"], [picture()], [])
+    assert (source.record(0).captions, source.stored(0), source.stored(4)) == (["yes"], [photo()], [])
     assert [reason(lambda row=row: source.record(row)) for row in range(1, 5)] == [  # type: ignore[misc]
-        "the picture has zero bytes",
+        "the image has zero bytes",
         "caption is not UTF-8",
-        "picture cannot be read: b.png (No such file or directory)",
+        "image cannot be read: b.png (No such file or directory)",
         "line has 4 columns, expected 3: a.png,too,many,cells",
     ]
     for row in (-1, 5):
@@ -244,11 +244,11 @@ def test_tables_of_questions(tmp_path: Path) -> None:
 
 
 def test_images_from_paths_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"picture .*none\.png cannot be read: No such file or directory"):
-        read_image(tmp_path / "none.png")
+    with pytest.raises(ValueError, match=r"image .*none\.png cannot be read: No such file or directory"):
+        read_file(tmp_path / "none.png")
     (tmp_path / "bad.png").write_bytes(b"text")
-    with pytest.raises(ValueError, match=r"picture .*bad\.png cannot be used: not a picture"):
-        read_image(tmp_path / "bad.png")
+    with pytest.raises(ValueError, match=r"image .*bad\.png cannot be used: not an image"):
+        read_file(tmp_path / "bad.png")
 
 
 def test_squashing_keeps_the_whole_image() -> None:

@@ -27,7 +27,7 @@ from kiloword.verify.batch import batch
 from kiloword.verify.suite import learner
 from threads import over_threads
 
-STEPS, PICTURES = 3, 15  # over 3 ranks, whose shards of a width of 32 are uneven
+STEPS, IMAGES = 3, 15  # over 3 ranks, whose shards of a width of 32 are uneven
 CONFIG = replace(MUON, lr=1e-2, warmup=0, ema=0.5, muon_weight_decay=0.1, clip=0.5)
 
 
@@ -43,7 +43,7 @@ def trained(way: str) -> dict[str, Tensor]:
     optimizer, reducer = Optimizer(model, CONFIG, STEPS), engine.Reducer(model)
     seen(model)  # as a method does that prepares itself
     average = Average(model, 0.5)
-    share = PICTURES // collectives.ranks()
+    share = IMAGES // collectives.ranks()
     mine = batch(collectives.rank() * share, (collectives.rank() + 1) * share, method="sycoca")
     out: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -63,7 +63,7 @@ def trained(way: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def seen(model: Learner) -> dict[str, Tensor]:
-    """Features of pictures and texts: of the weights as they are now, whatever was gathered of others."""
+    """Features of images and texts: of the weights as they are now, whatever was gathered of others."""
     found = model.encode(batch(0, 3, method="sycoca"))
     return {"image": found.images["vec"], "text": found.texts["vec"]}
 

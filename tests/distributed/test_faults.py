@@ -35,7 +35,7 @@ from kiloword.features.store import SideTable
 from kiloword.training.log import read_metrics
 from kiloword.types import BadSample, Record
 from states import load_state
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 SMALL = ["--size", "debug", "--batch", "8", "--log-every", "1", "--vocab", "300"]
 SCENES = "scenes?n=64"
@@ -333,7 +333,7 @@ def test_few_open_files(
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
-    """Twenty tars of ten pictures."""
+    """Twenty tars of ten images."""
     (tmp_path / "data").mkdir()
     return [write_tar(tmp_path / "data" / f"{n:04d}.tar", pairs(10, 10 * n)) for n in range(20)]
 
@@ -347,7 +347,7 @@ def cut(tar: Path) -> None:
 
 
 def replace(tar: Path) -> None:
-    other = {f"x{n}.{kind}": value for n in range(12) for kind, value in (("png", picture(n)), ("txt", b"another"))}
+    other = {f"x{n}.{kind}": value for n in range(12) for kind, value in (("png", photo(n)), ("txt", b"another"))}
     write_tar(tar.with_suffix(".new"), other).rename(tar)
 
 
@@ -378,7 +378,7 @@ def touch(tar: Path) -> None:
 def test_a_shard_that_changes(
     shards: list[Path], change: Callable[[Path], None], reason: str, bad: int, opened: bool
 ) -> None:
-    """What was read before and is read again is the same or bad, never another picture."""
+    """What was read before and is read again is the same or bad, never another image."""
     source = Shards("data", shards)
     before = [read(source, row) for row in range(200)] if opened else [read(Shards("d", shards), n) for n in range(200)]
     change(shards[7])
@@ -510,7 +510,7 @@ def test_validation_data_that_is_gone_at_the_end(
     with monkeypatch.context() as patch:
         at_step(patch, 2, empty)
         said = ends(words)
-    assert f"{val}: none of its 8 rows is a usable picture, the first because: val.tar is another file than" in said
+    assert f"{val}: none of its 8 rows is a usable image, the first because: val.tar is another file than" in said
     found = load_state(out / "state", pytest.fail)
     assert found is not None
     assert found[1]["step"] == 4

@@ -11,9 +11,9 @@ from kiloword.evaluation import baseline
 
 
 def test_histogram_by_hand() -> None:
-    picture = np.zeros((3, 2, 2), np.uint8)
-    picture[:, 0, 0] = (255, 0, 60)  # cell (4, 0, 1); the other three pixels are black, cell (0, 0, 0)
-    found = baseline.histogram(torch.from_numpy(picture)[None])
+    image = np.zeros((3, 2, 2), np.uint8)
+    image[:, 0, 0] = (255, 0, 60)  # cell (4, 0, 1); the other three pixels are black, cell (0, 0, 0)
+    found = baseline.histogram(torch.from_numpy(image)[None])
     expected = torch.zeros(1, 125, dtype=torch.float64)
     expected[0, 0], expected[0, 4 * 25 + 1] = 0.75**0.5, 0.25**0.5
     torch.testing.assert_close(found, expected)

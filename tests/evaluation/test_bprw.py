@@ -134,7 +134,7 @@ def test_one_prompt_has_all_the_weight() -> None:
 
 
 def test_weights_that_go_to_zero_stay_numbers() -> None:
-    """Without a prior a prompt far from every picture ends at exactly 0, and nothing becomes NaN."""
+    """Without a prior a prompt far from every image ends at exactly 0, and nothing becomes NaN."""
     seen, mean, log_var = mixture(5, d=64)
     mean[:, 0] += 1000
     options = PromptOptions(alpha=1.0)
@@ -180,31 +180,31 @@ def gaussians(n: int, seed: int, d: int = 6) -> Features:
 
 
 def test_classes_of_different_size_and_in_parts_weigh_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, pictures, names = gaussians(9, 0), gaussians(12, 1), [f"row {i}" for i in range(12)]
+    texts, images, names = gaussians(9, 0), gaussians(12, 1), [f"row {i}" for i in range(12)]
     group = torch.tensor([0, 2, 1, 0, 2, 2, 0, 2, 2])  # 3, 1 and 5 prompts, mixed
     chosen = torch.arange(12).view(3, 4)
-    found = reweigh(texts, group, 3, pictures, names, chosen, PromptOptions())
+    found = reweigh(texts, group, 3, images, names, chosen, PromptOptions())
     for c in range(3):
         own = {name: value[group == c] for name, value in texts.items()}
         alone = reweigh(
-            own, torch.zeros(len(own["vec"]), dtype=torch.int64), 1, pictures, names, chosen[[c]], PromptOptions()
+            own, torch.zeros(len(own["vec"]), dtype=torch.int64), 1, images, names, chosen[[c]], PromptOptions()
         )
         torch.testing.assert_close(found.weights[group == c], alone.weights, rtol=0, atol=1e-12)
     assert found.weights[2] == 1
     monkeypatch.setattr(bprw, "HELD", 1)  # one class at a time
-    parts = reweigh(texts, group, 3, pictures, names, chosen, PromptOptions())
+    parts = reweigh(texts, group, 3, images, names, chosen, PromptOptions())
     torch.testing.assert_close(parts.weights, found.weights, rtol=0, atol=1e-12)
     assert parts.steps == found.steps
 
 
 def test_draws_are_keyed_and_of_the_right_width() -> None:
-    pictures, names = gaussians(5, 1), [f"row {i}" for i in range(5)]
+    images, names = gaussians(5, 1), [f"row {i}" for i in range(5)]
     options = PromptOptions(samples=20000)
-    seen = observations(pictures, names, torch.tensor([3, 1]), options).view(2, 20000, -1)
-    torch.testing.assert_close(seen.mean(1).float(), pictures["vec"][[3, 1]], atol=0.01, rtol=0)
-    torch.testing.assert_close(seen.var(1).float(), pictures["log_var"][[3, 1]].exp(), atol=0, rtol=0.05)
-    torch.testing.assert_close(observations(pictures, names, torch.tensor([1]), options), seen[1], rtol=0, atol=0)
-    other = observations(pictures, names, torch.tensor([1]), replace(options, seed=1))
+    seen = observations(images, names, torch.tensor([3, 1]), options).view(2, 20000, -1)
+    torch.testing.assert_close(seen.mean(1).float(), images["vec"][[3, 1]], atol=0.01, rtol=0)
+    torch.testing.assert_close(seen.var(1).float(), images["log_var"][[3, 1]].exp(), atol=0, rtol=0.05)
+    torch.testing.assert_close(observations(images, names, torch.tensor([1]), options), seen[1], rtol=0, atol=0)
+    other = observations(images, names, torch.tensor([1]), replace(options, seed=1))
     assert not torch.equal(other, seen[1])
     assert not torch.equal(seen[0] - seen[0].mean(0), seen[1] - seen[1].mean(0))
 

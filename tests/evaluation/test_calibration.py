@@ -93,11 +93,11 @@ def test_few_items_make_few_bins(n: int, bins: int) -> None:
 
 def test_calibration_of_a_known_model() -> None:
     uncertainty = torch.arange(100.0)
-    found = dict(calibration("picture", binned(uncertainty, 1 - uncertainty / 100)))
-    assert found["picture_pearson"] == pytest.approx(-1)
-    assert found["picture_spearman"] == pytest.approx(-1)
-    assert found["picture_uncertainty@1"] == pytest.approx(4.5)
-    assert found["picture_right@10"] == pytest.approx(0.055)
+    found = dict(calibration("image", binned(uncertainty, 1 - uncertainty / 100)))
+    assert found["image_pearson"] == pytest.approx(-1)
+    assert found["image_spearman"] == pytest.approx(-1)
+    assert found["image_uncertainty@1"] == pytest.approx(4.5)
+    assert found["image_right@10"] == pytest.approx(0.055)
 
 
 def test_no_items_are_refused() -> None:

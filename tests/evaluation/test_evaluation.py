@@ -32,7 +32,7 @@ def cosine(images: Features, texts: Features) -> Tensor:
 
 
 def best_token(images: Features, texts: Features) -> Tensor:
-    """A score that no single vector gives: the best of a picture's tokens for each text."""
+    """A score that no single vector gives: the best of an image's tokens for each text."""
     return torch.einsum("ikd,td->itk", images["tokens"], texts["vec"]).amax(-1)
 
 
@@ -43,7 +43,7 @@ def features(n: int, seed: int, decimals: int = 6) -> Features:
 
 
 def dense_retrieval(scores: Tensor, image_of_text: Tensor, k: int) -> tuple[float, float]:
-    """Of all scores [I, T] at once: recall of texts, recall of pictures."""
+    """Of all scores [I, T] at once: recall of texts, recall of images."""
     own = image_of_text == torch.arange(len(scores))[:, None]
     return metrics.recall_at(scores, own, k).mean().item(), metrics.recall_at(scores.T, own.T, k).mean().item()
 
@@ -54,11 +54,11 @@ def dense_retrieval(scores: Tensor, image_of_text: Tensor, k: int) -> tuple[floa
 def test_retrieval_equals_all_scores_at_once(
     score: Callable[[Features, Features], Tensor], data: st.DataObject
 ) -> None:
-    pictures, captions = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 25))
-    rows = st.lists(st.integers(0, pictures - 1), min_size=captions, max_size=captions)
-    image_of_text = torch.tensor(data.draw(rows))  # any order; some pictures have no caption
+    photos, captions = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 25))
+    rows = st.lists(st.integers(0, photos - 1), min_size=captions, max_size=captions)
+    image_of_text = torch.tensor(data.draw(rows))  # any order; some images have no caption
     seed, decimals = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0, 1, 6]))  # 0 and 1: many ties
-    images, texts = features(pictures, seed, decimals), features(captions, seed + 100, decimals)
+    images, texts = features(photos, seed, decimals), features(captions, seed + 100, decimals)
     chunk = data.draw(st.integers(1, 30))
     values = dict(retrieval(score, images, texts, image_of_text, (1, 2, 5), chunk=chunk))
     for k in (1, 2, 5):
@@ -105,11 +105,11 @@ def test_blocks_stay_small() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 12), st.integers(1, 9), st.sampled_from([1, 6]))
-def test_true_relevance_equals_all_scores_at_once(seed: int, pictures: int, captions: int, decimals: int) -> None:
-    images, texts = features(pictures, seed, decimals), features(captions, seed + 1, decimals)
+def test_true_relevance_equals_all_scores_at_once(seed: int, photos: int, captions: int, decimals: int) -> None:
+    images, texts = features(photos, seed, decimals), features(captions, seed + 1, decimals)
     if decimals == 1:  # eighths: their products are exact, so that ties are ties in blocks of any shape
         images, texts = ({k: (8 * v).round() / 8 for k, v in side.items()} for side in (images, texts))
-    truth = torch.rand(captions, pictures, generator=torch.Generator().manual_seed(seed)) < 0.3
+    truth = torch.rand(captions, photos, generator=torch.Generator().manual_seed(seed)) < 0.3
     truth[0, 0] = True
     values = dict(true_relevance(cosine, images, texts, lambda c: truth[c].numpy(), (1, 3), chunk=5))
     known = truth.any(1)
@@ -123,7 +123,7 @@ def test_true_relevance_equals_all_scores_at_once(seed: int, pictures: int, capt
 
 
 def test_retrieval_refuses_what_it_cannot_rank() -> None:
-    with pytest.raises(ValueError, match="0 pictures and 3 texts"):
+    with pytest.raises(ValueError, match="0 images and 3 texts"):
         list(retrieval(cosine, features(0, 0), features(3, 0), torch.zeros(3, dtype=torch.int64)))
     with pytest.raises(ValueError, match="image_of_text"):
         list(retrieval(cosine, features(2, 0), features(3, 0), torch.tensor([0, 1, 2])))
@@ -176,7 +176,7 @@ def test_prompts() -> None:
 
 
 class KnownModel(torch.nn.Module):
-    """Knows every picture and text by number: grey level 10 n and the text "n" get the n-th unit vector."""
+    """Knows every image and text by number: grey level 10 n and the text "n" get the n-th unit vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Greys:
 
     def record(self, row: int) -> Record:
         if row in self.bad:
-            raise BadSample("truncated picture")
+            raise BadSample("truncated image")
         return Record(f"k{row}", np.full((32, 32, 3), 10 * row, np.uint8), self.captions[row], self.labels[row])
 
 
@@ -240,14 +240,14 @@ def test_a_model_that_knows_is_perfect_and_bad_rows_are_named() -> None:
     assert values.pop("skipped") == 2
     assert set(values) == {f"{side}_retrieval_recall@{k}" for side in ("text", "image") for k in (1, 5, 10)}
     assert set(values.values()) == {1.0}
-    assert [(s.row, s.reason) for s in bad] == [(3, "truncated picture"), (5, "no caption")]
+    assert [(s.row, s.reason) for s in bad] == [(3, "truncated image"), (5, "no caption")]
 
 
 def test_wrong_captions_cost_what_they_should() -> None:
     captions = [["1"], ["2"], ["3"], *([str(n)] for n in range(3, 10))]
     values = evaluate(known(), "retrieval", Greys(captions, [None] * 10, bad=()))
     assert values["image_retrieval_recall@1"] == pytest.approx(7 / 10)
-    # Picture 0 ties with all ten texts, 1 and 2 match another's, and the third text ties with the own one of picture 3.
+    # Image 0 ties with all ten texts, 1 and 2 match another's, and the third text ties with the own one of image 3.
     assert values["text_retrieval_recall@1"] == pytest.approx((1 / 10 + 0 + 0 + 1 / 2 + 6) / 10)
 
 
@@ -257,11 +257,11 @@ def test_zeroshot_on_a_source() -> None:
     source = Greys([[]] * 12, labels, [str(n) for n in range(6)], ["{c}"])
     bad: list[Skipped] = []
     values = evaluate(known(), "zeroshot", source, batch=5, skipped=bad)
-    # Pictures 0, 1, 2, 4, 5 are known; 6 and 8 to 11 score 0 with every class: chance.
+    # Images 0, 1, 2, 4, 5 are known; 6 and 8 to 11 score 0 with every class: chance.
     assert values["acc1"] == pytest.approx((5 + 5 / 6) / 10)
     assert values["acc5"] == pytest.approx((5 + 5 * 5 / 6) / 10)
     assert values["skipped"] == 2
-    assert [(s.row, s.reason) for s in bad] == [(3, "truncated picture"), (7, "no class label")]
+    assert [(s.row, s.reason) for s in bad] == [(3, "truncated image"), (7, "no class label")]
 
 
 def test_zeroshot_on_a_flat_folder_reads_its_class_names(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_zeroshot_on_a_flat_folder_reads_its_class_names(tmp_path: Path) -> None
         ("retrieval", Greys([[], []], [0, 1]), "greys has no captions.*zeroshot"),
         ("zeroshot", Greys([["1"]], [0]), "greys has no class names.*classnames.txt"),
         ("zeroshot", Greys([["1"]], [None], ["1", "2"]), "greys has no class labels"),
-        ("retrieval", Greys([["1"]] * 4, [0] * 4, bad=(0, 1, 2, 3)), "none of its 4 rows.*truncated picture"),
+        ("retrieval", Greys([["1"]] * 4, [0] * 4, bad=(0, 1, 2, 3)), "none of its 4 rows.*truncated image"),
     ],
 )
 def test_wrong_questions_get_a_sentence(task: str, source: Greys, message: str) -> None:

@@ -45,7 +45,7 @@ from kiloword.methods.prolip.gaussian import inclusion, log_inclusion
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import Features, Skipped
-from tars import picture, write_tar
+from tars import photo, write_tar
 
 
 def gaussians(n: int, d: int = 6, seed: int = 0) -> Features:
@@ -59,18 +59,18 @@ def cosine(images: Features, texts: Features) -> Tensor:
     return images["vec"] @ texts["vec"].T
 
 
-def some_chains(pictures: int = 7, seed: int = 0) -> Chains:
-    """One or two chains a picture; general texts are shared between pictures."""
+def some_chains(images: int = 7, seed: int = 0) -> Chains:
+    """One or two chains an image; general texts are shared between images."""
     rng = np.random.default_rng(seed)
     rows = []
-    for i in range(pictures):
+    for i in range(images):
         own = [[f"g{rng.integers(3)}", f"h{rng.integers(9)}", f"{i}-{c} c", f"{i}-{c} d"] for c in range(1 + i % 2)]
         rows.append((10 + i, own))
     return gather(rows)
 
 
-def official(texts: Tensor, strings: list[list[str]], picture: list[int], images: Tensor, root: Tensor) -> tuple:
-    """HierarCaps' public evaluator, transcribed slowly: texts [C, 4, D], their strings, pictures [I, D], root [D]."""
+def official(texts: Tensor, strings: list[list[str]], photo: list[int], images: Tensor, root: Tensor) -> tuple:
+    """HierarCaps' public evaluator, transcribed slowly: texts [C, 4, D], their strings, images [I, D], root [D]."""
     radius = (texts - root).norm(dim=-1)  # [C, 4]
     levels = np.linspace(radius.min().item(), radius.max().item(), 50)
     precisions, recalls = [], []
@@ -85,7 +85,7 @@ def official(texts: Tensor, strings: list[list[str]], picture: list[int], images
                         best, said = score[c, k], strings[c][k]
             if not found or found[-1] != said:
                 found.append(said)
-        own = [strings[c] for c in range(len(texts)) if picture[c] == i]
+        own = [strings[c] for c in range(len(texts)) if photo[c] == i]
         hits = [t for t in set(found) if any(t in chain for chain in own)]
         precisions.append(len(hits) / len(set(found)))
         recalls.append(sum(any(chain[k] in found for chain in own) for k in range(4)) / 4)
@@ -100,7 +100,7 @@ def test_official_protocol_is_the_transcription(seed: int) -> None:
     found = dict(measure(radius_paths(cosine, images, texts, radius), chains))
     strings = [[chains.texts[t] for t in places] for places in chains.places.tolist()]
     stacked = texts["vec"][chains.places]
-    precision, recall = official(stacked, strings, chains.picture.tolist(), images["vec"], root["vec"][0])
+    precision, recall = official(stacked, strings, chains.image.tolist(), images["vec"], root["vec"][0])
     assert found["precision"] == pytest.approx(precision)
     assert found["recall"] == pytest.approx(recall)
     assert 0 < recall < 1
@@ -139,7 +139,7 @@ def test_kendall_pair_by_pair_and_ties_count_nothing(values: list[int]) -> None:
 @pytest.mark.parametrize("steps", [2, 50])
 def test_traversal_is_the_transcription(nearest: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, images, roots = gaussians(23), gaussians(7, seed=1), gaussians(7, seed=2)["vec"]
-    monkeypatch.setattr(hierarchy_paths, "PANEL", 50)  # two pictures at a time
+    monkeypatch.setattr(hierarchy_paths, "PANEL", 50)  # two images at a time
     paths = traversals(cosine, images, texts, roots, nearest, steps)
     half = 0.5 * texts["log_var"].exp().sum(1) if nearest == "csd" else torch.zeros(23)
     for i in range(7):
@@ -233,7 +233,7 @@ def test_measures_by_hand() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_true_texts_count_wherever_they_stand(batch: int) -> None:
     table = torch.zeros(7, 2, dtype=torch.bool)
-    table[[0, 3], 0] = True  # x and c are true of the first picture, e of the second
+    table[[0, 3], 0] = True  # x and c are true of the first image, e of the second
     table[6, 1] = True
 
     def truth(some: list[int], part: slice) -> Tensor:
@@ -272,11 +272,11 @@ def test_inclusion_by_level_of_known_gaussians() -> None:
     assert not dict(inclusion_by_level(features, torch.tensor([[2, 2]]), torch.tensor([[3, 3]])))
 
 
-def test_wrong_texts_are_of_other_pictures_and_false() -> None:
+def test_wrong_texts_are_of_other_images_and_false() -> None:
     chains = small()
     found = wrong_texts(chains).tolist()
-    assert found[0] == [5, 3, 4]  # x is the picture's own too, so y of the third chain
-    assert found[1] == [-1, 1, 2]  # the third chain is of the same picture
+    assert found[0] == [5, 3, 4]  # x is the image's own too, so y of the third chain
+    assert found[1] == [-1, 1, 2]  # the third chain is of the same image
     everything_but_b = torch.tensor([t != 2 for t in range(7)])[:, None].expand(7, 2)
     found = wrong_texts(chains, lambda some, part: everything_but_b[some][:, part], batch=1).tolist()
     assert found == [[-1, -1, -1], [-1, -1, 2], [-1, -1, 2]]
@@ -332,7 +332,7 @@ def test_scenes_chains_are_captions_and_fixed() -> None:
 def test_scene_parts_grow_from_the_largest_thing() -> None:
     source = open_source("scenes:test?n=60", 48)
     assert isinstance(source, ScenesSource)
-    parts = source.picture_levels()
+    parts = source.image_levels()
     assert parts.levels == 3
     assert len(parts) % 3 == 0
     assert 0 < len(parts) < 180
@@ -369,7 +369,7 @@ def test_task_on_scenes_whatever_the_batch() -> None:
         expected += [f"{kind}_chain_uncertainty@{k}" for k in range(levels)]
         expected += [f"{kind}_chain_uncertainty_spearman", f"{kind}_chain_uncertainty_order"]
         expected += [f"{kind}_inclusion_h@{k}" for k in range(1, levels)]
-    expected += ["text_inclusion_inc@2", "text_inclusion_inc@3"]  # level 0 is true of every picture
+    expected += ["text_inclusion_inc@2", "text_inclusion_inc@3"]  # level 0 is true of every image
     expected += [f"image_inclusion_whole_h@{k}" for k in range(2)]
     assert set(found) == {*expected, "skipped"}
 
@@ -381,11 +381,11 @@ def test_uncertainty_of_scenes_is_that_of_their_chains() -> None:
     general = model.encode_text([source.hierarchies(row)[0][0] for row in range(11)])
     assert found["text_chain_uncertainty@0"] == pytest.approx(float(general["log_var"].exp().sum(1).mean()))
     parts = SceneParts(source)
-    alone = model.encode_image([np_picture(parts, row) for row in range(0, len(parts), 3)])
+    alone = model.encode_image([np_image(parts, row) for row in range(0, len(parts), 3)])
     assert found["image_chain_uncertainty@0"] == pytest.approx(float(alone["log_var"].exp().sum(1).mean()), rel=1e-5)
 
 
-def np_picture(source: SceneParts, row: int):  # type: ignore[no-untyped-def]
+def np_image(source: SceneParts, row: int):  # type: ignore[no-untyped-def]
     from PIL import Image
 
     return Image.fromarray(source.record(row).image)
@@ -402,7 +402,7 @@ def test_models_without_gaussians_have_one_root(capsys: pytest.CaptureFixture[st
         evaluate(matcher("clip"), "hierarchy", "scenes:test?n=9", nearest="csd")
 
 
-def test_scenes_of_one_thing_have_no_picture_levels() -> None:
+def test_scenes_of_one_thing_have_no_image_levels() -> None:
     found = evaluate(matcher(), "hierarchy", "scenes:test?n=9&objects=1")
     assert "text_chain_uncertainty@0" in found
     assert not [name for name in found if name.startswith("image")]
@@ -411,8 +411,8 @@ def test_scenes_of_one_thing_have_no_picture_levels() -> None:
 def with_chains(folder: Path, chains: list[object]) -> str:
     members = {}
     for i, found in enumerate(chains):
-        info = {"captions": [f"picture {i}"]} | ({} if found is None else {"hierarchies": found})
-        members |= {f"{i}.png": picture(i), f"{i}.json": json.dumps(info).encode()}
+        info = {"captions": [f"image {i}"]} | ({} if found is None else {"hierarchies": found})
+        members |= {f"{i}.png": photo(i), f"{i}.json": json.dumps(info).encode()}
     write_tar(folder / "0.tar", members)
     return str(folder)
 
@@ -440,7 +440,7 @@ def test_chains_of_json_and_rows_that_have_none(tmp_path: Path, monkeypatch: pyt
 
 def test_data_without_levels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="has no levels: give each picture's json `hierarchies`"):
+    with pytest.raises(ValueError, match="has no levels: give each image's json `hierarchies`"):
         evaluate(matcher(), "hierarchy", with_chains(tmp_path / "none", [None, None]))
     with pytest.raises(ValueError, match=r"has no levels \(row 1: hierarchies is not a list"):
         evaluate(matcher(), "hierarchy", with_chains(tmp_path / "bad", [None, "x"]))
@@ -458,7 +458,7 @@ def test_verb_writes_numbers_and_a_page(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "a.json").read_text())
     assert set(found) == {"prolip", "clip"}
     html = (tmp_path / "a.html").read_text()
-    for said in ("clip, traversal, root empty", "texts: level 1 in level 0", "level of pictures", "Examples of prolip"):
+    for said in ("clip, traversal, root empty", "texts: level 1 in level 0", "level of images", "Examples of prolip"):
         assert said in html, said
     assert html.count('class="ladder"') == 16
 

@@ -35,7 +35,7 @@ def test_the_root_is_the_empty_text() -> None:
         assert found[f"traversal_empty_{name}"] == pytest.approx(value)
 
 
-def test_specific_pictures_are_asked_to_lie_in_general_ones() -> None:
+def test_specific_images_are_asked_to_lie_in_general_ones() -> None:
     model, source = matcher(), scenes(23)
     found, parts = evaluate(model, "hierarchy", source), SceneParts(source)
     levels = [

@@ -109,12 +109,12 @@ def clip_benchmark() -> None:
     pytest.importorskip("sklearn", reason="CLIP_benchmark's classification metrics need scikit-learn")
 
 
-def random_pairs(seed: int, pictures: int, captions: int) -> tuple[Tensor, Tensor]:
-    """Scores [T, I] of random unit vectors, and the picture of every text [T]; every picture has a caption."""
+def random_pairs(seed: int, photos: int, captions: int) -> tuple[Tensor, Tensor]:
+    """Scores [T, I] of random unit vectors, and the image of every text [T]; every image has a caption."""
     g = torch.Generator().manual_seed(seed)
-    extra = torch.randint(pictures, (captions - pictures,), generator=g)
-    image_of_text = torch.cat([torch.arange(pictures), extra]).sort().values
-    images, texts = torch.randn(pictures, 32, generator=g), torch.randn(captions, 32, generator=g)
+    extra = torch.randint(photos, (captions - photos,), generator=g)
+    image_of_text = torch.cat([torch.arange(photos), extra]).sort().values
+    images, texts = torch.randn(photos, 32, generator=g), torch.randn(captions, 32, generator=g)
     texts = texts + 0.5 * images[image_of_text]
     normal = torch.nn.functional.normalize
     return normal(texts, dim=1) @ normal(images, dim=1).T, image_of_text

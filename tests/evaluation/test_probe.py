@@ -28,7 +28,7 @@ from kiloword.evaluation.probe.options import COUNT, RECIPES, ProbeOptions, Swee
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import BadSample, Record, Skipped
-from tars import picture, write_tar
+from tars import photo, write_tar
 
 
 def gaussians(n: int, classes: int, width: int, seed: int, spread: float = 1.0) -> Rows:
@@ -284,7 +284,7 @@ def test_a_class_too_small_for_the_shots() -> None:
     assert shots([[0, 1, 2], [], [3, 4]], 2, "abc") == [[0, 1], [], [3, 4]]
 
 
-# Pictures
+# Images
 
 
 @dataclass
@@ -303,7 +303,7 @@ class Greys:
 
     def record(self, row: int) -> Record:
         if row in self.bad:
-            raise BadSample("truncated picture")
+            raise BadSample("truncated image")
         grey = (7 * (row + self.shift)) % 256
         return Record(f"k{row}", np.full((32, 32, 3), grey, np.uint8), [], self.labels[row])
 
@@ -358,7 +358,7 @@ def test_a_cached_split_is_the_same(
 ) -> None:
     source = replace(TRAIN, labels=[None if n == 5 else n % 3 for n in range(20)])
     first = split(debug, source, 7, 0, tmp_path)
-    assert [(one.row, one.reason) for one in first.skipped] == [(3, "truncated picture"), (5, "no class label")]
+    assert [(one.row, one.reason) for one in first.skipped] == [(3, "truncated image"), (5, "no class label")]
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as nothing:
         nothing.setattr(probe_data, "encoded", lambda *_: pytest.fail("computed again"))
@@ -439,8 +439,8 @@ def test_rows_left_out_are_named_with_their_split(debug: Matcher) -> None:
     values = evaluate(debug, "probe", TEST, train=replace(TRAIN, labels=[None, *TRAIN.labels[1:]]), skipped=bad)
     assert values["skipped"] == 3
     assert {(one.key, one.reason) for one in bad} == {
-        ("row 3", "truncated picture"),
-        ("row 3", "truncated picture (train)"),
+        ("row 3", "truncated image"),
+        ("row 3", "truncated image (train)"),
         ("k0", "no class label (train)"),
     }
 
@@ -448,7 +448,7 @@ def test_rows_left_out_are_named_with_their_split(debug: Matcher) -> None:
 def test_classes_that_training_lacks_are_said(debug: Matcher, caplog: pytest.LogCaptureFixture) -> None:
     train = replace(TRAIN, labels=[n % 2 for n in range(20)], classnames=["red", "green", "blue"])
     evaluate(debug, "probe", replace(TEST, classnames=train.classnames), train=train)
-    assert "1 classes of the test pictures have no training picture" in caplog.text
+    assert "1 classes of the test images have no training image" in caplog.text
     assert "'blue'" in caplog.text
 
 
@@ -475,7 +475,7 @@ def test_where_training_data_is(tmp_path: Path) -> None:
         (TEST, replace(TRAIN, labels=[1] * 20), {}, "one class only"),
         (TEST, replace(TRAIN, labels=[None] * 20), {}, "greys has no class labels"),
         (TEST, TRAIN, {"shots": 7}, "the class '0' has 6 labelled .* --probe.shots is 7"),
-        (TEST, TRAIN, {"recipe": "lbfgs", "shots": 1}, "one training picture a class leaves none"),
+        (TEST, TRAIN, {"recipe": "lbfgs", "shots": 1}, "one training image a class leaves none"),
         (TEST, TRAIN, {"lr": 1e20, "epochs": 3, "weight_decay": 1e20}, "smaller --probe.lr"),
     ],
 )
@@ -490,7 +490,7 @@ def test_features_that_are_no_numbers_get_a_sentence() -> None:
     some = matcher("siglip")
     with torch.no_grad():
         some.model.head.pooling.image_projection.weight.fill_(math.nan)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="others: features of 11 of 11 pictures are no numbers, first of row 0"):
+    with pytest.raises(ValueError, match="others: features of 11 of 11 images are no numbers, first of row 0"):
         evaluate(some, "probe", TEST, train=TRAIN)
     evaluate(some, "probe", TEST, train=TRAIN, probe=ProbeOptions(features="pooled"))
 
@@ -541,7 +541,7 @@ def test_from_the_command_line(tmp_path: Path, debug: Matcher, capsys: pytest.Ca
     (data / "classnames.txt").write_text("a\nb")
     for part, first, count in (("train", 0, 12), ("test", 12, 8)):
         rows = range(first, first + count)
-        members = [(f"{n}.{s}", picture(n) if s == "png" else b"%d" % (n % 2)) for n in rows for s in ("png", "cls")]
+        members = [(f"{n}.{s}", photo(n) if s == "png" else b"%d" % (n % 2)) for n in rows for s in ("png", "cls")]
         write_tar(data / part / "0.tar", members)
     words = ["eval", str(tmp_path / "model"), "probe", "--data", str(data / "test"), "--json", str(tmp_path / "r.json")]
     main([*words, "--cache", str(tmp_path / "cache"), "--probe.shots", "3", "--probe.seeds", "4", "5"])

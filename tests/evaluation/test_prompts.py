@@ -26,7 +26,7 @@ from kiloword.evaluation.zeroshot import prompts as choosing
 from kiloword.evaluation.zeroshot.bprw import combined
 from kiloword.evaluation.zeroshot.options import PromptOptions, Way
 from kiloword.evaluation.zeroshot.page import Class, report
-from kiloword.evaluation.zeroshot.prompts import Pictures, Prompts, choose, filtered, labelled, least, nearest
+from kiloword.evaluation.zeroshot.prompts import Images, Prompts, choose, filtered, labelled, least, nearest
 from kiloword.methods.prolip.gaussian import variance_sum
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
@@ -62,23 +62,23 @@ def weights(found: dict[str, float]) -> dict[str, list[float]]:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    doubt=st.lists(st.sampled_from([0.1, 0.2, 0.2, 0.7, 1.5, 3.0]), min_size=1, max_size=12),
+    uncertainty=st.lists(st.sampled_from([0.1, 0.2, 0.2, 0.7, 1.5, 3.0]), min_size=1, max_size=12),
     coeff=st.sampled_from([-2.0, -0.5, 0.0, 1.0, 5.0]),
     k=st.integers(0, 4),
 )
-def test_filter_and_top_k_are_what_they_say(doubt: list[float], coeff: float, k: int) -> None:
-    group = [n % 3 for n in range(len(doubt))] if len(doubt) > 2 else [0] * len(doubt)
-    by_sigma = filtered(torch.tensor(doubt).double(), torch.tensor(group), coeff).tolist()
-    by_rank = least(torch.tensor(doubt).double(), torch.tensor(group), k).tolist()
+def test_filter_and_top_k_are_what_they_say(uncertainty: list[float], coeff: float, k: int) -> None:
+    group = [n % 3 for n in range(len(uncertainty))] if len(uncertainty) > 2 else [0] * len(uncertainty)
+    by_sigma = filtered(torch.tensor(uncertainty).double(), torch.tensor(group), coeff).tolist()
+    by_rank = least(torch.tensor(uncertainty).double(), torch.tensor(group), k).tolist()
     for c in set(group):
-        own = [n for n in range(len(doubt)) if group[n] == c]
-        mean = sum(doubt[n] for n in own) / len(own)
-        spread = (sum((doubt[n] - mean) ** 2 for n in own) / len(own)) ** 0.5
+        own = [n for n in range(len(uncertainty)) if group[n] == c]
+        mean = sum(uncertainty[n] for n in own) / len(own)
+        spread = (sum((uncertainty[n] - mean) ** 2 for n in own) / len(own)) ** 0.5
         for n in own:
             bound = mean + coeff * spread
-            if abs(doubt[n] - bound) > 1e-6:
-                assert by_sigma[n] == (doubt[n] <= max(bound, min(doubt[m] for m in own)))
-        ranked = sorted(own, key=lambda n: doubt[n])[: k or (len(own) + 1) // 2]
+            if abs(uncertainty[n] - bound) > 1e-6:
+                assert by_sigma[n] == (uncertainty[n] <= max(bound, min(uncertainty[m] for m in own)))
+        ranked = sorted(own, key=lambda n: uncertainty[n])[: k or (len(own) + 1) // 2]
         assert [n for n in own if by_rank[n]] == sorted(ranked)
         assert any(by_sigma[n] for n in own)
 
@@ -93,7 +93,7 @@ def unit(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [7, 4096])
-def test_nearest_pictures_of_each_class(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_images_of_each_class(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "ROWS", rows)
     images, classes = {"vec": unit(30, 8)}, {"vec": unit(4, 8, seed=1)}
     expected = score(images, classes).argsort(0, descending=True)[:10].T
@@ -103,34 +103,34 @@ def test_nearest_pictures_of_each_class(rows: int, monkeypatch: pytest.MonkeyPat
     assert all(sorted(own) == [0, 1, 2] for own in few.tolist())
 
 
-def pictures(labels: Tensor) -> Pictures:
+def photos(labels: Tensor) -> Images:
     rows = list(range(100, 100 + len(labels)))
-    return Pictures({"vec": unit(len(labels), 8), "log_var": torch.full((len(labels), 8), -8.0)}, labels, rows, "data")
+    return Images({"vec": unit(len(labels), 8), "log_var": torch.full((len(labels), 8), -8.0)}, labels, rows, "data")
 
 
-def test_labelled_pictures_are_of_their_class_and_drawn_by_row() -> None:
+def test_labelled_images_are_of_their_class_and_drawn_by_row() -> None:
     labels = torch.arange(40) % 4
     names = ["a", "b", "c", "d"]
-    some = labelled(pictures(labels), names, PromptOptions(shots=3))
+    some = labelled(photos(labels), names, PromptOptions(shots=3))
     assert some.shape == (4, 3)
     assert (labels[some] == torch.arange(4)[:, None]).all()
     assert len(set(some.flatten().tolist())) == 12
-    assert labelled(pictures(labels), names, PromptOptions(shots=3)).tolist() == some.tolist()
-    assert labelled(pictures(labels), names, PromptOptions(shots=3, seed=1)).tolist() != some.tolist()
-    assert labelled(pictures(labels), names, PromptOptions(shots=2)).tolist() == some[:, :2].tolist()
-    with pytest.raises(ValueError, match="class 'c' has 0 labelled pictures"):
-        labelled(pictures(torch.arange(40) % 2), ["a", "b", "c"], PromptOptions(shots=3))
-    with pytest.raises(ValueError, match="has 10 labelled pictures"):
-        labelled(pictures(labels), names, PromptOptions(shots=10))  # none would be left to score
+    assert labelled(photos(labels), names, PromptOptions(shots=3)).tolist() == some.tolist()
+    assert labelled(photos(labels), names, PromptOptions(shots=3, seed=1)).tolist() != some.tolist()
+    assert labelled(photos(labels), names, PromptOptions(shots=2)).tolist() == some[:, :2].tolist()
+    with pytest.raises(ValueError, match="class 'c' has 0 labelled images"):
+        labelled(photos(torch.arange(40) % 2), ["a", "b", "c"], PromptOptions(shots=3))
+    with pytest.raises(ValueError, match="has 10 labelled images"):
+        labelled(photos(labels), names, PromptOptions(shots=10))  # none would be left to score
     with pytest.raises(ValueError, match="these have many"):
-        labelled(pictures(torch.eye(4)), names, PromptOptions(shots=1))
+        labelled(photos(torch.eye(4)), names, PromptOptions(shots=1))
 
 
 def test_wrong_prompts_lose_their_weight() -> None:
-    """Two classes, each with two prompts near its pictures and two near the other's: five labels a class tell."""
+    """Two classes, each with two prompts near its images and two near the other's: five labels a class tell."""
     centre = unit(2, 8)
     labels = torch.arange(40) % 2
-    seen = pictures(labels)
+    seen = photos(labels)
     seen.images["vec"] = torch.nn.functional.normalize(centre[labels] + 0.1 * unit(40, 8, seed=2), dim=1)
     about = torch.tensor([0, 0, 1, 1, 1, 1, 0, 0])
     vec = torch.nn.functional.normalize(centre[about] + 0.1 * unit(8, 8, seed=3), dim=1)
@@ -178,9 +178,9 @@ def test_all_prompts_kept_is_the_ensemble() -> None:
 def test_filter_keeps_the_least_uncertain() -> None:
     found = zeroshot("topk", k=2)
     said = [template.replace("{c}", "solid") for template in TEMPLATES]
-    doubt = variance_sum(matcher().encode_text(said))
+    uncertainty = variance_sum(matcher().encode_text(said))
     kept = [n for n, value in enumerate(weights(found)["0"]) if value > 0]
-    assert kept == sorted(doubt.argsort()[:2].tolist())
+    assert kept == sorted(uncertainty.argsort()[:2].tolist())
     assert found["kept"] == 2
 
 
@@ -214,7 +214,7 @@ def test_values_of_re_weighting(shots: int) -> None:
 
 
 def test_without_shots_no_label_is_looked_at() -> None:
-    seen = pictures(torch.arange(40) % 2)
+    seen = photos(torch.arange(40) % 2)
     texts = {"vec": unit(8, 8, seed=4), "log_var": torch.full((8, 8), -6.0)}
     asked = Prompts(texts, torch.arange(8) // 4, 2, ["left", "right"])
     other = replace(seen, labels=torch.full((40,), -1))
@@ -223,12 +223,12 @@ def test_without_shots_no_label_is_looked_at() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
-def test_labelled_pictures_are_not_scored() -> None:
+def test_labelled_images_are_not_scored() -> None:
     """Accuracy is that of the same source without the rows that were learned from."""
     source = open_source(SCENES, 32)
     labels = torch.tensor([source.record(row).label for row in range(48)])
     held = labelled(
-        replace(pictures(labels), rows=list(range(48)), fingerprint=source.fingerprint), "abc", PromptOptions(shots=4)
+        replace(photos(labels), rows=list(range(48)), fingerprint=source.fingerprint), "abc", PromptOptions(shots=4)
     )
     images = matcher().encode_image(torch.stack([matcher()._transform(source.record(row).image) for row in range(48)]))
     rest = torch.tensor([row for row in range(48) if row not in held])
@@ -238,7 +238,7 @@ def test_labelled_pictures_are_not_scored() -> None:
     assert found["ensemble_acc1"] == pytest.approx(correct.double().mean().item())
 
 
-def test_fewer_pictures_than_neighbours() -> None:
+def test_fewer_images_than_neighbours() -> None:
     found = zeroshot("bprw", source="scenes:test?task=fill&n=4&size=32")
     assert [sum(own) for own in weights(found).values()] == [pytest.approx(1.0)] * 3
 
@@ -268,7 +268,7 @@ def test_verb_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert found["held_out"] == 6
     assert len(weights(found)) == 3
     page = html.read_text()
-    assert page.count("<img") == 3 * 2  # two pictures of each class
+    assert page.count("<img") == 3 * 2  # two images of each class
     assert "there is something solid" in page
     main([*words, "--html", str(html)])
     assert "acc1" in html.read_text()

@@ -1,4 +1,4 @@
-"""Painting hidden patches: what is painted where, and the metrics against picture-by-picture arithmetic."""
+"""Painting hidden patches: what is painted where, and the metrics against image-by-image arithmetic."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_only_hidden_patches_are_painted(op: str) -> None:
     assert out.dtype == torch.uint8
 
 
-def test_true_pixels_paint_the_picture_itself_and_wild_ones_stay_in_range() -> None:
+def test_true_pixels_paint_the_image_itself_and_wild_ones_stay_in_range() -> None:
     model = matcher().model
     hidden = masking.chosen(torch.rand(3, 16, generator=torch.Generator().manual_seed(0)), 8, most=True)
     true = masked_images.pixels(model, pixels(), hidden, norm_pix=False)
@@ -147,11 +147,11 @@ def test_mean_colour_is_that_of_what_is_seen() -> None:
 
 
 def test_covered_patches_are_striped_and_others_untouched() -> None:
-    picture = np.random.default_rng(0).integers(0, 255, (37, 50, 3), dtype=np.uint8)
+    image = np.random.default_rng(0).integers(0, 255, (37, 50, 3), dtype=np.uint8)
     hidden = np.zeros((4, 4), bool)
     hidden[0, 3] = hidden[2, 1] = True
-    out = covered(picture, hidden)
-    changed = (out != picture).any(-1)
+    out = covered(image, hidden)
+    changed = (out != image).any(-1)
     for y, x in np.ndindex(37, 50):
         if not hidden[y * 4 // 37, x * 4 // 50]:
             assert not changed[y, x]
@@ -160,7 +160,7 @@ def test_covered_patches_are_striped_and_others_untouched() -> None:
     assert len(np.unique(out[0, 45:])) == 2
 
 
-def test_metrics_are_arithmetic_over_pictures() -> None:
+def test_metrics_are_arithmetic_over_images() -> None:
     losses = {"right": [1.0, 2.0, 3.0, 4.0], "wrong": [1.5, 1.0, 3.0, 6.0], "none": [2.0] * 4, "mean_colour": [0.5] * 4}
     found = dict(values(losses, "random"))
     differences = [0.5, -1.0, 0.0, 2.0]
@@ -183,8 +183,8 @@ def test_metrics_are_arithmetic_over_pictures() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"norm_pix": True, "mim_op": "drop", "mim_share": 0.25}])
-def test_task_against_a_loop_over_pictures(settings: dict[str, Any]) -> None:
-    """Each picture alone, its hidden patches by their definition, pixels compared one by one."""
+def test_task_against_a_loop_over_images(settings: dict[str, Any]) -> None:
+    """Each image alone, its hidden patches by their definition, pixels compared one by one."""
     model, source = matcher(**settings), parse_scenes("scenes:test?n=7", 32)
     found = evaluate(model, "reconstruction", source, batch=3)
     records = [source.record(row) for row in range(7)]
@@ -208,13 +208,13 @@ def test_task_against_a_loop_over_pictures(settings: dict[str, Any]) -> None:
             guess = colour.repeat_interleave(64)
             losses.setdefault("mean_colour", []).append(float((guess - true).abs().mean()))
             mean = unfold(whole, 8)[0, hidden[0]]
-            losses.setdefault("mean_picture", []).append(float((mean - true).abs().mean()))
+            losses.setdefault("mean_image", []).append(float((mean - true).abs().mean()))
     for name, each in losses.items():
         assert found[f"reconstruction_l1_{name}@attentive"] == pytest.approx(sum(each) / 7, rel=1e-4), name
     assert found["right_beats_wrong@attentive"] == pytest.approx(
         sum(r < w for r, w in zip(losses["right"], losses["wrong"], strict=True)) / 7
     )
-    assert found["pictures"] == 7
+    assert found["images"] == 7
     assert ("reconstruction_l1_own_mean@random" in found) is mim.norm_pix
     again = evaluate(model, "reconstruction", source, batch=7)
     assert again == pytest.approx(found, rel=1e-4, abs=1e-7)
@@ -243,8 +243,8 @@ def test_the_same_patches_are_hidden_for_all_guides(monkeypatch: pytest.MonkeyPa
 def test_a_model_that_reads_nothing_has_one_number() -> None:
     found = evaluate(matcher(guide="none"), "reconstruction", parse_scenes("scenes:test?n=4", 32))
     kinds = {name.split("@")[0] for name in found}
-    names = {"none", "mean_colour", "mean_picture"}
-    assert kinds == {"pictures", "skipped", *(f"reconstruction_l1_{name}" for name in names)}
+    names = {"none", "mean_colour", "mean_image"}
+    assert kinds == {"images", "skipped", *(f"reconstruction_l1_{name}" for name in names)}
 
 
 def test_wrong_captions_are_others_and_false() -> None:
@@ -263,7 +263,7 @@ def test_wrong_captions_are_others_and_false() -> None:
 
 
 class Few:
-    """Three pictures, of which two have one caption; one more has none."""
+    """Three images, of which two have one caption; one more has none."""
 
     name, fingerprint = "few", "few-1"
 
@@ -275,13 +275,13 @@ class Few:
         return Record(f"k{row}", np.full((40, 30, 3), 60 * row, np.uint8), captions)
 
 
-def test_pictures_without_a_wrong_caption_are_left_out_and_named() -> None:
+def test_images_without_a_wrong_caption_are_left_out_and_named() -> None:
     skipped: list[Skipped] = []
     found = evaluate(matcher(), "reconstruction", Few(), skipped=skipped)
-    assert found["pictures"] == 2
+    assert found["images"] == 2
     assert {s.key: s.reason for s in skipped} == {"k3": "no caption", "k2": "no other's caption is wrong of it"}
     assert found["skipped"] == 2
-    with pytest.raises(ValueError, match="expected at least two pictures whose captions differ"):
+    with pytest.raises(ValueError, match="expected at least two images whose captions differ"):
         evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=1", 32))
 
 

@@ -23,7 +23,7 @@ from kiloword.types import Features
 
 
 def best_token(images: Features, texts: Features) -> Tensor:
-    """A score that no single vector gives: the best of a picture's tokens for each text."""
+    """A score that no single vector gives: the best of an image's tokens for each text."""
     return torch.einsum("ikd,td->itk", images["tokens"], texts["vec"]).amax(-1)
 
 
@@ -46,10 +46,10 @@ def literal_ranking(near: Tensor, exact: Tensor, n: int) -> list[int]:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_equals_a_literal_reranking(data: st.DataObject) -> None:
-    pictures, captions = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 14))
-    own = torch.tensor(data.draw(st.lists(st.integers(0, pictures - 1), min_size=captions, max_size=captions)))
+    photos, captions = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 14))
+    own = torch.tensor(data.draw(st.lists(st.integers(0, photos - 1), min_size=captions, max_size=captions)))
     seed, n = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 16))
-    images, texts = features(pictures, seed), features(captions, seed + 100)
+    images, texts = features(photos, seed), features(captions, seed + 100)
     near, exact = images["vec"] @ texts["vec"].T, best_token(images, texts)
     found = dict(shortlisted(best_token_pairs, images, texts, own, n, ks=(1, 3)))
     for k in (1, 3):
@@ -57,24 +57,24 @@ def test_equals_a_literal_reranking(data: st.DataObject) -> None:
         assert found[f"image_retrieval_recall@{k}"] == pytest.approx(
             sum(int(own[t]) in lists[t] for t in range(captions)) / captions
         )
-        ranked = [literal_ranking(near[i], exact[i], n)[:k] for i in range(pictures)]
-        hits = sum(any(int(own[t]) == i for t in ranked[i]) for i in range(pictures))
-        assert found[f"text_retrieval_recall@{k}"] == pytest.approx(hits / pictures)
+        ranked = [literal_ranking(near[i], exact[i], n)[:k] for i in range(photos)]
+        hits = sum(any(int(own[t]) == i for t in ranked[i]) for i in range(photos))
+        assert found[f"text_retrieval_recall@{k}"] == pytest.approx(hits / photos)
     in_lists = sum(int(own[t]) in near[:, t].argsort(descending=True)[:n].tolist() for t in range(captions))
     assert found[f"image_retrieval_shortlist_recall@{n}"] == pytest.approx(in_lists / captions)
     in_lists = sum(t in near[int(own[t])].argsort(descending=True)[:n].tolist() for t in range(captions))
     assert found[f"text_retrieval_shortlist_recall@{n}"] == pytest.approx(in_lists / captions)
 
 
-@pytest.mark.parametrize("pictures", [1, 7])
-def test_a_list_of_everything_is_full_scoring(pictures: int) -> None:
-    images, texts = features(pictures, 0), features(2 * pictures + 1, 1)
-    own = torch.arange(2 * pictures + 1) % pictures
-    truth = torch.rand(len(own), pictures, generator=torch.Generator().manual_seed(3)) < 0.4
+@pytest.mark.parametrize("images", [1, 7])
+def test_a_list_of_everything_is_full_scoring(images: int) -> None:
+    image_features, texts = features(images, 0), features(2 * images + 1, 1)
+    own = torch.arange(2 * images + 1) % images
+    truth = torch.rand(len(own), images, generator=torch.Generator().manual_seed(3)) < 0.4
     truth[0, 0] = True
-    full = dict(retrieval(best_token, images, texts, own, relevance=truth))
+    full = dict(retrieval(best_token, image_features, texts, own, relevance=truth))
     for n in (len(own), 10 * len(own)):
-        short = dict(shortlisted(best_token_pairs, images, texts, own, n, relevance=truth))
+        short = dict(shortlisted(best_token_pairs, image_features, texts, own, n, relevance=truth))
         assert {name: short[name] for name in full} == pytest.approx(full)
         assert short[f"text_retrieval_shortlist_recall@{n}"] == short[f"image_retrieval_shortlist_recall@{n}"] == 1
 
@@ -113,7 +113,7 @@ def test_score_pairs_is_the_diagonal_of_score(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(model.score_pairs(images, texts), diagonal)
     monkeypatch.delattr(Single, "score_pairs")  # a pooling without one is asked pair by pair
     torch.testing.assert_close(model.score_pairs(images, texts), diagonal)
-    with pytest.raises(ValueError, match="3 pictures and 1 texts"):
+    with pytest.raises(ValueError, match="3 images and 1 texts"):
         model.score_pairs(images, model.encode_text(["green"]))
 
 

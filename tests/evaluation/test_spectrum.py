@@ -1,4 +1,4 @@
-"""The spectrum of picture features: against numpy, on spectra that are known, and as a verb for several models."""
+"""The spectrum of image features: against numpy, on spectra that are known, and as a verb for several models."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_mixture_tokens_are_vectors_of_their_own(pool: str, tokens: int) -> None
     assert evaluate(model, "spectrum", "scenes:test?n=5")["vectors"] == 5 * tokens
 
 
-def test_bad_pictures_are_named_by_their_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_images_are_named_by_their_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-    write_tar(tmp_path / "photos" / "0.tar", pairs(6) | {"0004.png": b"no picture"})
+    write_tar(tmp_path / "photos" / "0.tar", pairs(6) | {"0004.png": b"no image"})
     skipped: list[Skipped] = []
     found = evaluate(matcher(), "spectrum", str(tmp_path / "photos"), skipped=skipped)
     assert (found["vectors"], found["skipped"], skipped[0].row) == (5, 1, 4)
@@ -85,7 +85,7 @@ def test_bad_pictures_are_named_by_their_own_row(tmp_path: Path, monkeypatch: py
 
 def test_nothing_readable_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-    write_tar(tmp_path / "photos" / "0.tar", pairs(1) | {"0000.png": b"no picture"})
+    write_tar(tmp_path / "photos" / "0.tar", pairs(1) | {"0000.png": b"no image"})
     with pytest.raises(ValueError, match="0 usable vectors"):
         evaluate(matcher(), "spectrum", str(tmp_path / "photos"))
 
@@ -96,7 +96,7 @@ def test_choice_is_the_same_for_every_model_and_within_the_source() -> None:
     assert _chosen(source, 99) == list(range(50))
 
 
-def test_one_picture_and_equal_pictures() -> None:
+def test_one_image_and_equal_images() -> None:
     with pytest.raises(ValueError, match="1 usable vectors"):
         evaluate(matcher(), "spectrum", "scenes:test?n=1")
     same = {"effective_rank": 0.0, "dimensions": 2.0, "vectors": 5.0, "singular_value@1": 0.0}

@@ -65,7 +65,7 @@ def pixels(n: int = 2, size: int = 48) -> Tensor:
     return torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
 
 
-def picture(path: Path, width: int = 70, height: int = 50) -> Path:
+def image(path: Path, width: int = 70, height: int = 50) -> Path:
     path.parent.mkdir(exist_ok=True)
     noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(noise).save(path)
@@ -249,12 +249,12 @@ def test_figure_has_room_for_all(tmp_path: Path) -> None:
 
 
 def test_files_of_score_explain(tmp_path: Path) -> None:
-    images = [picture(tmp_path / "a.jpg"), picture(tmp_path / "b" / "a.png", 30, 90)]
+    images = [image(tmp_path / "a.jpg"), image(tmp_path / "b" / "a.png", 30, 90)]
     lines = write(tmp_path / "deep" / "out", matcher(mixed=3), images, CAPTIONS[:1])
     document = json.loads((tmp_path / "deep" / "out" / "weights.json").read_text())
     assert document["tokens"] == ["class token", "token 1", "token 2"]
-    assert [p["figure"] for p in document["pictures"]] == ["a.png", "a-2.png"]
-    for shown in document["pictures"]:
+    assert [p["figure"] for p in document["images"]] == ["a.png", "a-2.png"]
+    for shown in document["images"]:
         with Image.open(tmp_path / "deep" / "out" / shown["figure"]) as png:
             assert png.format == "PNG"
             assert 800 < png.width < 2400
@@ -268,14 +268,14 @@ def test_files_of_score_explain(tmp_path: Path) -> None:
 
 
 def test_figures_hold_the_image_and_the_maps_of_every_text(tmp_path: Path) -> None:
-    model, path = matcher(mixed=3), picture(tmp_path / "a.jpg", 300, 300)
+    model, path = matcher(mixed=3), image(tmp_path / "a.jpg", 300, 300)
     write(tmp_path / "out", model, [path], CAPTIONS[:2])
     found, large = model.explain(path, CAPTIONS[:2]), _large(model, path)
     assert found.tokens is not None
     with Image.open(tmp_path / "out" / "a.png") as png:
         sheet = png.convert("RGB")
     assert holds(sheet, square(large, 130))
-    texts = json.loads((tmp_path / "out" / "weights.json").read_text())["pictures"][0]["texts"]
+    texts = json.loads((tmp_path / "out" / "weights.json").read_text())["images"][0]["texts"]
     for t, text in enumerate(texts):
         assert holds(sheet, overlay(large, found.maps[0, t].view(found.grid).numpy(), SIDE))
         for one in text["top"]:
@@ -285,7 +285,7 @@ def test_figures_hold_the_image_and_the_maps_of_every_text(tmp_path: Path) -> No
 
 
 def test_patches_that_are_mixed_are_named_by_their_place(tmp_path: Path) -> None:
-    write(tmp_path, matcher(mixed=12), [picture(tmp_path / "a.jpg")], CAPTIONS)
+    write(tmp_path, matcher(mixed=12), [image(tmp_path / "a.jpg")], CAPTIONS)
     names = json.loads((tmp_path / "weights.json").read_text())["tokens"]
     assert len(names) == 12
     assert names[3:5] == ["patch 0, 0", "patch 0, 1"]
@@ -296,22 +296,22 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = matcher("max")
     file = ModelFile(method="siglip", settings={}, model=model.model.config)
     save_model(tmp_path / "model", model.model, model.tokenizer, file)
-    shown = ["--images", str(picture(tmp_path / "a.jpg")), "--texts", "a red circle"]
+    shown = ["--images", str(image(tmp_path / "a.jpg")), "--texts", "a red circle"]
     main(["score", str(tmp_path / "model"), *shown, "--explain", str(tmp_path / "out")])
     said = capsys.readouterr().out
     assert "What each patch adds to the score." in said
     assert (tmp_path / "out" / "a.png").exists()
-    assert "weights" not in json.loads((tmp_path / "out" / "weights.json").read_text())["pictures"][0]["texts"][0]
+    assert "weights" not in json.loads((tmp_path / "out" / "weights.json").read_text())["images"][0]["texts"][0]
     with pytest.raises(SystemExit):
         main(["score", str(tmp_path / "model"), *shown, "--explain", str(tmp_path / "a.jpg")])
     assert "another folder" in capsys.readouterr().err
 
 
-def test_a_picture_is_never_overwritten(tmp_path: Path) -> None:
-    photo = picture(tmp_path / "a.png")
+def test_a_image_is_never_overwritten(tmp_path: Path) -> None:
+    photo = image(tmp_path / "a.png")
     before = photo.read_bytes()
-    with pytest.raises(ValueError, match=r"over the picture .*a\.png: choose another folder"):
-        write(tmp_path / "x" / "..", matcher(), [picture(tmp_path / "b.jpg"), photo], CAPTIONS)
+    with pytest.raises(ValueError, match=r"over the image .*a\.png: choose another folder"):
+        write(tmp_path / "x" / "..", matcher(), [image(tmp_path / "b.jpg"), photo], CAPTIONS)
     assert photo.read_bytes() == before
     assert not (tmp_path / "b.png").exists()
 

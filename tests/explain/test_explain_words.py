@@ -38,7 +38,7 @@ def pixels(n: int = 2) -> Tensor:
 
 
 def literal(model: Matcher, image: Tensor, caption: str, layers: str) -> tuple[Tensor, Tensor]:
-    """One picture, one caption, head by head: attention [L, 9] of every predicting place, log chances [L]."""
+    """One image, one caption, head by head: attention [L, 9] of every predicting place, log chances [L]."""
     m, decoder = model.model, model.model.more["text_decoder"]
     assert isinstance(decoder, TextDecoder)
     texts = model.tokenizer.encode([caption], m.config.text)
@@ -127,7 +127,7 @@ def test_chances_are_those_of_the_caption_loss() -> None:
 
 
 def test_captions_of_every_kind(tmp_path: Path) -> None:
-    """None of the training words, one word, no word, too many; pictures of odd sizes and colours."""
+    """None of the training words, one word, no word, too many; images of odd sizes and colours."""
     model = matcher()
     Image.new("L", (500, 9), 90).save(tmp_path / "wide.png")
     Image.fromarray(np.zeros((3, 2, 3), np.uint8)).save(tmp_path / "tiny.png")
@@ -173,7 +173,7 @@ def test_models_that_do_not_write_are_refused() -> None:
     answers.model.more["fuser"] = torch.nn.Identity()
     with pytest.raises(ValueError, match="answers questions"):
         explain_words(answers, pixels(), ["a"])
-    with pytest.raises(ValueError, match="answers questions"):  # it would write of pictures alone, never trained so
+    with pytest.raises(ValueError, match="answers questions"):  # it would write of images alone, never trained so
         answers.caption(pixels())
 
 

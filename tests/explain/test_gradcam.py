@@ -36,7 +36,7 @@ def pixels(n: int = 2) -> Tensor:
 
 
 def stages(model: Matcher, image: Tensor, layer: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """A layer's patches [P, W] of one picture, and what the tower makes of others in their place: [1, E + P, W]."""
+    """A layer's patches [P, W] of one image, and what the tower makes of others in their place: [1, E + P, W]."""
     tower = model.model.image_tower
     images = model.model.normalise(image[None])
 
@@ -62,7 +62,7 @@ def stages(model: Matcher, image: Tensor, layer: int) -> tuple[Tensor, Callable[
 
 
 def value(model: Matcher, target: str, caption: str) -> Callable[[Tensor], Tensor]:
-    """From one picture's tokens to what is explained."""
+    """From one image's tokens to what is explained."""
     m = model.model
     texts = model.tokenizer.encode([caption], m.config.text)
     if target == "score":

@@ -59,7 +59,7 @@ def close(found: Any, expected: Tensor) -> bool:
 def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--batch", 7, "--workers", 2, "--device", "cpu")
     said = capsys.readouterr()
-    assert "t: 48 pictures, 144 captions, 16 numbers each, " in said.out
+    assert "t: 48 images, 144 captions, 16 numbers each, " in said.out
     assert "row 48/48" in said.err
     table, matcher = SideTable(tmp_path / "t"), load(model)
     source = open_source(SCENES, size=32)
@@ -83,7 +83,7 @@ def test_several_sources_and_extra_captions(model: Path, tmp_path: Path) -> None
     table = SideTable(tmp_path / "t")
     assert table.name == "seer"
     assert table.keys == [f"{n:04d}" for n in range(10)]
-    assert table.captions[7:9] == ["picture 7", "a pseudo-caption"]
+    assert table.captions[7:9] == ["image 7", "a pseudo-caption"]
     assert np.diff(table.starts).tolist() == [1] * 7 + [2, 1, 1]
     for path in data:
         table.check(open_source(path))
@@ -319,9 +319,9 @@ LONG = {"padding": True, "truncation": True, "max_length": 12, "return_tensors":
         ("config.json", '{"model_type": "siglip"}', "holds a 'siglip' model: expected a CLIP"),
         ("config.json", "{", r"config\.json is damaged: it is no json"),
         ("config.json", "[]", r"config\.json is damaged: it is no json object"),
-        ("preprocessor_config.json", '{"size": 9, "crop_size": 8}', "prepares pictures in a way that is not offered"),
-        ("preprocessor_config.json", '{"size": 8, "do_center_crop": false}', "prepares pictures in a way"),
-        ("preprocessor_config.json", '{"size": 8, "crop_size": 8, "resample": 2}', "prepares pictures in a way"),
+        ("preprocessor_config.json", '{"size": 9, "crop_size": 8}', "prepares images in a way that is not offered"),
+        ("preprocessor_config.json", '{"size": 8, "do_center_crop": false}', "prepares images in a way"),
+        ("preprocessor_config.json", '{"size": 8, "crop_size": 8, "resample": 2}', "prepares images in a way"),
         ("preprocessor_config.json", "", "is damaged"),
         ("model.safetensors", None, r"has no \.safetensors"),
         ("config.json", None, r"there is no .*config\.json: expected a folder that"),
@@ -353,5 +353,5 @@ def test_images_and_texts_have_features_of_one_size(monkeypatch: pytest.MonkeyPa
         if texts == 3:
             assert _dim(teacher) == 3
         else:
-            with pytest.raises(ValueError, match="gives pictures 3 numbers and texts 4: expected as many of both"):
+            with pytest.raises(ValueError, match="gives images 3 numbers and texts 4: expected as many of both"):
                 _dim(teacher)

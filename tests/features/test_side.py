@@ -48,12 +48,12 @@ class Fake:
     resize: Literal["shortest", "squash"] = "squash"
 
     def __init__(self, fingerprint: str = "fake", stop_after: int = -1) -> None:
-        self.fingerprint, self.stop_after, self.pictures = fingerprint, stop_after, 0
+        self.fingerprint, self.stop_after, self.images = fingerprint, stop_after, 0
 
     def encode_images(self, images: Tensor) -> Tensor:
-        if self.pictures == self.stop_after:
+        if self.images == self.stop_after:
             raise KeyboardInterrupt
-        self.pictures += len(images)
+        self.images += len(images)
         return F.normalize(images.flatten(1).float() @ WEIGHTS, dim=-1)
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
@@ -62,11 +62,11 @@ class Fake:
 
 
 @dataclass
-class Pictures:
+class Images:
     """Row i holds noise and 1 + i % 3 captions; row 5 is bad, rows 7 and 8 have odd keys, row 9 has no caption."""
 
     rows: int = ROWS
-    name: str = "pictures"
+    name: str = "images"
     fingerprint: str = "p"
 
     def __len__(self) -> int:
@@ -77,13 +77,13 @@ class Pictures:
 
     def record(self, row: int) -> Record:
         if row == 5:
-            raise BadSample("truncated picture")
+            raise BadSample("truncated image")
         pixels = np.random.default_rng(row).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
-        captions = [f"picture {row} caption {n}" for n in range(1 + row % 3)]
+        captions = [f"image {row} caption {n}" for n in range(1 + row % 3)]
         return Record(self.key(row), pixels, [] if row == 9 else captions, label=0)
 
 
-def example(source: Pictures, row: int, *captions: str) -> Example:
+def example(source: Images, row: int, *captions: str) -> Example:
     return Example(source.key(row), row, torch.zeros(3, SIZE, SIZE, dtype=torch.uint8), list(captions))
 
 
@@ -91,18 +91,18 @@ def rounded(features: Tensor) -> Tensor:
     return features.half().float()
 
 
-def pixels(source: Pictures, row: int) -> Tensor:
+def pixels(source: Images, row: int) -> Tensor:
     return torch.from_numpy(source.record(row).image).permute(2, 0, 1)[None]
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> SideTable:
     """Three parts: of 16, 16 and 8 rows."""
-    return embed(Fake(), Pictures(), tmp_path_factory.mktemp("side") / "t", batch=5, part=PART)
+    return embed(Fake(), Images(), tmp_path_factory.mktemp("side") / "t", batch=5, part=PART)
 
 
 def test_round_trip(table: SideTable) -> None:
-    source, teacher = Pictures(), Fake()
+    source, teacher = Images(), Fake()
     table.check(source)
     assert table.name == "teacher"
     assert table.dim == DIM
@@ -120,7 +120,7 @@ def test_round_trip(table: SideTable) -> None:
 
 
 def test_join_by_key_and_text(table: SideTable) -> None:
-    source, teacher = Pictures(), Fake()
+    source, teacher = Images(), Fake()
     for row in (0, 2, 7, 8, 15, 16, 39):
         texts = source.record(row).captions
         asked = [*reversed(texts), "never seen", texts[0]]
@@ -137,7 +137,7 @@ def test_join_by_key_and_text(table: SideTable) -> None:
 
 def test_unknown_key_is_zeros(table: SideTable) -> None:
     for row in (5, 100):  # bad; never there
-        joined = example(Pictures(), row, "picture 0 caption 0")
+        joined = example(Images(), row, "image 0 caption 0")
         table.join(joined)
         assert not joined.image_side["teacher"].any()
         assert not joined.text_side["teacher"].any()
@@ -145,23 +145,23 @@ def test_unknown_key_is_zeros(table: SideTable) -> None:
 
 
 def test_pickles_as_its_path(table: SideTable) -> None:
-    table.join(example(Pictures(), 1, "a"))
+    table.join(example(Images(), 1, "a"))
     document = pickle.dumps(table)
     assert len(document) < 2000
-    copy, joined, again = pickle.loads(document), example(Pictures(), 1, "a"), example(Pictures(), 1, "a")
+    copy, joined, again = pickle.loads(document), example(Images(), 1, "a"), example(Images(), 1, "a")
     copy.join(joined)
     table.join(again)
     assert torch.equal(joined.image_side["teacher"], again.image_side["teacher"])
     assert copy.keys == table.keys
 
 
-TOKENIZER = Tokenizer.train([f"picture {i} caption {j}" for i in range(ROWS) for j in range(3)], 320)
+TOKENIZER = Tokenizer.train([f"image {i} caption {j}" for i in range(ROWS) for j in range(3)], 320)
 
 
 def loader(table: SideTable, captions: int | Literal["one", "all"], **changes: object) -> Loader:
     data = DataConfig(captions=captions, augment=AugmentConfig(crop=0.5, flip=0.5, drop_words=0.3))
     order, text = Order(ROWS, 8, seed=3), TextConfig(context=24, vocab=400)
-    return Loader(Pictures(), order, data, text, SIZE, TOKENIZER, sides=[table], seed=5, **changes)  # type: ignore[arg-type]
+    return Loader(Images(), order, data, text, SIZE, TOKENIZER, sides=[table], seed=5, **changes)  # type: ignore[arg-type]
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -184,7 +184,7 @@ def test_a_batch_carries_the_features_of_its_whole_captions(
         texts = [TOKENIZER.decode(undropped.texts.ids[a:b].tolist()) for a, b in pairwise(edges)]
         assert torch.equal(batch.text_side["teacher"], rounded(teacher.encode_texts(texts)))
         rows = [int(text.split()[1]) for text in texts]
-        images = torch.cat([rounded(teacher.encode_images(pixels(Pictures(), row))) for row in rows])
+        images = torch.cat([rounded(teacher.encode_images(pixels(Images(), row))) for row in rows])
         assert torch.equal(batch.image_side["teacher"][batch.image_of_text], images)
         for n in range(len(batch)):
             own = batch.text_side["teacher"][batch.image_of_text == n]
@@ -229,7 +229,7 @@ def test_the_truth_of_a_row_in_place_of_another_is_not_made_up(monkeypatch: pyte
 
     def record(row: int) -> Record:
         if row == 7:
-            raise BadSample("truncated picture")
+            raise BadSample("truncated image")
         return read(row)
 
     monkeypatch.setattr(scenes, "record", record)
@@ -246,26 +246,26 @@ def parts_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_goes_on_after_an_interruption(tmp_path: Path, workers: int) -> None:
     """Whole parts are not made again, and the result is that of one run, byte for byte."""
-    whole = embed(Fake(), Pictures(), tmp_path / "whole", part=PART, batch=4).path
+    whole = embed(Fake(), Images(), tmp_path / "whole", part=PART, batch=4).path
     with pytest.raises(KeyboardInterrupt):
-        embed(Fake(stop_after=1 + 23), Pictures(), tmp_path / "cut", part=PART, batch=4)  # within the second part
+        embed(Fake(stop_after=1 + 23), Images(), tmp_path / "cut", part=PART, batch=4)  # within the second part
     assert not (tmp_path / "cut" / "index.npy").exists()
     with pytest.raises(ValueError, match=r"cut is not finished\. The same `kiloword embed` command again"):
         SideTable(tmp_path / "cut")
     teacher = Fake()
-    embed(teacher, Pictures(), tmp_path / "cut", part=PART, batch=4, workers=workers)
-    assert teacher.pictures == 1 + ROWS - PART  # and one to see how many numbers a feature has
+    embed(teacher, Images(), tmp_path / "cut", part=PART, batch=4, workers=workers)
+    assert teacher.images == 1 + ROWS - PART  # and one to see how many numbers a feature has
     assert parts_of(tmp_path / "cut") == parts_of(whole)
 
 
 @pytest.mark.parametrize("harm", ["remove", "cut", "empty", "flip", "caption", "key", "other"])
 def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, harm: str) -> None:
-    folder = embed(Fake(), Pictures(), tmp_path / "t", part=PART).path
+    folder = embed(Fake(), Images(), tmp_path / "t", part=PART).path
     before = parts_of(folder)
     part = folder / "part-00001.arrow"
     raw = part.read_bytes()
     if harm == "other":  # a part of another table
-        other = embed(Fake("other"), Pictures(fingerprint="q"), tmp_path / "o", part=PART).path
+        other = embed(Fake("other"), Images(fingerprint="q"), tmp_path / "o", part=PART).path
         part.write_bytes((other / part.name).read_bytes())
     elif harm == "flip":  # within the features, where no offset tells
         feature = SideTable(folder).images()[20].tobytes()
@@ -274,54 +274,54 @@ def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, harm: str) -> No
         with pytest.raises(ValueError, match=r"part-00001\.arrow is damaged\. The same `kiloword embed`"):
             SideTable(folder).images()
     elif harm in ("caption", "key"):
-        text = b"picture 20 caption" if harm == "caption" else b"k020"
+        text = b"image 20 caption" if harm == "caption" else b"k020"
         part.write_bytes(raw.replace(text, b"\xff" * len(text)))
         with pytest.raises(ValueError, match=r"part-00001\.arrow is damaged\. The same `kiloword embed`"):
             SideTable(folder).captions  # noqa: B018
     else:
         part.unlink() if harm == "remove" else part.write_bytes(raw[: len(raw) // 2 if harm == "cut" else 0])
         with pytest.raises(ValueError, match=r"part-00001\.arrow is (missing|damaged)\. The same `kiloword embed`"):
-            SideTable(folder).join(example(Pictures(), 20, "a"))
+            SideTable(folder).join(example(Images(), 20, "a"))
     teacher = Fake()
-    embed(teacher, Pictures(), folder, part=PART)
-    assert teacher.pictures == 1 + PART
+    embed(teacher, Images(), folder, part=PART)
+    assert teacher.images == 1 + PART
     assert parts_of(folder) == before
 
 
 def test_a_finished_table_is_left_alone(table: SideTable) -> None:
     times = {path: path.stat().st_mtime_ns for path in table.path.glob("part-*")}
     teacher = Fake()
-    embed(teacher, Pictures(), table.path, batch=3)
-    assert teacher.pictures == 1
+    embed(teacher, Images(), table.path, batch=3)
+    assert teacher.images == 1
     assert times == {path: path.stat().st_mtime_ns for path in table.path.glob("part-*")}
 
 
 def test_another_teacher_or_data_is_refused(table: SideTable) -> None:
     folder = table.path.parent / "named"
-    embed(Fake(), Pictures(), folder, teacher_name="a")
+    embed(Fake(), Images(), folder, teacher_name="a")
     with pytest.raises(ValueError, match=r"holds other features: there teacher a \(fake\), here teacher b \(new\)"):
-        embed(Fake("new"), Pictures(), folder, teacher_name="b")
-    with pytest.raises(ValueError, match=r"there data pictures \(p\), here data pictures \(q\). Choose another --out"):
-        embed(Fake(), Pictures(fingerprint="q"), table.path)
+        embed(Fake("new"), Images(), folder, teacher_name="b")
+    with pytest.raises(ValueError, match=r"there data images \(p\), here data images \(q\). Choose another --out"):
+        embed(Fake(), Images(fingerprint="q"), table.path)
     with pytest.raises(ValueError, match="there name teacher, here name second"):
-        embed(Fake(), Pictures(), table.path, name="second")
+        embed(Fake(), Images(), table.path, name="second")
     with pytest.raises(ValueError, match="there dtype fp16, here dtype fp32"):
-        embed(Fake(), Pictures(), table.path, dtype="fp32")
+        embed(Fake(), Images(), table.path, dtype="fp32")
 
 
 def test_check_wants_the_data_it_was_made_from(table: SideTable) -> None:
     with pytest.raises(
-        ValueError, match=r"was made from pictures \(fingerprint p\), but the run reads others \(o\): make one from the"
+        ValueError, match=r"was made from images \(fingerprint p\), but the run reads others \(o\): make one from the"
     ):
-        table.check(Pictures(name="others", fingerprint="o"))
-    with pytest.raises(ValueError, match="was made from pictures"):
-        table.check(Mixture([Pictures(), Pictures(fingerprint="o")], [1.0, 1.0]))
-    table.check(Mixture([Pictures()], [2.5]))
+        table.check(Images(name="others", fingerprint="o"))
+    with pytest.raises(ValueError, match="was made from images"):
+        table.check(Mixture([Images(), Images(fingerprint="o")], [1.0, 1.0]))
+    table.check(Mixture([Images()], [2.5]))
 
 
 @dataclass
-class Second(Pictures):
-    """Other pictures under other keys."""
+class Second(Images):
+    """Other images under other keys."""
 
     name: str = "second"
     fingerprint: str = "s"
@@ -331,16 +331,16 @@ class Second(Pictures):
 
 
 def test_a_mixture_is_embedded_once_whatever_its_weights(tmp_path: Path) -> None:
-    mixed = Mixture([Pictures(), Second()], [2.0, 0.5])
+    mixed = Mixture([Images(), Second()], [2.0, 0.5])
     table = embed(Fake(), mixed, tmp_path / "t", part=PART)
     assert len(table) == 2 * (ROWS - 1)
-    for source in (mixed, Mixture([Second(), Pictures()], [1.0, 3.25]), Pictures(), Second()):
+    for source in (mixed, Mixture([Second(), Images()], [1.0, 3.25]), Images(), Second()):
         table.check(source)
-    assert embed(Fake(), Mixture([Pictures(), Second()], [1.0, 1.0]), tmp_path / "t").keys == table.keys
+    assert embed(Fake(), Mixture([Images(), Second()], [1.0, 1.0]), tmp_path / "t").keys == table.keys
 
 
 @dataclass
-class Twice(Pictures):
+class Twice(Images):
     """Rows 20 and on have the keys of rows 0 and on, and their content unless `other` says so."""
 
     other: str = ""
@@ -352,7 +352,7 @@ class Twice(Pictures):
     def record(self, row: int) -> Record:
         found = super().record(0 if row % 20 == 5 else row % 20)
         if row == 33:
-            found.image = 255 - found.image if self.other == "picture" else found.image
+            found.image = 255 - found.image if self.other == "image" else found.image
             found.captions = ["another"] if self.other == "caption" else found.captions
         return replace(found, key=self.key(row))
 
@@ -365,10 +365,8 @@ def test_repeated_keys(tmp_path: Path, part: int) -> None:
     assert len(table.images()) == len(table.text_means()) == len(table.starts) - 1 == 20  # some parts are empty
     assert len(table.texts()) == len(table.captions) == table.starts[-1]
     assert "20 rows repeat an earlier one's key and content." in lines.text
-    for other in ("picture", "caption"):
-        with pytest.raises(
-            ValueError, match="two pictures of pictures have the key 'k13' and differ in pixels or capt"
-        ):
+    for other in ("image", "caption"):
+        with pytest.raises(ValueError, match="two images of images have the key 'k13' and differ in pixels or capt"):
             embed(Fake(), Twice(other=other), tmp_path / other, part=part)
 
 
@@ -390,19 +388,19 @@ class Lines:
 def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
     lines = Lines()
     for _ in range(2):  # also when they come from the parts
-        embed(Fake(), Pictures(), tmp_path / "t", report=Report(lines))  # type: ignore[arg-type]
+        embed(Fake(), Images(), tmp_path / "t", report=Report(lines))  # type: ignore[arg-type]
         assert "1 of 40 rows are bad, and not in the table." in lines.text
-    assert "skipped k005: truncated picture\n" in lines.text
+    assert "skipped k005: truncated image\n" in lines.text
     assert "row 40/40" in lines.text
     assert "ETA 0:00" in lines.text
 
 
 def test_nothing_usable(tmp_path: Path) -> None:
-    class Bad(Pictures):
+    class Bad(Images):
         def record(self, row: int) -> Record:
-            raise BadSample("truncated picture")
+            raise BadSample("truncated image")
 
-    with pytest.raises(ValueError, match="none of its 40 rows is a usable picture, the first because: truncated pict"):
+    with pytest.raises(ValueError, match="none of its 40 rows is a usable image, the first because: truncated im"):
         embed(Fake(), Bad(), tmp_path / "t", part=PART)
 
 
@@ -412,11 +410,11 @@ def test_features_must_be_numbers(tmp_path: Path) -> None:
             return super().encode_texts(texts) / 0
 
     with pytest.raises(ValueError, match="features of captions that are no numbers, near 'k000'"):
-        embed(Broken(), Pictures(), tmp_path / "t")
+        embed(Broken(), Images(), tmp_path / "t")
     with pytest.raises(ValueError, match=r"features cannot be named 'a\.b'"):
-        embed(Fake(), Pictures(), tmp_path / "u", name="a.b")
-    with pytest.raises(ValueError, match="a batch of 0 pictures"):
-        embed(Fake(), Pictures(), tmp_path / "u", batch=0)
+        embed(Fake(), Images(), tmp_path / "u", name="a.b")
+    with pytest.raises(ValueError, match="a batch of 0 images"):
+        embed(Fake(), Images(), tmp_path / "u", batch=0)
 
 
 @pytest.mark.parametrize(("name", "value"), [("dim", 2**31), ("dim", 0), ("part", 0), ("rows", -5)])
@@ -495,8 +493,8 @@ def test_refuses_what_is_no_side_table(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").touch()
     with pytest.raises(ValueError, match="photos exists and is no side table"):
-        embed(Fake(), Pictures(), tmp_path / "photos")
-    folder = embed(Fake(), Pictures(), tmp_path / "t").path
+        embed(Fake(), Images(), tmp_path / "photos")
+    folder = embed(Fake(), Images(), tmp_path / "t").path
     index = (folder / "index.npy").read_bytes()
     for raw in (b"", index[:40], index[:-8], b"nonsense" * 20):
         (folder / "index.npy").write_bytes(raw)
@@ -510,15 +508,15 @@ def test_refuses_what_is_no_side_table(tmp_path: Path) -> None:
             SideTable(folder)
     table.write_text('{"format"')
     with pytest.raises(ValueError, match=r"table\.json cannot be used: .* It was damaged"):
-        embed(Fake(), Pictures(), folder)
+        embed(Fake(), Images(), folder)
 
 
 def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None:
     with held_by_another(tmp_path / "t") as other:
         with pytest.raises(ValueError, match=rf"process {other.pid} on \S+ is writing \S+: wait for its end"):
-            embed(Fake(), Pictures(), tmp_path / "t")
+            embed(Fake(), Images(), tmp_path / "t")
         assert [path.name for path in (tmp_path / "t").iterdir()] == [".lock"]
-    embed(Fake(), Pictures(), tmp_path / "t")
+    embed(Fake(), Images(), tmp_path / "t")
     assert not (tmp_path / "t" / ".lock").exists()
 
 
@@ -528,7 +526,7 @@ def test_failed_writes_leave_no_half_part(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ValueError, match=r"cannot write .*table\.json: No space left"):
-        embed(Fake(), Pictures(), tmp_path / "t")
+        embed(Fake(), Images(), tmp_path / "t")
     assert list((tmp_path / "t").iterdir()) == []
 
 
@@ -544,7 +542,7 @@ def test_places_by_key(keys: list[bytes], other: bytes) -> None:
 
 def test_equal_digests_are_told_apart_by_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keyed, "digest", lambda raw: len(raw))
-    table, source = embed(Fake(), Pictures(), tmp_path / "t", part=PART), Pictures()
+    table, source = embed(Fake(), Images(), tmp_path / "t", part=PART), Images()
     for row in (0, 20, 39):
         joined = example(source, row, "a")
         table.join(joined)

@@ -20,7 +20,7 @@ from kiloword.types import BadSample, Example, Record, Skipped
 def about(**changes: Any) -> TableFile:
     given = {
         "name": "teacher", "dim": 2, "teacher": "t", "teacher_fingerprint": "tf", "precision": "fp32", "dtype": "fp32",
-        "data": "d", "fingerprint": "f", "contents": ("f pictures", "f captions"), "rows": 5, "part": 2,
+        "data": "d", "fingerprint": "f", "contents": ("f images", "f captions"), "rows": 5, "part": 2,
     }  # fmt: skip
     return TableFile(**given | changes)  # type: ignore[arg-type]
 
@@ -75,13 +75,13 @@ def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> No
     assert not again.is_new("k0", bytes(16))
     assert (again.repeated, again.is_new("new", bytes(16))) == (1, True)
     for row, content in ((0, b"x" * 16), (1, bytes(16))):
-        with pytest.raises(ValueError, match=f"two pictures of d have the key 'k{row}' and differ"):
+        with pytest.raises(ValueError, match=f"two images of d have the key 'k{row}' and differ"):
             again.is_new(f"k{row}", content)
     with pytest.raises(ValueError, match=r"is not finished\. The same `kiloword embed`"):
         SideTable(tmp_path)
     for name, value, said in (
         ("teacher_fingerprint", "other", r"holds other features: there teacher t \(tf\), here teacher t \(other\)"),
-        ("contents", ("g pictures",), r"there data d \(f\), here data d \(f\)"),
+        ("contents", ("g images",), r"there data d \(f\), here data d \(f\)"),
         ("name", "n", "there name teacher, here name n"),
         ("dim", 3, "there dim 2, here dim 3"),
         ("precision", "bf16", "there precision fp32, here precision bf16"),
@@ -95,10 +95,10 @@ def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> No
 def test_no_features_are_no_table(tmp_path: Path) -> None:
     writer = SideWriter(tmp_path, about(rows=2))
     writer.write(0, Rows(skipped=[Skipped(0, "k", "first"), Skipped(1, "k", "second")]))
-    with pytest.raises(ValueError, match="d: none of its 2 rows is a usable picture, the first because: first"):
+    with pytest.raises(ValueError, match="d: none of its 2 rows is a usable image, the first because: first"):
         writer.finish()
     writer.skipped.clear()
-    with pytest.raises(ValueError, match=r"is a usable picture\.$"):
+    with pytest.raises(ValueError, match=r"is a usable image\.$"):
         writer.finish()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").write_text("mine")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kiloword.data.images import work
 
 FUZZ = Path(__file__).parents[2] / "fuzz"
-NAMES = ("tar index", "pictures", "captions", "configs")
+NAMES = ("tar index", "images", "captions", "configs")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_any_bytes_give_a_value_or_a_sentence(
 
 def findings(seeds: ModuleType) -> list[tuple[str, bytes]]:
     """What once raised something else, or was read otherwise by another decoder."""
-    tiff, jpeg, grey = seeds.picture("TIFF"), seeds.picture("JPEG"), seeds.picture("JPEG", "L")
+    tiff, jpeg, grey = seeds.image("TIFF"), seeds.image("JPEG"), seeds.image("JPEG", "L")
     after = 10 + 12 * struct.unpack_from("<H", tiff, 8)[0]
     inside = seeds.parquet({"image": [b"\x89PNG", b""], "caption": [b"a", None]})
     table = seeds.parquet({"image": ["a.png"], "caption": ["x"]})
@@ -83,9 +83,9 @@ def findings(seeds: ModuleType) -> list[tuple[str, bytes]]:
     scan = grey[grey.index(b"\xff\xda") :]
     index = np.array([512, -1, *[-1] * 6, 1], "<i8").tobytes()
     return [
-        ("pictures", b"\0" + tiff[:after] + struct.pack("<I", 9) + tiff[after + 4 :]),  # a second directory, no size
-        ("pictures", b"\0" + jpeg[:-9] + b"\xff\x4f\xff\xd9"),  # a marker that leads nowhere
-        ("pictures", b"\0" + grey[:-2] + scan),  # a scan again
+        ("images", b"\0" + tiff[:after] + struct.pack("<I", 9) + tiff[after + 4 :]),  # a second directory, no size
+        ("images", b"\0" + jpeg[:-9] + b"\xff\x4f\xff\xd9"),  # a marker that leads nowhere
+        ("images", b"\0" + grey[:-2] + scan),  # a scan again
         ("tar index", b"\3\1" + index + b"a"),  # an offset without a size
         ("captions", b"\6" + table.replace(b"image", b"i\xffage")),  # a column's name
         ("captions", b"\6" + table[:4] + b"\xff" * 30 + table[34:]),  # a page

@@ -43,7 +43,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.loop import Options, train
 from kiloword.types import BadSample
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 SCENES = "scenes?n=20&captions=3"
 BEAMS = GenerationOptions(num=5)
@@ -86,16 +86,14 @@ def test_a_table_of_what_the_model_says(
     flags = ("--num", num, "--method", method, "--longest", 9, "--batch", 7, "--workers", 2, "--device", "cpu")
     run("caption", model, "--data", SCENES, "--out", out, *flags)
     said = capsys.readouterr()
-    assert f"captions of 20 pictures, {out.stat().st_size / 1e6:,.1f} MB" in said.out
+    assert f"captions of 20 images, {out.stat().st_size / 1e6:,.1f} MB" in said.out
     assert "row 20/20" in said.err
     source, found = open_source(SCENES, size=32), pq.read_table(out).to_pydict()
     assert found["key"] == [source.record(row).key for row in range(20)]
-    pictures = torch.stack(
-        [load(model).preprocess(Image.fromarray(np.asarray(source.record(n).image))) for n in (0, 9)]
-    )
-    if method != "nucleus":  # drawn by the pictures' names, not by what they are
+    images = torch.stack([load(model).preprocess(Image.fromarray(np.asarray(source.record(n).image))) for n in (0, 9)])
+    if method != "nucleus":  # drawn by the images' names, not by what they are
         options = GenerationOptions(num=num, method=method, longest=9)
-        for row, expected in zip((0, 9), load(model).caption(pictures, options), strict=True):
+        for row, expected in zip((0, 9), load(model).caption(images, options), strict=True):
             assert found["captions"][row] == [c.text for c in expected if c.text]
             assert found["scores"][row] == pytest.approx([c.score for c in expected if c.text], rel=1e-5)
     assert all(len(set(some)) == len(some) for some in found["captions"])
@@ -113,7 +111,7 @@ def test_training_reads_the_table(model: Path, tmp_path: Path) -> None:
 
 
 class Slow:
-    """Says the mean colour of a picture; waits before the picture that it is told to wait for."""
+    """Says the mean colour of an image; waits before the image that it is told to wait for."""
 
     fingerprint = "slow"
 
@@ -144,7 +142,7 @@ class Slow:
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Twelve in a tar, of which two are bad."""
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-    bad = {"0003.png": b"no picture", "0007.png": b""}
+    bad = {"0003.png": b"no image", "0007.png": b""}
     return write_tar(tmp_path / "photos" / "0.tar", {**pairs(12), **bad})
 
 
@@ -177,8 +175,8 @@ def test_a_failed_command_without_a_caption_leaves_nothing(photos: Path, tmp_pat
     said, out = io.StringIO(), tmp_path / "c.parquet"
     with pytest.raises(RuntimeError, match="out of memory"):
         made(Failing(wait_at=0), photos, out, report=Report(said))
-    bad = write_tar(tmp_path / "bad" / "0.tar", {f"{n}.png": b"no picture" for n in range(4)})
-    with pytest.raises(ValueError, match="none of its 4 rows is a usable picture"):
+    bad = write_tar(tmp_path / "bad" / "0.tar", {f"{n}.png": b"no image" for n in range(4)})
+    with pytest.raises(ValueError, match="none of its 4 rows is a usable image"):
         made(Slow(), bad, tmp_path / "d.parquet", report=Report(said))
     assert "stay in" not in said.getvalue()
     assert not list(tmp_path.glob("*.parquet*"))
@@ -283,16 +281,16 @@ def test_bad_rows_are_counted_and_named(photos: Path, tmp_path: Path, capsys: py
     made(Slow(), photos, out, report=Report(sys.stderr))
     said = capsys.readouterr().err
     assert "skipped 0003: " in said
-    assert "skipped 0007: the picture has zero bytes" in said
+    assert "skipped 0007: the image has zero bytes" in said
     assert "2 of 12 rows are bad, and not in the table." in said
     assert pq.read_table(out).column("key").to_pylist() == [f"{n:04d}" for n in range(12) if n not in (3, 7)]
 
 
-def test_pictures_need_no_captions_and_have_them_afterwards(tmp_path: Path) -> None:
+def test_images_need_no_captions_and_have_them_afterwards(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
     for name in ("a", "b"):
-        (folder / f"{name}.png").write_bytes(picture())
+        (folder / f"{name}.png").write_bytes(photo())
     with pytest.raises(BadSample, match="no caption"):
         open_source(str(folder)).record(0)
     out = tmp_path / "c.parquet"
@@ -302,32 +300,32 @@ def test_pictures_need_no_captions_and_have_them_afterwards(tmp_path: Path) -> N
     assert with_captions(open_source(str(folder)), [out]).record(1).captions[0].startswith("b is ")
 
 
-def test_pictures_in_tars_need_no_captions_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_in_tars_need_no_captions_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-    write_tar(tmp_path / "photos" / "0.tar", {"a.png": picture(), "b.png": picture()})
+    write_tar(tmp_path / "photos" / "0.tar", {"a.png": photo(), "b.png": photo()})
     assert made(Slow(), tmp_path / "photos", tmp_path / "c.parquet") == (2, 4)
 
 
 def test_keys_that_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same picture is described once; another with its key would get its captions."""
+    """The same image is described once; another with its key would get its captions."""
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
     for name in ("a", "b"):
         write_tar(tmp_path / f"{name}.tar", pairs(3))
-    other = {name: picture((9, 9, 9)) if name.endswith("g") else text for name, text in pairs(3).items()}
+    other = {name: photo((9, 9, 9)) if name.endswith("g") else text for name, text in pairs(3).items()}
     write_tar(tmp_path / "c.tar", other)
     both = [open_source(str(tmp_path / f"{name}.tar")) for name in "abc"]
     from kiloword.data.sources.open import mix
 
     assert write_captions(Slow(), mix(both[:2]), tmp_path / "ab.parquet", BEAMS) == (3, 6)
-    with pytest.raises(ValueError, match=r"two pictures of .* have the key '0000'"):
+    with pytest.raises(ValueError, match=r"two images of .* have the key '0000'"):
         write_captions(Slow(), mix([both[0], both[2]]), tmp_path / "ac.parquet", BEAMS)
 
 
-def test_no_usable_picture(tmp_path: Path) -> None:
+def test_no_usable_image(tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
     (folder / "a.png").write_bytes(b"")
-    with pytest.raises(ValueError, match="none of its 1 rows is a usable picture, the first because: the picture has"):
+    with pytest.raises(ValueError, match="none of its 1 rows is a usable image, the first because: the image has"):
         made(Slow(), folder, tmp_path / "c.parquet")
 
 
@@ -363,7 +361,7 @@ def test_other_weights_are_another_model(model: Path, tmp_path: Path) -> None:
 
 
 class HfCaptioner(torch.nn.Module):
-    """Stands in for a captioner of transformers: words depend on the picture, and two beams say the same."""
+    """Stands in for a captioner of transformers: words depend on the image, and two beams say the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +384,7 @@ class HfCaptioner(torch.nn.Module):
 
 
 class HfProcessor:
-    """Squashes pictures to 8 x 8 and centres them; texts are numbers."""
+    """Squashes images to 8 x 8 and centres them; texts are numbers."""
 
     pad_token_id, eos_token_id = 99, 98
 

@@ -32,33 +32,33 @@ Text = tuple[int, ...]
 
 
 class Table:
-    """Logits by picture and by all that was said: random, of its own for every prefix, whatever rows stand beside."""
+    """Logits by image and by all that was said: random, of its own for every prefix, whatever rows stand beside."""
 
-    def __init__(self, pictures: list[int], sharp: float = 2.0) -> None:
-        self.pictures, self.sharp = pictures, sharp
-        self.said: list[Text] = [()] * len(pictures)
+    def __init__(self, images: list[int], sharp: float = 2.0) -> None:
+        self.images, self.sharp = images, sharp
+        self.said: list[Text] = [()] * len(images)
         self.steps = 0
 
-    def logits(self, picture: int, said: Text) -> Tensor:
-        generator = torch.Generator().manual_seed(key("table", picture, *said))
+    def logits(self, image: int, said: Text) -> Tensor:
+        generator = torch.Generator().manual_seed(key("table", image, *said))
         return self.sharp * torch.randn(VOCAB, generator=generator)
 
     def step(self, ids: Tensor) -> Tensor:
         self.steps += 1
         assert len(ids) == len(self.said)
         self.said = [(*said, int(new)) for said, new in zip(self.said, ids, strict=True)]
-        return torch.stack([self.logits(p, said) for p, said in zip(self.pictures, self.said, strict=True)])
+        return torch.stack([self.logits(p, said) for p, said in zip(self.images, self.said, strict=True)])
 
     def reorder(self, rows: Tensor) -> None:
         self.said = [self.said[r] for r in rows.tolist()]
-        self.pictures = [self.pictures[r] for r in rows.tolist()]
+        self.images = [self.images[r] for r in rows.tolist()]
 
-    def logprob(self, picture: int, text: Text) -> float:
+    def logprob(self, image: int, text: Text) -> float:
         """Of a text, token by token."""
         said: Text = (START,)
         total = 0.0
         for token in text:
-            total += float(self.logits(picture, said).double().log_softmax(0)[token])
+            total += float(self.logits(image, said).double().log_softmax(0)[token])
             said = (*said, token)
         return total
 
@@ -69,9 +69,9 @@ def rules(longest: int = 4, **more: Any) -> Rules:
     return Rules(start=START, end=END, never=never, longest=longest, **more)
 
 
-def texts(found: Found, picture: int) -> dict[Text, float]:
-    """The texts found for a picture with their scores, best first."""
-    rows = zip(found.ids[picture].tolist(), found.lengths[picture].tolist(), found.score[picture].tolist(), strict=True)
+def texts(found: Found, image: int) -> dict[Text, float]:
+    """The texts found for an image with their scores, best first."""
+    rows = zip(found.ids[image].tolist(), found.lengths[image].tolist(), found.score[image].tolist(), strict=True)
     return {tuple(ids[:n]): score for ids, n, score in rows if n}
 
 
@@ -81,31 +81,31 @@ def every_text(longest: int, shortest: int = 0) -> list[Text]:
     return whole + list(itertools.product(WORDS, repeat=longest))
 
 
-def run(options: GenerationOptions, pictures: list[int], seeds: Tensor | None = None, **more: Any) -> Found:
-    return search(Table(pictures), len(pictures), rules(**more), options, seeds)
+def run(options: GenerationOptions, images: list[int], seeds: Tensor | None = None, **more: Any) -> Found:
+    return search(Table(images), len(images), rules(**more), options, seeds)
 
 
 def options(method: Any, **more: Any) -> GenerationOptions:
     return GenerationOptions(method=method, **{"shortest": 0, **more})
 
 
-def seeds(pictures: list[int], num: int = 1, seed: int = 0) -> Tensor:
-    return torch.tensor([[key(seed, p, n) for n in range(num)] for p in pictures])
+def seeds(images: list[int], num: int = 1, seed: int = 0) -> Tensor:
+    return torch.tensor([[key(seed, p, n) for n in range(num)] for p in images])
 
 
-PICTURES = list(range(7))
+IMAGES = list(range(7))
 
 
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("shortest", [0, 2])
 def test_a_wide_beam_finds_what_trying_every_text_finds(penalty: float, shortest: int) -> None:
     wide = options("beam", beams=150, num=8, length_penalty=penalty, exact=True)
-    found = run(wide, PICTURES, shortest=shortest)
+    found = run(wide, IMAGES, shortest=shortest)
     table = Table([])
-    for picture in PICTURES:
-        score = {t: table.logprob(picture, t) / len(t) ** penalty for t in every_text(4, shortest)}
+    for image in IMAGES:
+        score = {t: table.logprob(image, t) / len(t) ** penalty for t in every_text(4, shortest)}
         best = sorted(score, key=lambda t: -score[t])[:8]
-        mine = texts(found, picture)
+        mine = texts(found, image)
         assert list(mine)[:8] == best
         assert list(mine.values())[:8] == pytest.approx([score[t] for t in best], rel=1e-5)
 
@@ -115,25 +115,25 @@ def test_exact_search_stops_early_only_where_nothing_is_lost(penalty: float) -> 
     """The same beams without any early end are a reference; the usual rule ends sooner."""
     small = options("beam", beams=3, length_penalty=penalty)
     exact = replace(small, exact=True)
-    for picture in range(30):
-        usual, sure = Table([picture]), Table([picture])
+    for image in range(30):
+        usual, sure = Table([image]), Table([image])
         first = texts(search(usual, 1, rules(8), small), 0)
         second = texts(search(sure, 1, rules(8), exact), 0)
-        full = _beams_to_the_end(picture, 3, 8, penalty)
+        full = _beams_to_the_end(image, 3, 8, penalty)
         assert next(iter(second)) == full
         assert max(second.values()) >= max(first.values()) - 1e-6
         assert usual.steps <= sure.steps
 
 
-def _beams_to_the_end(picture: int, beams: int, longest: int, penalty: float) -> Text:
-    """The textbook's beam search, one picture, in lists."""
+def _beams_to_the_end(image: int, beams: int, longest: int, penalty: float) -> Text:
+    """The textbook's beam search, one image, in lists."""
     table = Table([])
     live: dict[Text, float] = {(): 0.0}
     done: dict[Text, float] = {}
     for n in range(1, longest + 1):
         more: dict[Text, float] = {}
         for said, total in live.items():
-            logp = table.logits(picture, (START, *said)).double().log_softmax(0)
+            logp = table.logits(image, (START, *said)).double().log_softmax(0)
             more |= {(*said, w): total + float(logp[w]) for w in (END, *WORDS)}
         ranked = sorted(more, key=lambda t: -more[t])
         done |= {t: more[t] / n**penalty for t in ranked[:beams] if t[-1] == END or n == longest}
@@ -141,47 +141,47 @@ def _beams_to_the_end(picture: int, beams: int, longest: int, penalty: float) ->
     return max(done, key=lambda t: done[t])
 
 
-def greedy_reference(picture: int, longest: int) -> Text:
+def greedy_reference(image: int, longest: int) -> Text:
     table, said = Table([]), (START,)
     while len(said) <= longest and said[-1] != END:
-        logits = table.logits(picture, said)
+        logits = table.logits(image, said)
         said = (*said, max((END, *WORDS), key=lambda w: float(logits[w])))
     return said[1:]
 
 
 def test_greedy_takes_the_likeliest_word() -> None:
-    found = run(options("greedy"), PICTURES, longest=9)
-    for picture in PICTURES:
-        text, score = next(iter(texts(found, picture).items()))
-        assert text == greedy_reference(picture, 9)
-        assert score == pytest.approx(Table([]).logprob(picture, text) / len(text), rel=1e-5)
+    found = run(options("greedy"), IMAGES, longest=9)
+    for image in IMAGES:
+        text, score = next(iter(texts(found, image).items()))
+        assert text == greedy_reference(image, 9)
+        assert score == pytest.approx(Table([]).logprob(image, text) / len(text), rel=1e-5)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_one_beam_is_greedy(penalty: float) -> None:
-    pictures = list(range(40))
-    beam = run(options("beam", beams=1, length_penalty=penalty), pictures, longest=8)
-    greedy = run(options("greedy", length_penalty=penalty), pictures, longest=8)
-    for picture in pictures:
-        assert next(iter(texts(beam, picture))) == next(iter(texts(greedy, picture)))
+    images = list(range(40))
+    beam = run(options("beam", beams=1, length_penalty=penalty), images, longest=8)
+    greedy = run(options("greedy", length_penalty=penalty), images, longest=8)
+    for image in images:
+        assert next(iter(texts(beam, image))) == next(iter(texts(greedy, image)))
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam", "nucleus"])
-def test_what_stands_beside_a_picture_does_not_matter(method: str) -> None:
+def test_what_stands_beside_a_image_does_not_matter(method: str) -> None:
     chosen = options(method, num=1 if method == "greedy" else 3)
-    together = run(chosen, PICTURES, seeds(PICTURES, chosen.num), longest=7)
-    for picture in PICTURES:
-        alone = run(chosen, [picture], seeds([picture], chosen.num), longest=7)
-        assert texts(alone, 0) == pytest.approx(texts(together, picture), rel=1e-6)
+    together = run(chosen, IMAGES, seeds(IMAGES, chosen.num), longest=7)
+    for image in IMAGES:
+        alone = run(chosen, [image], seeds([image], chosen.num), longest=7)
+        assert texts(alone, 0) == pytest.approx(texts(together, image), rel=1e-6)
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam", "nucleus"])
 def test_texts_stop_at_the_end_and_at_the_limit(method: str) -> None:
-    pictures = list(range(30))
-    found = run(options(method), pictures, seeds(pictures), longest=3)
+    images = list(range(30))
+    found = run(options(method), images, seeds(images), longest=3)
     lengths = Counter()
-    for picture in pictures:
-        for text in texts(found, picture):
+    for image in images:
+        for text in texts(found, image):
             assert END not in text[:-1]
             assert (text[-1] == END) or len(text) == 3
             lengths[len(text), text[-1] == END] += 1
@@ -193,14 +193,14 @@ def test_a_search_ends_when_every_text_has() -> None:
     """A decoder that always ends after one word is stepped twice, whatever the limit."""
 
     class Short(Table):
-        def logits(self, picture: int, said: Text) -> Tensor:
-            logits = super().logits(picture, said)
+        def logits(self, image: int, said: Text) -> Tensor:
+            logits = super().logits(image, said)
             logits[END] = 50.0 if len(said) > 1 else -50.0
             return logits
 
     for method in ("greedy", "beam", "nucleus"):
-        table = Short(list(PICTURES))
-        search(table, 7, rules(50), options(method, beams=2), seeds(PICTURES))
+        table = Short(list(IMAGES))
+        search(table, 7, rules(50), options(method, beams=2), seeds(IMAGES))
         assert table.steps == 2
 
 
@@ -234,7 +234,7 @@ def test_a_wide_nucleus_is_drawn_from_in_a_large_vocabulary() -> None:
 
 
 def test_draws_follow_the_model() -> None:
-    """20000 one-word texts of one picture: shares against probabilities, four standard deviations."""
+    """20000 one-word texts of one image: shares against probabilities, four standard deviations."""
     n = 20000
     found = run(options("nucleus", num=n, top_p=1.0), [5], seeds([5], n), longest=1)
     drawn = Counter(found.ids[0, :, 0].tolist())
@@ -245,33 +245,33 @@ def test_draws_follow_the_model() -> None:
 
 
 def test_draws_have_a_key() -> None:
-    first = run(options("nucleus", num=3), PICTURES, seeds(PICTURES, 3), longest=7)
-    again = run(options("nucleus", num=3), PICTURES, seeds(PICTURES, 3), longest=7)
-    other = run(options("nucleus", num=3), PICTURES, seeds(PICTURES, 3, seed=1), longest=7)
+    first = run(options("nucleus", num=3), IMAGES, seeds(IMAGES, 3), longest=7)
+    again = run(options("nucleus", num=3), IMAGES, seeds(IMAGES, 3), longest=7)
+    other = run(options("nucleus", num=3), IMAGES, seeds(IMAGES, 3, seed=1), longest=7)
     assert torch.equal(first.ids, again.ids)
     assert not torch.equal(first.ids, other.ids)
     assert len({str(row.tolist()) for row in first.ids.flatten(0, 1)}) > 7
 
 
 def test_beams_are_distinct_and_best_first() -> None:
-    found = run(options("beam", num=5), PICTURES)
-    for picture in PICTURES:
-        several = texts(found, picture)
+    found = run(options("beam", num=5), IMAGES)
+    for image in IMAGES:
+        several = texts(found, image)
         assert len(several) >= 5
         assert list(several.values()) == sorted(several.values(), reverse=True)
     assert all(len(set(map(tuple, ids.tolist()))) >= 5 for ids in found.ids)
-    more = run(options("beam", num=3, beams=3, exact=True), PICTURES, longest=6)
-    assert max(len(texts(more, picture)) for picture in PICTURES) == 6  # some may read the same
+    more = run(options("beam", num=3, beams=3, exact=True), IMAGES, longest=6)
+    assert max(len(texts(more, image)) for image in IMAGES) == 6  # some may read the same
 
 
 @pytest.mark.parametrize("method", ["greedy", "beam", "nucleus"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_no_run_of_tokens_comes_twice(method: str, size: int) -> None:
-    pictures = list(range(20))
-    free = run(options(method), pictures, seeds(pictures), longest=10, shortest=6)
-    found = run(options(method), pictures, seeds(pictures), longest=10, no_repeat=size)
-    assert any(_repeats(text, size) for p in pictures for text in texts(free, p))
-    assert not any(_repeats(text, size) for p in pictures for text in texts(found, p))
+    images = list(range(20))
+    free = run(options(method), images, seeds(images), longest=10, shortest=6)
+    found = run(options(method), images, seeds(images), longest=10, no_repeat=size)
+    assert any(_repeats(text, size) for p in images for text in texts(free, p))
+    assert not any(_repeats(text, size) for p in images for text in texts(found, p))
 
 
 def _repeats(text: Text, size: int) -> bool:
@@ -282,9 +282,9 @@ def _repeats(text: Text, size: int) -> bool:
 def test_nothing_left_to_say_is_an_end() -> None:
     """Three words, none twice, and yet six before the end."""
     for method in ("greedy", "beam", "nucleus"):
-        found = run(options(method), PICTURES, seeds(PICTURES), longest=9, no_repeat=1, shortest=6)
-        for picture in PICTURES:
-            assert all(sorted(text) == [END, *WORDS] for text in texts(found, picture))
+        found = run(options(method), IMAGES, seeds(IMAGES), longest=9, no_repeat=1, shortest=6)
+        for image in IMAGES:
+            assert all(sorted(text) == [END, *WORDS] for text in texts(found, image))
 
 
 ANSWERS: list[Text] = [(3, END), (3, 4, END), (3, 4, 4, END), (5, 3, END), (4, 4, 4, 5, END)]
@@ -292,10 +292,10 @@ ANSWERS: list[Text] = [(3, END), (3, 4, END), (3, 4, 4, END), (5, 3, END), (4, 4
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_a_closed_list_by_beams_is_the_best_of_the_list(penalty: float) -> None:
-    found = run(options("beam", beams=5, length_penalty=penalty, exact=True), PICTURES, longest=5, trie=Trie(ANSWERS))
-    for picture in PICTURES:
-        score = {t: Table([]).logprob(picture, t) / len(t) ** penalty for t in ANSWERS}
-        mine = texts(found, picture)
+    found = run(options("beam", beams=5, length_penalty=penalty, exact=True), IMAGES, longest=5, trie=Trie(ANSWERS))
+    for image in IMAGES:
+        score = {t: Table([]).logprob(image, t) / len(t) ** penalty for t in ANSWERS}
+        mine = texts(found, image)
         assert mine.keys() <= score.keys()
         assert next(iter(mine)) == max(score, key=lambda t: score[t])
         assert max(mine.values()) == pytest.approx(max(score.values()), rel=1e-5)
@@ -304,9 +304,9 @@ def test_a_closed_list_by_beams_is_the_best_of_the_list(penalty: float) -> None:
 @pytest.mark.parametrize("method", ["greedy", "beam", "nucleus"])
 def test_a_closed_list_is_never_left(method: str) -> None:
     """Whatever else was asked: of beams, repeats and least lengths."""
-    pictures = list(range(40))
-    found = run(options(method), pictures, seeds(pictures), longest=5, trie=Trie(ANSWERS), no_repeat=1, shortest=3)
-    said = {text for p in pictures for text in texts(found, p)}
+    images = list(range(40))
+    found = run(options(method), images, seeds(images), longest=5, trie=Trie(ANSWERS), no_repeat=1, shortest=3)
+    said = {text for p in images for text in texts(found, p)}
     assert said <= set(ANSWERS)
     assert len(said) > 2
 
@@ -434,7 +434,7 @@ def test_a_text_is_as_likely_as_the_caption_loss_says(tokenizer: Tokenizer, imag
 
 
 @pytest.mark.parametrize("method", ["beam", "nucleus"])
-def test_captions_of_a_batch_are_those_of_its_pictures(tokenizer: Tokenizer, images: Tensor, method: str) -> None:
+def test_captions_of_a_batch_are_those_of_its_images(tokenizer: Tokenizer, images: Tensor, method: str) -> None:
     captioner, chosen = Captioner(make(tokenizer), tokenizer), GenerationOptions(method=method, num=3)
     together = captioner.caption(images, chosen)
     alone = [captioner.caption(image[None], chosen)[0] for image in images]

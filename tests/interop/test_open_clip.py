@@ -125,11 +125,11 @@ def step(
     theirs.zero_grad()
     ours.zero_grad()
     generator = torch.Generator().manual_seed(2)
-    pictures = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=generator)
+    photos = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=generator)
     padded, texts = captions(name, ours.config.text.context, ours.config.text.vocab, 2)
-    image, text, scale, *bias = theirs(ours.normalise(pictures), padded)
+    image, text, scale, *bias = theirs(ours.normalise(photos), padded)
     loss(scale * image @ text.T + (bias[0] if bias else 0), method).backward()  # type: ignore[no-untyped-call]
-    (_, images), (_, words) = ours.encode_image(pictures), ours.encode_text(texts)
+    (_, images), (_, words) = ours.encode_image(photos), ours.encode_text(texts)
     assert (images["vec"] - image).abs().max() < tolerance
     assert (words["vec"] - text).abs().max() < tolerance
     assert ours.head.log_scale.exp() == scale

@@ -97,11 +97,11 @@ def captions(ours: Model, lengths: list[int]) -> tuple[Tensor, Texts]:
 def compare(theirs: Any, ours: Model, lengths: list[int], tolerance: float) -> tuple[Tensor, Tensor]:
     """Features, memory and logits; returns a loss of each model that depends on all of them."""
     size, n = ours.config.image.size, len(lengths)
-    pictures = torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    photos = torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     padded, texts = captions(ours, lengths)
-    given = ours.normalise(pictures)
+    given = ours.normalise(photos)
     out = theirs(given, padded)
-    (image_tokens, images), (text_tokens, words) = ours.encode_image(pictures), ours.encode_text(texts)
+    (image_tokens, images), (text_tokens, words) = ours.encode_image(photos), ours.encode_text(texts)
     assert_near(images["vec"], out["image_features"], tolerance)
     assert_near(words["vec"], out["text_features"], tolerance)
     memory = ours.memory(image_tokens)

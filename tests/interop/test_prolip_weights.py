@@ -140,8 +140,8 @@ def blocks(state: State, tower: str, x: Tensor, shape: Shape, eps: float) -> Ten
     return x
 
 
-def of_pictures(state: State, pixels: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Mean and log variance [I, D] of normalised pictures [I, 3, H, W]."""
+def of_images(state: State, pixels: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Mean and log variance [I, D] of normalised images [I, 3, H, W]."""
     x = F.conv2d(pixels, state["visual.conv1.weight"], stride=shape.patch).flatten(2).transpose(1, 2)
     first = [state[name].expand(len(x), 1, -1) for name in ("visual.class_embedding", "visual.unc_embedding")]
     x = torch.cat([*first, x], 1) + state["visual.positional_embedding"]
@@ -202,21 +202,21 @@ def compare(shape: Shape, state: State, folder: Path, dtype: str, tolerance: flo
     model.eval()
     state = {name: value.to(next(model.parameters()).dtype) for name, value in state.items()}
     generator = torch.Generator().manual_seed(1)
-    pictures = torch.randint(0, 256, (3, 3, shape.size, shape.size), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (3, 3, shape.size, shape.size), dtype=torch.uint8, generator=generator)
     texts = tokenizer.encode(CAPTIONS, model.config.text)
     padded = torch.ones(len(CAPTIONS), shape.context, dtype=torch.int64)  # pads and the end are 1
     for row, caption in enumerate(CAPTIONS):
         words = caption.lower().replace("!", "").split()[: shape.context - 1]
         padded[row, : len(words)] = torch.tensor([3 + WORDS.index(word) for word in words], dtype=torch.int64)
-    check(model, state, shape, pictures, texts, padded, tolerance)
+    check(model, state, shape, images, texts, padded, tolerance)
 
 
 @torch.no_grad()
 def check(
-    model: Model, state: State, shape: Shape, pictures: Tensor, texts: Texts, padded: Tensor, tolerance: float
+    model: Model, state: State, shape: Shape, photos: Tensor, texts: Texts, padded: Tensor, tolerance: float
 ) -> None:
-    images, captions = model.encode_image(pictures)[1], model.encode_text(texts)[1]
-    theirs = of_pictures(state, model.normalise(pictures), shape), of_texts(state, padded, shape)
+    images, captions = model.encode_image(photos)[1], model.encode_text(texts)[1]
+    theirs = of_images(state, model.normalise(photos), shape), of_texts(state, padded, shape)
     for ours, (mean, log_var) in zip((images, captions), theirs, strict=True):
         assert worst(ours, mean, log_var) < tolerance
     logits = ppcl_logits(state, *theirs)

@@ -18,7 +18,7 @@ from kiloword.distributed import collectives, gather
 from kiloword.distributed.gather import gather_features
 from kiloword.training.accumulate import backward
 from kiloword.types import Features
-from kiloword.verify.batch import PICTURES, batch
+from kiloword.verify.batch import IMAGES, batch
 from kiloword.verify.suite import learner, over_ranks
 
 SETTINGS = argparse.Namespace(images=128, dim=64, chunk=128, device="cpu")
@@ -121,7 +121,7 @@ def _step() -> None:
     gather._all_gather = counted("gather", gather._all_gather)
     gather._reduce_scatter = counted("scatter", gather._reduce_scatter)
     dist.all_reduce = counted("sum", dist.all_reduce)
-    share = PICTURES // 2
+    share = IMAGES // 2
     model = learner("clip")
     mine = batch(rank * share, (rank + 1) * share, method="clip")
     most = max(len(batch(r * share, (r + 1) * share, method="clip").texts) for r in (0, 1))

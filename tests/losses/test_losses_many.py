@@ -33,8 +33,8 @@ def some(pred: Callable[[Tensor, Tensor], Tensor]) -> Positives:
 
 POSITIVES: dict[str, Positives] = {
     "one": some(lambda i, t: i == t),
-    "many": some(lambda i, t: (i - t) % 3 == 0),  # of pictures and of texts
-    "few": some(lambda i, t: (i == t) & (i != 2)),  # a picture, and its texts, without any
+    "many": some(lambda i, t: (i - t) % 3 == 0),  # of images and of texts
+    "few": some(lambda i, t: (i == t) & (i != 2)),  # an image, and its texts, without any
 }
 
 
@@ -50,7 +50,7 @@ def anchor(z: Tensor, y: Tensor, form: str) -> Tensor:
 
 
 def literal_supcon(z: Tensor, y: Tensor, form: str) -> Tensor:
-    """The mean over all anchors, which are pictures and texts."""
+    """The mean over all anchors, which are images and texts."""
     anchors = [anchor(z[i], y[i], form) for i in range(z.shape[0])]
     anchors += [anchor(z[:, t], y[:, t], form) for t in range(z.shape[1])]
     return torch.stack(anchors).sum() / len(anchors)
@@ -70,13 +70,13 @@ def literal_softmax(z: Tensor, y: Tensor) -> Tensor:
     return (mean(z, y) + mean(z.T, y.T)) / 2
 
 
-def literal_sigmoid(z: Tensor, y: Tensor, over: str = "pictures") -> Tensor:
+def literal_sigmoid(z: Tensor, y: Tensor, over: str = "images") -> Tensor:
     total = z.new_zeros(())
     for i in range(z.shape[0]):
         for t in range(z.shape[1]):
             p = 1 / (1 + torch.exp(-z[i, t]))
             total = total - y[i, t] * torch.log(p) - (1 - y[i, t]) * torch.log(1 - p)
-    return total / z.shape[0 if over == "pictures" else 1]
+    return total / z.shape[0 if over == "images" else 1]
 
 
 def literal_balance(y: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_supcon(form: Any, which: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["out", "in"])
-def test_supcon_of_one_text_a_picture_is_clip_s_loss(form: Any) -> None:
+def test_supcon_of_one_text_a_image_is_clip_s_loss(form: Any) -> None:
     images, texts = features(4, [0, 1, 2, 3], 0), features(4, [0, 1, 2, 3], 1)
     head = Head(Single(sizes()["debug"]), scale=7.0).double()
     initialise(head, 0)
@@ -150,8 +150,8 @@ def test_softmax_over_many(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("over", ["pictures", "texts"])
-def test_sigmoid_over_pictures_or_texts(over: Any, chunk: int) -> None:
+@pytest.mark.parametrize("over", ["images", "texts"])
+def test_sigmoid_over_images_or_texts(over: Any, chunk: int) -> None:
     compare(partial(sigmoid_loss, reduction=over), POSITIVES["many"], partial(literal_sigmoid, over=over), chunk)
 
 
@@ -163,7 +163,7 @@ def test_balanced_positives_of_a_text_sum_to_one() -> None:
     for rows, columns in blocks.blocks():
         sums[columns] += bound(blocks.block(rows, columns)).sum(0)
     assert sums.tolist() == pytest.approx([1, 1, 1, 1])
-    assert math.isclose(float(bound(blocks.block(slice(0, 1), slice(0, 1)))), 0.5)  # pictures 0 and 3 share it
+    assert math.isclose(float(bound(blocks.block(slice(0, 1), slice(0, 1)))), 0.5)  # images 0 and 3 share it
 
 
 def test_a_text_that_no_rank_has_a_number_of_stays_without_one() -> None:

@@ -33,12 +33,12 @@ from kiloword.verify.suite import _views
 
 ROWS, BATCH, SIZE = 200, 20, 34
 WORDS = TextConfig(context=40, vocab=600)
-TOKENIZER = Tokenizer.train([f"picture {row} caption {c} and more" for row in range(ROWS) for c in range(3)], 500)
+TOKENIZER = Tokenizer.train([f"image {row} caption {c} and more" for row in range(ROWS) for c in range(3)], 500)
 
 
 @dataclass
 class Maps:
-    """Row r is a picture whose pixel (x, y) is (r, x, y), with r % 3 + 1 captions that name it."""
+    """Row r is an image whose pixel (x, y) is (r, x, y), with r % 3 + 1 captions that name it."""
 
     name: str = "maps"
     fingerprint: str = "f"
@@ -50,7 +50,7 @@ class Maps:
     def record(self, row: int) -> Record:
         y, x = np.mgrid[:SIZE, :SIZE]
         pixels = np.stack([np.full_like(x, row), x, y], 2).astype(np.uint8)
-        return Record(f"k{row}", pixels, [f"picture {row} caption {c}" for c in range(row % 3 + 1)])
+        return Record(f"k{row}", pixels, [f"image {row} caption {c}" for c in range(row % 3 + 1)])
 
 
 def loader(method: str, settings: dict[str, Any], **changes: Any) -> Loader:
@@ -111,7 +111,7 @@ def test_a_composed_example_is_what_the_paper_says() -> None:
     assert abs(sum(orders.values()) - 0.3 * 6 * ROWS) < 3 * math.sqrt(0.3 * 0.7 * 6 * ROWS)
 
 
-def test_captions_and_pictures_may_change_places_together() -> None:
+def test_captions_and_images_may_change_places_together() -> None:
     for batch in epochs(1, rho=1.0, image_order="follows_caption"):
         for image, caption in zip(batch.images, captions_of(batch), strict=True):
             assert list(seen(image)[:2]) == named(caption)
@@ -149,7 +149,7 @@ def test_examples_keep_their_number_of_captions() -> None:
         other = int(batch.images[i, 0, -1, -1])
         mine = [text for text, of in zip(texts, batch.image_of_text.tolist(), strict=True) if of == i]
         for c, text in enumerate(mine):
-            said = {f"picture {own} caption {c}", f"picture {other} caption {c % (other % 3 + 1)}"}
+            said = {f"image {own} caption {c}", f"image {other} caption {c % (other % 3 + 1)}"}
             assert set(text.split(" and ")) == said
 
 
@@ -191,7 +191,7 @@ def test_training_logs_plain_and_composed_examples_apart(tmp_path: Path) -> None
     assert not any(apart & r.keys() for r in clip)
 
 
-def test_a_pair_loss_that_says_nothing_of_pictures_is_told_apart_too() -> None:
+def test_a_pair_loss_that_says_nothing_of_images_is_told_apart_too() -> None:
     method = preset("siglip+compose")
 
     def own(pairs: PairBlocks, positives: Positives) -> Total:
@@ -207,7 +207,7 @@ def test_a_pair_loss_that_says_nothing_of_pictures_is_told_apart_too() -> None:
 
 @pytest.mark.parametrize("name", ["siglip+compose", "pcme+++compose", "pcme+++deterministic+compose", "fff+compose"])
 def test_both_kinds_together_are_the_pair_loss(name: str) -> None:
-    """Whatever the loss is divided by: pictures, pairs, or texts."""
+    """Whatever the loss is divided by: images, pairs, or texts."""
     method, some = preset(name), fixed_batch(method=name)
     found = {k: float(v) for k, v in backward(Learner(build(sizes()["debug"], method, 0), method), [some]).items()}
     composed = float(some.composed.double().mean())

@@ -54,15 +54,15 @@ def expected(learner: Learner, batch: Batch, memory: Callable[[int], Tensor], sm
 
 @pytest.mark.parametrize("said", [{}, {"smoothing": 0.3, "tied": True}, {"decoder_depth": 2, "class_token": False}])
 def test_caption_loss(said: dict[str, Any]) -> None:
-    """Value and every gradient; pictures of several captions share what the decoder sees."""
+    """Value and every gradient; images of several captions share what the decoder sees."""
     learner = made("coca", said)
     batch = pairs(learner.model, CAPTIONS)
     assert len(batch.texts) == 7 > len(batch)
-    pictures = learner.model.normalise(batch.images)
+    images = learner.model.normalise(batch.images)
     slow = expected(
         learner,
         batch,
-        lambda n: image_tokens(pictures[batch.image_of_text[n]], learner.model),
+        lambda n: image_tokens(images[batch.image_of_text[n]], learner.model),
         said.get("smoothing", 0.0),
     )
     fast = term(learner, "caption", batch)
@@ -73,12 +73,12 @@ def test_caption_loss(said: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("op", ["drop", "token"])
 @pytest.mark.parametrize("mask", ["attentive", "random"])
-def test_captions_of_masked_pictures(mask: str, op: str) -> None:
-    """The patches of the lowest score are gone: of each caption its own, or random ones of the picture."""
+def test_captions_of_masked_images(mask: str, op: str) -> None:
+    """The patches of the lowest score are gone: of each caption its own, or random ones of the image."""
     learner = made("coca", {"caption_mask": mask, "caption_op": op, "caption_share": 0.3})
     model = learner.model
     batch = pairs(model, CAPTIONS)
-    pictures, noise = model.normalise(batch.images), masking.noise(batch, "caption.mask", 16)
+    images, noise = model.normalise(batch.images), masking.noise(batch, "caption.mask", 16)
 
     def memory(n: int) -> Tensor:
         i = int(batch.image_of_text[n])
@@ -86,7 +86,7 @@ def test_captions_of_masked_pictures(mask: str, op: str) -> None:
         if mask == "attentive":
             with torch.no_grad():
                 scored = attentive(learner, batch, n)
-        return image_tokens(pictures[i], model, lowest(scored, 5), op)
+        return image_tokens(images[i], model, lowest(scored, 5), op)
 
     assert_equal(learner, term(learner, "caption", batch), expected(learner, batch, memory))
 
@@ -97,12 +97,12 @@ def test_a_pool_of_queries() -> None:
     head = replace(shape.head, image_pool="attentional", pool_queries=3, pool_width=24, pool_heads=2)
     learner = made("coca", shape=replace(shape, head=head))
     batch = pairs(learner.model, CAPTIONS)
-    pictures = learner.model.normalise(batch.images)
+    images = learner.model.normalise(batch.images)
     pool: Any = learner.model.head.pooling.image_pool.attentional  # type: ignore[attr-defined]
     assert pool.probes.shape == (4, 24)
 
     def gathered(n: int) -> Tensor:
-        k, v = linear(image_tokens(pictures[n], learner.model), pool.attention.kv).chunk(2, 1)
+        k, v = linear(image_tokens(images[n], learner.model), pool.attention.kv).chunk(2, 1)
         q = linear(norm(pool.probes, pool.norm_query), pool.attention.q)
         return norm(linear(attend(q, k, v, 2), pool.attention.out), pool.norm)
 
@@ -264,7 +264,7 @@ def test_what_cannot_mix_is_refused() -> None:
     with pytest.raises(ValueError, match="pool_queries is 0: expected at least 1"):
         build(none, preset("coca"))
     shape = small(size=8)
-    with pytest.raises(ValueError, match="pictures of one patch cannot be masked"):
+    with pytest.raises(ValueError, match="images of one patch cannot be masked"):
         made("coca", {"caption_mask": "random"}, shape)
     head = replace(config().head, image_pool="attentional", pool_width=16)
     with pytest.raises(ValueError, match=r"attentive masks compare patches of width 32.*gathered: take random masks"):

@@ -35,8 +35,8 @@ from kiloword.verify.batch import batch
 from kiloword.verify.suite import EXACT, Way, gradients, learner, over_ranks, verify
 from threads import over_threads
 
-CAPTIONS = [2, 1, 3, 1, 2]  # of each picture
-OF = [i for i, n in enumerate(CAPTIONS) for _ in range(n)]  # picture of each text
+CAPTIONS = [2, 1, 3, 1, 2]  # of each image
+OF = [i for i, n in enumerate(CAPTIONS) for _ in range(n)]  # image of each text
 SWITCHES = ("image_text", "image_image", "text_text")
 QUICK = ["fff", "siglip+mined", "siglip+exact", "clip+mined", "siglip+supcon"]
 
@@ -46,15 +46,15 @@ def unit(n: int, dim: int, seed: int) -> Tensor:
 
 
 def sides(composed: tuple[int, ...] = ()) -> tuple[Features, Features]:
-    """Features of five pictures and their nine texts, with a teacher's beside them; 0 and 3 look and read alike."""
-    picture, text = unit(5, 3, 132), unit(9, 3, 133)
-    picture[3], text[OF.index(3)] = picture[0], text[:2].mean(0) / text[:2].mean(0).norm()
+    """Features of five images and their nine texts, with a teacher's beside them; 0 and 3 look and read alike."""
+    image, text = unit(5, 3, 132), unit(9, 3, 133)
+    image[3], text[OF.index(3)] = image[0], text[:2].mean(0) / text[:2].mean(0).norm()
     means = torch.stack([text[[t for t in range(9) if OF[t] == i]].mean(0) for i in range(5)])
     mineable = torch.tensor([i not in composed for i in range(5)])
     images = {"vec": unit(5, 6, 0).requires_grad_(), "position": torch.arange(5), "mineable": mineable}
     texts = {"vec": unit(9, 6, 1).requires_grad_(), "position": torch.tensor(OF), "mineable": mineable[OF]}
-    images |= {"image_side.teacher": picture, "image_side.teacher.texts": means}
-    texts |= {"image_side.teacher": picture[OF], "text_side.teacher": text, "image_side.teacher.texts": means[OF]}
+    images |= {"image_side.teacher": image, "image_side.teacher.texts": means}
+    texts |= {"image_side.teacher": image[OF], "text_side.teacher": text, "image_side.teacher.texts": means[OF]}
     return images, texts
 
 
@@ -110,7 +110,7 @@ def test_mined_positives_are_those_of_the_equation(which: str, forced: bool) -> 
     own = pairs_of(images, texts).annotated
     assert expected[~own].any()
     assert not expected.all()
-    assert bool(expected[own].all()) == (forced or which in ("all", "image_image"))  # S_ii is 1 of the picture itself
+    assert bool(expected[own].all()) == (forced or which in ("all", "image_image"))  # S_ii is 1 of the image itself
 
 
 def share_reported(name: str, pieces: int) -> float | None:
@@ -263,7 +263,7 @@ def test_what_cannot_mix_is_refused(name: str, message: str) -> None:
 
 
 def flat(shift: float, method: str = "siglip") -> Learner:
-    """A learner all of whose scores are the same, for any picture and text."""
+    """A learner all of whose scores are the same, for any image and text."""
     made = learner(method)
     with torch.no_grad():
         made.model.head.log_scale.fill_(math.log(abs(shift)))
@@ -281,7 +281,7 @@ def flat(shift: float, method: str = "siglip") -> Learner:
 def test_bias_of_equal_logits_is_known_exactly(how: Any, shift: float) -> None:
     made = flat(shift)
     search(made, itertools.repeat(batch()), how, 2)
-    share = 1 / 16  # each text is of one of the pictures
+    share = 1 / 16  # each text is of one of the images
     assert float(made.state_dict()["model.head.bias"]) == pytest.approx(math.log(share / (1 - share)) - shift, abs=1e-3)
 
 

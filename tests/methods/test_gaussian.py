@@ -90,12 +90,12 @@ def test_distance_is_the_mean_over_draws() -> None:
 
 @pytest.mark.parametrize("method", ["prolip", "llip+gaussian"])
 def test_score_is_one_less_half_the_distance(method: str) -> None:
-    """Eq. A.1, where the pooling has one vector a side; one picture alone or among others."""
+    """Eq. A.1, where the pooling has one vector a side; one image alone or among others."""
     head = build(config(), preset(method)).double().head
-    dim, pictures = 16, torch.randn(3, 70, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    dim, images = 16, torch.randn(3, 70, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     texts = Texts.pack([[0] * n for n in (4, 6, 5)])
     words = torch.randn(15, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    a, b = head.image(pictures), head.text(words, texts)
+    a, b = head.image(images), head.text(words, texts)
     assert a["log_var"].shape == b["log_var"].shape == (3, dim)
     if method == "prolip":
         torch.testing.assert_close(head.score(a, b), 1 - gaussian.csd_matrix(a, b) / 2)
@@ -111,12 +111,12 @@ def test_score_is_one_less_half_the_distance(method: str) -> None:
 
 def literal_head(head: Head, images: Tensor, words: list[Tensor]) -> tuple[Features, Features]:
     """Tokens [CLS, UNC, patches] and [words, UNC, CLS] -> Gaussians, section 3.1."""
-    doubt, pooling = head.uncertainty, head.pooling
-    assert isinstance(doubt, Gaussian)
+    uncertainty, pooling = head.uncertainty, head.pooling
+    assert isinstance(uncertainty, Gaussian)
     features: list[Features] = []
     sides = (
-        (images, 0, 1, pooling.image_projection, doubt.image_log_var),
-        (words, -1, -2, pooling.text_projection, doubt.text_log_var),
+        (images, 0, 1, pooling.image_projection, uncertainty.image_log_var),
+        (words, -1, -2, pooling.text_projection, uncertainty.text_log_var),
     )
     for side, cls, unc, projection, layer in sides:
         means = [projection.weight @ tokens[cls] for tokens in side]
@@ -151,7 +151,7 @@ def test_pair_loss_is_the_paper_s(chunk: int) -> None:
     blocks = Blocks(head, a | {"position": torch.arange(3)}, b | {"position": torch.tensor(own)}, chunk=chunk)
     total = sigmoid_loss(blocks, annotated)
     expected = eq2(head, *literal_head(head, images, list(words.split(lengths))), own)
-    assert float(total.count) == 3  # pictures
+    assert float(total.count) == 3  # images
     same(total.sum, expected, inputs)
 
 

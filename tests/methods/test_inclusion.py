@@ -32,12 +32,12 @@ PATCH, PATCHES = 4, 64
 
 
 def batch() -> Batch:
-    """16 pictures, of one to three captions each."""
+    """16 images, of one to three captions each."""
     return small_batch(method="prolip")
 
 
 def model(stem: Literal["linear", "conv"] = "linear") -> Model:
-    """64 patches a picture; log variances that differ from row to row."""
+    """64 patches an image; log variances that differ from row to row."""
     size = config()
     made = build(replace(size, image=replace(size.image, patch=PATCH, stem=stem)), preset("prolip", {"log_var": -2.0}))
     return made.double()
@@ -48,7 +48,7 @@ class Watched:
 
     def __init__(self, inside: Model) -> None:
         self.inside = inside
-        self.images: list[tuple[Tensor, Tensor]] = []  # pictures and the patches kept of them
+        self.images: list[tuple[Tensor, Tensor]] = []  # images and the patches kept of them
         self.texts: list[Texts] = []
         self.copies: list[Features] = []
 
@@ -87,7 +87,7 @@ def words_of(texts: Texts) -> list[list[int]]:
 
 
 def in_another_order(some: Batch, order: list[int]) -> Batch:
-    """The same pictures and captions, the pictures in another order."""
+    """The same images and captions, the images in another order."""
     captions = words_of(some.texts)
     own = [[t for t in range(len(captions)) if some.image_of_text[t] == i] for i in order]
     return replace(
@@ -105,8 +105,8 @@ def in_another_order(some: Batch, order: list[int]) -> Batch:
 
 
 @pytest.mark.parametrize("given", FORMS)
-def test_a_picture_lies_within_its_own_captions(given: dict[str, Any]) -> None:
-    """Matched pairs alone, however many captions a picture has; counted by captions."""
+def test_a_image_lies_within_its_own_captions(given: dict[str, Any]) -> None:
+    """Matched pairs alone, however many captions an image has; counted by captions."""
     some, made, term = batch(), model(), ImageInText(InclusionSettings(**given))
     features = encoded(made, some)
     of = some.image_of_text.tolist()
@@ -161,18 +161,18 @@ def test_terms_are_means_over_the_whole_batch() -> None:
     assert int(MaskedText(said, made.config).count(some)) % 4 != 0
 
 
-# Masked pictures
+# Masked images
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
 def test_a_copy_knows_a_quarter_of_the_patches(stem: Literal["linear", "conv"]) -> None:
-    """Exactly; every picture another quarter; no pixel of a dropped patch matters, every kept one does."""
+    """Exactly; every image another quarter; no pixel of a dropped patch matters, every kept one does."""
     some, made = batch(), model(stem)
     features, watched = encoded(made, some), Watched(made)
     term = MaskedImage(InclusionSettings(masked_every=4), made.config)
     before = term(watched, some, features)  # type: ignore[arg-type]
-    pictures, keep = watched.images[0]
-    assert torch.equal(pictures, some.images[some.position % 4 == 0])
+    images, keep = watched.images[0]
+    assert torch.equal(images, some.images[some.position % 4 == 0])
     assert keep.shape == (4, PATCHES // 4)
     assert all(len(set(places)) == PATCHES // 4 and set(places) <= set(range(PATCHES)) for places in keep.tolist())
     assert len({tuple(places) for places in keep.tolist()}) == len(keep)
@@ -199,7 +199,7 @@ def test_share_of_dropped_patches(share: float, kept: int) -> None:
 
 
 def test_patches_are_dropped_evenly() -> None:
-    """Over many pictures every patch is kept about as often."""
+    """Over many images every patch is kept about as often."""
     keeps = []
     some, made, term = batch(), model(), MaskedImage(InclusionSettings(masked_every=1), model().config)
     features, watched = encoded(made, some), Watched(made)
@@ -235,7 +235,7 @@ def test_words_are_masked(captions: list[list[int]], share: float, seed: int) ->
         assert all(a == b for p, (a, b) in enumerate(zip(after, before, strict=True)) if p not in hidden)
 
 
-def test_captions_of_a_picture_get_masks_of_their_own() -> None:
+def test_captions_of_a_image_get_masks_of_their_own() -> None:
     """Three equal captions, masked differently, and differently again in another epoch; words at all places alike."""
     caption = [SPECIAL["start"], *range(10, 22), SPECIAL["end"], SPECIAL["unc"], SPECIAL["cls"]]
     some, made = batch(), model()
@@ -248,7 +248,7 @@ def test_captions_of_a_picture_get_masks_of_their_own() -> None:
         masks = [[p for p, token in enumerate(ids) if token == SPECIAL["mask"]] for ids in words_of(watched.texts[-1])]
         where += [tuple(places) for places in masks]
     assert all(len(places) == 9 for places in where)
-    own = torch.searchsorted(some.image_of_text, torch.tensor(2)).item()  # the third picture has three captions
+    own = torch.searchsorted(some.image_of_text, torch.tensor(2)).item()  # the third image has three captions
     assert len(set(where[own : own + 3])) == 3
     assert where[: len(some.texts)] != where[len(some.texts) : 2 * len(some.texts)]
     share = torch.bincount(torch.tensor([p for places in where for p in places]), minlength=16) / len(where)
@@ -262,7 +262,7 @@ def test_captions_of_a_picture_get_masks_of_their_own() -> None:
 def seen(
     some: Batch, made: Model, every: int = 3
 ) -> tuple[dict[int, tuple[int, ...]], dict[tuple[int, ...], list[int]]]:
-    """Patches kept of each chosen picture, by position; and the masked copy of each of its captions, by the caption."""
+    """Patches kept of each chosen image, by position; and the masked copy of each of its captions, by the caption."""
     said = InclusionSettings(masked_every=every)
     features, watched = encoded(made, some), Watched(made)
     MaskedImage(said, made.config)(watched, some, features)  # type: ignore[arg-type]
@@ -276,14 +276,14 @@ def seen(
     return kept, {tuple(ids): copy for ids, copy in zip(own, copies, strict=True)}
 
 
-def test_one_picture_in_eight_by_its_place_in_the_global_batch() -> None:
+def test_one_image_in_eight_by_its_place_in_the_global_batch() -> None:
     some, made = batch(), model()
     assert set(seen(some, made, 8)[0]) == {0, 8}
     assert set(seen(replace(some, position=some.position + 3), made, 8)[0]) == {8, 16}
 
 
 def test_masks_do_not_depend_on_neighbours() -> None:
-    """The same in another order and in micro-batches; others when a picture's seed is another."""
+    """The same in another order and in micro-batches; others when an image's seed is another."""
     some, made = batch(), model()
     reference = seen(some, made)
     order = torch.randperm(len(some), generator=torch.Generator().manual_seed(0)).tolist()
@@ -296,7 +296,7 @@ def test_masks_do_not_depend_on_neighbours() -> None:
     assert sum(other[0][k] == v for k, v in reference[0].items()) == 0
 
 
-def test_a_share_without_chosen_pictures_still_passes_the_towers() -> None:
+def test_a_share_without_chosen_images_still_passes_the_towers() -> None:
     """One row of weight 0: its loss and gradients are zeros, of every parameter that a chosen row would reach."""
     some, made = batch(), model()
     none, chosen = (replace(some, position=some.position * 8 + shift) for shift in (1, 0))
@@ -319,7 +319,7 @@ def test_a_share_without_chosen_pictures_still_passes_the_towers() -> None:
 
 
 def test_patches_are_counted_of_the_model_s_own_size() -> None:
-    """The term is made from the model's configuration, whatever the size of the pictures."""
+    """The term is made from the model's configuration, whatever the size of the images."""
     size = replace(config(), image=ImageConfig(size=48, patch=8, width=32, depth=1, heads=2, mlp=32))
     term = preset("prolip").terms["masked_image"][1](size)
     assert isinstance(term, MaskedImage)

@@ -40,7 +40,7 @@ def model(method: str = "llip", size: ModelConfig | None = None, **settings: Any
 
 
 def tower_tokens() -> tuple[Tensor, Tensor]:
-    """Three pictures of K + P tokens and five texts, as towers make them."""
+    """Three images of K + P tokens and five texts, as towers make them."""
     return numbers(3, K + PATCHES, WIDTH).requires_grad_(), numbers(15, WIDTH, seed=1).requires_grad_()
 
 
@@ -57,7 +57,7 @@ def matrix(of: Tensor, token: int, m: int) -> Tensor:
 
 
 def literal(pooling: Contextual, h: Tensor, g: Tensor, temperature: float) -> Tensor:
-    """Cosine of z_ij and z'_j by loops over pictures i, texts j, heads m and tokens k."""
+    """Cosine of z_ij and z'_j by loops over images i, texts j, heads m and tokens k."""
     rows = []
     for hi in h:
         row = []
@@ -106,10 +106,10 @@ def test_loss_is_the_paper_s(mode: str, per_token: bool, patch_keys: bool, form:
             assert head.bias is not None
             loss = eq3(cosines, head.log_scale.exp(), head.bias, own)
         else:
-            pictures, texts = head.image(images), head.text(words, TEXTS)
-            cosines = head.score(pictures, texts)
-            pictures, texts = pictures | {"position": torch.arange(3)}, texts | {"position": torch.tensor(own)}
-            loss = sigmoid_loss(Blocks(head, pictures, texts, chunk=2), annotated).sum
+            photos, texts = head.image(images), head.text(words, TEXTS)
+            cosines = head.score(photos, texts)
+            photos, texts = photos | {"position": torch.arange(3)}, texts | {"position": torch.tensor(own)}
+            loss = sigmoid_loss(Blocks(head, photos, texts, chunk=2), annotated).sum
         gradients = torch.autograd.grad(loss, [images, words, *head.parameters()])
         found.append([cosines.detach(), loss.detach(), *gradients])
     for got, expected in zip(*found, strict=True):
@@ -179,10 +179,10 @@ def test_baselines_read_the_same_tokens_into_one_vector(pool: str) -> None:
         read = tokens[:, 0] if pool == "first" else tokens[:, :K].mean(1)
         expected = pooling.project_image_tokens(read)
     assert torch.allclose(got["vec"], F.normalize(expected, dim=1), atol=1e-12)
-    pictures, texts = encoded(made)
-    assert torch.allclose(made.score(pictures, texts), pictures["vec"] @ texts["vec"].T)
-    with pytest.raises(ValueError, match="pools each picture into one vector"):
-        made.head.explain(pictures, texts)
+    images, texts = encoded(made)
+    assert torch.allclose(made.score(images, texts), images["vec"] @ texts["vec"].T)
+    with pytest.raises(ValueError, match="pools each image into one vector"):
+        made.head.explain(images, texts)
 
 
 def test_shortlist_vector_is_the_equal_mixture() -> None:

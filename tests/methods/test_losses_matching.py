@@ -22,7 +22,7 @@ from kiloword.model.model import initialise
 from kiloword.types import Features, Pairs
 
 CHUNKS = [0, 1, 3]
-PICTURES, TEXTS = [0, 1, 2, 3, 4], [0, 0, 0, 1, 2, 2, 3, 4, 4]
+IMAGES, TEXTS = [0, 1, 2, 3, 4], [0, 0, 0, 1, 2, 2, 3, 4, 4]
 
 
 def features(position: list[int], seed: int) -> Features:
@@ -33,8 +33,8 @@ def features(position: list[int], seed: int) -> Features:
 
 
 def sides() -> tuple[Features, Features, list[Tensor]]:
-    """Pictures, texts of which some are equal (of one picture, and of several), and what both are made of."""
-    images, texts = features(PICTURES, 0), features(TEXTS, 1)
+    """Images, texts of which some are equal (of one image, and of several), and what both are made of."""
+    images, texts = features(IMAGES, 0), features(TEXTS, 1)
     for name in ("vec", "log_var"):
         texts[name] = texts[name][[0, 0, 2, 0, 4, 5, 6, 4, 0]]
     leaves = [side[name].requires_grad_() for side in (images, texts) for name in ("vec", "log_var")]
@@ -67,21 +67,21 @@ def entropy(z: Tensor, y: float) -> Tensor:
 
 def literal(images: Features, texts: Features, y: Any, a: Tensor, b: Tensor, pseudo: float) -> Tensor:
     """The sum over pairs; y[i][t] is 0 or 1."""
-    d = [[distance(images, i, texts, t) for t in range(len(TEXTS))] for i in range(len(PICTURES))]
+    d = [[distance(images, i, texts, t) for t in range(len(TEXTS))] for i in range(len(IMAGES))]
 
     def near(i: int, t: int, j: int, u: int) -> bool:
         return float((d[i][t] - d[j][u]).detach()) <= 1e-13
 
     total = a.new_zeros(())
-    for i, picture in enumerate(PICTURES):
+    for i, image in enumerate(IMAGES):
         for t, of in enumerate(TEXTS):
             z = -a * d[i][t] + b
-            own_texts = [u for u in range(len(TEXTS)) if TEXTS[u] == picture]
-            own_pictures = [j for j in range(len(PICTURES)) if PICTURES[j] == of]
-            of_picture = y[i][t] or any(near(i, t, i, u) for u in own_texts)
-            of_text = y[i][t] or any(near(i, t, j, t) for j in own_pictures)
+            own_texts = [u for u in range(len(TEXTS)) if TEXTS[u] == image]
+            own_images = [j for j in range(len(IMAGES)) if IMAGES[j] == of]
+            of_image = y[i][t] or any(near(i, t, i, u) for u in own_texts)
+            of_text = y[i][t] or any(near(i, t, j, t) for j in own_images)
             total = total + entropy(z, float(y[i][t]))
-            total = total + pseudo * (entropy(z, float(of_picture)) + entropy(z, float(of_text))) / 2
+            total = total + pseudo * (entropy(z, float(of_image)) + entropy(z, float(of_text))) / 2
     return total
 
 
@@ -101,7 +101,7 @@ def agree(found: Tensor, expected: Tensor, parameters: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("positives", [annotated, other])
-@pytest.mark.parametrize(("reduction", "count"), [("pairs", 45), ("pictures", 5)])
+@pytest.mark.parametrize(("reduction", "count"), [("pairs", 45), ("images", 5)])
 @pytest.mark.parametrize("pseudo", [0.0, 0.1, 3.0])
 def test_matching_loss_and_its_gradients(pseudo: float, reduction: Any, count: int, positives: Any, chunk: int) -> None:
     (images, texts, leaves), head = sides(), gaussian_head()
@@ -109,7 +109,7 @@ def test_matching_loss_and_its_gradients(pseudo: float, reduction: Any, count: i
     total = matching_loss(blocks, positives, pseudo, reduction)
     assert float(total.count) == count
     assert float(blocks.rows.sum()) == pytest.approx(float(total.sum.detach()), rel=1e-12)
-    y = [[int(p == t or (positives is other and p - t == 2)) for t in TEXTS] for p in PICTURES]
+    y = [[int(p == t or (positives is other and p - t == 2)) for t in TEXTS] for p in IMAGES]
     assert head.bias is not None
     expected = literal(images, texts, y, head.log_scale.exp()[0], head.bias[0], pseudo) / count
     agree(total.sum / total.count, expected, [*leaves, head.log_scale, head.bias])
@@ -121,23 +121,23 @@ def test_pseudo_positives_are_those_as_near_as_the_farthest_own() -> None:
     tilted = F.normalize(torch.tensor([[2.0, 1.0], [1.0, 2.0], [1.0, 1.0]], dtype=torch.float64), dim=1)
     images = {"vec": vec, "log_var": torch.full((2, 2), -9.0).double(), "position": torch.arange(2)}
     texts = {"vec": tilted[[0, 1, 2]], "log_var": torch.full((3, 2), -9.0).double()}
-    texts["position"] = torch.tensor([0, 0, 1])  # the farthest of picture 0's own is text 1; text 2 is nearer
+    texts["position"] = torch.tensor([0, 0, 1])  # the farthest of image 0's own is text 1; text 2 is nearer
 
     def gap(pseudo: float) -> float:
         return float(matching_loss(Blocks(gaussian_head(), images, texts), annotated, pseudo).sum.detach())
 
     blocks = Blocks(gaussian_head(), images, texts)
     z = blocks.block(slice(0, 2), slice(0, 3)).logits.detach()
-    of_picture = torch.tensor([[1, 1, 1], [0, 1, 1]])  # text 1 is nearer to picture 1 than its own text 2
-    of_text = torch.tensor([[1, 1, 1], [0, 1, 1]])  # picture 0 is as near to text 2 as picture 1: a tie
-    expected = sum((F.softplus(z) - y * z).sum() for y in (of_picture, of_text)) / 2
+    of_image = torch.tensor([[1, 1, 1], [0, 1, 1]])  # text 1 is nearer to image 1 than its own text 2
+    of_text = torch.tensor([[1, 1, 1], [0, 1, 1]])  # image 0 is as near to text 2 as image 1: a tie
+    expected = sum((F.softplus(z) - y * z).sum() for y in (of_image, of_text)) / 2
     assert gap(1.0) - gap(0.0) == pytest.approx(float(expected), rel=1e-12)
 
 
 @given(st.floats(0.01, 500), st.floats(-20, 20), st.integers(0, 1000))
 @settings(max_examples=30, deadline=None)
 def test_logits_are_of_distances_and_score_of_inverts_them(scale: float, bias: float, seed: int) -> None:
-    images, texts = features(PICTURES, seed), features(PICTURES, seed + 1)
+    images, texts = features(IMAGES, seed), features(IMAGES, seed + 1)
     head = gaussian_head(scale, bias)
     with torch.no_grad():
         score = head.score(images, texts)
@@ -165,16 +165,16 @@ def test_a_loss_of_means_beside_that_of_gaussians(loss: Any, own: Any, chunk: in
 
     first = own(Blocks(head, images, texts), annotated)
     small = head.deterministic
-    cosines = [[(images["vec"][i] * texts["vec"][t]).sum() for t in range(len(TEXTS))] for i in range(len(PICTURES))]
+    cosines = [[(images["vec"][i] * texts["vec"][t]).sum() for t in range(len(TEXTS))] for i in range(len(IMAGES))]
     z = torch.stack([torch.stack(row) for row in cosines]) * small.log_scale.exp()
-    y = torch.tensor([[float(p == t) for t in TEXTS] for p in PICTURES], dtype=torch.float64)
+    y = torch.tensor([[float(p == t) for t in TEXTS] for p in IMAGES], dtype=torch.float64)
     if loss == "sigmoid":
         z = z + small.bias
-        second = sum(entropy(z[i, t], float(y[i, t])) for i in range(len(PICTURES)) for t in range(len(TEXTS))) / 5
+        second = sum(entropy(z[i, t], float(y[i, t])) for i in range(len(IMAGES)) for t in range(len(TEXTS))) / 5
     else:
-        by_picture = [-(y[i] / y[i].sum() * z[i].log_softmax(0)).sum() for i in range(len(PICTURES))]
+        by_image = [-(y[i] / y[i].sum() * z[i].log_softmax(0)).sum() for i in range(len(IMAGES))]
         by_text = [-z[:, t].log_softmax(0)[TEXTS[t]] for t in range(len(TEXTS))]
-        second = (torch.stack(by_picture).mean() + torch.stack(by_text).mean()) / 2
+        second = (torch.stack(by_image).mean() + torch.stack(by_text).mean()) / 2
     parameters = [*leaves, head.log_scale, small.log_scale]
     parameters += [] if small.bias is None else [small.bias]
     agree(total.sum / total.count, first.sum / first.count + 0.7 * second, parameters)

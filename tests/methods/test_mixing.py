@@ -76,10 +76,10 @@ def test_a_mix_trains_from_the_command_line_and_its_model_loads(tmp_path: Path) 
     file = json.loads((tmp_path / "model" / "config.json").read_text())
     assert file["method"] == "clip+sigmoid"
     assert file["settings"]["sigmoid"]["bias"] == -4
-    main(["score", str(tmp_path / "model"), "--images", str(_picture(tmp_path)), "--texts", "a red star"])
+    main(["score", str(tmp_path / "model"), "--images", str(_image(tmp_path)), "--texts", "a red star"])
 
 
-def _picture(folder: Path) -> Path:
+def _image(folder: Path) -> Path:
     from PIL import Image
 
     Image.new("RGB", (40, 30), "red").save(folder / "red.png")

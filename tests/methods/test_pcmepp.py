@@ -67,11 +67,11 @@ def test_equal_captions_are_equally_near_however_the_pairs_are_cut() -> None:
 
 
 def test_settings_reach_their_places() -> None:
-    method = preset("pcme++", {"scale": 3.0, "bias": 2.0, "pseudo": 0.0, "reduction": "pictures", "vib": 0.0})
+    method = preset("pcme++", {"scale": 3.0, "bias": 2.0, "pseudo": 0.0, "reduction": "images", "vib": 0.0})
     head = build(DEBUG, method, 0).head.requires_grad_(False)
     assert head.bias is not None
     assert (head.distance, float(head.log_scale.exp()), float(head.bias)) == (True, pytest.approx(3.0), 2.0)
-    assert method.pair_loss.keywords == {"pseudo": 0.0, "reduction": "pictures"}  # type: ignore[attr-defined]
+    assert method.pair_loss.keywords == {"pseudo": 0.0, "reduction": "images"}  # type: ignore[attr-defined]
     assert not method.terms
     assert {name: weight for name, (weight, _) in preset("pcme++").terms.items()} == dict.fromkeys(
         ("vib_image", "vib_text"), 1e-4
@@ -142,8 +142,8 @@ def test_the_weight_of_the_deterministic_loss() -> None:
         ("clip+matching", {}, "matching measures how far apart Gaussians are, but clip has none: add \\+gaussian"),
         ("siglip+ppcl", {}, "ppcl compares Gaussians, but siglip has none: add \\+gaussian, or take \\+sigmoid"),
         ("clip+deterministic", {}, "but clip has only means"),
-        ("llip+gaussian+deterministic", {}, "the pooling of llip does not read pictures into one"),
-        ("prolip+deterministic+contextual", {}, "the pooling of prolip does not read pictures into one"),
+        ("llip+gaussian+deterministic", {}, "the pooling of llip does not read images into one"),
+        ("prolip+deterministic+contextual", {}, "the pooling of prolip does not read images into one"),
         ("pcme+++gaussian", {}, "pcme\\+\\+ has Gaussians already"),
         ("pcme+++fff", {}, "no sigmoid loss"),
         ("pcme+++matching+ppcl", {}, "matching and ppcl both fill the slot 'pair loss'"),

@@ -38,13 +38,13 @@ def test_towers_carry_an_uncertainty_token() -> None:
     some = batch(method="prolip")
     tokens, features = made.encode_image(some.images)
     assert tokens.shape == (16, 2 + 4, 32)
-    doubt, pooling = made.head.uncertainty, made.head.pooling
-    assert isinstance(doubt, Gaussian)
-    torch.testing.assert_close(features["log_var"], doubt.image_log_var(tokens[:, 1]))
+    uncertainty, pooling = made.head.uncertainty, made.head.pooling
+    assert isinstance(uncertainty, Gaussian)
+    torch.testing.assert_close(features["log_var"], uncertainty.image_log_var(tokens[:, 1]))
     mean = pooling.image_projection(tokens[:, 0])  # type: ignore[attr-defined]
     torch.testing.assert_close(features["vec"], mean / mean.norm(dim=1, keepdim=True))
     words, features = made.encode_text(some.texts)
-    torch.testing.assert_close(features["log_var"], doubt.text_log_var(words[some.texts.starts[1:] - 2]))
+    torch.testing.assert_close(features["log_var"], uncertainty.text_log_var(words[some.texts.starts[1:] - 2]))
     mean = pooling.text_projection(words[some.texts.starts[1:] - 1])  # type: ignore[attr-defined]
     torch.testing.assert_close(features["vec"], mean / mean.norm(dim=1, keepdim=True))
 
@@ -80,7 +80,7 @@ def test_words_may_see_only_what_is_before() -> None:
 
 
 def test_the_uncertainty_token_is_seen_and_sees() -> None:
-    """Log variances depend on pictures and words, and the tokens get gradients."""
+    """Log variances depend on images and words, and the tokens get gradients."""
     made = build(config(), preset("prolip", {"log_var": -1.0})).double()
     some = batch(method="prolip")
     images, texts = made.encode_image(some.images)[1], made.encode_text(some.texts)[1]
@@ -256,7 +256,7 @@ def divergence(side: Features) -> Tensor:
 
 
 def eq2(made: Model, images: Features, texts: Features, own: list[int]) -> Tensor:
-    """Over all pairs, by pictures."""
+    """Over all pairs, by images."""
     total, head = [], made.head
     assert head.bias is not None
     for i, image in enumerate(images["vec"]):

@@ -56,7 +56,7 @@ def learner(method: str, chunk: int = CHUNK) -> Learner:
 
 
 def batch(n: int, of: Learner) -> Batch:
-    """Noise, and a caption of four words a picture."""
+    """Noise, and a caption of four words an image."""
     generator, text, numbers = torch.Generator().manual_seed(0), of.model.config.text, torch.arange(n)
     tail = [text.special["end"], *(text.special[name] for name in text.extra_tokens)]
     words = torch.randint(6, text.vocab, (n, 4), generator=generator).tolist()
@@ -115,7 +115,7 @@ def test_gaussians_make_nothing_larger_of_llip(n: int) -> None:
 @pytest.mark.parametrize("method", ["prolip", "prolip-released", "pcme++", "llip+gaussian+inclusion"])
 def test_a_step_s_largest_tensor_grows_as_the_batch_does(method: str) -> None:
     few, many = step(method, 32), step(method, 128)
-    assert many <= 4 * few < 128 * 128 * DIM  # of every picture with every text it were sixteen times as large
+    assert many <= 4 * few < 128 * 128 * DIM  # of every image with every text it were sixteen times as large
 
 
 def test_matrices_of_all_pairs_hold_no_dimensions() -> None:

@@ -1,4 +1,4 @@
-"""SyCoCa's masks and masked pictures against loops; what is hidden stays hidden (arXiv:2401.02137, section 3)."""
+"""SyCoCa's masks and masked images against loops; what is hidden stays hidden (arXiv:2401.02137, section 3)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from literal import (
 @pytest.mark.parametrize("similar", ["cosine", "dot"])
 @pytest.mark.parametrize("method", ["sycoca", "sycoca+gaussian", "sycoca+contextual"])
 def test_scores(method: str, similar: Literal["cosine", "dot"]) -> None:
-    """Eq. 7 for each caption of each picture: start, words and end, not the class and uncertainty tokens."""
+    """Eq. 7 for each caption of each image: start, words and end, not the class and uncertainty tokens."""
     learner = made(method, {"similarity": similar})
     batch, said = pairs(learner.model, CAPTIONS), MaskSettings(similarity=similar)
     found = masking.scores(learner.model, batch, learner.encode(batch), said)
@@ -120,8 +120,8 @@ def test_how_many(share: float, n: int) -> None:
     assert masking.number(share, 16, "mim_share") == n
 
 
-def test_random_masks_are_a_pictures_own() -> None:
-    """Whatever stands beside it, in whichever micro-batch; captions and pictures are masked apart."""
+def test_random_masks_are_a_images_own() -> None:
+    """Whatever stands beside it, in whichever micro-batch; captions and images are masked apart."""
     batch = pairs(made("sycoca").model, CAPTIONS)
     whole = masking.noise(batch, "mim.mask", 16)
     assert torch.equal(whole, torch.cat([masking.noise(piece, "mim.mask", 16) for piece in batch.split(4)]))
@@ -146,13 +146,13 @@ def test_scores_are_made_once_for_terms_of_the_same_settings() -> None:
     assert not found.requires_grad
 
 
-# Masked pictures
+# Masked images
 
 
 def expected(learner: Learner, batch: Batch, said: dict[str, Any]) -> Tensor:
-    """Eq. 5 and 6, the mean over pixels: one caption (or picture) after the other."""
+    """Eq. 5 and 6, the mean over pixels: one caption (or image) after the other."""
     model, losses, n_hidden = learner.model, [], round(16 * said.get("mim_share", 0.5))
-    pictures, noise = model.normalise(batch.images), masking.noise(batch, "mim.mask", 16)
+    images, noise = model.normalise(batch.images), masking.noise(batch, "mim.mask", 16)
     guided, random = said.get("guide", "text") == "text", said.get("mim_mask") == "random"
     rows = range(len(batch)) if random and not guided else range(len(batch.texts))
     for n in rows:
@@ -160,11 +160,11 @@ def expected(learner: Learner, batch: Batch, said: dict[str, Any]) -> Tensor:
         with torch.no_grad():
             scored = noise[i].tolist() if random else attentive(learner, batch, n)
         hidden = highest(scored, n_hidden)
-        seen = image_tokens(pictures[i], model, hidden, said.get("mim_op", "token"))
+        seen = image_tokens(images[i], model, hidden, said.get("mim_op", "token"))
         words = text_tokens(captions_of(batch.texts)[n], model) if guided else None
         painted = pixels(seen, words, model, hidden)
         for place in hidden:
-            target = patch(pictures[i], place, 8).flatten()
+            target = patch(images[i], place, 8).flatten()
             if said.get("norm_pix"):
                 target = (target - target.mean()) / (target.var() + 1e-6) ** 0.5
             losses.append((painted[place] - target).abs().mean())
@@ -182,7 +182,7 @@ def expected(learner: Learner, batch: Batch, said: dict[str, Any]) -> Tensor:
         {"mim_mask": "random", "guide": "none", "mim_op": "drop", "image_decoder_depth": 2},
     ],
 )
-def test_masked_pictures(said: dict[str, Any]) -> None:
+def test_masked_images(said: dict[str, Any]) -> None:
     """Value and every gradient."""
     learner = made("sycoca", said)
     batch = pairs(learner.model, CAPTIONS)
@@ -217,7 +217,7 @@ def test_guides() -> None:
 
 
 def test_passes_that_are_shared() -> None:
-    """One clean pass; one a mask: a random mask is of the picture, an attentive one of the caption."""
+    """One clean pass; one a mask: a random mask is of the image, an attentive one of the caption."""
     for said, rows in (({}, [4, 7, 7]), ({"mim_mask": "random"}, [4, 7, 4]), ({"caption_mask": "none"}, [4, 7])):
         learner, passes, texts = made("sycoca", said), list[int](), list[int]()
         batch = pairs(learner.model, CAPTIONS)
@@ -242,7 +242,7 @@ MORE = [("sycoca", {"mim_op": "drop", "caption_op": "token"}), ("siglip+mim", {}
 
 @pytest.mark.parametrize(("method", "said"), [*TABLE_5, *TABLE_6, *TABLE_7, *MORE])
 def test_every_row_trains(method: str, said: dict[str, Any]) -> None:
-    """Every parameter gets a gradient, and a step on the same pictures lowers the loss."""
+    """Every parameter gets a gradient, and a step on the same images lowers the loss."""
     learner = made(method, said, dtype=torch.float32)
     batch, losses = pairs(learner.model, CAPTIONS), []
     optimizer = Optimizer(learner, replace(MUON, lr=1e-3, muon_lr=2e-3, warmup=0.0), 3)

@@ -113,7 +113,7 @@ def test_the_loss_is_the_transcription(width: int, sees: str) -> None:
     torch.testing.assert_close(found, literal_loss(learner.model, batch, sees == "all"), rtol=0, atol=1e-10)
 
 
-def test_pictures_and_questions_both_count() -> None:
+def test_images_and_questions_both_count() -> None:
     learner, batch = learner_of(), verify_batch.batch(method="vqa")
     assert batch.questions is not None
     ids = batch.questions.ids.clone()
@@ -274,7 +274,7 @@ GREYS = {"white": (250, 250, 250), "grey": (128, 128, 128), "black": (5, 5, 5)}
 
 
 class Halves:
-    """Pictures of a coloured and a grey half: who sees no picture, or hears no question, cannot tell what is asked."""
+    """Images of a coloured and a grey half: who sees no image, or hears no question, cannot tell what is asked."""
 
     name, fingerprint, natural = "halves", "halves", False
     answers: tuple[str, ...] | None = (*COLOURS, *GREYS)
@@ -305,7 +305,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(recipe_of("vqa", STEPS), out, Halves(), options=QUIET)
 
 
-def test_a_little_training_answers_what_needs_picture_and_question(trained: Path) -> None:
+def test_a_little_training_answers_what_needs_image_and_question(trained: Path) -> None:
     found = evaluate(load(trained), "vqa", Halves())
     assert found["accuracy"] == found["accuracy/question/colour"] > 0.9
     assert found["majority_accuracy"] < 0.5
@@ -353,7 +353,7 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path, monkeyp
         evaluate(matcher, "vqa", open_ended)
     assert "answers" not in evaluate(matcher, "vqa", open_ended, vqa=VqaOptions(decode="free"))
     monkeypatch.setattr(Halves, "record", broken)
-    with pytest.raises(ValueError, match="none of its 256 rows is a usable picture with a question"):
+    with pytest.raises(ValueError, match="none of its 256 rows is a usable image with a question"):
         evaluate(matcher, "vqa", Halves())
 
 
@@ -366,7 +366,7 @@ def test_on_the_command_line(trained: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 def broken(halves: Halves, row: int) -> Record:
-    raise BadSample("truncated picture")
+    raise BadSample("truncated image")
 
 
 @pytest.mark.parametrize(

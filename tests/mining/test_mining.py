@@ -26,7 +26,7 @@ from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.open import open_data
 from kiloword.features.extract import Report, embed
 from kiloword.methods.fff.preset import Mined
-from kiloword.mining import analyses, main, output, pictures, progress, results
+from kiloword.mining import analyses, images, main, output, progress, results
 from kiloword.mining import page as mining_page
 from kiloword.mining.calibrate import Sample, calibrate, candidates, compare, exceeded_by, random_pairs
 from kiloword.mining.corpus import Corpus
@@ -69,7 +69,7 @@ def test_search_is_the_literal_loop(seed: int, chunk: int, unknown: bool) -> Non
         counts,
         alone,
     )
-    assert found.per_picture.tolist() == [sum(i == n for i, _ in wanted) for n in range(len(c.keys))]
+    assert found.per_image.tolist() == [sum(i == n for i, _ in wanted) for n in range(len(c.keys))]
     assert found.per_text.tolist() == [sum(t == n for _, t in wanted) for n in range(len(c.captions))]
     assert found.pairs == len(c.keys) * len(c.captions) - len(c.captions)
     for i, row in enumerate(found.column):
@@ -91,7 +91,7 @@ def test_the_best_are_kept_in_order_and_all_are_counted() -> None:
 
 def test_annotated_pairs_are_judged_by_their_scores_and_never_mined() -> None:
     images = np.eye(3, 4, dtype=np.float32)
-    c = corpus(images, [images[:1], images[:1], images[2:]])  # the second caption is true of the first picture
+    c = corpus(images, [images[:1], images[:1], images[2:]])  # the second caption is true of the first image
     found = search(c, Mined())
     assert found.annotated.term == {"it": 2, "ii": 3, "tt": 2}
     assert [[t for t in row if t >= 0] for row in found.column.tolist()] == [[1], [], []]
@@ -119,12 +119,12 @@ def test_thresholds_out_of_range_are_refused(bad: dict[str, float]) -> None:
 
 def test_ranks_count_what_stands_above_and_share_ties() -> None:
     images = np.eye(4, dtype=np.float32)
-    texts = [images[:1], images[:1], images[2:3], images[3:]]  # picture 1's caption is picture 0's
+    texts = [images[:1], images[:1], images[2:3], images[3:]]  # image 1's caption is image 0's
     found = analyses.ranks(corpus(images, texts), batch=100, seed=0)
     assert (found.batch, found.batches) == (4, 1)
-    # picture 0: its caption ties with the copy; picture 1: all four captions score 0
+    # image 0: its caption ties with the copy; image 1: all four captions score 0
     assert sorted(found.captions.tolist()) == [1.0, 1.0, 1.5, 2.5]
-    assert sorted(found.pictures.tolist()) == [1.0, 1.0, 1.0, 3.0]
+    assert sorted(found.images.tolist()) == [1.0, 1.0, 1.0, 3.0]
 
 
 def test_ranks_of_features_that_say_nothing_are_the_mean_rank() -> None:
@@ -162,7 +162,7 @@ def test_similarity_among_captions_is_the_mean_over_pairs(seed: int) -> None:
 
 def test_the_mean_of_several_captions_is_compared_as_a_direction() -> None:
     images = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
-    leaning = np.array([[0.6, 0.8], [0.6, -0.8]], np.float32)  # their mean points at the picture
+    leaning = np.array([[0.6, 0.8], [0.6, -0.8]], np.float32)  # their mean points at the image
     one, mean = analyses.one_and_mean(corpus(images, [leaning, images[1:]]), seed=0)
     np.testing.assert_allclose(one, [0.6], atol=1e-6)
     np.testing.assert_allclose(mean, [1.0], atol=1e-6)
@@ -210,7 +210,7 @@ def test_choices_of_p1_tell_what_they_would_mine() -> None:
     choice, none = compare(c, annotated, sample, Mined(text_text=False), [0.4, 0.9])
     assert (choice.annotated_above, choice.random_above) == (0.5, 0.5)
     assert (choice.precision, choice.recall) == (0.5, 0.5)
-    assert choice.mined_per_picture == pytest.approx(0.5 * len(c.captions) * 8 / 9)
+    assert choice.mined_per_image == pytest.approx(0.5 * len(c.captions) * 8 / 9)
     assert (none.precision, none.recall) == (None, 0.0)
     assert 0.5 in candidates(annotated, sample, 0.5)
 
@@ -218,8 +218,8 @@ def test_choices_of_p1_tell_what_they_would_mine() -> None:
 def test_random_pairs_are_never_annotated_and_never_unknown() -> None:
     c = random_corpus(4, unknown=True)
     sample = random_pairs(c, seed=0)
-    pictures, captions = len(c.known_images), len(c.paired)
-    assert len(sample.it) == pictures * captions - captions
+    images, captions = len(c.known_images), len(c.paired)
+    assert len(sample.it) == images * captions - captions
     assert not (sample.it == 0).any()
 
 
@@ -227,7 +227,7 @@ SCENES = "scenes?n=300&captions=2"
 
 
 def perfect(src: str = SCENES) -> tuple[Corpus, Origin, Truths]:
-    """A teacher that knows the truth: a caption is the pictures it is true of, a picture is itself."""
+    """A teacher that knows the truth: a caption is the images it is true of, an image is itself."""
     source = parse_scenes(src, 16)
     captions = [source.captions(row) for row in range(len(source))]
     flat = [caption for own in captions for caption in own]
@@ -276,13 +276,13 @@ def check_page(page: dict[str, Section], judged: results.Results, drawn: list[An
     """Tables, figures and plots against the results themselves."""
     c = judged.corpus
     found, terms = judged.found, results.terms(judged.found)
-    counts = found.per_picture.numpy()
+    counts = found.per_image.numpy()
     whole = terms[results.WHOLE]
     short = page["In short"].words
     for figure, name in (
         (f"{whole['mined']:,}", "pairs mined beside the annotated ones"),
-        (f"{counts.mean():.3g}", "mined captions a picture, on average"),
-        (percent(float(np.mean(counts > 0))), "of pictures have a mined caption"),
+        (f"{counts.mean():.3g}", "mined captions an image, on average"),
+        (percent(float(np.mean(counts > 0))), "of images have a mined caption"),
         (percent(whole["precision"]), "of the mined pairs are true (precision)"),
         (percent(whole["recall"]), "of the true pairs were mined (recall)"),
     ):
@@ -298,7 +298,7 @@ def check_page(page: dict[str, Section], judged: results.Results, drawn: list[An
         assert row[6] == f"{round(100 * term['annotated_accepted'], 1):g}%"
     per_batch = found.mined.whole / found.pairs * 99 * len(c.captions) / len(c.keys)
     assert (
-        f"In a random batch of 100 pictures with all captions, a picture has {per_batch:.3g} mined"
+        f"In a random batch of 100 images with all captions, an image has {per_batch:.3g} mined"
         in page["Mined pairs"].text
     )
     assert f"{found.true:,} pairs" in page["Mined pairs"].text
@@ -309,11 +309,11 @@ def check_page(page: dict[str, Section], judged: results.Results, drawn: list[An
     assert [float(row[0].split()[0]) for row in rows if row[0].endswith("(mean)")] == [pytest.approx(mean, abs=1e-2)]
     for row, choice in zip(rows, judged.choices, strict=True):
         assert row[1:3] == [percent(choice.annotated_above), f"{choice.random_above:.3%}"]
-        assert row[3] == (f"{choice.mined_per_picture:{',.0f' if choice.mined_per_picture >= 100 else '.3g'}}")
+        assert row[3] == (f"{choice.mined_per_image:{',.0f' if choice.mined_per_image >= 100 else '.3g'}}")
         assert row[4:] == ["–" if v is None else f"{v:.3f}" for v in (choice.precision, choice.recall)]
     ranks = judged.groups["captions"].ranks
-    _, captions, pictures = page["Rank of the true caption"].tables[0]
-    for row, side, own in ((captions, "own caption", ranks.captions), (pictures, "own picture", ranks.pictures)):
+    _, captions, images = page["Rank of the true caption"].tables[0]
+    for row, side, own in ((captions, "own caption", ranks.captions), (images, "own image", ranks.images)):
         assert row[0] == side
         assert row[1:5] == [f"{round(100 * float(np.mean(own <= k)), 1):g}%" for k in (1, 5, 10, 100)]
         assert float(row[5]) == pytest.approx(float(np.median(own)), rel=1e-2)
@@ -322,17 +322,17 @@ def check_page(page: dict[str, Section], judged: results.Results, drawn: list[An
     repeated = [[text, str(count)] for text, count in frequent[:15] if count > 1]
     assert page["Captions"].tables[0][1:] in (listed, repeated)
     by_label = {args[2] if name == "histogram" else args[1]: args for name, args in drawn}
-    heights = by_label["S_it, picture and caption"][0]
+    heights = by_label["S_it, image and caption"][0]
     assert set(heights) == {"annotated", "random"}
     assert all(sum(of) == pytest.approx(100) for of in heights.values())
     one = judged.groups["captions"]
     for label, series in (
-        ("S_it, picture and caption", {"annotated": c.annotated(), "random": judged.sample.it.numpy()}),
-        ("S_ii, two pictures", {"random": judged.sample.ii.numpy()}),
+        ("S_it, image and caption", {"annotated": c.annotated(), "random": judged.sample.it.numpy()}),
+        ("S_ii, two images", {"random": judged.sample.ii.numpy()}),
         ("S_tt, caption and captions", {"random": judged.sample.tt.numpy()}),
         ("mean similarity with its 100 nearest captions", {"captions": one.nearest}),
-        ("similarity among one picture's captions", {"captions": one.among}),
-        ("similarity of a picture", {"one caption": one.one, "mean of its captions": one.mean}),
+        ("similarity among one image's captions", {"captions": one.among}),
+        ("similarity of an image", {"one caption": one.one, "mean of its captions": one.mean}),
     ):
         drawn_heights, edges, *_ = by_label[label]
         assert list(drawn_heights) == list(series)
@@ -343,12 +343,12 @@ def check_page(page: dict[str, Section], judged: results.Results, drawn: list[An
     words = "\n".join(section.text for section in page.values())
     assert f"{found.true:,} pairs ({percent(found.true / found.pairs)}) are true without being annotated" in words
     assert f"On average: one caption {np.mean(one.one):.3f}; mean of its captions {np.mean(one.mean):.3f}." in words
-    assert f"Random: {len(judged.sample.it):,} pairs of a picture and a caption of another one" in words
-    assert f"{ranks.batches} random batches of {ranks.batch:,} pictures with one caption each." in words
+    assert f"Random: {len(judged.sample.it):,} pairs of an image and a caption of another one" in words
+    assert f"{ranks.batches} random batches of {ranks.batch:,} images with one caption each." in words
     mined = by_label["mined captions, at least"]
     assert mined[0]["mined"] == pytest.approx((100 * np.histogram(counts, mined[1])[0] / len(counts)).tolist())
     for name, points in by_label["rank"][0].items():
-        own = ranks.captions if name == "own caption of a picture" else ranks.pictures
+        own = ranks.captions if name == "own caption of an image" else ranks.images
         assert points == [(k, pytest.approx(100 * float(np.mean(own <= k)))) for k, _ in points]
         assert (points[0][0], points[-1][0]) == (1, ranks.batch)
     points = by_label["the 100 most frequent captions"][0]["captions"]
@@ -382,9 +382,9 @@ def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
         place = c.starts[list(c.keys).index(row["owner"])] + row["caption_index"]
         assert c.captions[place] == row["caption"]
         assert row["owner"] != row["key"]
-        picture = list(c.keys).index(row["key"])
-        assert row["true"] == truths.of(np.array([place]), np.array([picture])).item()
-        assert row["it"] == pytest.approx(float(c.images[picture] @ c.texts[place]), abs=1e-6)
+        image = list(c.keys).index(row["key"])
+        assert row["true"] == truths.of(np.array([place]), np.array([image])).item()
+        assert row["it"] == pytest.approx(float(c.images[image] @ c.texts[place]), abs=1e-6)
         assert row["by_it"] or row["by_ii"] or row["by_tt"]
 
 
@@ -408,7 +408,7 @@ def test_mining_that_makes_many_pairs_positive_warns(p1: float, many: bool) -> N
 
 
 def test_calibrated_thresholds_are_explained_as_they_came_about() -> None:
-    """Five of nine pictures are copies, so that p2 is capped, and p3 is not."""
+    """Five of nine images are copies, so that p2 is capped, and p3 is not."""
     c = random_corpus(1)
     c.images[:5] = c.images[0]
     _, page = judged_page(c, Mined(), calibrate=True, false_rate=0.1)
@@ -440,11 +440,11 @@ def test_options_out_of_range_are_refused(bad: dict[str, int]) -> None:
         Options(**bad).check()  # type: ignore[arg-type]
 
 
-def test_some_captions_of_some_pictures() -> None:
+def test_some_captions_of_some_images() -> None:
     c = random_corpus(2)
     kept = np.arange(len(c.captions)) % 2 == 0
-    pictures = np.arange(len(c.keys)) > 3
-    part = c.only(kept, pictures)
+    images = np.arange(len(c.keys)) > 3
+    part = c.only(kept, images)
     wanted = [t for t in range(len(c.captions)) if kept[t] and c.owner[t] > 3]
     assert part.captions == [c.captions[t] for t in wanted]
     assert [part.keys[n] for n in part.owner] == [c.keys[n] for n in c.owner[wanted]]
@@ -478,7 +478,7 @@ def test_time_left_is_said_as_training_says_it(seconds: int, said: str, monkeypa
 
 
 class Colours:
-    """A teacher of eight numbers: a picture's mean colours, a caption's letters."""
+    """A teacher of eight numbers: an image's mean colours, a caption's letters."""
 
     size, fingerprint = 16, "colours"
     resize: Literal["shortest", "squash"] = "squash"
@@ -541,17 +541,17 @@ def test_numbers_of_the_file_from_their_definitions(monkeypatch: pytest.MonkeyPa
     assert said["seconds"] == {"calibration": 1.0, "search": 2.0, "analyses": 4.0}
     assert said["memory_mb"] == pytest.approx(judged.memory_mb, rel=0.1)
     assert 50 < judged.memory_mb < 100_000
-    counts, group = judged.found.per_picture.numpy(), judged.groups["captions"]
-    assert (said["pictures"], said["captions"], said["true_pairs"]) == (60, len(c.captions), judged.found.true)
-    assert said["pictures_without_mined"] == sum(n == 0 for n in counts.tolist())
+    counts, group = judged.found.per_image.numpy(), judged.groups["captions"]
+    assert (said["images"], said["captions"], said["true_pairs"]) == (60, len(c.captions), judged.found.true)
+    assert said["images_without_mined"] == sum(n == 0 for n in counts.tolist())
     of = said["analyses"]["captions"]
     assert (of["captions"], of["repeated"]) == (len(c.captions), len(c.captions) - len(set(c.captions)))
     assert (of["rank_batch"], of["rank_batches"]) == (20, 3)
     assert of["own_caption_first"] == np.mean(group.ranks.captions <= 1)
-    assert of["own_picture_first"] == np.mean(group.ranks.pictures <= 1)
-    spreads = {"mined_per_picture": counts, **{name: getattr(judged.sample, name).numpy() for name in TERMS}}
-    found = {"mined_per_picture": said["mined_per_picture"], **said["similarity"]}
-    names = {"rank_of_own_caption": group.ranks.captions, "rank_of_own_picture": group.ranks.pictures}
+    assert of["own_image_first"] == np.mean(group.ranks.images <= 1)
+    spreads = {"mined_per_image": counts, **{name: getattr(judged.sample, name).numpy() for name in TERMS}}
+    found = {"mined_per_image": said["mined_per_image"], **said["similarity"]}
+    names = {"rank_of_own_caption": group.ranks.captions, "rank_of_own_image": group.ranks.images}
     names |= {"annotated_similarity": group.annotated, "nearest_captions_similarity": group.nearest}
     names |= {"similarity_among_captions": group.among, "similarity_with_one_caption": group.one}
     for name, values in {**spreads, **names, "similarity_with_mean_caption": group.mean}.items():
@@ -570,18 +570,18 @@ def test_examples_are_pairs_that_their_term_accepts() -> None:
     judged = results.judge(c, {"captions": c}, Mined(p1=0.1), options, ("data", "oracle"), truths)
     assert judged is not None
     shown = output.chosen(judged, truths)
-    images, texts = c.images.astype(np.float64), c.texts.astype(np.float64)
+    photos, texts = c.images.astype(np.float64), c.texts.astype(np.float64)
     assert set(shown.pairs) == set(TERMS)
     for term, drawn in shown.pairs.items():
-        assert len({pair.picture for pair in drawn}) == len(drawn) <= 5
+        assert len({pair.image for pair in drawn}) == len(drawn) <= 5
         for pair in drawn:
-            own = texts[c.starts[pair.picture] : c.starts[pair.picture + 1]]
+            own = texts[c.starts[pair.image] : c.starts[pair.image + 1]]
             owner = c.owner[pair.caption]
-            wanted = {"it": images[pair.picture] @ texts[pair.caption], "ii": images[pair.picture] @ images[owner],
+            wanted = {"it": photos[pair.image] @ texts[pair.caption], "ii": photos[pair.image] @ photos[owner],
                       "tt": (own @ texts[pair.caption]).mean()}  # fmt: skip
             assert pair.scores == pytest.approx(wanted, abs=1e-6)
             assert {"it": wanted["it"] > 0.1, "ii": wanted["ii"] > Mined().p2}.get(term, wanted["tt"] > Mined().p3)
-            assert pair.true == bool(truths.of(np.array([pair.caption]), np.array([pair.picture])))
+            assert pair.true == bool(truths.of(np.array([pair.caption]), np.array([pair.image])))
     assert len(shown.pairs["it"]) == 5
     often = judged.found.per_text.tolist()
     wide = [best for _, best in shown.wide]
@@ -590,7 +590,7 @@ def test_examples_are_pairs_that_their_term_accepts() -> None:
     assert often[captions[0]] == max(often)
     assert len({c.captions[n] for n in captions}) == len(captions) == output.WIDE
     for caption, best in zip(captions, wide, strict=True):
-        scores = images @ texts[caption]
+        scores = photos @ texts[caption]
         scores[c.owner[caption]] = -np.inf
         assert [score for _, score, _ in best] == pytest.approx(sorted(scores, reverse=True)[: output.BEST], abs=1e-6)
         assert all(scores[row] == pytest.approx(score, abs=1e-6) for row, score, _ in best)
@@ -599,19 +599,19 @@ def test_examples_are_pairs_that_their_term_accepts() -> None:
         ]
 
     black = np.zeros((4, 4, 3), np.uint8)
-    cards = sections(pictures.mined_pairs(judged, shown, lambda row: black))[""].words
+    cards = sections(images.mined_pairs(judged, shown, lambda row: black))[""].words
     pair = shown.pairs["it"][0]
     at = cards.index(f"“{c.captions[pair.caption]}”")
-    assert "Picture and caption alike: S_it > 0.1." in cards
-    assert cards[at - 2 : at] == ["the picture", "the caption’s picture"]
+    assert "Image and caption alike: S_it > 0.1." in cards
+    assert cards[at - 2 : at] == ["the image", "the caption’s image"]
     assert cards[at + 1] == " ".join(f"S_{name} {value:.2f}" for name, value in pair.scores.items())
-    assert cards[at + 2] == ("✓ true of the picture" if pair.true else "✗ not true of the picture")
-    assert cards[at + 3] == f"Its own: “{c.captions[c.starts[pair.picture]]}”"
-    unseen = next(iter(shown.pairs["it"])).picture
-    fewer = pictures.mined_pairs(judged, shown, lambda row: None if row == unseen else black)
+    assert cards[at + 2] == ("✓ true of the image" if pair.true else "✗ not true of the image")
+    assert cards[at + 3] == f"Its own: “{c.captions[c.starts[pair.image]]}”"
+    unseen = next(iter(shown.pairs["it"])).image
+    fewer = images.mined_pairs(judged, shown, lambda row: None if row == unseen else black)
     assert fewer.count("<figure") < sum(map(len, shown.pairs.values()))
-    wide_words = sections(pictures.wide_captions(judged, shown, lambda row: black))[""].words
-    assert f"“{c.captions[captions[0]]} ({often[captions[0]]:,} pictures)”" in wide_words
+    wide_words = sections(images.wide_captions(judged, shown, lambda row: black))[""].words
+    assert f"“{c.captions[captions[0]]} ({often[captions[0]]:,} images)”" in wide_words
 
 
 def test_candidates_of_p1_stand_around_the_mean_and_where_few_random_pairs_are() -> None:

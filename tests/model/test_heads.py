@@ -164,31 +164,31 @@ def test_a_larger_loaded_scale_is_its_own_limit_also_after_a_resume() -> None:
     unlimited.load_state_dict(h.state_dict())
 
 
-class Doubt(nn.Module):
+class Uncertainty(nn.Module):
     """A stand-in for an uncertainty: one number a row, subtracted."""
 
     def image(self, tokens: Tensor, pooling: Pooling) -> Features:
-        return {"doubt": tokens[:, 0, 0]}
+        return {"uncertainty": tokens[:, 0, 0]}
 
     def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
-        return {"doubt": tokens[texts.starts[:-1], 0]}
+        return {"uncertainty": tokens[texts.starts[:-1], 0]}
 
     def penalty(self, features: Features) -> Tensor:
-        return features["doubt"]
+        return features["uncertainty"]
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
-        return {"doubt": texts["doubt"].new_zeros(n).index_add(0, group, texts["doubt"])}
+        return {"uncertainty": texts["uncertainty"].new_zeros(n).index_add(0, group, texts["uncertainty"])}
 
 
 def test_an_uncertainty_wraps_any_pooling() -> None:
-    plain, doubting = head(), head(uncertainty=Doubt())
+    plain, uncertain = head(), head(uncertainty=Uncertainty())
     texts = Texts.pack([[0, 0], [0, 0, 0]])
     image_tokens, text_tokens = numbers(2, 5, 32), numbers(5, 32, seed=1)
-    images, words = doubting.image(image_tokens), doubting.text(text_tokens, texts)
+    images, words = uncertain.image(image_tokens), uncertain.text(text_tokens, texts)
     expected = plain.score(plain.image(image_tokens), plain.text(text_tokens, texts))
     expected = expected - image_tokens[:, 0, 0][:, None] - text_tokens[[0, 2], 0]
-    assert torch.allclose(doubting.score(images, words), expected)
-    assert doubting.ensemble(words, torch.zeros(2, dtype=torch.int64), 1)["doubt"].shape == (1,)
+    assert torch.allclose(uncertain.score(images, words), expected)
+    assert uncertain.ensemble(words, torch.zeros(2, dtype=torch.int64), 1)["uncertainty"].shape == (1,)
 
 
 @pytest.mark.parametrize("image_pool", ["cls", "mean", "max", "map"])
@@ -199,9 +199,9 @@ def test_every_parameter_learns(
     config = replace(DEBUG, head=HeadConfig(dim=16, image_pool=image_pool, text_pool=text_pool))
     model = Model(config, Head(Single(config), bias=-10.0))
     initialise(model, 0)
-    pictures = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     texts = Texts.pack([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
-    logits = model.head.logits(model.score(model.encode_image(pictures)[1], model.encode_text(texts)[1]))
+    logits = model.head.logits(model.score(model.encode_image(images)[1], model.encode_text(texts)[1]))
     (logits * numbers(3, 3)).sum().backward()  # type: ignore[no-untyped-call]
     still = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
     assert still == []
@@ -212,5 +212,5 @@ def test_refusals() -> None:
         ImagePool(replace(DEBUG.image, class_token=False), HeadConfig(image_pool="cls"))
     with pytest.raises(ValueError, match="must be the tower's width 32"):
         Single(replace(DEBUG, head=HeadConfig(dim=16, image_projection=False)))
-    with pytest.raises(ValueError, match="cannot say what in a picture matched"):
+    with pytest.raises(ValueError, match="cannot say what in an image matched"):
         head().explain({}, {})

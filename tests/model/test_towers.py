@@ -70,7 +70,7 @@ def test_packed_attention_is_each_text_alone(ls: list[int], causal: bool) -> Non
 
 @settings(max_examples=20, deadline=None)
 @given(lengths, st.integers(1, 5))
-def test_packed_texts_look_at_dense_pictures(ls: list[int], patches: int) -> None:
+def test_packed_texts_look_at_dense_images(ls: list[int], patches: int) -> None:
     q = numbers(sum(ls), 2, 4).requires_grad_()
     k, v = (numbers(len(ls), patches, 2, 4, seed=s).requires_grad_() for s in (1, 2))
     literal = torch.cat([one(a, k[n], v[n], False) for n, a in enumerate(q.split(ls))])
@@ -191,7 +191,7 @@ def test_mask_token_is_trained_only_where_asked_for() -> None:
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_a_picture_does_not_depend_on_its_neighbours(stem: str) -> None:
+def test_a_image_does_not_depend_on_its_neighbours(stem: str) -> None:
     tower = image_tower(replace(SMALL, stem=stem))  # type: ignore[arg-type]
     images = numbers(3, 3, 16, 16)
     assert torch.allclose(tower(images)[1:2], tower(images[1:2]), rtol=0, atol=1e-12)
@@ -356,14 +356,14 @@ def test_starting_deviations_of_image_tower_and_decoder(init_std: float | None) 
     assert (decoder.pixels.bias == 0).all()
 
 
-def test_pictures_are_normalised_once() -> None:
+def test_images_are_normalised_once() -> None:
     made = model(sizes()["debug"])
-    picture = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
+    image = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
     preprocess = made.config.preprocess
     expected = [(1 - m) / s for m, s in zip(preprocess.mean, preprocess.std, strict=True)]
-    assert made.normalise(picture)[0, :, 0, 0].tolist() == pytest.approx(expected)
+    assert made.normalise(image)[0, :, 0, 0].tolist() == pytest.approx(expected)
     with pytest.raises(ValueError, match="must be uint8"):
-        made.normalise(picture.float())
+        made.normalise(image.float())
     assert not {"mean", "std"} & made.state_dict().keys()
 
 

@@ -265,7 +265,7 @@ def test_traffic_is_what_two_ranks_send(tmp_path: Path) -> None:
         assert planned == pytest.approx(sent, rel=0.01), label
 
 
-def test_advice_is_the_fastest_that_fits_with_the_most_pictures(
+def test_advice_is_the_fastest_that_fits_with_the_most_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "plan siglip --size l14 --gpus 2 --batch 1024 --samples 1e9 --gpu 4090"

@@ -41,7 +41,7 @@ TASKS = ("colour", "shape", "fill", "count")
 
 def small(steps: int = 4) -> Recipe:
     base = recipes.default("siglip", "debug", ("scenes?n=200",))
-    image = replace(base.model.image, size=64, patch=16)  # the colour baseline reads pictures of 64 pixels
+    image = replace(base.model.image, size=64, patch=16)  # the colour baseline reads images of 64 pixels
     return replace(base, model=replace(base.model, image=image), steps=steps, batch=16)
 
 
@@ -85,7 +85,7 @@ def test_class_tasks_equal_eval_and_the_baseline(results: Results, matcher: Matc
     assert np.trace(task.confusion) / SIZES.classes == pytest.approx(task.compared.model["acc1"])
 
 
-def test_general_captions_count_every_true_picture(results: Results, matcher: Matcher) -> None:
+def test_general_captions_count_every_true_image(results: Results, matcher: Matcher) -> None:
     source = parse_scenes(f"scenes:test?n={SIZES.retrieval}&levels=2")
     captions = [source.record(row).captions[0] for row in range(len(source))]
     truth = [[matches(parse(c), source.scene(row)) for row in range(len(source))] for c in captions]
@@ -95,7 +95,7 @@ def test_general_captions_count_every_true_picture(results: Results, matcher: Ma
     assert results.judged.general["2"].model["image_retrieval_true_map"] == pytest.approx(expected)
 
 
-def test_gallery_holds_the_best_pictures_and_the_truth(results: Results, matcher: Matcher) -> None:
+def test_gallery_holds_the_best_images_and_the_truth(results: Results, matcher: Matcher) -> None:
     scenes = draw_all(f"scenes:test?n={SIZES.retrieval}", 64)
     images = matcher.encode_image(scenes.pixels)
     for found in results.judged.gallery:
@@ -148,7 +148,7 @@ def test_hard_set_differs_by_shape_alone_and_captions_tell() -> None:
 
 def test_misses_compare_the_found_with_the_right() -> None:
     scenes = draw_all("scenes:test?hard=shape&n=8", 32)
-    shifted = torch.eye(8).roll(1, 0)  # every caption finds a picture of its group: all is right but the shapes
+    shifted = torch.eye(8).roll(1, 0)  # every caption finds an image of its group: all is right but the shapes
     found = misses(shifted, scenes)
     assert (found.captions, found.missed) == (8, 8)
     assert found.same == {n: float(n != "shapes") for n in found.same}
@@ -208,9 +208,9 @@ def test_report_is_whole_and_self_contained(out: Path, results: Results) -> None
     assert "--out &#x27;" in html
     with Image.open(out / "example.png") as example:
         assert example.size == (64, 64)
-    assert results.facts.pictures == 64
+    assert results.facts.images == 64
     assert 0 < results.facts.training_s < 240
-    assert "caption to picture, R@1" in summary(results)
+    assert "caption to image, R@1" in summary(results)
 
 
 def test_commands_of_the_report_run(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,30 +74,30 @@ def test_the_page_of_uncertainty_names_models_where_there_are_several() -> None:
     one = sections(uncertainty_page.report({"a": UNCERTAINTY}, "data", {"a": uncertain()}))
     values = {"a": UNCERTAINTY, "b": {"text_uncertainty_mean": 0.25}}
     two = sections(uncertainty_page.report(values, "data", {"a": uncertain(), "b": uncertain()}))
-    heading = "How uncertain pictures and texts are"
+    heading = "How uncertain images and texts are"
     assert "a:" not in one[heading].words
     assert [word for word in two[heading].words if word in ("a:", "b:")] == ["a:", "b:"]
     assert two["In short"].tables == [
         [
             ["", "a", "b"],
-            ["pictures, mean", "2", "–"],
+            ["images, mean", "2", "–"],
             ["texts, mean", "5", "0.25"],
-            ["share of captions above their picture", "0.75", "–"],
+            ["share of captions above their image", "0.75", "–"],
         ]
     ]
-    assert "In 75% of the pairs the text is less certain than its picture." in one[heading].words
+    assert "In 75% of the pairs the text is less certain than its image." in one[heading].words
     # what there is nothing to draw of has no heading
     assert list(one) == [
         "",
         "In short",
         heading,
         "Uncertainty by length of the text",
-        "Most certain pictures",
-        "Most uncertain pictures",
+        "Most certain images",
+        "Most uncertain images",
         "Most certain and most uncertain texts",
     ]
-    assert "0.125" in one["Most certain pictures"].text
-    assert "2.50" in one["Most uncertain pictures"].text
+    assert "0.125" in one["Most certain images"].text
+    assert "2.50" in one["Most uncertain images"].text
     assert [table[0] for table in one["Most certain and most uncertain texts"].tables] == [
         ["most certain", "variance"],
         ["most uncertain", "variance"],
@@ -145,18 +145,18 @@ def test_inclusion_on_the_page_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -
     values |= {f"inclusion_{name}": 0.5 for name in answers} | {"inclusion_chain_overlap": 0.125}
     more = uncertain(matched=doubles(1, -1), answers=answers, exact=False)
     page = sections(uncertainty_page.report({"a": values}, "data", {"a": more}))
-    assert "62.5% of the captions include their picture (H > 0), 37.5% lie within it" in page[
-        "Pictures within their captions"
+    assert "62.5% of the captions include their image (H > 0), 37.5% lie within it" in page[
+        "Images within their captions"
     ].text.replace("\n", " ")
     chains = page["Specific texts within general ones"]
     assert chains.tables[0][1:] == [
         ["level 3 in 2", "4", "0.750", "0.500", "–"],
         ["all of these", "4", "0.750", "0.500", "0.125"],
-        ["in another picture's chain", "4", "0.750", "0.500", "–"],
+        ["in another image's chain", "4", "0.750", "0.500", "–"],
     ]
     assert "Chains are taken as true" in chains.text
     assert "distance is below 12.5" in chains.text
-    assert list(calls[-1][1][0]) == ["level 3 in 2", "in another picture's chain"]
+    assert list(calls[-1][1][0]) == ["level 3 in 2", "in another image's chain"]
     exact = sections(uncertainty_page.report({"a": values}, "data", {"a": uncertain(answers=answers)}))
     assert "Chains are taken as true" not in exact["Specific texts within general ones"].text
 
@@ -185,12 +185,12 @@ def test_the_plane_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
     page = sections(uncertainty_page.report({"a": UNCERTAINTY}, "d", {"a": uncertain() | {"plane": plane}}))
     drawn, *labels = calls[-1][1]
     assert labels == ["component 1, 50% of the variance", "component 2, 25% of the variance"]
-    dots = drawn["picture 1"]
+    dots = drawn["image 1"]
     assert (dots.dots, dots.squares) == ([(3.0, 4.0)], [(1.0, 2.0)])
     for ring, (width, height) in zip(dots.ellipses, ((4, 2), (2, 6)), strict=True):  # two standard deviations
         outline = np.array(ring.outline()) - (ring.x, ring.y)
         assert np.abs(outline).max(0) == pytest.approx([width, height], rel=1e-2)
-    assert page["A few pictures and their captions in a plane"].tables == [[["caption", "of picture"], ["a cat", "1"]]]
+    assert page["A few images and their captions in a plane"].tables == [[["caption", "of image"], ["a cat", "1"]]]
 
 
 # Captions
@@ -217,7 +217,7 @@ def test_the_page_of_captions(monkeypatch: pytest.MonkeyPatch) -> None:
     examples = page["Captions of a"]
     assert examples.tables == [
         [
-            ["caption", "pictures", "share"],
+            ["caption", "images", "share"],
             ["the same", "4", "50%"],
             ["(nothing)", "1", "12.5%"],
             ["said 2", "1", "12.5%"],
@@ -225,7 +225,7 @@ def test_the_page_of_captions(monkeypatch: pytest.MonkeyPatch) -> None:
             ["said 6", "1", "12.5%"],
         ]
     ]
-    assert "5 different captions of 8 pictures." in examples.words
+    assert "5 different captions of 8 images." in examples.words
     best = examples.words.index("Nearest to the data's own captions, by CIDEr-D:")
     worst = examples.words.index("Farthest from them:")
     near = [float(w.split()[1]) for w in examples.words[best:worst] if w.startswith("CIDEr-D ")]
@@ -251,7 +251,7 @@ def test_the_page_of_prompts() -> None:
         Class("cat", [(f"cat {n}", weight) for n, weight in enumerate((0.5, 0.2, 0.1, 0.08, 0.06, 0.04, 0.02))], []),
         Class("dog", [("dog 0", 0.75), ("dog 1", 0.25)], [(noise(8, 8), "a true dog")]),
     ]
-    classes[0].pictures = [(noise(8, 8), "a true cat")]
+    classes[0].images = [(noise(8, 8), "a true cat")]
     values = {"a": {"acc1": 0.5, "held_out": 7.0}, "b": {"acc1": 0.25, "entropy": 1.5}}
     shown: dict[str, Any] = {"a": {"way": "bprw", "classes": classes}, "b": {}}
     page = sections(prompts_page.report(values, "d", shown))
@@ -301,12 +301,12 @@ def test_the_page_of_reconstruction() -> None:
     numbers = page["Random patches are hidden"]
     assert numbers.tables == [
         [
-            ["L1", "its caption", "a wrong caption", "no caption", "mean colour seen", "mean picture"],
+            ["L1", "its caption", "a wrong caption", "no caption", "mean colour seen", "mean image"],
             ["a", "0.5000", "–", "0.7500", "0.8750", "–"],
             ["b", "–", "–", "1.0000", "–", "–"],
         ],
         [
-            ["picture by picture", "against", "right is better in", "L1 more than by right", "± standard error"],
+            ["image by image", "against", "right is better in", "L1 more than by right", "± standard error"],
             ["a", "no caption", "62.5%", "0.2500", "0.0312"],
         ],
     ]
@@ -315,19 +315,19 @@ def test_the_page_of_reconstruction() -> None:
     assert note in attentive.words
     assert note not in numbers.words
     assert "Trained without text: it paints the same whatever the caption." in attentive.words
-    cards = page["Pictures – a: random patches are hidden"]
+    cards = page["Images – a: random patches are hidden"]
     assert {"original", "hidden", "its caption: 0.125", "a wrong caption: 0.250", "no caption: 0.375"} <= set(
         cards.words
     )
     assert {"“a cat”", "a wrong caption: “a dog”"} <= set(cards.words)
     patterns = "This model paints patterns without level and contrast"
     assert patterns in cards.text
-    assert patterns not in page["Pictures – b: random patches are hidden"].text
-    assert "original" not in page["Pictures – a: what the right caption speaks of most is hidden"].words
-    assert "another picture's caption, false of this one" in page[""].text
+    assert patterns not in page["Images – b: random patches are hidden"].text
+    assert "original" not in page["Images – a: what the right caption speaks of most is hidden"].words
+    assert "another image's caption, false of this one" in page[""].text
     alone = sections(reconstruction_page.report({"b": found["b"]}, "d", {"b": other}))
     assert note not in alone["What the right caption speaks of most is hidden"].words
-    assert "Pictures: random patches are hidden" in alone
+    assert "Images: random patches are hidden" in alone
     assert "false of this one" not in alone[""].text
 
 
@@ -345,7 +345,7 @@ def test_the_page_of_hierarchies(monkeypatch: pytest.MonkeyPatch) -> None:
         "paths": paths,
         "truth": None,
         "source": Drawn(),
-        "pictures": torch.tensor([[3.0, 2, 1], [5, 3, 1]]),
+        "images": torch.tensor([[3.0, 2, 1], [5, 3, 1]]),
     }
     values = {
         "hierarcaps_precision": 0.5,
@@ -375,7 +375,7 @@ def test_the_page_of_hierarchies(monkeypatch: pytest.MonkeyPatch) -> None:
         [
             ["is it included?", "share"],
             ["m, texts: level 2 in level 1, H > 0", "0.750"],
-            ["m, pictures: level 1 in level 0, by inc", "0.500"],
+            ["m, images: level 1 in level 0, by inc", "0.500"],
             ["m, texts: the whole in level 0, H > 0", "0.250"],
         ]
     ]

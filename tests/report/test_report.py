@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw
 
 import kiloword
 from kiloword import report
-from kiloword.report.gallery import picture_data
+from kiloword.report.gallery import image_data
 from kiloword.report.histogram import bins, doubling
 from kiloword.report.page import POLICY
 from kiloword.report.plot import linear_axis, log_axis
@@ -60,7 +60,7 @@ class Reader(HTMLParser):
 
 
 def drawn(kind: int, size: int = 64) -> np.ndarray:
-    """An invented picture: one of three shapes in a colour of its own."""
+    """An invented image: one of three shapes in a colour of its own."""
     colour = [(196, 62, 48), (44, 106, 168), (232, 178, 44), (58, 140, 92)][kind % 4]
     image = Image.new("RGB", (size, size), [(238, 236, 230), (40, 44, 52)][kind % 2])
     box = (size // 5, size // 5, size * 4 // 5, size * 4 // 5)
@@ -103,7 +103,7 @@ def demo() -> str:
             report.paragraph("Each row is a true class; a framed cell is the right answer.")
             + report.grid(
                 [
-                    report.heat_map(shapes, names, names, caption="Shape, pictures"),
+                    report.heat_map(shapes, names, names, caption="Shape, images"),
                     report.heat_map(colours, ["red", "blue", "green", "ochre"], ["red", "blue", "green", "ochre"]),
                 ]
             ),
@@ -323,17 +323,17 @@ def test_table_cells() -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32))
-def test_pictures_survive(height: int, width: int, seed: int) -> None:
-    picture = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    data = base64.b64decode(picture_data(picture).removeprefix("data:image/png;base64,"))
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), picture)
+def test_images_survive(height: int, width: int, seed: int) -> None:
+    image = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    data = base64.b64decode(image_data(image).removeprefix("data:image/png;base64,"))
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(data))), image)
 
 
 def test_gallery_says_match_in_words_and_keeps_the_order() -> None:
     html = report.gallery([("a cat", [(drawn(0), 0.9, True), (drawn(1, 128), 0.4, False)])])
     first, second = Reader(html).all("img")
-    assert first["alt"] == "Picture 1 for “a cat”, score 0.90, a match"
-    assert second["alt"] == "Picture 2 for “a cat”, score 0.40, no match"
+    assert first["alt"] == "Image 1 for “a cat”, score 0.90, a match"
+    assert second["alt"] == "Image 2 for “a cat”, score 0.40, no match"
     assert (html.count("✓ match"), html.count("<span>no match</span>")) == (1, 1)
     assert (first.get("class"), second.get("class")) == ("small", None)
     with pytest.raises(ValueError, match=r"float64 \(2, 2, 3\), expected uint8"):
@@ -342,7 +342,7 @@ def test_gallery_says_match_in_words_and_keeps_the_order() -> None:
 
 def test_gallery_is_silent_where_nobody_knows_and_cards_hold_their_words() -> None:
     html = report.gallery([("a cat", [(drawn(0), 0.9, None)])])
-    assert Reader(html).all("img")[0]["alt"] == "Picture 1 for “a cat”, score 0.90"
+    assert Reader(html).all("img")[0]["alt"] == "Image 1 for “a cat”, score 0.90"
     assert "match" not in html
     html = report.card([(drawn(0), NASTY), (drawn(1, 128), "own")], [NASTY], strong=NASTY)
     reader = Reader(html)

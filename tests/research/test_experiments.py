@@ -85,7 +85,7 @@ def found(place: Path) -> list[rows.Row]:
 def test_every_arm_and_seed_has_a_row(place: Path, found: list[rows.Row]) -> None:
     assert sorted((r["arm"], r["seed"]) for r in found) == [("plain", 0), ("plain", 1)]
     for row in found:
-        assert (row["steps"], row["pictures"], row["losses_of"]) == (3, 24, 3)
+        assert (row["steps"], row["images"], row["losses_of"]) == (3, 24, 3)
         assert row["cpu_s"] > 0
         assert row["train_s"] > 0
     assert found[0]["losses"] != found[1]["losses"]
@@ -208,9 +208,9 @@ def test_arms_can_be_built_and_share_length_and_towers(name: str) -> None:
         build(arm.recipe.model, preset(arm.recipe.method, arm.recipe.settings))
 
 
-def test_controls_change_pictures_alone() -> None:
+def test_controls_change_images_alone() -> None:
     source = parse_scenes("scenes?n=40")
-    pictures = [source.record(row).image for row in range(40)]
+    images = [source.record(row).image for row in range(40)]
     for changed in (shortcut.constant(source), shortcut.shuffled(source)):
         assert isinstance(changed, Source)
         assert not hasattr(changed, "relevance")
@@ -218,13 +218,13 @@ def test_controls_change_pictures_alone() -> None:
         assert pickle.loads(pickle.dumps(changed)).fingerprint == changed.fingerprint  # a loader's worker
         assert [changed.record(row).captions for row in range(40)] == [source.captions(row) for row in range(40)]
     constant = shortcut.constant(source)
-    assert all(np.array_equal(constant.record(row).image, pictures[0]) for row in range(40))
+    assert all(np.array_equal(constant.record(row).image, images[0]) for row in range(40))
     shuffled = [shortcut.shuffled(source).record(row).image for row in range(40)]
-    assert {p.tobytes() for p in shuffled} == {p.tobytes() for p in pictures}
-    assert not any(np.array_equal(a, b) for a, b in zip(shuffled, pictures, strict=True))
+    assert {p.tobytes() for p in shuffled} == {p.tobytes() for p in images}
+    assert not any(np.array_equal(a, b) for a, b in zip(shuffled, images, strict=True))
 
 
-def test_a_model_of_constant_pictures_is_judged_as_chance(trained: Matcher) -> None:
+def test_a_model_of_constant_images_is_judged_as_chance(trained: Matcher) -> None:
     arms = {arm.name: arm for arm in arms_of("shortcut", "--val", "scenes:test?n=20")}
     judged = arms["llip-constant"].judge(trained)
     for k in (1, 5, 10):

@@ -20,7 +20,7 @@ from kiloword.methods.registry import names
 from kiloword.training import dry_run, validation
 from kiloword.training.run_folder import run_file
 from kiloword.training.setup import open_sources
-from tars import picture
+from tars import photo
 
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
 MORE = {"fff": ("--settings.positives", "annotated"), "llip": ("--views", "compose")}
@@ -100,7 +100,7 @@ def folder(at: Path, kind: str) -> Path:
     """Images without captions, or with class labels alone."""
     at.mkdir()
     for n in range(40):
-        (at / f"{n}.png").write_bytes(picture(n))
+        (at / f"{n}.png").write_bytes(photo(n))
         if kind == "classes":
             (at / f"{n}.cls").write_text(str(n % 3))
     return at

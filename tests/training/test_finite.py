@@ -28,7 +28,7 @@ from kiloword.distributed import collectives, launch
 from kiloword.training.loop import Options, train
 from kiloword.training.optimizer import Optimizer
 from states import load_state
-from tars import picture
+from tars import photo
 
 SCENES = "scenes?n=64"
 EVERY = Options(log_every=1, save_every=2, quiet=True)
@@ -170,7 +170,7 @@ VERBS: dict[str, Callable[[Path, Path], list[object]]] = {
 def test_no_verb_uses_such_weights(
     spoiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     with pytest.raises(SystemExit) as end:
         main([str(word) for word in VERBS[verb](spoiled, tmp_path)])
     said = capsys.readouterr().err

@@ -51,7 +51,7 @@ def literal_softmax(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def literal_sigmoid(logits: Tensor, y: Tensor) -> Tensor:
-    """arXiv:2303.15343, eq. 1: mean over pictures of the sum over texts of -log 1 / (1 + exp(-z logit)), z = +-1."""
+    """arXiv:2303.15343, eq. 1: mean over images of the sum over texts of -log 1 / (1 + exp(-z logit)), z = +-1."""
     total = logits.new_zeros(())
     for i in range(logits.shape[0]):
         for t in range(logits.shape[1]):
@@ -66,9 +66,9 @@ def some(pred: Callable[[Tensor, Tensor], Tensor]) -> Positives:
 
 
 POSITIVES: dict[str, Positives] = {
-    "annotated": annotated,  # several texts a picture
-    "mined": some(lambda i, t: (i - t) % 3 == 0),  # several pictures a text as well
-    "few": some(lambda i, t: (i == t) & (i != 2)),  # a picture, and its texts, without any
+    "annotated": annotated,  # several texts an image
+    "mined": some(lambda i, t: (i - t) % 3 == 0),  # several images a text as well
+    "few": some(lambda i, t: (i == t) & (i != 2)),  # an image, and its texts, without any
 }
 
 

@@ -49,7 +49,7 @@ def test_lengths(options: dict[str, Any], steps: int) -> None:
     [
         ({"steps": 7, "epochs": 1.0}, "--steps and --epochs both say how long"),
         ({"epochs": float("nan")}, "--epochs is nan"),
-        ({"samples": 15}, "--samples 15 is 0 steps of batch 16 on 70 pictures"),
+        ({"samples": 15}, "--samples 15 is 0 steps of batch 16 on 70 images"),
         ({"steps": 0}, "--steps 0 is 0 steps"),
     ],
 )

@@ -45,20 +45,20 @@ def test_features_are_counted_on_a_terminal(clock: Clock) -> None:
     for rows, seconds in ((500, 0.5), (500, 0.25)):
         clock.now += seconds
         report.add(rows, 2 * rows)
-    first = "row 500/3,000  1,000 pictures/s  2,000 captions/s  ETA 0:02"
-    second = "row 1,000/3,000  1,333 pictures/s  2,667 captions/s  ETA 0:01"
+    first = "row 500/3,000  1,000 images/s  2,000 captions/s  ETA 0:02"
+    second = "row 1,000/3,000  1,333 images/s  2,667 captions/s  ETA 0:01"
     assert screen.getvalue() == f"\r{first}\r{second}"
     report.say("one.")
     report.say("two.")
     assert screen.getvalue().endswith("ETA 0:01\none.\ntwo.\n")
     clock.now += 0.25
     report.add(1000, 0, ranks=3)  # of 2,000 that are left
-    last = "row 3,000/3,000  3,000 pictures/s  2,000 captions/s  ETA 0:00"
+    last = "row 3,000/3,000  3,000 images/s  2,000 captions/s  ETA 0:00"
     assert screen.getvalue().endswith(f"\n\r{last}")
     report.start(1, 1)
     clock.now += 1
     report.add(1, 1)
-    assert screen.getvalue().endswith("\r" + "row 1/1  1 pictures/s  1 captions/s  ETA 0:00".ljust(len(last)))
+    assert screen.getvalue().endswith("\r" + "row 1/1  1 images/s  1 captions/s  ETA 0:00".ljust(len(last)))
 
 
 def test_elsewhere_lines_are_rare_but_the_last_comes(clock: Clock) -> None:

@@ -70,9 +70,9 @@ def begin(
 def encode(model: Model, words: Tokenizer) -> tuple[Features, Features]:
     generator = torch.Generator().manual_seed(0)
     size = model.config.image.size
-    pictures = torch.randint(0, 256, (24, 3, size, size), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (24, 3, size, size), dtype=torch.uint8, generator=generator)
     texts = words.encode(SHORT, model.config.text)
-    return model.encode_image(pictures)[1], model.encode_text(texts)[1]
+    return model.encode_image(images)[1], model.encode_text(texts)[1]
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
@@ -128,7 +128,7 @@ def test_tokens_without_a_row_get_the_mean_of_all(words: Tokenizer, tmp_path: Pa
     assert (new[words.roles.unc] == old[words.roles.pad]).all()
 
 
-def test_a_pictures_uncertainty_token_starts_as_the_class_token_at_its_place(words: Tokenizer, tmp_path: Path) -> None:
+def test_a_images_uncertainty_token_starts_as_the_class_token_at_its_place(words: Tokenizer, tmp_path: Path) -> None:
     path = folder(words, "clip", tmp_path)
     old, new = load_model(path)[0].image_tower, begin("prolip", path, words)[0].image_tower
     assert old.class_token is not None
@@ -254,7 +254,7 @@ def test_optimizer_and_batch_are_those_of_the_size_most_like_the_model(
         start.check(replace(found, model=other))
     assert str(error.value) == (
         "--model.text.pad-to-context is True, but False in folder; --model.head.dim is 3, but 512 in folder. "
-        "Of a model to start from, only the picture size and the context may change."
+        "Of a model to start from, only the image size and the context may change."
     )
     image = replace(model.image, width=1, depth=1, heads=1, mlp=1)
     with pytest.raises(ValueError, match=r"image\.width.*image\.depth.*image\.heads is 1, but 12 in folder\. Of"):

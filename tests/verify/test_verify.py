@@ -183,6 +183,6 @@ def test_why_a_contrast_cannot_be_a_term(
 
 
 def test_the_least_loss_of_several_positives_is_their_entropy() -> None:
-    captions = [1 + row % 3 for row in range(16)]  # of each picture, which share its probability equally
+    captions = [1 + row % 3 for row in range(16)]  # of each image, which share its probability equally
     assert _least(learner("clip"), batch()) == pytest.approx(sum(map(math.log, captions)) / 16 / 2, abs=1e-4)
     assert _least(learner("siglip"), batch()) == pytest.approx(0, abs=1e-3)

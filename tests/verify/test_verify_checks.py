@@ -16,7 +16,7 @@ from torch import Tensor
 from kiloword.distributed import activations, collectives, engine
 from kiloword.methods.registry import preset
 from kiloword.verify import suite as verify
-from kiloword.verify.batch import PICTURES, batch
+from kiloword.verify.batch import IMAGES, batch
 from kiloword.verify.suite import EXACT, Check, Way
 
 Gradients = dict[str, Tensor]
@@ -129,7 +129,7 @@ def test_a_way_is_the_way_that_gradients_are_made(monkeypatch: pytest.MonkeyPatc
         return {"loss": torch.tensor(2.0)}
 
     monkeypatch.setattr(verify, "backward", backward)
-    mine = list(range(PICTURES)[rank * PICTURES // ranks : (rank + 1) * PICTURES // ranks])
+    mine = list(range(IMAGES)[rank * IMAGES // ranks : (rank + 1) * IMAGES // ranks])
     found = verify.gradients("siglip")
     assert calls == [("recompute", "none"), "reducer", 0, [mine]]
     assert [name.startswith("model.") for name in found] == [True, False]
@@ -137,7 +137,7 @@ def test_a_way_is_the_way_that_gradients_are_made(monkeypatch: pytest.MonkeyPatc
     calls.clear()
     verify.gradients("siglip", Way("fsdp", 2, "whole", 5), permute=True)
     half = len(mine) // 2
-    order = [(7 * row + 3) % PICTURES for row in mine]
+    order = [(7 * row + 3) % IMAGES for row in mine]
     assert calls == [("recompute", "whole"), ("shard",), "reducer", 5, [order[:half], order[half:]]]
 
 
@@ -235,7 +235,7 @@ def test_batches_that_ranks_make_otherwise(monkeypatch: pytest.MonkeyPatch, faul
 
         def batches(self, step: int, end: int) -> Iterator[Any]:
             assert (step, end) == (1, 2)
-            share = PICTURES // self.ranks
+            share = IMAGES // self.ranks
             some = batch(self.rank * share, (self.rank + 1) * share)
             if self.rank == 1 and fault == "images":
                 some.images[0, 0, 0, :3] += 1

@@ -1,4 +1,4 @@
-"""`python -m kiloword.data.hierarimgs ANNOTATIONS.json PICTURES OUT`."""
+"""`python -m kiloword.data.hierarimgs ANNOTATIONS.json IMAGES OUT`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULTS = Options()
 
 def run(
     annotations: Annotated[Positional[Path], arg(metavar="ANNOTATIONS.json")],
-    pictures: Annotated[Positional[Path], arg(metavar="PICTURES")],
+    images: Annotated[Positional[Path], arg(metavar="IMAGES")],
     out: Annotated[Positional[Path], arg(metavar="OUT")],
     options: Annotated[Options, arg(name="")] = DEFAULTS,
 ) -> None:
@@ -26,11 +26,11 @@ def run(
 
     Args:
         annotations: instances in COCO's json layout (images, annotations with segmentation and area, categories).
-        pictures: folder of the photos that the json names.
+        images: folder of the photos that the json names.
         out: new folder of webdataset tars.
-        options: which pictures are taken, and how their parts are drawn.
+        options: which images are taken, and how their parts are drawn.
     """
-    say(*build(annotations, pictures, out, options).lines())
+    say(*build(annotations, images, out, options).lines())
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -35,7 +35,7 @@ def decode_mask(segmentation: Any, height: int, width: int) -> Mask:
 def _runs(segmentation: dict[str, Any], height: int, width: int) -> Mask:
     size, counts = segmentation.get("size"), segmentation.get("counts")
     if size != [height, width]:
-        raise BadSample(f"a mask of size {size} in a picture of [{height}, {width}]")
+        raise BadSample(f"a mask of size {size} in an image of [{height}, {width}]")
     if isinstance(counts, str | bytes):
         counts = decompress(counts.encode() if isinstance(counts, str) else counts)
     if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):

@@ -1,4 +1,4 @@
-"""Building HierarImgs: which pictures, which segments, what is drawn and what is written."""
+"""Building HierarImgs: which images, which segments, what is drawn and what is written."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ Member = tuple[str, bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Settings):
-    """Which pictures are taken, and how their parts are drawn."""
+    """Which images are taken, and how their parts are drawn."""
 
-    segments: int = 3  # that are pasted, the largest ones; a picture with fewer is left out
-    least: float = 5000.0  # pixels: a picture is left out if its smallest segment considered has no more
-    considered: Literal["all", "pasted"] = "all"  # by that rule: all segments of a picture, or only those pasted
+    segments: int = 3  # that are pasted, the largest ones; an image with fewer is left out
+    least: float = 5000.0  # pixels: an image is left out if its smallest segment considered has no more
+    considered: Literal["all", "pasted"] = "all"  # by that rule: all segments of an image, or only those pasted
     crowd: bool = False  # regions marked iscrowd are segments too
     canvas: Literal["white", "grey", "black"] = "white"  # what segments are pasted on
 
 
 @dataclass
 class Report:
-    """What became of the pictures of an annotation file."""
+    """What became of the images of an annotation file."""
 
-    pictures: int = 0  # that the file names
+    images: int = 0  # that the file names
     few: int = 0  # with fewer segments than are pasted
     small: int = 0  # whose smallest segment considered is too small
     written: int = 0
-    bad: Counter[str] = field(default_factory=Counter)  # reasons -> pictures
+    bad: Counter[str] = field(default_factory=Counter)  # reasons -> images
 
     def lines(self) -> Iterator[str]:
         """In words, for a terminal."""
-        yield f"{self.written} of {self.pictures} pictures written"
+        yield f"{self.written} of {self.images} images written"
         yield f"{self.few} have too few segments, {self.small} a segment that is too small"
         yield from (f"{n} left out: {reason}" for reason, n in self.bad.most_common())
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One instance of a picture."""
+    """One instance of an image."""
 
     id: Any
     area: float  # pixels, as annotated
@@ -66,16 +66,16 @@ class Segment:
     segmentation: Any
 
 
-def build(annotations: Path, pictures: Path, out: Path, options: Options | None = None) -> Report:
-    """Write a folder of webdataset tars with the levels of every picture that qualifies.
+def build(annotations: Path, photos: Path, out: Path, options: Options | None = None) -> Report:
+    """Write a folder of webdataset tars with the levels of every image that qualifies.
 
     With n segments pasted there are levels 0 to n: level k below n shows the k + 1 largest segments at their places on
     a blank canvas, level n is the photo itself. (The paper speaks of four levels and calls the photo
-    level 4; ours are 0 to 3.) Each sample's json has `level`, `levels`, `group` (the picture's id), `parent` (the key
+    level 4; ours are 0 to 3.) Each sample's json has `level`, `levels`, `group` (the image's id), `parent` (the key
     of the next more general level), `segments`, and `captions` made of the segments' category names.
 
     The folder appears when all of it is written. Raises: ValueError when it exists, when the annotations are not COCO's
-    json of instances, or when no picture qualifies.
+    json of instances, or when no image qualifies.
     """
     options = options or Options()
     if options.segments < 1:
@@ -85,14 +85,14 @@ def build(annotations: Path, pictures: Path, out: Path, options: Options | None 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists: choose another OUT, or remove it.")
     images, segments = read_annotations(annotations, options.crowd)
-    report = Report(pictures=len(images))
+    report = Report(images=len(images))
     new = out.with_name(f".{out.name}.tmp")
     lock = Lock(out, "writing", new)
     try:
         _empty(new)
-        _write(new, _samples(images, segments, pictures, options, report))
+        _write(new, _samples(images, segments, photos, options, report))
         if not report.written:
-            raise ValueError(f"{annotations}: no picture qualifies: {'; '.join(report.lines())}.")
+            raise ValueError(f"{annotations}: no image qualifies: {'; '.join(report.lines())}.")
         if out.is_dir():
             out.rmdir()
         lock.release()
@@ -110,7 +110,7 @@ def _empty(folder: Path) -> None:
 
 
 def read_annotations(path: Path, crowd: bool) -> tuple[list[dict[str, Any]], dict[Any, list[Segment]]]:
-    """The pictures of a COCO json in order of id, and the segments of each, by id."""
+    """The images of a COCO json in order of id, and the segments of each, by id."""
     check_regular(path)
     try:
         with path.open("rb") as file:
@@ -141,7 +141,7 @@ def _samples(
     options: Options,
     report: Report,
 ) -> Iterator[list[list[Member]]]:
-    """The levels of each picture that qualifies, each as the members of a tar."""
+    """The levels of each image that qualifies, each as the members of a tar."""
     for image in images:
         chosen = choose(segments[image["id"]], options, report)
         if chosen:
@@ -155,7 +155,7 @@ def _samples(
 
 
 def choose(segments: Sequence[Segment], options: Options, report: Report) -> list[Segment]:
-    """The segments that are pasted, the largest first; none when the picture is left out."""
+    """The segments that are pasted, the largest first; none when the image is left out."""
     ordered = sorted(segments, key=lambda segment: -segment.area)
     pasted = ordered[: options.segments]
     if len(pasted) < options.segments:
@@ -168,23 +168,23 @@ def choose(segments: Sequence[Segment], options: Options, report: Report) -> lis
 
 
 def _levels(image: dict[str, Any], chosen: Sequence[Segment], folder: Path, options: Options) -> list[list[Member]]:
-    """Members of the samples of one picture, general to specific."""
+    """Members of the samples of one image, general to specific."""
     path = folder / image["file_name"]
     try:
-        photo = read_whole(path, "the picture", MAX_IMAGE)
+        photo = read_whole(path, "the image", MAX_IMAGE)
     except OSError as error:
-        raise BadSample(f"cannot read the picture: {error.strerror}") from None
+        raise BadSample(f"cannot read the image: {error.strerror}") from None
     pixels = decode(photo)
     height, width = image["height"], image["width"]
     if pixels.shape[:2] != (height, width):
-        raise BadSample("the picture is not of the size that was annotated")
+        raise BadSample("the image is not of the size that was annotated")
     masks = [decode_mask(segment.segmentation, height, width) for segment in chosen]
-    pictures = [_png(paste(pixels, masks[: k + 1], CANVAS[options.canvas])) for k in range(len(chosen))]
+    encoded_images = [_png(paste(pixels, masks[: k + 1], CANVAS[options.canvas])) for k in range(len(chosen))]
     group = f"{image['id']:012d}" if isinstance(image["id"], int) else str(image["id"]).replace(".", "-")
     suffix = path.suffix.lower().lstrip(".")
     whole = (suffix, photo) if suffix in IMAGE_SUFFIXES else ("png", _png(pixels))
-    drawn = [*(("png", picture) for picture in pictures), whole]
-    return [_members(group, k, chosen[: k + 1], len(chosen), *picture) for k, picture in enumerate(drawn)]
+    drawn = [*(("png", encoded) for encoded in encoded_images), whole]
+    return [_members(group, k, chosen[: k + 1], len(chosen), *encoded) for k, encoded in enumerate(drawn)]
 
 
 def paste(pixels: Pixels, masks: Sequence[Mask], canvas: int) -> Pixels:
@@ -196,7 +196,7 @@ def paste(pixels: Pixels, masks: Sequence[Mask], canvas: int) -> Pixels:
     return np.where(shown[..., None], pixels, np.uint8(canvas))
 
 
-def _members(group: str, level: int, shown: Sequence[Segment], last: int, suffix: str, picture: bytes) -> list[Member]:
+def _members(group: str, level: int, shown: Sequence[Segment], last: int, suffix: str, image: bytes) -> list[Member]:
     key = f"{group}-{level}"
     info = {
         "captions": [" and ".join(segment.name for segment in shown)],
@@ -207,7 +207,7 @@ def _members(group: str, level: int, shown: Sequence[Segment], last: int, suffix
         "segments": [{"id": s.id, "category": s.name, "area": s.area} for s in shown],
     }
     return [
-        (f"{key}.{suffix}", picture),
+        (f"{key}.{suffix}", image),
         (f"{key}.json", json.dumps(info, ensure_ascii=False).encode(errors="backslashreplace")),
     ]
 
@@ -219,7 +219,7 @@ def _png(pixels: Pixels) -> bytes:
 
 
 def _write(folder: Path, samples: Iterator[list[list[Member]]]) -> None:
-    """Tars of about SHARD samples; the levels of one picture stay together, and the same input gives the same bytes."""
+    """Tars of about SHARD samples; the levels of one image stay together, and the same input gives the same bytes."""
     tar, shards, held = None, 0, SHARD
     try:
         for levels in samples:

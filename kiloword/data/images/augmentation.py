@@ -1,4 +1,4 @@
-"""From a stored picture to uint8 [3, size, size]: augmented for training, as the tower expects it for evaluation.
+"""From a stored image to uint8 [3, size, size]: augmented for training, as the tower expects it for evaluation.
 
 Training crops are drawn before decoding, so that a large JPEG is decoded no finer than its crop needs. They are resized
 by torch's antialiased bicubic, which is several times faster than Pillow's and differs from it by at most 1 level of
@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kiloword.config.recipes import AugmentConfig
-from kiloword.data.images.decode import MAX_PIXELS, Decoder, Pixels, check_decoder, decode, picture_size, to_rgb
+from kiloword.data.images.decode import MAX_PIXELS, Decoder, Pixels, check_decoder, decode, image_size, to_rgb
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
 from kiloword.randomness import Draw
 from kiloword.types import BadSample
 
 Resize = Literal["shortest", "squash"]
-Box = tuple[float, float, float, float]  # left, top, width, height as shares of the picture's sides
+Box = tuple[float, float, float, float]  # left, top, width, height as shares of the image's sides
 
 __all__ = ["EvalTransform", "TrainTransform", "decode", "fit", "read"]
 
@@ -34,7 +34,7 @@ __all__ = ["EvalTransform", "TrainTransform", "decode", "fit", "read"]
 class EvalTransform:
     """Resize the shorter side (bicubic) and crop the centre, or squash: uint8 [3, size, size].
 
-    `torchvision.transforms.Resize` and `CenterCrop` on a Pillow picture give the same pixels.
+    `torchvision.transforms.Resize` and `CenterCrop` on a Pillow image give the same pixels.
     """
 
     size: int
@@ -45,35 +45,35 @@ class EvalTransform:
         check_decoder(self.decoder)
 
     def __call__(self, image: bytes | Pixels) -> Tensor:
-        """Raises BadSample for a picture that cannot be decoded."""
+        """Raises BadSample for an image that cannot be decoded."""
         return fit(Image.fromarray(decode(image, self.decoder)), self.size, self.resize)
 
 
-def fit(picture: Image.Image, size: int, resize: Resize = "shortest") -> Tensor:
-    """What `EvalTransform` does, for a Pillow picture of any mode: uint8 [3, size, size].
+def fit(image: Image.Image, size: int, resize: Resize = "shortest") -> Tensor:
+    """What `EvalTransform` does, for a Pillow image of any mode: uint8 [3, size, size].
 
-    Errors: BadSample for a floating-point picture.
+    Errors: BadSample for a floating-point image.
     """
-    picture = to_rgb(picture)
-    wide, high = _scaled(picture.width, picture.height, size, resize)
+    image = to_rgb(image)
+    wide, high = _scaled(image.width, image.height, size, resize)
     left, top = round((wide - size) / 2), round((high - size) / 2)
-    if wide * high > MAX_PIXELS:  # of a picture of one line: only what is kept is made
-        x, y = picture.width / wide, picture.height / high
-        box = left * x, top * y, min((left + size) * x, picture.width), min((top + size) * y, picture.height)
-        return _tensor(np.asarray(picture.resize((size, size), Image.Resampling.BICUBIC, box=box))).contiguous()
-    if (wide, high) != picture.size:
-        picture = picture.resize((wide, high), Image.Resampling.BICUBIC)
-    return _tensor(np.asarray(picture.crop((left, top, left + size, top + size)))).contiguous()
+    if wide * high > MAX_PIXELS:  # of an image of one line: only what is kept is made
+        x, y = image.width / wide, image.height / high
+        box = left * x, top * y, min((left + size) * x, image.width), min((top + size) * y, image.height)
+        return _tensor(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))).contiguous()
+    if (wide, high) != image.size:
+        image = image.resize((wide, high), Image.Resampling.BICUBIC)
+    return _tensor(np.asarray(image.crop((left, top, left + size, top + size)))).contiguous()
 
 
 def read(path: str | Path) -> Image.Image:
-    """A picture file as an upright RGB Pillow picture. Errors: ValueError when it cannot be read or decoded."""
+    """An image file as an upright RGB Pillow image. Errors: ValueError when it cannot be read or decoded."""
     try:
         return Image.fromarray(decode(read_whole(Path(path), "it", MAX_IMAGE)))
     except OSError as error:
-        raise ValueError(f"picture {path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"image {path} cannot be read: {error.strerror}") from None
     except BadSample as error:
-        raise ValueError(f"picture {path} cannot be used: {error}") from None
+        raise ValueError(f"image {path} cannot be used: {error}") from None
 
 
 def _scaled(width: int, height: int, size: int, resize: Resize) -> tuple[int, int]:
@@ -89,8 +89,8 @@ def _scaled(width: int, height: int, size: int, resize: Resize) -> tuple[int, in
 class TrainTransform:
     """Random crop, mirror, colour jitter, grey and blur as `augment` says, drawn from `Draw`: uint8 [3, size, size].
 
-    Without a random crop (`augment.crop` 1) the picture is resized as for evaluation (`resize`).
-    `natural` False (the picture's places and directions mean something) turns crop and mirror off.
+    Without a random crop (`augment.crop` 1) the image is resized as for evaluation (`resize`).
+    `natural` False (the image's places and directions mean something) turns crop and mirror off.
     """
 
     size: int
@@ -103,8 +103,8 @@ class TrainTransform:
         check_decoder(self.decoder)
 
     def __call__(self, image: bytes | Pixels, draw: Draw) -> Tensor:
-        """Raises BadSample for a picture that cannot be decoded."""
-        width, height = picture_size(image)
+        """Raises BadSample for an image that cannot be decoded."""
+        width, height = image_size(image)
         box = self._box(width, height, draw)
         least = self.size / min(box[2] * width, box[3] * height)  # scale below which the crop would lose detail
         pixels = decode(image, self.decoder, math.ceil(least * min(width, height)))
@@ -177,18 +177,18 @@ def _colour(image: Tensor, augment: AugmentConfig, draw: Draw) -> Tensor:
     blur = _happens(augment.blur, draw, "blur")
     if not (jitter or grey or blur):
         return image.contiguous()
-    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    coloured = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
     if jitter:
-        picture = _jitter(picture, augment.jitter_strength, draw)
+        coloured = _jitter(coloured, augment.jitter_strength, draw)
     if grey:
-        picture = picture.convert("L").convert("RGB")
+        coloured = coloured.convert("L").convert("RGB")
     if blur:
         low, high = augment.blur_sigma
-        picture = picture.filter(ImageFilter.GaussianBlur(draw.rng("blur sigma").uniform(low, high)))
-    return _tensor(np.asarray(picture)).contiguous()
+        coloured = coloured.filter(ImageFilter.GaussianBlur(draw.rng("blur sigma").uniform(low, high)))
+    return _tensor(np.asarray(coloured)).contiguous()
 
 
-def _jitter(picture: Image.Image, strength: tuple[float, float, float, float], draw: Draw) -> Image.Image:
+def _jitter(image: Image.Image, strength: tuple[float, float, float, float], draw: Draw) -> Image.Image:
     """Brightness, contrast, saturation by factors in [1 - s, 1 + s], hue by a turn in [-s, s], in random order."""
     rng = draw.rng("jitter strength")
     factors = [rng.uniform(max(0.0, 1 - s), 1 + s) for s in strength[:3]]
@@ -196,14 +196,14 @@ def _jitter(picture: Image.Image, strength: tuple[float, float, float, float], d
     enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
     for which in rng.permutation(4):
         if which == 3:
-            picture = _turn_hue(picture, turn)
+            image = _turn_hue(image, turn)
         else:
-            picture = enhancers[which](picture).enhance(factors[which])
-    return picture
+            image = enhancers[which](image).enhance(factors[which])
+    return image
 
 
-def _turn_hue(picture: Image.Image, turn: float) -> Image.Image:
+def _turn_hue(image: Image.Image, turn: float) -> Image.Image:
     """`turn` is a share of the full circle."""
-    hue, saturation, value = picture.convert("HSV").split()
+    hue, saturation, value = image.convert("HSV").split()
     turned = np.asarray(hue) + np.uint8(round(turn * 255) % 256)  # wraps around, as a circle does
     return Image.merge("HSV", (Image.fromarray(turned), saturation, value)).convert("RGB")

@@ -1,4 +1,4 @@
-"""A picture of samples: what a data set looks like, at one glance."""
+"""An image of samples: what a data set looks like, at one glance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kiloword.randomness import key
 from kiloword.types import BadSample, Record, Source
 
 _COLUMNS, TILES = 6, 24
-_TILE, _PICTURE, _GAP = (240, 280), (240, 180), 16  # pixels: width and height, gap between tiles
+_TILE, _IMAGE, _GAP = (240, 280), (240, 180), 16  # pixels: width and height, gap between tiles
 _LINES, _LINE, _FONT = 5, 17, 13  # caption lines, pixels a line, font size
 _INK, _FAINT, _EDGE = (20, 20, 20), (130, 130, 130), (215, 215, 215)
 
@@ -25,7 +25,7 @@ def contact_sheet(source: Source, path: Path) -> None:
 
     Errors: ValueError when no sample is readable, or the file cannot be written.
     """
-    shown = [(picture, _caption(source, record), len(record.captions)) for picture, record in _readable(source)]
+    shown = [(image, _caption(source, record), len(record.captions)) for image, record in _readable(source)]
     if not shown:
         raise ValueError(f"{source.name}: none of the samples that were tried is readable.")
     draw_tiles(shown, path)
@@ -39,10 +39,10 @@ def draw_tiles(shown: Sequence[tuple[Image.Image, str, int]], path: Path) -> Non
     rows = -(-len(shown) // _COLUMNS)
     size = (_GAP + _COLUMNS * (_TILE[0] + _GAP), _GAP + rows * (_TILE[1] + _GAP))
     sheet = Image.new("RGB", size, "white")
-    for place, (picture, text, captions) in enumerate(shown):
+    for place, (image, text, captions) in enumerate(shown):
         row, column = divmod(place, _COLUMNS)
         corner = (_GAP + column * (_TILE[0] + _GAP), _GAP + row * (_TILE[1] + _GAP))
-        _tile(sheet, corner, picture, text, captions)
+        _tile(sheet, corner, image, text, captions)
     file = io.BytesIO()
     sheet.save(file, "PNG")
     write_atomic(path, file.getvalue())
@@ -55,10 +55,10 @@ def _readable(source: Source) -> Iterator[tuple[Image.Image, Record]]:
     for row in rng.permutation(len(source))[: 10 * TILES].tolist():
         try:
             record = source.record(row)
-            picture = Image.fromarray(decode(record.image, at_least=max(_PICTURE)))
+            image = Image.fromarray(decode(record.image, at_least=max(_IMAGE)))
         except BadSample:
             continue
-        yield picture, record
+        yield image, record
         found += 1
         if found == TILES:
             return
@@ -72,15 +72,15 @@ def _caption(source: Source, record: Record) -> str:
     return names[label] if label is not None and label < len(names) else f"class {label}"
 
 
-def _tile(sheet: Image.Image, corner: tuple[int, int], picture: Image.Image, caption: str, captions: int) -> None:
-    scale = min(_PICTURE[0] / picture.width, _PICTURE[1] / picture.height)
-    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    sheet.paste(picture.resize(size, Image.Resampling.BICUBIC), corner)
+def _tile(sheet: Image.Image, corner: tuple[int, int], image: Image.Image, caption: str, captions: int) -> None:
+    scale = min(_IMAGE[0] / image.width, _IMAGE[1] / image.height)
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    sheet.paste(image.resize(size, Image.Resampling.BICUBIC), corner)
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT)
     draw.rectangle((corner[0] - 1, corner[1] - 1, corner[0] + size[0], corner[1] + size[1]), outline=_EDGE)
     more = f"+ {captions - 1} more" if captions > 1 else ""
     lines = _wrap(caption, font, _LINES - bool(more))
-    x, y = corner[0], corner[1] + _PICTURE[1] + 6
+    x, y = corner[0], corner[1] + _IMAGE[1] + 6
     for line in lines:
         draw.text((x, y), line, _INK, font)
         y += _LINE

@@ -1,6 +1,6 @@
-"""From an encoded picture to uint8 [H, W, 3], by one function whatever the decoder.
+"""From an encoded image to uint8 [H, W, 3], by one function whatever the decoder.
 
-What unusual pictures become, with every decoder: EXIF orientation is applied; transparency lies over white; of an
+What unusual images become, with every decoder: EXIF orientation is applied; transparency lies over white; of an
 animation the first frame is taken; 16-bit grey is scaled to 8 (by 257), 16-bit colour keeps its high bytes; palettes,
 grey, CMYK and YCbCr become RGB; colour profiles and gamma are not applied. The content decides, never the extension.
 OpenCV decodes plain 8-bit JPEG and PNG, simplejpeg plain JPEG; Pillow takes whatever else comes.
@@ -54,7 +54,7 @@ def _installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def picture_size(image: bytes | Pixels) -> tuple[int, int]:
+def image_size(image: bytes | Pixels) -> tuple[int, int]:
     """Width and height in pixels, orientation applied, from the header alone. Raises BadSample."""
     if isinstance(image, np.ndarray):
         return image.shape[1], image.shape[0]
@@ -63,11 +63,11 @@ def picture_size(image: bytes | Pixels) -> tuple[int, int]:
 
 
 def decode(image: bytes | Pixels, decoder: Decoder = "pillow", at_least: int | None = None) -> Pixels:
-    """One picture as uint8 [H, W, 3], RGB.
+    """One image as uint8 [H, W, 3], RGB.
 
     Args: at_least: a JPEG may be decoded at 1/2, 1/4 or 1/8 (much faster) as long as its shorter side keeps that many
     pixels; None: full size. An array [H, W, 3] is returned as it is.
-    Errors: BadSample with the reason (not a picture, truncated, more than MAX_PIXELS); ValueError for the decoder.
+    Errors: BadSample with the reason (not an image, truncated, more than MAX_PIXELS); ValueError for the decoder.
     """
     check_decoder(decoder)
     if isinstance(image, np.ndarray):
@@ -75,14 +75,14 @@ def decode(image: bytes | Pixels, decoder: Decoder = "pillow", at_least: int | N
             raise BadSample(f"array is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3]")
         return image
     with _reading():
-        picture = _open(image)
-        factor = _reduction(picture, at_least)
-        pixels = _fast(image, picture, decoder, factor)
+        opened = _open(image)
+        factor = _reduction(opened, at_least)
+        pixels = _fast(image, opened, decoder, factor)
         if pixels is not None:
             return pixels
         if factor > 1:
-            picture.draft("RGB", (picture.width // factor, picture.height // factor))
-        return np.asarray(to_rgb(picture))
+            opened.draft("RGB", (opened.width // factor, opened.height // factor))
+        return np.asarray(to_rgb(opened))
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def _reading() -> Iterator[None]:
             found = re.search(r"\((\d+) pixels\)", str(error))
             raise _too_large(int(found[1]) if found else None) from None
         except UnidentifiedImageError:
-            raise BadSample("not a picture in a known format") from None
+            raise BadSample("not an image in a known format") from None
         except Exception as error:  # plugins raise nearly every type on hostile bytes; only they run in here
             what = str(error).strip() or type(error).__name__
             raise BadSample(shown(f"cannot be decoded: {what}"[:200])) from None
@@ -107,66 +107,66 @@ def _reading() -> Iterator[None]:
 def _open(image: bytes) -> ImageFile.ImageFile:
     """Reads the header and checks the number of pixels and what else decoding takes (see `work.py`)."""
     if not image:
-        raise BadSample("the picture has zero bytes")
+        raise BadSample("the image has zero bytes")
     check_bytes(image)
-    picture = Image.open(io.BytesIO(image), formats=_FORMATS)
-    pixels = max(picture.width * picture.height, _tile(picture))
+    opened = Image.open(io.BytesIO(image), formats=_FORMATS)
+    pixels = max(opened.width * opened.height, _tile(opened))
     if pixels > MAX_PIXELS:
         raise _too_large(pixels)
-    check_opened(image, picture, pixels)
-    if picture.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & picture.info.keys():
-        picture.load()  # what a PNG says of itself may stand behind its pixels
-    return picture
+    check_opened(image, opened, pixels)
+    if opened.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & opened.info.keys():
+        opened.load()  # what a PNG says of itself may stand behind its pixels
+    return opened
 
 
-def _tile(picture: Image.Image) -> int:
-    """Pixels of a tile of a TIFF, for which room is made whatever the picture's size; 0 without tiles."""
-    tags: Mapping[int, Any] = getattr(picture, "tag_v2", {})
+def _tile(image: Image.Image) -> int:
+    """Pixels of a tile of a TIFF, for which room is made whatever the image's size; 0 without tiles."""
+    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
     width, height = tags.get(322, 0), tags.get(323, 0)
     return width * height if isinstance(width, int) and isinstance(height, int) else 0
 
 
 def _too_large(pixels: int | None) -> BadSample:
     count = "too many" if pixels is None else f"{pixels:,}"
-    return BadSample(f"picture has {count} pixels, more than {MAX_PIXELS:,}")
+    return BadSample(f"image has {count} pixels, more than {MAX_PIXELS:,}")
 
 
-def _orientation(picture: Image.Image) -> int:
+def _orientation(image: Image.Image) -> int:
     """1 to 8; 1 is upright. Reads EXIF only where there is some."""
-    if not _EXIF & picture.info.keys():
+    if not _EXIF & image.info.keys():
         return 1
-    value = picture.getexif().get(_ORIENTATION, 1)
+    value = image.getexif().get(_ORIENTATION, 1)
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
-def _upright(picture: Image.Image) -> tuple[int, int]:
-    turned = _orientation(picture) >= 5
-    return (picture.height, picture.width) if turned else (picture.width, picture.height)
+def _upright(image: Image.Image) -> tuple[int, int]:
+    turned = _orientation(image) >= 5
+    return (image.height, image.width) if turned else (image.width, image.height)
 
 
-def _reduction(picture: Image.Image, at_least: int | None) -> int:
+def _reduction(image: Image.Image, at_least: int | None) -> int:
     """The largest of 1, 2, 4, 8 that keeps `at_least` pixels on the shorter side of a JPEG."""
-    if at_least is None or picture.format not in ("JPEG", "MPO"):
+    if at_least is None or image.format not in ("JPEG", "MPO"):
         return 1
-    shorter = min(picture.size)
+    shorter = min(image.size)
     return next((f for f in (8, 4, 2) if shorter // f >= max(1, at_least)), 1)
 
 
-def _fast(image: bytes, picture: Image.Image, decoder: Decoder, factor: int) -> Pixels | None:
-    """The other decoders, where they do what Pillow would; None leaves the picture to Pillow."""
-    plain = picture.mode in ("RGB", "L") and _orientation(picture) == 1 and "transparency" not in picture.info
+def _fast(image: bytes, opened: Image.Image, decoder: Decoder, factor: int) -> Pixels | None:
+    """The other decoders, where they do what Pillow would; None leaves the image to Pillow."""
+    plain = opened.mode in ("RGB", "L") and _orientation(opened) == 1 and "transparency" not in opened.info
     if decoder == "pillow" or not plain:
         return None
-    if picture.format == "JPEG" and decoder == "simplejpeg":
-        return _simplejpeg(image, picture, factor)
-    still = picture.format == "PNG" and getattr(picture, "n_frames", 1) == 1 and is_whole_png(image)
-    if decoder == "opencv" and (still or (picture.format == "JPEG" and _is_whole(image))):
+    if opened.format == "JPEG" and decoder == "simplejpeg":
+        return _simplejpeg(image, opened, factor)
+    still = opened.format == "PNG" and getattr(opened, "n_frames", 1) == 1 and is_whole_png(image)
+    if decoder == "opencv" and (still or (opened.format == "JPEG" and _is_whole(image))):
         return _opencv(image, factor)
     return None
 
 
 def _is_whole(jpeg: bytes) -> bool:
-    """Whether its markers lead from one to the next up to the end of the picture (ITU-T T.81, B.1.1).
+    """Whether its markers lead from one to the next up to the end of the image (ITU-T T.81, B.1.1).
 
     Pillow and simplejpeg notice where they do not; OpenCV fills what is missing with grey.
     """
@@ -186,11 +186,11 @@ def _is_whole(jpeg: bytes) -> bool:
     return jpeg[at : at + 1] == b"\xff"
 
 
-def _simplejpeg(image: bytes, picture: Image.Image, factor: int) -> Pixels | None:
+def _simplejpeg(image: bytes, opened: Image.Image, factor: int) -> Pixels | None:
     """None when simplejpeg will not, which takes libjpeg's warnings for errors: Pillow then decides."""
     import simplejpeg
 
-    least = {"min_height": picture.height // factor, "min_width": picture.width // factor} if factor > 1 else {}
+    least = {"min_height": opened.height // factor, "min_width": opened.width // factor} if factor > 1 else {}
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
     except ValueError:
@@ -209,33 +209,33 @@ def _opencv(image: bytes, factor: int) -> Pixels | None:
     return None if pixels is None else cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels)
 
 
-def to_rgb(picture: Image.Image) -> Image.Image:
-    """Decodes; upright, transparency over white, 8 bits a channel. Raises BadSample for floating-point pictures."""
-    orientation = _orientation(picture)
-    if picture.mode.startswith("I"):
-        picture = _from_16_bit(picture)
-    elif picture.mode == "F":
-        raise BadSample("floating-point pictures are not supported")
-    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
-        layer = picture.convert("RGBA")
-        picture = Image.new("RGB", layer.size, (255, 255, 255))
-        picture.paste(layer, mask=layer.getchannel("A"))
-    elif picture.mode != "RGB":
-        picture = picture.convert("RGB")
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Decodes; upright, transparency over white, 8 bits a channel. Raises BadSample for floating-point images."""
+    orientation = _orientation(image)
+    if image.mode.startswith("I"):
+        image = _from_16_bit(image)
+    elif image.mode == "F":
+        raise BadSample("floating-point images are not supported")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        image = Image.new("RGB", layer.size, (255, 255, 255))
+        image.paste(layer, mask=layer.getchannel("A"))
+    elif image.mode != "RGB":
+        image = image.convert("RGB")
     else:
-        picture.load()
-    return _turn(picture, orientation)
+        image.load()
+    return _turn(image, orientation)
 
 
-def _from_16_bit(picture: Image.Image) -> Image.Image:
+def _from_16_bit(image: Image.Image) -> Image.Image:
     """Grey of 16 bits, [0, 65535] to [0, 255], to the nearest."""
-    grey = np.asarray(picture).clip(0, 65535).astype(np.uint32)
+    grey = np.asarray(image).clip(0, 65535).astype(np.uint32)
     grey += 128
     grey //= 257
     return Image.fromarray(grey.astype(np.uint8))
 
 
-def _turn(picture: Image.Image, orientation: int) -> Image.Image:
+def _turn(image: Image.Image, orientation: int) -> Image.Image:
     flip = Image.Transpose
     turns = {
         2: flip.FLIP_LEFT_RIGHT,
@@ -246,4 +246,4 @@ def _turn(picture: Image.Image, orientation: int) -> Image.Image:
         7: flip.TRANSVERSE,
         8: flip.ROTATE_90,
     }
-    return picture.transpose(turns[orientation]) if orientation in turns else picture
+    return image.transpose(turns[orientation]) if orientation in turns else image

@@ -46,19 +46,19 @@ def check_bytes(image: bytes) -> None:
             check(image)
 
 
-def check_opened(image: bytes, picture: ImageFile.ImageFile, pixels: int) -> None:
+def check_opened(image: bytes, opened: ImageFile.ImageFile, pixels: int) -> None:
     """The same for what is cheap to tell once Pillow has read the header: scans, strips, run lengths, sides."""
-    if picture.format in ("JPEG", "MPO"):
-        if not _has_one_scan(image, picture):
+    if opened.format in ("JPEG", "MPO"):
+        if not _has_one_scan(image, opened):
             _check_scans(image, pixels)
-    elif picture.format == "TIFF":
-        _check_strips(picture, pixels)
-    elif picture.format == "BMP" and picture.tile and picture.tile[0][0] == "bmp_rle":
+    elif opened.format == "TIFF":
+        _check_strips(opened, pixels)
+    elif opened.format == "BMP" and opened.tile and opened.tile[0][0] == "bmp_rle":
         for what, count in (("run-length-encoded pixels", pixels), ("run lengths", len(image) // 2)):
             if count > MAX_RUNS:
                 raise _too_many(what, count, MAX_RUNS)
-    if max(picture.size) > MAX_SIDE:
-        raise _too_many("pixels in a line or column", max(picture.size), MAX_SIDE)
+    if max(opened.size) > MAX_SIDE:
+        raise _too_many("pixels in a line or column", max(opened.size), MAX_SIDE)
 
 
 def finder(jpeg: bytes) -> Callable[[int], int]:
@@ -119,15 +119,15 @@ def _behind_fill(jpeg: bytes, at: int) -> int:
     return at
 
 
-def _has_one_scan(jpeg: bytes, picture: Any) -> bool:
+def _has_one_scan(jpeg: bytes, image: Any) -> bool:
     """Whether the first scan of a sequential JPEG holds all components: then a decoder reads no other.
 
     Pillow has read up to the end of that scan's header.
     """
-    if "progressive" in picture.info or picture.layers not in _ONE_SCAN or picture.format != "JPEG":
+    if "progressive" in image.info or image.layers not in _ONE_SCAN or image.format != "JPEG":
         return False
-    header = _ONE_SCAN[picture.layers]
-    return jpeg.startswith(header, picture.fp.tell() - len(header) - 2 * picture.layers - 3)
+    header = _ONE_SCAN[image.layers]
+    return jpeg.startswith(header, image.fp.tell() - len(header) - 2 * image.layers - 3)
 
 
 def _check_scans(jpeg: bytes, pixels: int) -> None:
@@ -220,9 +220,9 @@ def _check_tags(tiff: bytes) -> None:
         return  # cut: Pillow says so
 
 
-def _check_strips(picture: ImageFile.ImageFile, pixels: int) -> None:
+def _check_strips(image: ImageFile.ImageFile, pixels: int) -> None:
     """Strips may lie over each other, in the image as in the file."""
-    boxes = [tile[1] or (0, 0, *picture.size) for tile in picture.tile]
+    boxes = [tile[1] or (0, 0, *image.size) for tile in image.tile]
     covered = sum((right - left) * (below - top) for left, top, right, below in boxes)
     if covered > MAX_COVERED * pixels:
         raise BadSample(f"image has {len(boxes):,} strips that cover it {math.ceil(covered / pixels):,} times")

@@ -36,7 +36,7 @@ def open_remote_index(tar: RemoteFile, damaged: bool = False) -> IndexFile:
     """The index of a remote tar; one process makes it, others wait.
 
     Args: damaged: it may be behind its header: read as a whole, and made again if it is.
-    Errors: Unreachable; ValueError when the file is no plain tar, holds no pictures, or no index can be kept.
+    Errors: Unreachable; ValueError when the file is no plain tar, holds no images, or no index can be kept.
     """
     found = None if damaged else _valid(tar, header_file(tar.index))
     if found:

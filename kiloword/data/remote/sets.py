@@ -122,12 +122,12 @@ def _lines(address: Address, config: RemoteConfig, name: str) -> list[str] | Non
 
 
 def _open_table(address: Address, config: RemoteConfig) -> Source:
-    """Errors: ValueError for a table whose pictures would have to be looked for beside it."""
+    """Errors: ValueError for a table whose images would have to be looked for beside it."""
     table = open_table(address.url, open_remote_file(address, config).whole())
     paths = table.paths()
     if paths is not None and not pyarrow.compute.all(pyarrow.compute.starts_with(paths, "/")).as_py():
         raise ValueError(
-            f"{address} names its pictures by paths that are not of this machine. Expected a parquet that holds the "
-            "pictures, or absolute paths; download the table together with its pictures, or write tars."
+            f"{address} names its images by paths that are not of this machine. Expected a parquet that holds the "
+            "images, or absolute paths; download the table together with its images, or write tars."
         )
     return table

@@ -1,4 +1,4 @@
-"""Chains from general to specific: captions of one scene that entail each other, pictures with more and more of it."""
+"""Chains from general to specific: captions of one scene that entail each other, images with more and more of it."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def chain(scene: Scene, number: int, describe: Describe) -> list[Query]:
 
 
 class SceneParts:
-    """The scenes that have the most things, each as a chain of pictures: its largest thing alone, the two largest, all.
+    """The scenes that have the most things, each as a chain of images: its largest thing alone, the two largest, all.
 
-    A `Source`; `Record.info` holds `level`, `levels`, `group` and `parent` (the key of the more general picture) as
+    A `Source`; `Record.info` holds `level`, `levels`, `group` and `parent` (the key of the more general image) as
     HierarImgs has them. Largest by the pixels that are drawn; the background is the scene's own at every level.
     """
 
@@ -81,7 +81,7 @@ class SceneParts:
         return self.levels * len(self.scenes)
 
     def record(self, row: int) -> Record:
-        """Picture and place in its chain; there are no captions."""
+        """Image and place in its chain; there are no captions."""
         which, level = divmod(row, self.levels)
         group = self.source.key(int(self.scenes[which]))
         scene = self.source.scene(int(self.scenes[which]))
@@ -90,8 +90,8 @@ class SceneParts:
         settings = self.source.settings
         parent = f"{group}-{level - 1}" if level else None
         info = {"level": level, "levels": self.levels, "group": group, "parent": parent}
-        picture = (draw_inner if settings.inner else draw)(part, settings.size)
-        return Record(f"{group}-{level}", picture, [], None, info)
+        image = (draw_inner if settings.inner else draw)(part, settings.size)
+        return Record(f"{group}-{level}", image, [], None, info)
 
 
 @lru_cache(maxsize=432)  # all that there are

@@ -1,4 +1,4 @@
-"""Visual question answering on scenes as a `Source`: a row is a picture, a question and its one right answer."""
+"""Visual question answering on scenes as a `Source`: a row is an image, a question and its one right answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kiloword.types import Record
 def open_scenes(src: str, size: int | None = None) -> ScenesSource | SceneQuestions:
     """The data set that a SRC string names, of captions or, with `task=vqa`, of questions.
 
-    Args: size, pixels a side of pictures whose SRC does not say `size=`; default 64.
+    Args: size, pixels a side of images whose SRC does not say `size=`; default 64.
     Errors: ValueError says which options there are.
     """
     settings = parse_settings(src, size or 64)
@@ -30,7 +30,7 @@ def open_scenes(src: str, size: int | None = None) -> ScenesSource | SceneQuesti
 class SceneQuestions:
     """Scenes with a question each; pickles as its settings. Implements `kiloword.types.Source`.
 
-    `answers` is the closed list. Pictures must be neither cropped nor mirrored: questions speak of places.
+    `answers` is the closed list. Images must be neither cropped nor mirrored: questions speak of places.
     """
 
     natural = False
@@ -52,7 +52,7 @@ class SceneQuestions:
         return SceneQuestions(replace(self.settings, size=size), self.name)
 
     def key(self, row: int) -> str:
-        """The name of a row, without drawing its picture."""
+        """The name of a row, without drawing its image."""
         return self._scenes.key(row)
 
     def asked(self, row: int) -> Question:
@@ -62,15 +62,15 @@ class SceneQuestions:
         return ask(self._scenes.scene(row), int(rng.integers(2**63)))
 
     def captions(self, row: int) -> list[str]:
-        """The answer, without drawing the picture."""
+        """The answer, without drawing the image."""
         return [self.asked(row).answer]
 
     def question(self, row: int) -> str:
-        """The question, without drawing the picture."""
+        """The question, without drawing the image."""
         return self.asked(row).words
 
     def record(self, row: int) -> Record:
-        """Picture, question, answer and truth of a row."""
+        """Image, question, answer and truth of a row."""
         asked, scene = self.asked(row), self._scenes.scene(row)
         info = {
             "question": asked.words,

@@ -31,35 +31,35 @@ BACKGROUND_RGB = (
     (15, 25, 75),  # navy
 )
 RADIUS = (0.34, 0.49)  # of small and large things, in cells
-STROKE = 0.026  # width of a hollow thing's line, in pictures
-STRIPES = 16  # a picture
+STROKE = 0.026  # width of a hollow thing's line, in images
+STRIPES = 16  # an image
 PALE = 0.35  # cover between stripes: keeps the silhouette of small things readable
 
 
 def draw(scene: Scene, size: int) -> Pixels:
-    """The picture of a scene.
+    """The image of a scene.
 
     Args: size in pixels a side, at least 24: below, small things blur.
     Returns: uint8 [size, size, 3], RGB.
     """
-    picture = np.empty((size, size, 3), np.uint8)
-    picture[:] = BACKGROUND_RGB[scene.background]
+    image = np.empty((size, size, 3), np.uint8)
+    image[:] = BACKGROUND_RGB[scene.background]
     for thing in scene.things:
         y, x, cover = _mask(thing.shape, thing.size, thing.fill, thing.row, thing.column, size)
-        picture[y : y + cover.shape[0], x : x + cover.shape[1]] = _shades(thing.colour, scene.background)[cover]
-    return picture
+        image[y : y + cover.shape[0], x : x + cover.shape[1]] = _shades(thing.colour, scene.background)[cover]
+    return image
 
 
 def draw_inner(scene: Scene, size: int) -> Pixels:
-    """The scene in the middle of a picture: nothing but background outside 1/4 to 3/4 of both sides.
+    """The scene in the middle of an image: nothing but background outside 1/4 to 3/4 of both sides.
 
     Args: size in pixels a side, at least 48. Returns: uint8 [size, size, 3], RGB.
     """
     margin = -(-size // 4)
-    picture = np.empty((size, size, 3), np.uint8)
-    picture[:] = BACKGROUND_RGB[scene.background]
-    picture[margin : size - margin, margin : size - margin] = draw(scene, size - 2 * margin)
-    return picture
+    image = np.empty((size, size, 3), np.uint8)
+    image[:] = BACKGROUND_RGB[scene.background]
+    image[margin : size - margin, margin : size - margin] = draw(scene, size - 2 * margin)
+    return image
 
 
 @cache

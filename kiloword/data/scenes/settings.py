@@ -23,9 +23,9 @@ class Settings:
     """A data set of scenes."""
 
     selection: Selection = field(default_factory=Selection)
-    captions: int = 5  # a picture
+    captions: int = 5  # an image
     levels: Levels = TRAIN_LEVELS
-    wrong: float = 0.0  # share of captions that are false of their picture
+    wrong: float = 0.0  # share of captions that are false of their image
     size: int = 64  # pixels a side
     task: str | None = None  # what labels tell; vqa: questions and answers in place of captions
     inner: bool = field(default=False, repr=False)  # things within the centre half; captions of them alone
@@ -34,7 +34,7 @@ class Settings:
 def parse_settings(src: str, size: int = 64) -> Settings:
     """Settings from `scenes`, `scenes:test`, `scenes:test?levels=2,3&captions=3`; ValueError says what is allowed.
 
-    `inner=1` draws the same scenes at half the size in the middle of the picture, from 1/4 to 3/4 of both sides, and
+    `inner=1` draws the same scenes at half the size in the middle of the image, from 1/4 to 3/4 of both sides, and
     says neither places, relations, counts nor backgrounds: whatever half is cut out of the centre, along width or
     height, and wherever it is pasted, its captions stay true. From 48 pixels on.
 
@@ -100,7 +100,7 @@ def _check(s: Selection, given: dict[str, Any]) -> None:
     if task == VQA and unread:
         raise ValueError(f"scenes: task=vqa has questions and answers in place of captions; leave out {unread[0]}=")
     if task in TASKS and not set(s.objects) <= set(TASKS[task].objects):
-        raise ValueError(f"scenes: task={task} has pictures of one object; leave out objects=")
+        raise ValueError(f"scenes: task={task} has images of one object; leave out objects=")
     if s.hard and (s.near > 0 or s.heldout):
         raise ValueError("scenes: hard=shape goes with neither near= nor heldout=")
     if s.hard and given.get("inner"):
@@ -108,7 +108,7 @@ def _check(s: Selection, given: dict[str, Any]) -> None:
     if s.hard and s.n % GROUP:
         raise ValueError(f"scenes: hard=shape makes groups of {GROUP}; n={s.n} is not a multiple of that")
     if given.get("wrong", 0.0) > 0 and s.n < 2:
-        raise ValueError("scenes: wrong= takes captions of other pictures; n=1 has none")
+        raise ValueError("scenes: wrong= takes captions of other images; n=1 has none")
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
@@ -158,12 +158,12 @@ def _levels(value: str) -> Levels:
 
 _SHARE = "a share from 0 to 1"
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "captions": (_whole(1, 100), "captions a picture, 1 to 100"),
+    "captions": (_whole(1, 100), "captions an image, 1 to 100"),
     "hard": (_one_of("shape"), "shape"),
     "heldout": (_flag, "0 or 1"),
     "inner": (_flag, "0 or 1"),
     "levels": (_levels, "levels 0 to 3 with or without weights, as 2,3 or 1:1,2:2,3:4"),
-    "n": (_whole(1, LARGEST), f"a number of pictures, 1 to {LARGEST}"),
+    "n": (_whole(1, LARGEST), f"a number of images, 1 to {LARGEST}"),
     "near": (_share, _SHARE),
     "objects": (_objects, "numbers of objects from 1 to 3, as 1 or 2,3"),
     "seed": (_whole(0, 2**31 - 1), "a whole number from 0 up"),

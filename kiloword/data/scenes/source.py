@@ -1,4 +1,4 @@
-"""Scenes as a `Source`: pictures, captions, labels, and the truth about all of them."""
+"""Scenes as a `Source`: images, captions, labels, and the truth about all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kiloword.types import Record
 def parse_scenes(src: str, size: int | None = None) -> ScenesSource:
     """The data set that a SRC string names; ValueError says which options there are.
 
-    Args: size, pixels a side of pictures whose SRC does not say `size=`; default 64.
+    Args: size, pixels a side of images whose SRC does not say `size=`; default 64.
     """
     return ScenesSource(parse_settings(src, size or 64), src)
 
@@ -50,7 +50,7 @@ def _query(caption: str) -> Query:
 class ScenesSource:
     """A data set of scenes; pickles as its settings. Implements `kiloword.types.Source`.
 
-    Pictures must be neither cropped nor mirrored (`natural` is False): captions speak of places.
+    Images must be neither cropped nor mirrored (`natural` is False): captions speak of places.
     """
 
     natural = False
@@ -100,7 +100,7 @@ class ScenesSource:
         return to_scene(self.rows[row])
 
     def relevance(self, captions: Sequence[str], rows: Sequence[int]) -> Bools:
-        """Which captions are true of which rows' pictures, bool [T, I]; ValueError outside the language."""
+        """Which captions are true of which rows' images, bool [T, I]; ValueError outside the language."""
         return relevance(captions, self.rows[np.asarray(rows, np.int64)])
 
     def hierarchies(self, row: int) -> list[list[str]]:
@@ -109,16 +109,16 @@ class ScenesSource:
         queries = chain(self.scene(row), choices, self._describe)
         return [[render(query, style) for query, style in zip(queries, styles, strict=True)]]
 
-    def picture_levels(self) -> SceneParts:
-        """The scenes' pictures from their largest thing alone to the whole."""
+    def image_levels(self) -> SceneParts:
+        """The scenes' images from their largest thing alone to the whole."""
         return SceneParts(self)
 
     def captions(self, row: int) -> list[str]:
-        """Captions of a row, without drawing its picture."""
+        """Captions of a row, without drawing its image."""
         return self._captions(row, self.scene(row))[0]
 
     def record(self, row: int) -> Record:
-        """Picture, captions, label and truth of a row; the same whenever and wherever it is asked for."""
+        """Image, captions, label and truth of a row; the same whenever and wherever it is asked for."""
         scene = self.scene(row)
         captions, levels, wrong = self._captions(row, scene)
         info = {"levels": levels, "wrong": wrong, "scene": scene.describe()}
@@ -128,11 +128,11 @@ class ScenesSource:
         if self.settings.selection.hard:
             info["group"] = row // GROUP
         task = self.settings.task
-        picture = (draw_inner if self.settings.inner else draw)(scene, self.settings.size)
-        return Record(self.key(row), picture, captions, label(task, scene) if task else None, info)
+        image = (draw_inner if self.settings.inner else draw)(scene, self.settings.size)
+        return Record(self.key(row), image, captions, label(task, scene) if task else None, info)
 
     def key(self, row: int) -> str:
-        """The name of a row, without drawing its picture."""
+        """The name of a row, without drawing its image."""
         s = self.settings.selection
         return f"{s.split}-g{row // GROUP:05d}-{row % GROUP}" if s.hard else f"{s.split}-{row:06d}"
 

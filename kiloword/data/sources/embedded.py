@@ -1,6 +1,6 @@
-"""Pictures inside a parquet file. A parquet page cannot be entered at one value, so they are laid out flat once.
+"""Images inside a parquet file. A parquet page cannot be entered at one value, so they are laid out flat once.
 
-File format (`x.parquet.kwpictures`): the pictures end to end; a digest [N, 16] and an end, int64 [N], of each; the
+File format (`x.parquet.kwpictures`): the images end to end; a digest [N, 16] and an end, int64 [N], of each; the
 fingerprint of the table (32 hexadecimal digits).
 """
 
@@ -28,7 +28,7 @@ _DIGEST = 16
 
 
 class Embedded:
-    """N pictures; any one is a single `pread`. Each process opens the file itself."""
+    """N images; any one is a single `pread`. Each process opens the file itself."""
 
     def __init__(self, table: Path, column: str, fingerprint: str) -> None:
         rows = pa.parquet.read_metadata(table).num_rows
@@ -50,12 +50,12 @@ class Embedded:
         self._open()
 
     def digests(self) -> NDArray[np.void]:
-        """[N] one digest a picture: equal for the same picture."""
+        """[N] one digest an image: equal for the same image."""
         return np.frombuffer(self._file.read(self._start, self.rows * _DIGEST), f"V{_DIGEST}")
 
     def read(self, row: int) -> bytes:
         start, end = int(self._ends[row]), int(self._ends[row + 1])
-        check_size("the picture", end - start, MAX_IMAGE)
+        check_size("the image", end - start, MAX_IMAGE)
         return self._file.read(start, end - start)
 
 
@@ -106,7 +106,7 @@ def _expanded(column: pa.Array) -> int:
 
 
 def is_embedded(table: Path, column: str) -> bool:
-    """Whether a column holds pictures rather than paths. Errors: ValueError when it could hold neither."""
+    """Whether a column holds images rather than paths. Errors: ValueError when it could hold neither."""
     kind = pa.parquet.read_schema(table).field(column).type
     if not pa.types.is_struct(kind):
         return _is_bytes(kind)
@@ -142,12 +142,12 @@ def _lay_out(file: BinaryIO, table: Path, column: str, fingerprint: str) -> None
     digests, ends, end = [], [], 0
     with arrow_errors(table), pa.parquet.ParquetFile(table) as parquet:
         for batch in parquet.iter_batches(batch_size=256, columns=[column]):
-            pictures = batch.column(0)
-            if pa.types.is_struct(pictures.type):
-                pictures = pictures.field("bytes")
-            for picture in (p.as_py() or b"" for p in pictures):
-                end += file.write(picture)
-                digests.append(hashlib.blake2b(picture, digest_size=_DIGEST).digest())
+            images = batch.column(0)
+            if pa.types.is_struct(images.type):
+                images = images.field("bytes")
+            for image in (p.as_py() or b"" for p in images):
+                end += file.write(image)
+                digests.append(hashlib.blake2b(image, digest_size=_DIGEST).digest())
                 ends.append(end)
     check_rows(table, len(ends), pa.parquet.read_metadata(table).num_rows)
     file.write(b"".join(digests) + np.array(ends, "<i8").tobytes() + fingerprint.encode())

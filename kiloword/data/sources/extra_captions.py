@@ -1,4 +1,4 @@
-"""Pseudo-captions: parquet tables whose captions join the pictures' own, by key (arXiv:2405.10286, section 4.4)."""
+"""Pseudo-captions: parquet tables whose captions join the images' own, by key (arXiv:2405.10286, section 4.4)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class CaptionTable:
 
 
 class WithCaptions:
-    """A source whose pictures have the captions of tables beside, or in place of, their own.
+    """A source whose images have the captions of tables beside, or in place of, their own.
 
     What else the source knows (class names, truth, labels) stays. A row without an entry keeps its own captions; with
     `own` False it is bad: "no caption". A row that the source calls bad for want of a caption has those of the tables;
@@ -95,10 +95,10 @@ class WithCaptions:
 
     @cached_property
     def contents(self) -> frozenset[str]:
-        """What pictures and captions come from; see `kiloword.features.store.contents`."""
+        """What images and captions come from; see `kiloword.features.store.contents`."""
         base = self.source.fingerprint
         own = {f"{base} captions"} if self.own else set()
-        return frozenset({f"{base} pictures", *own, *(f"{base} + {table.fingerprint}" for table in self.tables)})
+        return frozenset({f"{base} images", *own, *(f"{base} + {table.fingerprint}" for table in self.tables)})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "source":  # while it is unpickled there is no source yet
@@ -113,7 +113,7 @@ class WithCaptions:
         return key_of(self.source, row)
 
     def captions(self, row: int) -> list[str]:
-        """Captions, without the picture where the source can do that. Raises BadSample."""
+        """Captions, without the image where the source can do that. Raises BadSample."""
         if not self.own:
             return self._joined(self.key(row), [])
         read = getattr(self.source, "captions", None)
@@ -146,12 +146,12 @@ class WithCaptions:
 def with_captions(source: Source, paths: Sequence[Path | str], own: bool = True) -> Source:
     """The source, or each part of a mixture, with the captions of parquet tables.
 
-    Args: own: whether the pictures' own captions stay.
-    Errors: ValueError for a table that cannot be read or names no picture of the source; own False without tables.
+    Args: own: whether the images' own captions stay.
+    Errors: ValueError for a table that cannot be read or names no image of the source; own False without tables.
     """
     if not paths:
         if not own:
-            raise ValueError("without raw captions and without extra ones no picture has any: name --extra-captions.")
+            raise ValueError("without raw captions and without extra ones no image has any: name --extra-captions.")
         return source
     tables = [CaptionTable(path) for path in paths]
     for table in tables:
@@ -166,7 +166,7 @@ def _wrap(source: Source, tables: Sequence[CaptionTable], own: bool) -> Source:
 
 
 def key_of(source: Source, row: int) -> str:
-    """A row's key, without its picture where the source can tell. Raises BadSample."""
+    """A row's key, without its image where the source can tell. Raises BadSample."""
     key = getattr(source, "key", None)
     return str(key(row)) if callable(key) else source.record(row).key
 
@@ -183,8 +183,8 @@ def _check_matches(table: CaptionTable, source: Source) -> None:
             return
         seen = seen or key
     raise ValueError(
-        f"{table.path} has captions for none of the {len(source):,} pictures of {source.name}: its keys are such as "
-        f"{table.first_key!r}, the pictures' such as {seen!r}. Write the pictures' keys into the column `key`."
+        f"{table.path} has captions for none of the {len(source):,} images of {source.name}: its keys are such as "
+        f"{table.first_key!r}, the images' such as {seen!r}. Write the images' keys into the column `key`."
     )
 
 
@@ -217,7 +217,7 @@ def _strings(path: Path, table: pa.Table, name: str, lists: bool) -> pa.Array:
     if nested:
         inner = kind.value_type
     if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
-        expected = "text or lists of text" if lists else "text, as the pictures are named (not numbers)"
+        expected = "text or lists of text" if lists else "text, as the images are named (not numbers)"
         raise ValueError(f"{path}: the column `{name}` holds {shown(str(column.type)[:100])}. Expected {expected}.")
     wanted = pa.large_list(pa.large_string()) if nested else pa.large_string()
     array = pa.chunked_array(column.cast(wanted), wanted).combine_chunks()

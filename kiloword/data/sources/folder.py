@@ -1,4 +1,4 @@
-"""A folder of pictures with a .txt, .json or .cls of the same name beside each."""
+"""A folder of images with a .txt, .json or .cls of the same name beside each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BESIDE = ("txt", "json", "cls")
 
 
 class Folder:
-    """The pictures of one folder, by name; folders inside it are not searched.
+    """The images of one folder, by name; folders inside it are not searched.
 
     The fingerprint is of names and sizes. `classnames`, `templates`: of class data (.cls), else None.
     Errors: ValueError when the folder holds no images.
@@ -30,36 +30,36 @@ class Folder:
         self.classnames, self.templates = classnames, templates
         with os.scandir(folder) as entries:
             sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        self._pictures = sorted(file for file in sizes if is_picture(file))
-        if not self._pictures:
-            raise ValueError(f"{folder} holds no pictures ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}).")
-        used = {f"{_stem(p)}.{s}" for p in self._pictures for s in _BESIDE} | set(self._pictures)
+        self._images = sorted(file for file in sizes if is_image(file))
+        if not self._images:
+            raise ValueError(f"{folder} holds no images ({', '.join(f'.{s}' for s in IMAGE_SUFFIXES)}).")
+        used = {f"{_stem(p)}.{s}" for p in self._images for s in _BESIDE} | set(self._images)
         lines = "\n".join(f"{file} {sizes[file]}" for file in sorted(used & sizes.keys()))
         self.fingerprint = hashlib.blake2b(os.fsencode(lines), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
-        return len(self._pictures)
+        return len(self._images)
 
     def key(self, row: int) -> str:
-        """The picture's file name without its last suffix."""
-        return _stem(self._pictures[row])
+        """The image's file name without its last suffix."""
+        return _stem(self._images[row])
 
     def captions(self, row: int) -> list[str]:
-        """Captions without the picture. Raises BadSample."""
+        """Captions without the image. Raises BadSample."""
         return parse_captions(self._beside(row, "txt"), self._beside(row, "json"))[0]
 
     def question(self, row: int) -> str | None:
-        """The question without the picture, where the json asks one. Raises BadSample."""
+        """The question without the image, where the json asks one. Raises BadSample."""
         return question_in(parse_captions(None, self._beside(row, "json"))[1])
 
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""
-        image = self._read(self._pictures[row]) or b""
+        image = self._read(self._images[row]) or b""
         return make_record(self.key(row), image, *(self._beside(row, suffix) for suffix in _BESIDE))
 
     def stored(self, row: int) -> list[bytes | None]:
         """The bytes of a row's files; None: not there. Raises BadSample."""
-        return [self._read(self._pictures[row]), *(self._beside(row, suffix) for suffix in _BESIDE)]
+        return [self._read(self._images[row]), *(self._beside(row, suffix) for suffix in _BESIDE)]
 
     def _beside(self, row: int, suffix: str) -> bytes | None:
         return self._read(f"{self.key(row)}.{suffix}")
@@ -67,14 +67,14 @@ class Folder:
     def _read(self, file: str) -> bytes | None:
         """None for a file that is not there."""
         try:
-            return read_whole(self.folder / file, file, MAX_IMAGE if is_picture(file) else MAX_TEXT)
+            return read_whole(self.folder / file, file, MAX_IMAGE if is_image(file) else MAX_TEXT)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise BadSample(f"{file} cannot be read ({error.strerror})") from None
 
 
-def is_picture(file: str) -> bool:
+def is_image(file: str) -> bool:
     """By suffix; hidden files are none."""
     return not file.startswith(".") and file.lower().endswith(tuple(f".{s}" for s in IMAGE_SUFFIXES))
 

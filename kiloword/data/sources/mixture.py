@@ -62,12 +62,12 @@ class Mixture:
         return str(source.key(local)) if hasattr(source, "key") else str(local)
 
     def captions(self, row: int) -> list[str]:
-        """Captions without the picture. Raises BadSample."""
+        """Captions without the image. Raises BadSample."""
         source, local = self.locate(row)
         return list(source.captions(local)) if hasattr(source, "captions") else source.record(local).captions
 
     def question(self, row: int) -> str | None:
-        """The question, without the picture where the source can. Raises BadSample."""
+        """The question, without the image where the source can. Raises BadSample."""
         return question(*self.locate(row))
 
     def record(self, row: int) -> Record:

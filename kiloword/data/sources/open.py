@@ -10,7 +10,7 @@ from kiloword.config.recipes import DataConfig
 from kiloword.data.addresses import is_url
 from kiloword.data.remote.sets import open_remote
 from kiloword.data.sources.extra_captions import with_captions
-from kiloword.data.sources.folder import Folder, is_picture
+from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.mixture import mix
 from kiloword.data.sources.question_tables import open_table
 from kiloword.data.sources.sample import check_regular
@@ -21,14 +21,14 @@ from kiloword.types import Source
 __all__ = ["expand", "mix", "open_data", "open_source"]
 
 _TABLES = (".csv", ".tsv", ".parquet")
-_KINDS = "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, a folder of pictures, or scenes"
+_KINDS = "a folder of tars, a tar, a brace pattern x-{000..123}.tar, csv, tsv, parquet, a folder of images, or scenes"
 
 
 def open_source(src: str, size: int | None = None) -> Source:
     """The data set that `src` names.
 
-    Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet, a folder of pictures, or
-    `scenes...`; or a URL (see `remote`); size: pixels a side that drawn pictures (scenes) get.
+    Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet, a folder of images, or
+    `scenes...`; or a URL (see `remote`); size: pixels a side that drawn images (scenes) get.
     Errors: ValueError when there is nothing there, or nothing that can be read.
     """
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
@@ -57,7 +57,7 @@ def open_source(src: str, size: int | None = None) -> Source:
 def open_data(data: DataConfig, size: int | None = None) -> Source:
     """The training data that the settings name: sources, their weights, extra captions.
 
-    Args: size: pixels a side that drawn pictures (scenes) get.
+    Args: size: pixels a side that drawn images (scenes) get.
     Errors: ValueError when something is missing or does not fit.
     """
     sources = [open_source(src, size=size) for src in data.sources]
@@ -73,7 +73,7 @@ def _existing(src: str, tars: list[Path]) -> list[Path]:
 
 def _open_folder(src: str, folder: Path) -> Source:
     files = os.listdir(folder)
-    if any(is_picture(file) for file in files) and not _tars(folder):
+    if any(is_image(file) for file in files) and not _tars(folder):
         return Folder(src, folder, *_class_data(folder))
     tars = _tars(folder)
     if not tars and (folder / "classnames.txt").is_file():
@@ -84,7 +84,7 @@ def _open_folder(src: str, folder: Path) -> Source:
     if inner:
         raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} have: name one of them.")
     raise ValueError(
-        f"{src} is {'an empty folder' if not files else 'a folder without tars or pictures'}. Expected {_KINDS}."
+        f"{src} is {'an empty folder' if not files else 'a folder without tars or images'}. Expected {_KINDS}."
     )
 
 

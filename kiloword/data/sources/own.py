@@ -14,24 +14,24 @@ from kiloword.data.images.decode import Pixels, to_rgb
 from kiloword.data.sources.sample import MAX_IMAGE, clean, read_whole
 from kiloword.types import BadSample, NoCaption, Record
 
-Picture = Image.Image | Pixels | str | Path | bytes
-"""A Pillow picture, uint8 [H, W, 3] (RGB) or [H, W] (grey), the path of a file, or an encoded file's bytes."""
+AnyImage = Image.Image | Pixels | str | Path | bytes
+"""A Pillow image, uint8 [H, W, 3] (RGB) or [H, W] (grey), the path of a file, or an encoded file's bytes."""
 
 _HASHED = 8  # rows that the fingerprint looks at
 
 
 class MapStyle(Protocol):
-    """What `torch.utils.data.Dataset` with a length is: `dataset[i]` is a picture and its caption or captions."""
+    """What `torch.utils.data.Dataset` with a length is: `dataset[i]` is an image and its caption or captions."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: int, /) -> tuple[Any, str | Sequence[str]]: ...
 
 
 class Own:
-    """A map-style data set whose samples are `(picture, caption or captions)`.
+    """A map-style data set whose samples are `(image, caption or captions)`.
 
-    Pictures come as they are stored: the recipe's augmentation is drawn by row and epoch, so that a resumed run sees
-    the same pictures. A row that raises an exception is a bad sample: counted, named and replaced.
+    Images come as they are stored: the recipe's augmentation is drawn by row and epoch, so that a resumed run sees
+    the same images. A row that raises an exception is a bad sample: counted, named and replaced.
 
     Args: dataset; name: what runs and models say they were trained on; fingerprint: any text that changes when the
     data changes. By default it is of the length and of 8 samples spread over the data set: enough to tell data sets
@@ -45,7 +45,7 @@ class Own:
 
     def __init__(self, dataset: MapStyle, name: str = "own", fingerprint: str | None = None) -> None:
         if not len(dataset):
-            raise ValueError(f"data set {name!r} is empty: expected at least one sample (picture, caption).")
+            raise ValueError(f"data set {name!r} is empty: expected at least one sample (image, caption).")
         self.dataset, self.name = dataset, name
         _check_form(dataset[0], name)
         self.fingerprint = _digest(self) if fingerprint is None else fingerprint
@@ -58,20 +58,20 @@ class Own:
         return str(row)
 
     def captions(self, row: int) -> list[str]:
-        """Captions; what the data set itself does for a picture is done, but nothing is decoded here."""
+        """Captions; what the data set itself does for an image is done, but nothing is decoded here."""
         return self._sample(row)[1]
 
     def record(self, row: int) -> Record:
         """The sample as bytes or pixels. Raises BadSample with the reason."""
-        picture, captions = self._sample(row)
+        image, captions = self._sample(row)
         if not captions:
-            raise NoCaption(Record(self.key(row), _stored(picture), []))
-        return Record(self.key(row), _stored(picture), captions)
+            raise NoCaption(Record(self.key(row), _stored(image), []))
+        return Record(self.key(row), _stored(image), captions)
 
     def _sample(self, row: int) -> tuple[Any, list[str]]:
         try:
-            picture, captions = self.dataset[row]
-            return picture, _captions(captions)
+            image, captions = self.dataset[row]
+            return image, _captions(captions)
         except (BadSample, MemoryError):
             raise
         except Exception as error:  # a user's class may raise anything; see `kiloword.data.loader.read`
@@ -79,15 +79,15 @@ class Own:
 
 
 def _check_form(sample: Any, name: str) -> None:
-    """Raises: ValueError unless a sample is a picture and text."""
-    form = "expected a pair (picture, caption or list of captions)"
+    """Raises: ValueError unless a sample is an image and text."""
+    form = "expected a pair (image, caption or list of captions)"
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         size = f" of {len(sample)}" if isinstance(sample, tuple | list) else ""
         raise ValueError(f"sample 0 of data set {name!r} is a {type(sample).__name__}{size}: {form}.")
-    picture, captions = sample
-    if not isinstance(picture, Image.Image | np.ndarray | str | Path | bytes):
+    image, captions = sample
+    if not isinstance(image, Image.Image | np.ndarray | str | Path | bytes):
         raise ValueError(
-            f"the picture of sample 0 of data set {name!r} is a {type(picture).__name__}: expected a Pillow picture, "
+            f"the image of sample 0 of data set {name!r} is a {type(image).__name__}: expected a Pillow image, "
             "a uint8 array [H, W, 3], a path or bytes, before any transform to tensors."
         )
     texts = [captions] if isinstance(captions, str) else captions
@@ -99,18 +99,18 @@ def _captions(captions: str | Sequence[str]) -> list[str]:
     return clean([captions] if isinstance(captions, str) else list(captions))
 
 
-def _stored(picture: Picture) -> bytes | Pixels:
+def _stored(image: AnyImage) -> bytes | Pixels:
     """What a Record holds. Raises BadSample for files that cannot be read."""
-    if isinstance(picture, bytes):
-        return picture
-    if isinstance(picture, str | Path):
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str | Path):
         try:
-            return read_whole(Path(picture), "picture", MAX_IMAGE)
+            return read_whole(Path(image), "image", MAX_IMAGE)
         except OSError as error:
-            raise BadSample(f"picture cannot be read: {picture} ({error.strerror})") from None
-    if isinstance(picture, Image.Image):
-        return np.array(to_rgb(picture))  # a copy: an array of Pillow's own memory is read-only
-    return np.repeat(picture[:, :, None], 3, 2) if picture.ndim == 2 else picture
+            raise BadSample(f"image cannot be read: {image} ({error.strerror})") from None
+    if isinstance(image, Image.Image):
+        return np.array(to_rgb(image))  # a copy: an array of Pillow's own memory is read-only
+    return np.repeat(image[:, :, None], 3, 2) if image.ndim == 2 else image
 
 
 def _digest(source: Own) -> str:

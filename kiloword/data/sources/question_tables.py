@@ -1,4 +1,4 @@
-"""csv, tsv and parquet of questions: a row names a picture, a question and its answers; rows may share a picture.
+"""csv, tsv and parquet of questions: a row names an image, a question and its answers; rows may share an image.
 
 Columns: `image` or `filepath` as in `tables`; `question`; `answers` (a list, of strings or, as VQAv2 has them, objects
 with `answer`; in csv a JSON list, or one answer a line) or `answer`; and, where the data has them, `question_type` and
@@ -59,14 +59,14 @@ class QuestionTable:
         names = column_names(path)
         image = next((c for c in IMAGE_COLUMNS if c in names), None)
         if image is None:
-            raise ValueError(f"{path} has questions but no pictures: expected a column `image` (or `filepath`).")
+            raise ValueError(f"{path} has questions but no images: expected a column `image` (or `filepath`).")
         self._answers = next(c for c in ANSWER_COLUMNS if c in names)
         columns = [QUESTION, self._answers, *(c for c in MORE if c in names)]
         check_once(path, names, image, *columns)
         with arrow_errors(path):
             self._read(image, columns)
         if not len(self):
-            raise ValueError(f"{path} has no rows. Expected a picture, a question and its answers a row.")
+            raise ValueError(f"{path} has no rows. Expected an image, a question and its answers a row.")
 
     def _read(self, image: str, columns: list[str]) -> None:
         self._malformed: list[str] = []
@@ -90,17 +90,17 @@ class QuestionTable:
         return self._rows + len(self._malformed)
 
     def key(self, row: int) -> str:
-        """The picture's path without suffix and the row's number, as several rows may have one picture."""
+        """The image's path without suffix and the row's number, as several rows may have one image."""
         if row >= self._rows:
             return f"malformed {row - self._rows}"
         return str(row) if self._images is None else f"{os.path.splitext(os.fsdecode(self._image(row)))[0]}#{row}"
 
     def captions(self, row: int) -> list[str]:
-        """Answers without the picture. Raises BadSample."""
+        """Answers without the image. Raises BadSample."""
         return clean(self._info(row)[ANSWERS])
 
     def question(self, row: int) -> str:
-        """The question without the picture. Raises BadSample."""
+        """The question without the image. Raises BadSample."""
         asked: str = self._info(row)[QUESTION]
         return asked
 
@@ -109,7 +109,7 @@ class QuestionTable:
         info = self._info(row)
         image = self._embedded.read(row) if self._embedded else read_file(self.path, self._image(row))
         if not image:
-            raise BadSample("the picture has zero bytes")
+            raise BadSample("the image has zero bytes")
         return Record(self.key(row), image, clean(info[ANSWERS]), info=info)
 
     def stored(self, row: int) -> list[bytes | None]:
@@ -118,7 +118,7 @@ class QuestionTable:
         return [read_file(self.path, self._image(row))] if named else []
 
     def paths(self) -> pa.Array | None:
-        """Of the pictures; None where the table holds them itself."""
+        """Of the images; None where the table holds them itself."""
         return self._images
 
     def _image(self, row: int) -> bytes:

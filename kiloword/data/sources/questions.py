@@ -48,7 +48,7 @@ def question_in(info: Mapping[str, Any]) -> str | None:
 
 
 def question(source: Source, row: int) -> str | None:
-    """What a row asks, without its picture where the source can tell. Raises BadSample."""
+    """What a row asks, without its image where the source can tell. Raises BadSample."""
     read = getattr(source, "question", None)
     found: str | None = read(row) if callable(read) else question_of(source.record(row))
     return found
@@ -63,7 +63,7 @@ def check_asks(source: Source) -> None:
             continue
         if asked is None:
             raise ValueError(
-                f"{source.name} asks no questions: expected a question and its answers beside every picture, such as "
+                f"{source.name} asks no questions: expected a question and its answers beside every image, such as "
                 "scenes:train?task=vqa, tars whose json holds `question` and `answers`, or a table with these columns."
             )
         return

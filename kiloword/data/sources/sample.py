@@ -1,4 +1,4 @@
-"""From the raw members of one sample (picture, .txt, .json, .cls) to a Record. Every kind of source ends here."""
+"""From the raw members of one sample (image, .txt, .json, .cls) to a Record. Every kind of source ends here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kiloword.data.sources.questions import parse_answers
 from kiloword.types import BadSample, NoCaption, Record
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
-MAX_IMAGE = 1 << 28  # bytes of an encoded picture
+MAX_IMAGE = 1 << 28  # bytes of an encoded image
 MAX_TEXT = 1 << 23  # bytes of a .txt, .json or .cls
 MAX_CAPTIONS = 10_000  # of one image
 MAX_CAPTION = 1_000_000  # characters; a tokenizer takes some hundred bytes of memory for each
@@ -41,7 +41,7 @@ def read_whole(path: Path, what: str, most: int) -> bytes:
 def make_record(key: str, image: bytes, text: bytes | None, meta: bytes | None, cls: bytes | None) -> Record:
     """A Record from the members of a sample; None is a member that is not there. Raises BadSample with the reason."""
     if not image:
-        raise BadSample("the picture has zero bytes")
+        raise BadSample("the image has zero bytes")
     captions, info = parse_captions(text, meta)
     label = parse_label(cls)
     if not captions and label is None:

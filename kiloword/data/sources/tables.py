@@ -1,4 +1,4 @@
-"""csv, tsv and parquet: one row names a picture and a caption; rows of one picture become one sample.
+"""csv, tsv and parquet: one row names an image and a caption; rows of one image become one sample.
 
 Columns: `image` (path relative to the table; in parquet also the bytes, or a struct with `bytes`) or open_clip's
 `filepath`; and `caption`, `captions` (a list; in csv a JSON list, or one caption a line) or open_clip's `title`. Tables
@@ -34,10 +34,10 @@ _BLOCK = 1 << 26  # bytes that the csv reader looks at together; no row may be l
 class _Columns:
     """What a table holds, N rows."""
 
-    images: pa.Array  # [N] paths, or digests of embedded pictures
+    images: pa.Array  # [N] paths, or digests of embedded images
     captions: pa.Array  # [N] bytes, or lists of text
     several: bool  # the caption column is `captions`
-    embedded: Embedded | None = None  # the pictures, where the table holds them itself
+    embedded: Embedded | None = None  # the images, where the table holds them itself
     malformed: list[str] = field(default_factory=list)  # reasons of lines that are no rows
 
 
@@ -67,13 +67,13 @@ class Table:
             self._columns = _read_parquet(path, self.fingerprint) if parquet else _read_csv(path)
         self._order, self._starts = _group(self._columns.images)
         if not len(self):
-            raise ValueError(f"{path} has no rows. Expected a picture and a caption a row.")
+            raise ValueError(f"{path} has no rows. Expected an image and a caption a row.")
 
     def __len__(self) -> int:
         return len(self._starts) - 1 + len(self._columns.malformed)
 
     def key(self, row: int) -> str:
-        """The picture's path without suffix; the number of its first row where the table holds the pictures."""
+        """The image's path without suffix; the number of its first row where the table holds the images."""
         samples = len(self._starts) - 1
         if row >= samples:
             return f"malformed {row - samples}"
@@ -82,7 +82,7 @@ class Table:
         return os.path.splitext(os.fsdecode(self._image(row)))[0]
 
     def captions(self, row: int) -> list[str]:
-        """Captions without the picture. Raises BadSample."""
+        """Captions without the image. Raises BadSample."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         if row >= len(self._starts) - 1:
@@ -96,7 +96,7 @@ class Table:
         embedded = self._columns.embedded
         image = embedded.read(self._first(row)) if embedded else read_file(self.path, self._image(row))
         if not image:
-            raise BadSample("the picture has zero bytes")
+            raise BadSample("the image has zero bytes")
         if not captions:
             raise NoCaption(Record(self.key(row), image, []))
         return Record(self.key(row), image, captions)
@@ -107,7 +107,7 @@ class Table:
         return [read_file(self.path, self._image(row))] if named else []
 
     def paths(self) -> pa.Array | None:
-        """Of the pictures; None where the table holds them itself."""
+        """Of the images; None where the table holds them itself."""
         return None if self._columns.embedded else self._columns.images
 
     def _first(self, row: int) -> int:
@@ -140,7 +140,7 @@ def _several(text: str) -> list[str]:
 
 
 def _choose(path: Path, names: list[str]) -> tuple[str, str]:
-    """The picture's and the caption's column."""
+    """The image's and the caption's column."""
     image = next((c for c in IMAGE_COLUMNS if c in names), None)
     caption = next((c for c in CAPTION_COLUMNS if c in names), None)
     if image is None or caption is None:
@@ -168,7 +168,7 @@ def column_names(path: Path) -> list[str]:
 
 
 def _group(images: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows ordered by picture [N], and where each picture's rows start [G + 1]; pictures by first appearance."""
+    """Rows ordered by image [N], and where each image's rows start [G + 1]; images by first appearance."""
     groups = images.dictionary_encode(null_encoding="encode").indices.to_numpy(zero_copy_only=False)
     order = np.argsort(groups, kind="stable").astype(np.int64)
     starts = np.flatnonzero(np.diff(groups[order], prepend=-1)).astype(np.int64)
@@ -264,11 +264,11 @@ def _read_parquet(path: Path, fingerprint: str) -> _Columns:
 
 
 def read_file(table: Path, name: bytes) -> bytes:
-    """A picture named relative to its table. Raises BadSample."""
+    """An image named relative to its table. Raises BadSample."""
     if not name:
-        raise BadSample("no picture is named")
+        raise BadSample("no image is named")
     try:
-        return read_whole(table.parent / os.fsdecode(name), "the picture", MAX_IMAGE)
+        return read_whole(table.parent / os.fsdecode(name), "the image", MAX_IMAGE)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = error.strerror if isinstance(error, OSError) else "not a file name"
-        raise BadSample(f"picture cannot be read: {shown(os.fsdecode(name)[:200])} ({reason})") from None
+        raise BadSample(f"image cannot be read: {shown(os.fsdecode(name)[:200])} ({reason})") from None

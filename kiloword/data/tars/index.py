@@ -44,7 +44,7 @@ def open_index(tar: Path, digest: bool = False) -> Index:
     """The index of a tar, scanned now unless a valid one lies beside it or in the cache folder.
 
     Args: digest: with a digest of all members, which an index that had one gets again when the tar has changed.
-    Errors: ValueError when the file is no plain tar, holds no pictures, or when no index can be written anywhere.
+    Errors: ValueError when the file is no plain tar, holds no images, or when no index can be written anywhere.
     """
     valid, had_digest = _valid(tar, read_index)
     digest = digest or had_digest
@@ -96,11 +96,11 @@ def scan(tar: Path | Stored) -> Index:
             keys.append(key)
         suffixes.add((row, suffix))
         column = 2 * PARTS.index("image" if suffix in IMAGE_SUFFIXES else suffix)
-        if rows[row][column] < 0:  # of two pictures (.jpg and .png) the first counts
+        if rows[row][column] < 0:  # of two images (.jpg and .png) the first counts
             rows[row][column : column + 2] = offset, size
     if not any(row[0] >= 0 for row in rows):
         kinds = ", ".join(f".{s}" for s in IMAGE_SUFFIXES)
-        raise ValueError(f"{tar} holds no pictures ({kinds}). Expected a webdataset tar, as img2dataset writes it.")
+        raise ValueError(f"{tar} holds no images ({kinds}). Expected a webdataset tar, as img2dataset writes it.")
     return _build(stat, rows, keys, members.note)
 
 

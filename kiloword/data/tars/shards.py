@@ -112,11 +112,11 @@ class Shards:
         return index.key(local)
 
     def captions(self, row: int) -> list[str]:
-        """Captions without the picture; may be empty for class data. Raises BadSample."""
+        """Captions without the image; may be empty for class data. Raises BadSample."""
         return parse_captions(self._part(row, "txt"), self._part(row, "json"))[0]
 
     def question(self, row: int) -> str | None:
-        """The question without the picture, where the json asks one. Raises BadSample."""
+        """The question without the image, where the json asks one. Raises BadSample."""
         return question_in(parse_captions(None, self._part(row, "json"))[1])
 
     def record(self, row: int) -> Record:
@@ -124,7 +124,7 @@ class Shards:
         shard, index, local = self._locate(row)
         image = self._part(row, "image")
         if image is None:
-            raise BadSample("no picture" + self._because(shard, row))
+            raise BadSample("no image" + self._because(shard, row))
         meta, text, cls = (self._part(row, part) for part in ("json", "txt", "cls"))
         try:
             return make_record(index.key(local), image, text, meta, cls)
@@ -171,9 +171,7 @@ class Shards:
         offset, size = place
         if offset + size > index.header.size:
             raise BadSample("the tar ends in the middle of this sample")
-        check_size(
-            "the picture" if part == "image" else f"the .{part}", size, MAX_IMAGE if part == "image" else MAX_TEXT
-        )
+        check_size("the image" if part == "image" else f"the .{part}", size, MAX_IMAGE if part == "image" else MAX_TEXT)
         return self._file(shard).read(offset, size)
 
     def _because(self, shard: int, row: int) -> str:

@@ -1,4 +1,4 @@
-"""Which of a picture's captions stand in a batch."""
+"""Which of an image's captions stand in a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two pictures as one. All are uint8 [3, H, W] of equal size; none is changed in place."""
+"""Two images as one. All are uint8 [3, H, W] of equal size; none is changed in place."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch.nn import functional as F
 
 
 def halves(first: Tensor, second: Tensor, side_by_side: bool, squash: bool = False) -> Tensor:
-    """Half of each picture, put together to a whole one: left and right (halves [H, W / 2]), or above and below.
+    """Half of each image, put together to a whole one: left and right (halves [H, W / 2]), or above and below.
 
-    The half is the picture's centre (arXiv:2407.01408, section 3), or with `squash` the whole picture squeezed. Of an
-    odd side the second picture gets the larger part; a centre that cannot be met exactly lies half a pixel to the left
+    The half is the image's centre (arXiv:2407.01408, section 3), or with `squash` the whole image squeezed. Of an
+    odd side the second image gets the larger part; a centre that cannot be met exactly lies half a pixel to the left
     or up.
     """
     axis = 2 if side_by_side else 1
     length = first.shape[axis]
     parts = [(first, length // 2), (second, length - length // 2)]
     if squash:
-        return torch.cat([_squeezed(picture, size, axis) for picture, size in parts], axis)
-    return torch.cat([picture.narrow(axis, (length - size) // 2, size) for picture, size in parts], axis)
+        return torch.cat([_squeezed(image, size, axis) for image, size in parts], axis)
+    return torch.cat([image.narrow(axis, (length - size) // 2, size) for image, size in parts], axis)
 
 
-def _squeezed(picture: Tensor, size: int, axis: int) -> Tensor:
-    shape = [size if a == axis else picture.shape[a] for a in (1, 2)]
+def _squeezed(image: Tensor, size: int, axis: int) -> Tensor:
+    shape = [size if a == axis else image.shape[a] for a in (1, 2)]
     if 0 in shape:
-        return picture.narrow(axis, 0, 0)
-    return F.interpolate(picture[None], shape, mode="bicubic", antialias=True)[0]
+        return image.narrow(axis, 0, 0)
+    return F.interpolate(image[None], shape, mode="bicubic", antialias=True)[0]
 
 
 def blend(first: Tensor, second: Tensor, share: float) -> Tensor:

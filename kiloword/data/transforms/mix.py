@@ -127,7 +127,7 @@ def _few(settings: PartnerSettings, used: float) -> str | None:
 
 @dataclass(frozen=True)
 class Compose(_WithPartner):
-    """CLIP-C: the centre halves of two pictures put together along width or height, and both captions."""
+    """CLIP-C: the centre halves of two images put together along width or height, and both captions."""
 
     settings: ComposeSettings
 
@@ -139,7 +139,7 @@ class Compose(_WithPartner):
 
 @dataclass(frozen=True)
 class _ByShare(_WithPartner):
-    """Of each picture a share that is drawn from a Beta distribution."""
+    """Of each image a share that is drawn from a Beta distribution."""
 
     settings: MixupSettings | CutmixSettings
 
@@ -154,7 +154,7 @@ class _ByShare(_WithPartner):
 
 @dataclass(frozen=True)
 class Mixup(_ByShare):
-    """Two pictures blended pixel by pixel, and both captions."""
+    """Two images blended pixel by pixel, and both captions."""
 
     settings: MixupSettings
 
@@ -166,7 +166,7 @@ class Mixup(_ByShare):
 
 @dataclass(frozen=True)
 class Cutmix(_ByShare):
-    """A crop of the partner's picture pasted at the same place on the own one, and both captions."""
+    """A crop of the partner's image pasted at the same place on the own one, and both captions."""
 
     settings: CutmixSettings
 
@@ -180,7 +180,7 @@ class Cutmix(_ByShare):
 
 @dataclass(frozen=True)
 class Stylistic(_Mix):
-    """The control: two crops of one picture as the two halves, and its caption with an edited copy of it."""
+    """The control: two crops of one image as the two halves, and its caption with an edited copy of it."""
 
     settings: StylisticSettings
 
@@ -209,9 +209,9 @@ class Stylistic(_Mix):
             own, other = (self._crop(own, _apart(draw, name)) for name in ("first crop", "second crop"))
         return _halves(own, other, own_first, self.settings, rng)
 
-    def _crop(self, picture: Tensor, draw: Draw) -> Tensor:
-        crop = TrainTransform(picture.shape[-1], AugmentConfig(crop=self.settings.least_area))
-        return crop(picture.permute(1, 2, 0).numpy(), draw)
+    def _crop(self, image: Tensor, draw: Draw) -> Tensor:
+        crop = TrainTransform(image.shape[-1], AugmentConfig(crop=self.settings.least_area))
+        return crop(image.permute(1, 2, 0).numpy(), draw)
 
 
 def joined(own: Sequence[str], others: Sequence[str], merge: str, own_first: bool) -> list[str]:

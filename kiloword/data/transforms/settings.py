@@ -10,7 +10,7 @@ from kiloword.config import recipes
 
 @dataclass(frozen=True, kw_only=True)
 class MixingSettings(recipes.Settings):
-    rho: float | None = None  # share of composed examples; default: 0.3, 0.15 from 3.5 million pictures
+    rho: float | None = None  # share of composed examples; default: 0.3, 0.15 from 3.5 million images
     merge: str = " and "  # what stands between two captions; " " leaves the word out
     parts: Literal["both", "images", "captions"] = "both"  # what is composed; the other stays the example's own
 
@@ -25,23 +25,23 @@ class PartnerSettings(MixingSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class HalfSettings(recipes.Settings):
-    crop: Literal["centre", "squash"] = "centre"  # centre half of each picture, or the whole picture squeezed to a half
-    image_order: Literal["fixed", "follows_caption"] = "fixed"  # fixed: the example's own picture is left or above
+    crop: Literal["centre", "squash"] = "centre"  # centre half of each image, or the whole image squeezed to a half
+    image_order: Literal["fixed", "follows_caption"] = "fixed"  # fixed: the example's own image is left or above
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComposeSettings(HalfSettings, PartnerSettings):
-    """Two half pictures side by side or one above the other."""
+    """Two half images side by side or one above the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixupSettings(PartnerSettings):
-    alpha: float = 1.0  # the own picture's share is drawn from Beta(alpha, alpha)
+    alpha: float = 1.0  # the own image's share is drawn from Beta(alpha, alpha)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutmixSettings(PartnerSettings):
-    alpha: float = 1.0  # the own picture's share of the area is drawn from Beta(alpha, alpha)
+    alpha: float = 1.0  # the own image's share of the area is drawn from Beta(alpha, alpha)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,9 +67,9 @@ def ptb(captions: Sequence[str], limit: float) -> list[str]:
 
 
 def meteor(candidates: Sequence[str], references: Sequence[Sequence[str]], limit: float) -> tuple[float, list[float]]:
-    """METEOR 1.5 of tokenized captions, of the whole set and of every picture.
+    """METEOR 1.5 of tokenized captions, of the whole set and of every image.
 
-    It answers line by line: statistics of each picture first, then the scores of them all.
+    It answers line by line: statistics of each image first, then the scores of them all.
     Raises: ValueError when Java, the package or an answer is missing, or it takes longer than `limit` seconds.
     """
     command = ["java", "-Dfile.encoding=UTF-8", "-Xmx2G", "-jar", str(_file("METEOR", METEOR))]
@@ -87,7 +87,7 @@ def _plain(caption: str) -> str:
 
 
 def spice(candidates: Sequence[str], references: Sequence[Sequence[str]], limit: float) -> float:
-    """SPICE (F of all tuples, mean over pictures) of tokenized captions. Raises: ValueError as `meteor`."""
+    """SPICE (F of all tuples, mean over images) of tokenized captions. Raises: ValueError as `meteor`."""
     why = no_spice()
     if why is not None:
         raise ValueError(f"SPICE cannot be computed: {why}.")

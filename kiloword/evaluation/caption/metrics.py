@@ -12,7 +12,7 @@ from kiloword.evaluation.caption.tokens import TokenizerName, tokenize
 
 @dataclass(frozen=True)
 class Scored:
-    """Values of a whole set by name, those of each picture, [I], and the words that were compared."""
+    """Values of a whole set by name, those of each image, [I], and the words that were compared."""
 
     values: dict[str, float]
     cider: Floats
@@ -29,14 +29,14 @@ def score_captions(
     spice: bool = False,
     limit: float = 600,
 ) -> dict[str, float]:
-    """Metrics of one caption a picture against all captions that the picture has.
+    """Metrics of one caption an image against all captions that the image has.
 
     `bleu_1` to `bleu_4`, `rouge_l`, `cider` (CIDEr-D; papers print it times 100), `meteor` and `spice` where asked for;
     then of the candidates alone: `distinct` (share of different ones), `words` (mean length), `vocabulary` (different
     words). With tokenizer "ptb" all figures are pycocoevalcap's; "own" needs no Java.
 
     Args: I candidates, which may be empty; I lists of at least one reference; limit in seconds for each Java program.
-    Errors: ValueError without a picture or a reference, or where Java or what it needs is missing or fails.
+    Errors: ValueError without an image or a reference, or where Java or what it needs is missing or fails.
     """
     found = score(candidates, references, tokenizer=tokenizer, meteor=meteor, spice=spice, limit=limit)
     return {**found.values, **variety(found.captions.candidates)}
@@ -51,7 +51,7 @@ def score(
     spice: bool = False,
     limit: float = 600,
 ) -> Scored:
-    """As `score_captions`, without what `variety` finds, and with the values of each picture."""
+    """As `score_captions`, without what `variety` finds, and with the values of each image."""
     _check(candidates, references)
     check_programs(tokenizer, spice)
     captions = tokenized(candidates, references, tokenizer, limit)
@@ -85,7 +85,7 @@ def tokenized(
 
 
 def variety(candidates: Sequence[str]) -> dict[str, float]:
-    """How much tokenized captions differ: a model that says the same of every picture has `distinct` near 0."""
+    """How much tokenized captions differ: a model that says the same of every image has `distinct` near 0."""
     words = [candidate.split() for candidate in candidates]
     return {
         "distinct": len(set(candidates)) / len(candidates),
@@ -99,8 +99,8 @@ def _check(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> No
         raise ValueError("captions came as one string. Expected a list of captions, and a list of lists of references.")
     if not candidates or len(candidates) != len(references):
         raise ValueError(
-            f"{len(candidates)} captions came for {len(references)} pictures. Expected one for each of some pictures."
+            f"{len(candidates)} captions came for {len(references)} images. Expected one for each of some images."
         )
     bare = next((i for i, own in enumerate(references) if not own), None)
     if bare is not None:
-        raise ValueError(f"picture {bare} has no references. Leave pictures without captions of their own out.")
+        raise ValueError(f"image {bare} has no references. Leave images without captions of their own out.")

@@ -24,7 +24,7 @@ from kiloword.report.words import percent
 from kiloword.types import BadSample, Source
 
 NOTHING = "(nothing)"
-SIDE = 256  # pixels of a picture, at most
+SIDE = 256  # pixels of an image, at most
 CARDS = 6  # of each kind: best, worst, any
 REFERENCES = 5  # of each card
 FREQUENT = 8  # captions in the table of those said most often
@@ -42,24 +42,24 @@ _FIGURES = {
 _TRUTH = {
     "parsable": "captions in the language",
     "wholly_true": "captions wholly true",
-    "wholly_true_elsewhere": "— of another picture",
+    "wholly_true_elsewhere": "— of another image",
     "statements_true": "statements true, of captions in the language",
-    "statements_true_elsewhere": "— of another picture",
+    "statements_true_elsewhere": "— of another image",
     "caption_statements_true": "true share of a caption, 0 outside the language",
-    "caption_statements_true_elsewhere": "— of another picture",
+    "caption_statements_true_elsewhere": "— of another image",
     "objects_mentioned": "objects mentioned",
-    "objects_mentioned_elsewhere": "— of another picture",
+    "objects_mentioned_elsewhere": "— of another image",
     "statements": "statements a caption",
 }
 _INTRO = (
-    "Every caption is compared with all that the data has of its picture: BLEU, ROUGE-L and METEOR ask how much of the "
+    "Every caption is compared with all that the data has of its image: BLEU, ROUGE-L and METEOR ask how much of the "
     "wording agrees, CIDEr-D weighs what is rare in these captions (papers print it times 100)."
 )
 
 
 @dataclass(frozen=True)
 class Told:
-    """What was said of one picture, and what people say of it."""
+    """What was said of one image, and what people say of it."""
 
     row: int
     key: str
@@ -81,10 +81,10 @@ def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[s
     """A page about several models: model -> what `run` yields, and what it shows."""
     sections = [("Figures", _figures(found, _FIGURES))]
     if any("parsable" in values for values in found.values()):
-        note = paragraph("Of another picture: the same captions judged on the picture half the set further on.")
+        note = paragraph("Of another image: the same captions judged on the image half the set further on.")
         sections.append(("What is true", _figures(found, _TRUTH) + note + _kinds(found)))
     drawn: dict[str, Shown] = {model: more["captions"] for model, more in shown.items() if "captions" in more}
-    sections.append(("CIDEr-D of single pictures", _spread(drawn)))
+    sections.append(("CIDEr-D of single images", _spread(drawn)))
     sections += [(f"Captions of {model}", _examples(one)) for model, one in drawn.items()]
     return page("Captions", f"On {data}. {_INTRO}", sections)
 
@@ -114,18 +114,18 @@ def _kinds(found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _spread(drawn: Mapping[str, Shown]) -> str:
-    """How many pictures score how much."""
+    """How many images score how much."""
     edges = bins([v for one in drawn.values() for v in one.cider.tolist()] + [0.0], 30)
     counts = {model: np.histogram(one.cider, edges)[0].tolist() for model, one in drawn.items()}
-    return histogram(counts, edges, "CIDEr-D", "pictures")
+    return histogram(counts, edges, "CIDEr-D", "images")
 
 
 def _examples(one: Shown) -> str:
-    """Pictures chosen blindly, the best and the worst, and what is said most often."""
+    """Images chosen blindly, the best and the worst, and what is said most often."""
     order = np.argsort(-one.cider, kind="stable").tolist()
     some = sorted(order, key=lambda i: key(one.source.fingerprint, "captions", one.told[i].row))
     parts = {
-        "Chosen blindly, the same pictures for every model:": some[:CARDS],
+        "Chosen blindly, the same images for every model:": some[:CARDS],
         "Nearest to the data's own captions, by CIDEr-D:": order[:CARDS],
         "Farthest from them:": order[: -CARDS - 1 : -1],
     }
@@ -134,7 +134,7 @@ def _examples(one: Shown) -> str:
 
 
 def _cards(one: Shown, places: Sequence[int]) -> str:
-    """Pictures that cannot be read any more are left out."""
+    """Images that cannot be read any more are left out."""
     cards = []
     for place in places:
         with suppress(BadSample):
@@ -143,7 +143,7 @@ def _cards(one: Shown, places: Sequence[int]) -> str:
 
 
 def _card(one: Shown, place: int) -> str:
-    """One picture with its caption. Raises BadSample."""
+    """One image with its caption. Raises BadSample."""
     told = one.told[place]
     lines = [f"CIDEr-D {one.cider[place]:.2f}"]
     if one.judged is not None:
@@ -155,7 +155,7 @@ def _card(one: Shown, place: int) -> str:
 
 
 def _small(source: Source, row: int) -> npt.NDArray[np.uint8]:
-    """A picture [H, W, 3] of at most SIDE pixels a side. Raises BadSample."""
+    """An image [H, W, 3] of at most SIDE pixels a side. Raises BadSample."""
     image = Image.fromarray(decode(read(source, row).image))
     image.thumbnail((SIDE, SIDE))
     return np.asarray(image)
@@ -170,10 +170,10 @@ def _verdict(judged: Judged) -> str:
 
 
 def _frequent(one: Shown) -> str:
-    """The captions that most pictures get: a model that has collapsed says one of all."""
+    """The captions that most images get: a model that has collapsed says one of all."""
     counts = Counter(told.caption for told in one.told)
     rows: list[list[Cell]] = [
         [caption or NOTHING, count, percent(count / len(one.told))] for caption, count in counts.most_common(FREQUENT)
     ]
-    note = paragraph(f"{len(counts):,} different captions of {len(one.told):,} pictures.")
-    return table(rows, ["caption", "pictures", "share"]) + note
+    note = paragraph(f"{len(counts):,} different captions of {len(one.told):,} images.")
+    return table(rows, ["caption", "images", "share"]) + note

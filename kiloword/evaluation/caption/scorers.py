@@ -21,7 +21,7 @@ SIGMA = 6.0  # CIDEr-D: words, of the penalty for another length
 
 @dataclass(frozen=True)
 class Captions:
-    """One candidate and at least one reference for each of I pictures, tokenized: words and single spaces."""
+    """One candidate and at least one reference for each of I images, tokenized: words and single spaces."""
 
     candidates: Sequence[str]
     references: Sequence[Sequence[str]]
@@ -31,7 +31,7 @@ class Captions:
 
     @cached_property
     def owner(self) -> Ints:
-        """The picture of each reference, [R]."""
+        """The image of each reference, [R]."""
         return np.repeat(np.arange(len(self)), [len(own) for own in self.references])
 
     @cached_property
@@ -63,7 +63,7 @@ class Shared:
     kinds: int  # different ones
     said: Counts  # of candidates
     known: Counts  # of references
-    row: Ints  # [H] rows of `known` whose n-gram the picture's candidate says too
+    row: Ints  # [H] rows of `known` whose n-gram the image's candidate says too
     by: Ints  # [H] the rows of `said` where it does
 
 
@@ -86,11 +86,11 @@ def _grams(texts: Sequence[str]) -> Iterator[Counts]:
         yield Counts(place // kinds, place % kinds, count)
 
 
-def _share(counts: Counts, owner: Ints, pictures: int) -> Shared:
+def _share(counts: Counts, owner: Ints, images: int) -> Shared:
     """Candidates, which are the first texts, against references."""
-    split = int(np.searchsorted(counts.caption, pictures))
+    split = int(np.searchsorted(counts.caption, images))
     said = Counts(counts.caption[:split], counts.gram[:split], counts.count[:split])
-    known = Counts(counts.caption[split:] - pictures, counts.gram[split:], counts.count[split:])
+    known = Counts(counts.caption[split:] - images, counts.gram[split:], counts.count[split:])
     kinds = int(counts.gram.max(initial=0)) + 1
     keys = np.append(said.caption * kinds + said.gram, -1)  # ascending, but for the end, which nothing equals
     wanted = owner[known.caption] * kinds + known.gram
@@ -100,7 +100,7 @@ def _share(counts: Counts, owner: Ints, pictures: int) -> Shared:
 
 
 def bleu(captions: Captions) -> list[float]:
-    """BLEU-1 to BLEU-4 of the whole set: n-grams and lengths are added over pictures before anything is divided.
+    """BLEU-1 to BLEU-4 of the whole set: n-grams and lengths are added over images before anything is divided.
 
     An n-gram counts as often as in the reference that has it most; the reference length is the closest one, of two the
     shorter. Source: Papineni et al. 2002, as in pycocoevalcap.
@@ -122,36 +122,36 @@ def bleu(captions: Captions) -> list[float]:
 def _nearest(said: Ints, known: Ints, owner: Ints) -> int:
     """The sum of the reference lengths nearest to the candidates'."""
     order = np.lexsort((known, np.abs(known - said[owner]), owner))
-    first = np.flatnonzero(np.diff(owner, prepend=-1))  # of each picture, in an order that keeps pictures together
+    first = np.flatnonzero(np.diff(owner, prepend=-1))  # of each image, in an order that keeps images together
     return int(known[order][first].sum())
 
 
 def cider(captions: Captions) -> Floats:
-    """CIDEr-D of every picture, [I]: 0 to 10. Papers print the mean times 100.
+    """CIDEr-D of every image, [I]: 0 to 10. Papers print the mean times 100.
 
     The cosine of n-gram counts weighed by rarity, clipped to the reference's, with a penalty for another length; mean
-    over n and over references. Rarity is taken from the references of these pictures, so one picture alone scores 0.
+    over n and over references. Rarity is taken from the references of these images, so one image alone scores 0.
     Source: arXiv:1411.5726, section 5, as in pycocoevalcap (lengths are numbers of bigrams).
     """
-    owner, pictures = captions.owner, len(captions)
+    owner, images = captions.owner, len(captions)
     total = np.zeros(len(owner))
     for shared in captions.shared:
-        rarity = _rarity(shared, owner, pictures)
+        rarity = _rarity(shared, owner, images)
         count, gram, reference = (x[shared.row] for x in (shared.known.count, shared.known.gram, shared.known.caption))
         clipped = np.minimum(shared.said.count[shared.by], count)
         alike = np.bincount(reference, clipped * count * rarity[gram] ** 2, len(owner))
-        norms = _norms(shared.said, rarity, pictures)[owner] * _norms(shared.known, rarity, len(owner))
+        norms = _norms(shared.said, rarity, images)[owner] * _norms(shared.known, rarity, len(owner))
         total += np.divide(alike, norms, out=np.zeros(len(owner)), where=norms > 0)
     bigrams = [np.maximum(length - 1, 0) for length in captions.lengths]
     penalty = np.exp(-((bigrams[0][owner] - bigrams[1]) ** 2) / (2 * SIGMA**2))
-    means = np.bincount(owner, total / LONGEST * penalty, pictures) / np.bincount(owner, minlength=pictures)
+    means = np.bincount(owner, total / LONGEST * penalty, images) / np.bincount(owner, minlength=images)
     return np.asarray(10 * means)
 
 
-def _rarity(shared: Shared, owner: Ints, pictures: int) -> Floats:
-    """The logarithm of pictures over those whose references hold an n-gram, [kinds]; unknown ones count as in one."""
+def _rarity(shared: Shared, owner: Ints, images: int) -> Floats:
+    """The logarithm of images over those whose references hold an n-gram, [kinds]; unknown ones count as in one."""
     held = np.unique(owner[shared.known.caption] * shared.kinds + shared.known.gram) % shared.kinds
-    return np.asarray(math.log(pictures) - np.log(np.maximum(np.bincount(held, minlength=shared.kinds), 1)))
+    return np.asarray(math.log(images) - np.log(np.maximum(np.bincount(held, minlength=shared.kinds), 1)))
 
 
 def _norms(counts: Counts, rarity: Floats, captions: int) -> Floats:
@@ -159,7 +159,7 @@ def _norms(counts: Counts, rarity: Floats, captions: int) -> Floats:
 
 
 def rouge_l(captions: Captions) -> Floats:
-    """ROUGE-L of every picture, [I], in [0, 1]: F of the longest common subsequence, with beta 1.2.
+    """ROUGE-L of every image, [I], in [0, 1]: F of the longest common subsequence, with beta 1.2.
 
     The greatest precision and the greatest recall are taken over references, each by itself, so they may come from two.
     Source: Lin 2004, as in pycocoevalcap (an empty caption there is one empty word).

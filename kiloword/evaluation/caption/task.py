@@ -1,4 +1,4 @@
-"""What a model says of pictures against what people said: `kiloword eval MODEL caption`.
+"""What a model says of images against what people said: `kiloword eval MODEL caption`.
 
 In place of a model there may be a parquet table of captions (key, captions), of any captioner.
 """
@@ -48,11 +48,11 @@ def run(
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,
 ) -> Values:
-    """Describe every readable picture that has captions of its own, and yield what `score_source` does.
+    """Describe every readable image that has captions of its own, and yield what `score_source` does.
 
     Args: captions: a table whose captions are judged, the first of each key, in place of the model's (matcher None);
     generate: how the model writes; judge: how its captions are compared; shown: is filled with what the page draws.
-    Errors: ValueError for a model that cannot write, a table without a caption of these pictures, pictures without
+    Errors: ValueError for a model that cannot write, a table without a caption of these images, images without
     captions, and for what `judge` asks for and is not there. Of ranks that share the work the first one scores.
     """
     judge, bad = judge or CaptionOptions(), [] if skipped is None else skipped
@@ -70,14 +70,14 @@ def run(
         return
     if not told:
         why = f", the first because: {bad[0].reason}" if bad else ""
-        raise ValueError(f"{source.name}: none of its {len(source)} pictures can be judged{why}.")
+        raise ValueError(f"{source.name}: none of its {len(source)} images can be judged{why}.")
     yield from score_source(source, told, judge, shown)
 
 
 def score_source(
     source: Source, told: Sequence[Told], judge: CaptionOptions, shown: dict[str, Any] | None = None
 ) -> Values:
-    """What `score_captions` gives of one caption a picture, and for scenes what `judge` and `elsewhere` give."""
+    """What `score_captions` gives of one caption an image, and for scenes what `judge` and `elsewhere` give."""
     scored = score(
         [one.caption for one in told],
         [one.references for one in told],
@@ -100,7 +100,7 @@ def score_source(
 
 
 def _scenes(source: Source, told: Sequence[Told]) -> list[Scene] | None:
-    """What each picture shows, None where the source does not know."""
+    """What each image shows, None where the source does not know."""
     scene = getattr(source, "scene", None)
     return None if scene is None else [scene(one.row) for one in told]
 
@@ -108,7 +108,7 @@ def _scenes(source: Source, told: Sequence[Told]) -> list[Scene] | None:
 def generated(
     matcher: Matcher, source: Source, options: GenerationOptions, batch: int, workers: int, skipped: list[Skipped]
 ) -> Iterator[Told]:
-    """A model's captions; pictures that cannot be read or have no captions are named in `skipped`."""
+    """A model's captions; images that cannot be read or have no captions are named in `skipped`."""
     from kiloword.generation.captioner import Captioner
 
     captioner = Captioner(matcher.model, matcher.tokenizer)
@@ -131,7 +131,7 @@ def generated(
 
 
 def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Iterator[Told]:
-    """A table's captions; pictures without captions, of their own or in the table, are named in `skipped`."""
+    """A table's captions; images without captions, of their own or in the table, are named in `skipped`."""
     matched = False
     for row in range(len(source)):
         name = f"row {row}"
@@ -149,8 +149,8 @@ def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Ite
             yield Told(row, name, caption, references)
     if not matched:
         raise ValueError(
-            f"{table.path} has captions for none of the pictures of {source.name}: its keys are such as "
-            f"{table.first_key!r}. Write the pictures' keys into the column `key`."
+            f"{table.path} has captions for none of the images of {source.name}: its keys are such as "
+            f"{table.first_key!r}. Write the images' keys into the column `key`."
         )
 
 

@@ -49,7 +49,7 @@ def judge(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float]:
     `statements_true`: share of all their statements, added over captions, that are true; `statements_true@KIND`: of
     those of one kind. It says nothing of captions outside the language, so read it beside `parsable`, or take
     `caption_statements_true`: the mean of each caption's own share, 0 outside the language; captions that state nothing
-    ("a picture") have no share and are left out.
+    ("an image") have no share and are left out.
     `objects_mentioned`: share of the scenes' objects, added over all scenes, that the captions mention.
     What no caption decides (a share of none) is left out.
 

@@ -1,4 +1,4 @@
-"""Where a data set tells what is general and what is specific: chains of captions, and pictures of several levels."""
+"""Where a data set tells what is general and what is specific: chains of captions, and images of several levels."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kiloword.types import BadSample, Source
 
 @dataclass
 class Chains:
-    """Chains of L texts from general (level 0) to specific, each written for one of I pictures."""
+    """Chains of L texts from general (level 0) to specific, each written for one of I images."""
 
     texts: list[str]  # N, all different, in the order in which they first occur
     places: Tensor  # [C, L] int64, indices into texts
-    picture: Tensor  # [C] int64, ascending
+    image: Tensor  # [C] int64, ascending
     rows: list[int]  # I rows of the source
 
-    def of(self, picture: int) -> list[list[int]]:
-        """The chains of one picture, as indices into the texts."""
-        found: list[list[int]] = self.places[self.picture == picture].tolist()
+    def of(self, image: int) -> list[list[int]]:
+        """The chains of one image, as indices into the texts."""
+        found: list[list[int]] = self.places[self.image == image].tolist()
         return found
 
     def levels(self) -> Tensor:
@@ -34,11 +34,11 @@ class Chains:
 
 
 def gather(chains: Sequence[tuple[int, list[list[str]]]]) -> Chains:
-    """Chains of pictures, each as (row, chains)."""
+    """Chains of images, each as (row, chains)."""
     index: dict[str, int] = {}
     places = [[index.setdefault(t, len(index)) for t in chain] for _, own in chains for chain in own]
-    picture = [i for i, (_, own) in enumerate(chains) for _ in own]
-    return Chains(list(index), torch.tensor(places), torch.tensor(picture), [row for row, _ in chains])
+    image = [i for i, (_, own) in enumerate(chains) for _ in own]
+    return Chains(list(index), torch.tensor(places), torch.tensor(image), [row for row, _ in chains])
 
 
 @dataclass
@@ -47,14 +47,14 @@ class Stored:
 
     chains: dict[int, list[list[str]]]  # by row
     problems: dict[int, str]  # by row: why its chains cannot be used
-    groups: dict[str, dict[int, int]]  # of pictures of several levels: group -> level -> row
+    groups: dict[str, dict[int, int]]  # of images of several levels: group -> level -> row
 
 
 def read(source: Source) -> Stored:
     """Chains and levels of every readable row: the source's own `hierarchies(row)`, else its json.
 
     The json has `hierarchies` (lists of texts, general to specific) or `group` and `level` (a name that the levels of
-    one picture share, and a number from 0, the most general). All chains have as many texts as the first.
+    one image share, and a number from 0, the most general). All chains have as many texts as the first.
     """
     stored, length = Stored({}, {}, {}), None
     for row, info in _infos(source):
@@ -75,7 +75,7 @@ def _infos(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
     for row in range(len(source)):
         try:
             yield row, {"hierarchies": own(row)} if own is not None else source.record(row).info
-        except BadSample:  # named when the pictures are encoded
+        except BadSample:  # named when the images are encoded
             continue
 
 

@@ -1,4 +1,4 @@
-"""Whether what is more general is more uncertain, and includes what is more specific: chains of texts, of pictures."""
+"""Whether what is more general is more uncertain, and includes what is more specific: chains of texts, of images."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def inclusion_by_level(features: Features, chains: Tensor, others: Tensor) -> It
 
 
 def wrong_texts(chains: Chains, truth: Truth | None = None, batch: int = JUDGED) -> Tensor:
-    """For every chain and level a text of that level that is wrong of its picture, [C, L]; -1: none was found.
+    """For every chain and level a text of that level that is wrong of its image, [C, L]; -1: none was found.
 
-    It is taken from the next chains that have one: it stands in no chain of the picture and, where the truth is known,
+    It is taken from the next chains that have one: it stands in no chain of the image and, where the truth is known,
     is not true of it. Without the truth some are right all the same.
     """
     own, found = chains.places, torch.full_like(chains.places, -1)
@@ -82,17 +82,17 @@ def wrong_texts(chains: Chains, truth: Truth | None = None, batch: int = JUDGED)
 
 
 def _own_texts(chains: Chains, texts: Tensor) -> Tensor:
-    """Whether texts [C, L] stand in some chain of the same picture: [C, L] bool."""
+    """Whether texts [C, L] stand in some chain of the same image: [C, L] bool."""
     n = len(chains.texts)
-    stands = (chains.picture[:, None] * n + chains.places).flatten()
-    return torch.isin(chains.picture[:, None] * n + texts, stands)
+    stands = (chains.image[:, None] * n + chains.places).flatten()
+    return torch.isin(chains.image[:, None] * n + texts, stands)
 
 
 def _true(chains: Chains, texts: Tensor, truth: Truth, batch: int) -> Tensor:
-    """Whether texts [C, L] are true of the chains' pictures: [C, L] bool."""
+    """Whether texts [C, L] are true of the chains' images: [C, L] bool."""
     known = []
     for part in chunks(len(chains.rows), batch):
-        here = (chains.picture >= part.start) & (chains.picture < part.stop)
+        here = (chains.image >= part.start) & (chains.image < part.stop)
         some, place = torch.unique(texts[here], return_inverse=True)
-        known.append(truth(some.tolist(), part)[place, (chains.picture[here] - part.start)[:, None]])
+        known.append(truth(some.tolist(), part)[place, (chains.image[here] - part.start)[:, None]])
     return torch.cat(known)

@@ -23,12 +23,12 @@ Shown = Mapping[str, Mapping[str, Any]]
 
 _MEASURES = ("precision", "recall", "hit", "root_recall", "root_hit", "true_precision", "true_recall")
 _INTRO = (
-    "Captions come in chains from general (level 0) to specific. Two protocols retrieve, for every picture, what is "
+    "Captions come in chains from general (level 0) to specific. Two protocols retrieve, for every image, what is "
     "said of it at every level; precision is the share of the retrieved texts that are right, recall the share of the "
     "levels at which a right one was found.\n\n"
     "HierarCaps takes the best match among the texts up to 50 distances from the embedding of the empty string. A "
-    "traversal goes in 50 steps from the text nearest to the picture to a root: the empty string, the text that "
-    "includes the picture most, or the mean of both. The numbers of the two answer different questions and do not "
+    "traversal goes in 50 steps from the text nearest to the image to a root: the empty string, the text that "
+    "includes the image most, or the mean of both. The numbers of the two answer different questions and do not "
     "compare."
 )
 
@@ -43,7 +43,7 @@ def _sections(found: Found, shown: Shown) -> Iterator[tuple[str, str]]:
     yield "Retrieval along chains", _retrieval(found)
     yield "Uncertainty by level", _uncertainty(found)
     yield "Inclusion", _inclusion(found)
-    yield "Pictures against the whole", "".join(_differences(model, more) for model, more in shown.items())
+    yield "Images against the whole", "".join(_differences(model, more) for model, more in shown.items())
     for model, more in shown.items():
         yield f"Examples of {model}", _examples(more)
 
@@ -60,16 +60,16 @@ def _retrieval(found: Found) -> str:
     header = ["", *(m.replace("_", " ") for m in _MEASURES), "order"]
     note = paragraph(
         "Hit: any text of the chain. Root recall: the text nearest to the root is the chain's most general; root hit: "
-        "it is in the chain. True: every text counts that is true of the picture, which only drawn scenes know. Order: "
+        "it is in the chain. True: every text counts that is true of the image, which only drawn scenes know. Order: "
         "Kendall's tau of level and distance from the empty string."
     )
     return table(rows, header, digits=3) + note
 
 
 def _uncertainty(found: Found) -> str:
-    """Mean uncertainty by level: texts of all models in one plot, pictures in another."""
+    """Mean uncertainty by level: texts of all models in one plot, images in another."""
     html = ""
-    for kind, name in (("text", "texts"), ("image", "pictures")):
+    for kind, name in (("text", "texts"), ("image", "images")):
         lines = {m: _levels(values, f"{kind}_chain_uncertainty@") for m, values in found.items()}
         lines = {model: points for model, points in lines.items() if points}
         if lines:
@@ -100,32 +100,32 @@ def _inclusion(found: Found) -> str:
         return ""
     note = paragraph(
         "H > 0: the more specific is the narrower, mostly; the distance of the two does not count against it. By inc: "
-        "the chain's own more general text includes it more than one that is wrong of the picture. Chance is one half."
+        "the chain's own more general text includes it more than one that is wrong of the image. Chance is one half."
     )
     return table(rows, ["is it included?", "share"], digits=3) + note
 
 
 def _test(name: str) -> str:
     kind, level = name.split("_inclusion_")[0], int(name.split("@")[1])
-    what = "texts" if kind == "text" else "pictures"
+    what = "texts" if kind == "text" else "images"
     if "whole" in name:
         return f"{what}: the whole in level {level}, H > 0"
     return f"{what}: level {level} in level {level - 1}, {'H > 0' if '_h@' in name else 'by inc'}"
 
 
 def _differences(model: str, more: Mapping[str, Any]) -> str:
-    """How much less certain a part is than the whole picture."""
-    pictures: Tensor | None = more.get("pictures")
-    if pictures is None:
+    """How much less certain a part is than the whole image."""
+    images: Tensor | None = more.get("images")
+    if images is None:
         return ""
-    gaps = {f"level {k}": pictures[:, k] - pictures[:, -1] for k in range(pictures.shape[1] - 1)}
+    gaps = {f"level {k}": images[:, k] - images[:, -1] for k in range(images.shape[1] - 1)}
     edges = bins([v for gap in gaps.values() for v in gap.tolist()], 40)
     counts = {name: np.histogram(gap.numpy(), edges)[0].tolist() for name, gap in gaps.items()}
-    return histogram(counts, edges, f"uncertainty above the whole picture's, {model}", "pictures")
+    return histogram(counts, edges, f"uncertainty above the whole image's, {model}", "images")
 
 
 def _examples(more: Mapping[str, Any]) -> str:
-    """Some pictures, the same ones for every model: their chains and what each protocol retrieved."""
+    """Some images, the same ones for every model: their chains and what each protocol retrieved."""
     chains: Chains | None = more.get("chains")
     if chains is None:
         return ""
@@ -142,11 +142,11 @@ def _examples(more: Mapping[str, Any]) -> str:
     return html
 
 
-def _steps(path: list[int], picture: int, chains: Chains, truth: Any) -> list[tuple[str, bool]]:
-    """A path without consecutive repeats; right is what is in a chain of the picture, or, where known, true of it."""
+def _steps(path: list[int], image: int, chains: Chains, truth: Any) -> list[tuple[str, bool]]:
+    """A path without consecutive repeats; right is what is in a chain of the image, or, where known, true of it."""
     short = [text for text, _ in groupby(path)]
     if truth is None:
-        right = {text for chain in chains.of(picture) for text in chain}
+        right = {text for chain in chains.of(image) for text in chain}
         return [(chains.texts[text], text in right) for text in short]
-    known = truth(short, slice(picture, picture + 1))
+    known = truth(short, slice(image, image + 1))
     return [(chains.texts[text], bool(true)) for text, true in zip(short, known[:, 0].tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""From a picture to what is said of it, ever more generally: two protocols that each give a path of retrieved texts.
+"""From an image to what is said of it, ever more generally: two protocols that each give a path of retrieved texts.
 
 They answer different questions: never compare the numbers of one with those of the other.
 """
@@ -25,13 +25,13 @@ from kiloword.types import Features
 Includes = Literal["inc", "h"]
 Nearest = Literal["cosine", "csd"]
 Truth = Callable[[list[int], slice], Tensor]
-"""Texts, by index, and pictures i to j -> [texts, j - i] bool: which are true of which."""
+"""Texts, by index, and images i to j -> [texts, j - i] bool: which are true of which."""
 
 STEPS = 50
 PANEL = 1 << 22  # scores held at once
 PAIRS = 1 << 18  # dimensions of pairs of Gaussians held at once
-JUDGED = 256  # pictures of which the truth is asked at once
-TURN = 64  # blocks of pictures that a rank does at a time
+JUDGED = 256  # images of which the truth is asked at once
+TURN = 64  # blocks of images that a rank does at a time
 
 
 def radii(texts: Features, root: Features) -> Tensor:
@@ -84,7 +84,7 @@ def traversals(
     nearest: Nearest = "cosine",
     steps: int = STEPS,
 ) -> Tensor:
-    """ProLIP's protocol: from the text nearest to a picture towards a root, at each of some steps the nearest text.
+    """ProLIP's protocol: from the text nearest to an image towards a root, at each of some steps the nearest text.
 
     Steps are equally spaced on the line between both, ends included, and scaled to norm 1. The first text is nearest
     by the model's own score. The paper does not say what nearest means at the other steps: "cosine" of the means, or
@@ -122,11 +122,11 @@ def most_inclusive(images: Features, texts: Features, by: Includes = "inc", eps:
     check_includes(by, eps)
     n, d = texts["vec"].shape
     some = max(1, min(16, PAIRS // d))
-    picture = {name: images[name][:, None] for name in ("vec", "log_var")}
+    image = {name: images[name][:, None] for name in ("vec", "log_var")}
     text = {name: texts[name][None] for name in ("vec", "log_var")}
 
     def found(i: slice) -> Tensor:
-        own = rows(picture, i)
+        own = rows(image, i)
         parts = [
             _included(own, {name: value[:, t] for name, value in text.items()}, by, eps)
             for t in chunks(n, max(1, PAIRS // (some * d)))
@@ -161,9 +161,9 @@ def mean_root(empty: Tensor, inclusive: Tensor) -> Tensor:
 
 
 def measure(paths: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
-    """Means over pictures of what their paths [I, S] retrieved, each text counted once, whatever the order.
+    """Means over images of what their paths [I, S] retrieved, each text counted once, whatever the order.
 
-    `precision`: share of the retrieved texts that are in a chain of the picture; `recall`: share of the levels at which
+    `precision`: share of the retrieved texts that are in a chain of the image; `recall`: share of the levels at which
     a chain's text was retrieved; `hit`: whether any was.
     """
     precision = recall = hit = 0.0
@@ -179,7 +179,7 @@ def measure(paths: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
 
 
 def measure_root(retrieved: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
-    """Of the text that was nearest to each picture's root, [I]: how often it is of the picture's chains.
+    """Of the text that was nearest to each image's root, [I]: how often it is of the image's chains.
 
     `root_recall`: is the most general text of one, R@1[ROOT] of ProLIP's table 2 as we read it; `root_hit`: stands
     anywhere in one, the other reading.
@@ -194,7 +194,7 @@ def measure_root(retrieved: Tensor, chains: Chains) -> Iterator[tuple[str, float
 
 
 def measure_truth(paths: Tensor, chains: Chains, truth: Truth, batch: int = JUDGED) -> Iterator[tuple[str, float]]:
-    """As `measure`, where every text counts that is true of the picture, in its chains or not.
+    """As `measure`, where every text counts that is true of the image, in its chains or not.
 
     `true_precision`: share of the retrieved texts that are true; `true_recall`: share of the levels at which one of the
     true retrieved texts stands, in whichever chain.

@@ -1,7 +1,7 @@
 """Whether a model knows what is general and what is specific: `kiloword eval MODEL hierarchy` (arXiv:2410.18857, 4.4).
 
-Two protocols retrieve what is said of a picture ever more generally (names with `hierarcaps_` and `traversal_`); of
-Gaussian models it is also told how uncertainty and inclusion go with the levels of texts and of pictures.
+Two protocols retrieve what is said of an image ever more generally (names with `hierarcaps_` and `traversal_`); of
+Gaussian models it is also told how uncertainty and inclusion go with the levels of texts and of images.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,
 ) -> Values:
-    """Judge by chains of captions (json `hierarchies`, scenes) and by pictures of several levels (HierarImgs, scenes).
+    """Judge by chains of captions (json `hierarchies`, scenes) and by images of several levels (HierarImgs, scenes).
 
     Args: includes, eps: by what a caption includes an image most, see `most_inclusive`; None: "inc" and 0; nearest:
     what the steps of a traversal go by, "cosine" or "csd" (Gaussian models).
@@ -86,19 +86,19 @@ def run(
         page |= {"chains": chains, "source": source, "truth": truth}
     levelled = _levelled(source, stored)
     if levelled is not None:
-        yield from _picture_levels(matcher, levelled, bool(stored.chains), batch, workers, bad, page)
+        yield from _image_levels(matcher, levelled, bool(stored.chains), batch, workers, bad, page)
     elif not stored.chains:
         why = f" (row {next(iter(stored.problems))}: {next(iter(stored.problems.values()))})" if stored.problems else ""
         raise ValueError(
-            f"{source.name} has no levels{why}: give each picture's json `hierarchies` (chains of captions, general to "
-            "specific), make pictures of several levels (python -m kiloword.data.hierarimgs), or use scenes"
+            f"{source.name} has no levels{why}: give each image's json `hierarchies` (chains of captions, general to "
+            "specific), make images of several levels (python -m kiloword.data.hierarimgs), or use scenes"
         )
 
 
 def _encode(
     matcher: Matcher, source: Source, stored: Stored, batch: int, workers: int, skipped: list[Skipped]
 ) -> tuple[Chains, Features]:
-    """The pictures that have chains; the others are named as skipped."""
+    """The images that have chains; the others are named as skipped."""
     parts, chains = [], []
     for part in seen(matcher, source, batch, workers, skipped):
         why = {row: stored.problems.get(row, "no hierarchies") for row in part.rows if row not in stored.chains}
@@ -107,12 +107,12 @@ def _encode(
         parts.append(part.images)
         chains += [(row, stored.chains[row]) for row in part.rows]
     if not chains:
-        raise ValueError(f"{source.name}: none of the pictures that have hierarchies is usable")
+        raise ValueError(f"{source.name}: none of the images that have hierarchies is usable")
     return gather(chains), join(parts)
 
 
 def _truth(source: Source, chains: Chains) -> Truth | None:
-    """What the source knows of any caption and any picture."""
+    """What the source knows of any caption and any image."""
     relevance: Callable[..., Any] | None = getattr(source, "relevance", None)
     if relevance is None:
         return None
@@ -156,7 +156,7 @@ def _traversals(
 
 
 def _roots(matcher: Matcher, images: Features, texts: Features, includes: tuple[Includes, float]) -> dict[str, Tensor]:
-    """The embedding of "" [1, D]; of Gaussians also of the text that includes each picture most, and both's mean."""
+    """The embedding of "" [1, D]; of Gaussians also of the text that includes each image most, and both's mean."""
     empty = matcher.encode_text([""])["vec"]
     if "log_var" not in texts:
         return {"empty": empty}
@@ -173,14 +173,14 @@ def _text_levels(texts: Features, chains: Chains, truth: Truth | None, page: dic
 
 
 def _levelled(source: Source, stored: Stored) -> Source | None:
-    """The source whose pictures have several levels."""
-    make: Callable[[], Source] | None = getattr(source, "picture_levels", None)
+    """The source whose images have several levels."""
+    make: Callable[[], Source] | None = getattr(source, "image_levels", None)
     if make is not None:
         return make()
     return source if stored.groups else None
 
 
-def _picture_levels(
+def _image_levels(
     matcher: Matcher,
     source: Source,
     optional: bool,
@@ -189,7 +189,7 @@ def _picture_levels(
     skipped: list[Skipped],
     page: dict[str, Any],
 ) -> Values:
-    """Uncertainty of pictures by level, and inclusion of the more specific in the more general."""
+    """Uncertainty of images by level, and inclusion of the more specific in the more general."""
     parts = list(seen(matcher, source, batch, workers, skipped))
     images = {name: value.cpu() for name, value in join([part.images for part in parts]).items()}
     place = {row: i for i, row in enumerate(row for part in parts for row in part.rows)}
@@ -197,10 +197,10 @@ def _picture_levels(
     if "log_var" not in images or len(groups) < 1 or groups.shape[1] < 2:
         if optional:
             return
-        why = "the model has no uncertainty" if "log_var" not in images else "no picture is there at every level"
-        raise ValueError(f"{source.name}: levels of pictures are judged by their uncertainty, but {why}")
+        why = "the model has no uncertainty" if "log_var" not in images else "no image is there at every level"
+        raise ValueError(f"{source.name}: levels of images are judged by their uncertainty, but {why}")
     uncertainty = variance_sum(images)[groups]  # [G, L]
-    page |= {"pictures": uncertainty, "groups": groups}
+    page |= {"images": uncertainty, "groups": groups}
     yield from _named("image_", uncertainty_by_level(uncertainty))
     yield from _named("image_", inclusion_by_level(images, groups, torch.full_like(groups, -1)))
     whole = groups[:, -1]
@@ -211,7 +211,7 @@ def _picture_levels(
 
 
 def _usable(groups: Tensor, place: dict[int, int]) -> Tensor:
-    """Groups of rows whose pictures could all be read, as places among the encoded: [G, L]."""
+    """Groups of rows whose images could all be read, as places among the encoded: [G, L]."""
     whole = [[place[row] for row in group] for group in groups.tolist() if all(row in place for row in group)]
     return torch.tensor(whole, dtype=torch.int64).view(-1, groups.shape[1])
 

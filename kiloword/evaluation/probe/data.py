@@ -1,4 +1,4 @@
-"""Pictures of a probe as frozen features: computed once, kept on disk where asked, drawn from by class."""
+"""Images of a probe as frozen features: computed once, kept on disk where asked, drawn from by class."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Split:
-    """All labelled pictures of a source, on the CPU."""
+    """All labelled images of a source, on the CPU."""
 
     features: dict[str, Tensor]  # "vec" [N, D], and "pooled" [N, W] where the model has it; float32
     labels: Tensor  # [N] int64
@@ -43,7 +43,7 @@ class Split:
 def split(matcher: Matcher, source: Source, batch: int, workers: int, cache: Path | None) -> Split:
     """Features of a source, un-augmented; from the file in `cache` where there is one, else they are left there.
 
-    The file is known by the weights, their precision, the data's fingerprint and the size of pictures.
+    The file is known by the weights, their precision, the data's fingerprint and the size of images.
     """
     if cache is None:
         return encoded(matcher, source, batch, workers)
@@ -58,7 +58,7 @@ def split(matcher: Matcher, source: Source, batch: int, workers: int, cache: Pat
 
 
 def encoded(matcher: Matcher, source: Source, batch: int, workers: int) -> Split:
-    """Every picture seen once. Raises: ValueError for data without classes, or with many a picture."""
+    """Every image seen once. Raises: ValueError for data without classes, or with many an image."""
     skipped: list[Skipped] = []
     features: dict[str, list[Tensor]] = {}
     labels, rows = [], []
@@ -71,7 +71,7 @@ def encoded(matcher: Matcher, source: Source, batch: int, workers: int) -> Split
         for part in labelled(seen(matcher, source, batch, workers, skipped, encode), source, skipped):
             assert part.labels is not None, "rows without labels were left out"
             if part.labels.ndim != 1:
-                raise ValueError(f"{source.name} has many labels a picture: a probe needs one class each")
+                raise ValueError(f"{source.name} has many labels an image: a probe needs one class each")
             for name in ("vec", "pooled"):
                 if name in part.images:
                     features.setdefault(name, []).append(part.images[name].float().cpu())
@@ -90,7 +90,7 @@ def _with_pooled(images: Features, caught: Sequence[Tensor]) -> Features:
 
 @contextmanager
 def before_projection(model: Model) -> Iterator[list[Tensor]]:
-    """A list that takes what the projection to the embedding gets, [I, W], whenever pictures are encoded.
+    """A list that takes what the projection to the embedding gets, [I, W], whenever images are encoded.
 
     Poolings of several vectors project a sum of them last; without a projection it is what the pooling makes.
     """
@@ -167,7 +167,7 @@ def shots(own: Sequence[Sequence[int]], k: int, names: Sequence[str]) -> list[li
     few = next((c for c, places in enumerate(own) if 0 < len(places) < k), None)
     if few is not None:
         raise ValueError(
-            f"the class {names[few]!r} has {len(own[few])} labelled training pictures, but --probe.shots is {k}: "
+            f"the class {names[few]!r} has {len(own[few])} labelled training images, but --probe.shots is {k}: "
             "expected at least as many in every class."
         )
     return [list(places[:k]) for places in own]
@@ -186,7 +186,7 @@ def held_out(own: Sequence[Sequence[int]], share: float) -> tuple[list[int], lis
         chosen += places[len(places) - count :]
     if not chosen:
         raise ValueError(
-            "one training picture a class leaves none to choose a weight decay on: give --val, --probe.weight-decay, "
+            "one training image a class leaves none to choose a weight decay on: give --val, --probe.weight-decay, "
             "or --probe.shots 2 and more."
         )
     return fitted, chosen

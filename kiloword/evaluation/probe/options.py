@@ -97,7 +97,7 @@ COUNT = 97
 
 
 class Recipe(NamedTuple):
-    """What a paper does. Pictures are seen once and un-augmented, as in all of them but SLIP."""
+    """What a paper does. Images are seen once and un-augmented, as in all of them but SLIP."""
 
     optimiser: Literal["adamw", "sgd", "lbfgs"]
     features: Kind

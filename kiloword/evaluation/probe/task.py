@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SWEEP, SEED = "sweep@", "seed@"
 TRAIN_ROWS, DECAY = "train_rows", "weight_decay"
 TESTS = ("test", "val", "valid", "validation", "dev")  # folders beside `train`
-ROWS = 4096  # pictures classified at once
+ROWS = 4096  # images classified at once
 
 
 def run(
@@ -132,8 +132,8 @@ def judged(layer: Linear, test: Rows) -> Iterator[tuple[str, float]]:
     if not bool(layer.weight.isfinite().all() and layer.bias.isfinite().all()):
         raise ValueError("the probe's weights are no numbers any more: a smaller --probe.lr or --probe.weight-decay")
 
-    def score(pictures: Features, _: Features) -> torch.Tensor:
-        return layer(pictures["vec"])
+    def score(images: Features, _: Features) -> torch.Tensor:
+        return layer(images["vec"])
 
     batches = (({"vec": test.x[part]}, test.y[part]) for part in chunks(len(test), ROWS))
     yield from zeroshot(score, batches, {"vec": layer.weight})
@@ -176,7 +176,7 @@ def _rows(name: str, found: Split, options: ProbeOptions) -> Rows:
     bad = (~x.isfinite().all(1)).nonzero()[:, 0]
     if len(bad):
         row = int(found.rows[bad[0]])
-        raise ValueError(f"{name}: features of {len(bad)} of {len(x)} pictures are no numbers, first of row {row}.")
+        raise ValueError(f"{name}: features of {len(bad)} of {len(x)} images are no numbers, first of row {row}.")
     return Rows(x, found.labels)
 
 
@@ -201,7 +201,7 @@ def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:
     lacking = sorted(set(splits["test"].labels.tolist()) - present)
     if lacking:
         some = ", ".join(repr(names[c]) for c in lacking[:3])
-        said = "%d classes of the test pictures have no training picture, so the probe cannot know them: %s"
+        said = "%d classes of the test images have no training image, so the probe cannot know them: %s"
         log.warning(said, len(lacking), some)
     return names
 
@@ -221,7 +221,7 @@ def _sources(matcher: Matcher, test: Source, train: Source | str | None, val: So
     for what, source in sources.items():
         same = next((w for w, other in sources.items() if w != what and other.fingerprint == source.fingerprint), None)
         if same is not None:
-            raise ValueError(f"the {what} and {same} data are the same, {source.name}: expected different pictures.")
+            raise ValueError(f"the {what} and {same} data are the same, {source.name}: expected different images.")
     return sources
 
 
@@ -237,6 +237,6 @@ def beside(test: str) -> str:
     found = next((place for place in places if place.is_dir()), None)
     if found is None:
         raise ValueError(
-            f"no training data beside {test}: give --train SRC, with a class label for every picture (.cls members)."
+            f"no training data beside {test}: give --train SRC, with a class label for every image (.cls members)."
         )
     return str(found)

@@ -1,4 +1,4 @@
-"""The page of the task `reconstruction`: its numbers, and pictures beside what was painted of them."""
+"""The page of the task `reconstruction`: its numbers, and images beside what was painted of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kiloword.report.covered import covered
 from kiloword.report.overlay import Pixels
 from kiloword.report.parts import Cell
 
-SHOWN = 8  # pictures a kind of mask
+SHOWN = 8  # images a kind of mask
 NAMES = {"right": "its caption", "wrong": "a wrong caption", "none": "no caption"}
 MASKS = {
     "attentive": "What the right caption speaks of most is hidden",
@@ -28,7 +28,7 @@ FLAT = {"own_mean": "each patch's true mean", "mean_colour": "the mean of the pa
 
 @dataclass(frozen=True)
 class Example:
-    """One picture with hidden patches, painted from several guides."""
+    """One image with hidden patches, painted from several guides."""
 
     mask: str
     original: Pixels  # [H, W, 3]
@@ -46,15 +46,15 @@ def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[s
         for mask, title in MASKS.items():
             cards = [_card(example) for example in drawn["examples"] if example.mask == mask]
             of = f" – {model}" if len(shown) > 1 else ""
-            sections.append((f"Pictures{of}: {title[0].lower()}{title[1:]}", "".join([_about(drawn), *cards])))
+            sections.append((f"Images{of}: {title[0].lower()}{title[1:]}", "".join([_about(drawn), *cards])))
     return page("Painting hidden patches", _intro(data, shown), sections)
 
 
 def _intro(data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     truth = any(drawn["truth"] for drawn in shown.values())
-    wrong = "another picture's caption, false of this one" if truth else "another picture's caption"
+    wrong = "another image's caption, false of this one" if truth else "another image's caption"
     return (
-        f"Some patches of each picture of {data} are hidden, and the model paints them from the other patches and a "
+        f"Some patches of each image of {data} are hidden, and the model paints them from the other patches and a "
         "caption. If it reads captions, the right one makes it paint better than a wrong one "
         f"({wrong}) and than none (the empty caption). The same patches are hidden for all three.\n\n"
         "L1 is the mean absolute difference over the hidden patches, in pixels of mean 0 and deviation 1 as the model "
@@ -66,12 +66,12 @@ def _numbers(found: Mapping[str, Mapping[str, float]], mask: str) -> str:
     rows: list[list[Cell]] = []
     for model, values in found.items():
         at = {name.removesuffix(f"@{mask}"): value for name, value in values.items() if name.endswith(f"@{mask}")}
-        losses = [at.get(f"reconstruction_l1_{name}") for name in (*NAMES, "mean_colour", "mean_picture")]
+        losses = [at.get(f"reconstruction_l1_{name}") for name in (*NAMES, "mean_colour", "mean_image")]
         rows.append([model, *losses])
-    head = ["L1", *NAMES.values(), "mean colour seen", "mean picture"]
+    head = ["L1", *NAMES.values(), "mean colour seen", "mean image"]
     pairs = [_compared(model, values, other, mask) for model, values in found.items() for other in ("wrong", "none")]
     known = [pair for pair in pairs if pair]
-    head_of_pairs = ["picture by picture", "against", "right is better in", "L1 more than by right", "± standard error"]
+    head_of_pairs = ["image by image", "against", "right is better in", "L1 more than by right", "± standard error"]
     unread = "" if known else paragraph("Trained without text: it paints the same whatever the caption.")
     own = mask == "attentive" and len(found) > 1
     flat = "".join(paragraph(f"{m}: {said}") for m, values in found.items() if (said := worse_than_flat(values, mask)))
@@ -108,7 +108,7 @@ def _compared(model: str, values: Mapping[str, float], other: str, mask: str) ->
 
 
 def _about(drawn: Mapping[str, Any]) -> str:
-    said = "The first pictures of the data. Only hidden patches are painted; all others are the original's."
+    said = "The first images of the data. Only hidden patches are painted; all others are the original's."
     if drawn["norm_pix"]:
         said += (
             " This model paints patterns without level and contrast: mean and deviation are those of the true patch."
@@ -117,6 +117,6 @@ def _about(drawn: Mapping[str, Any]) -> str:
 
 
 def _card(example: Example) -> str:
-    pictures = [(example.original, "original"), (covered(example.original, example.hidden), "hidden")]
-    pictures += [(one, f"{NAMES[name]}: {example.losses[name]:.3f}") for name, one in example.painted.items()]
-    return card(pictures, [f"a wrong caption: “{example.wrong}”"], strong=f"“{example.right}”")
+    images = [(example.original, "original"), (covered(example.original, example.hidden), "hidden")]
+    images += [(one, f"{NAMES[name]}: {example.losses[name]:.3f}") for name, one in example.painted.items()]
+    return card(images, [f"a wrong caption: “{example.wrong}”"], strong=f"“{example.right}”")

@@ -1,6 +1,6 @@
 """Whether a model paints hidden patches better from the right caption: `kiloword eval MODEL reconstruction`.
 
-Text-guided masked pictures (arXiv:2401.02137, section 3.2), judged as they were trained: by the L1 of hidden patches.
+Text-guided masked images (arXiv:2401.02137, section 3.2), judged as they were trained: by the L1 of hidden patches.
 The paper has no such numbers; that the right caption is the best guide is what its term is for.
 """
 
@@ -47,21 +47,21 @@ def run(
 ) -> Iterator[tuple[str, float]]:
     """Yield, for masks "attentive" and "random", what hidden patches lose by the right caption, a wrong one and none.
 
-    `reconstruction_l1_right@MASK`, `_wrong`, `_none`: mean over pictures of the L1 of their hidden patches, in
-    normalised pixels; `_mean_colour`: of the patches that are seen; `_mean_picture`: this data's mean at each pixel.
-    `right_beats_wrong@MASK`: share of pictures, a tie is half of one; `wrong_minus_right@MASK`: the mean difference,
-    `wrong_minus_right_se@MASK`: its standard error; so for none. A picture's patches are hidden alike for all of these,
+    `reconstruction_l1_right@MASK`, `_wrong`, `_none`: mean over images of the L1 of their hidden patches, in
+    normalised pixels; `_mean_colour`: of the patches that are seen; `_mean_image`: this data's mean at each pixel.
+    `right_beats_wrong@MASK`: share of images, a tie is half of one; `wrong_minus_right@MASK`: the mean difference,
+    `wrong_minus_right_se@MASK`: its standard error; so for none. An image's patches are hidden alike for all of these,
     as many as in training: those that its right caption speaks of most by this model, or random ones by its row, which
     are the same for all models of one number of patches.
 
-    The right caption is a picture's first, a wrong one another picture's (see `wrong_captions`), none an empty one,
+    The right caption is an image's first, a wrong one another image's (see `wrong_captions`), none an empty one,
     which training may never have shown: `_none` then holds what a model loses by an input new to it, too. A model
     trained without text paints the same whatever is said: it has `_none` alone. One trained on pixels less each
     patch's mean is given mean and deviation of the true patches, and beside it stands `_own_mean`: that mean alone.
 
     A model that paints worse than one flat colour is warned about.
 
-    Raises: ValueError for a model without an image decoder, and for data without two pictures that differ in captions.
+    Raises: ValueError for a model without an image decoder, and for data without two images that differ in captions.
     """
     judge = Judge(matcher)
     bad = [] if skipped is None else skipped
@@ -76,7 +76,7 @@ def run(
             judge.add(found)
     if shown is not None:
         shown.update(examples=judge.examples, norm_pix=judge.settings.norm_pix, truth=hasattr(source, "relevance"))
-    yield "pictures", float(len(wrong))
+    yield "images", float(len(wrong))
     for mask, losses in judge.losses.items():
         metrics = dict(values(losses, mask))
         if worse := worse_than_flat(metrics, mask):
@@ -85,7 +85,7 @@ def run(
 
 
 def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, float]]:
-    """The metrics of one kind of mask. Args: losses of every picture, by what its patches were painted from."""
+    """The metrics of one kind of mask. Args: losses of every image, by what its patches were painted from."""
     for name, each in losses.items():
         yield f"reconstruction_l1_{name}@{mask}", math.fsum(each) / len(each)
     if "right" not in losses:
@@ -99,7 +99,7 @@ def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, flo
 
 
 def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Skipped]) -> tuple[dict[int, str], Tensor]:
-    """What a first reading tells: a wrong caption of each row, and the mean picture [3, H, W], 0 to 255."""
+    """What a first reading tells: a wrong caption of each row, and the mean image [3, H, W], 0 to 255."""
 
     def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor, list[Skipped]]:
         named = list(zip(part.rows, part.keys, part.captions, strict=True))
@@ -120,15 +120,15 @@ def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Ski
     bad += [Skipped(row, name, "no other's caption is wrong of it") for row, name, _ in found if row not in wrong]
     if not wrong:
         raise ValueError(
-            f"{source.name}: of its {len(rows)} pictures with captions none has a wrong one among the others'; "
-            "expected at least two pictures whose captions differ."
+            f"{source.name}: of its {len(rows)} images with captions none has a wrong one among the others'; "
+            "expected at least two images whose captions differ."
         )
     return wrong, total / len(rows)
 
 
 @dataclass(frozen=True)
 class Painted:
-    """A batch of pictures with hidden patches, painted from several guides."""
+    """A batch of images with hidden patches, painted from several guides."""
 
     images: Tensor  # uint8 [n, 3, H, W]
     hidden: Tensor  # [n, m]
@@ -138,19 +138,19 @@ class Painted:
 
 @dataclass
 class Judged:
-    """What a batch of pictures lost, by mask, then guide, and a few of them."""
+    """What a batch of images lost, by mask, then guide, and a few of them."""
 
     losses: dict[str, dict[str, list[float]]]
     examples: list[Example]
 
 
 class Judge:
-    """A model that paints pictures, what they lost so far, and a few of them."""
+    """A model that paints images, what they lost so far, and a few of them."""
 
     def __init__(self, matcher: Matcher) -> None:
         self.settings = mim_settings(matcher)
         self.matcher, self.model = matcher, matcher.model
-        self.losses: dict[str, dict[str, list[float]]] = {mask: {} for mask in MASKS}  # by mask, then guide: [pictures]
+        self.losses: dict[str, dict[str, list[float]]] = {mask: {} for mask in MASKS}  # by mask, then guide: [images]
         self.examples: list[Example] = []
 
     def add(self, found: Judged) -> None:
@@ -165,7 +165,7 @@ class Judge:
         return SHOWN - sum(example.mask == mask for example in self.examples)
 
     def judged(self, source: Source, part: EvalBatch, places: list[int], wrong: list[str], mean: Tensor) -> Judged:
-        """Paint some pictures of a batch, each from its right caption, a wrong one and none."""
+        """Paint some images of a batch, each from its right caption, a wrong one and none."""
         device = next(self.model.parameters()).device
         right = [part.captions[n][0] for n in places]
         seeds = torch.tensor([key(source.fingerprint, "reconstruction", part.rows[n]) for n in places])
@@ -181,7 +181,7 @@ class Judge:
     def paint(
         self, images: Tensor, right: Sequence[str], wrong: Sequence[str], seeds: Tensor, mask: str, mean: Tensor
     ) -> Painted:
-        """Images uint8 [n, 3, H, W]; seeds [n] of random masks; mean: the mean picture."""
+        """Images uint8 [n, 3, H, W]; seeds [n] of random masks; mean: the mean image."""
         model, config = self.model, self.model.config
         said = dict(zip(GUIDES, (right, wrong, [""] * len(right)), strict=True))
         guides = {k: self.matcher.tokenizer.encode(v, config.text).to(images.device) for k, v in said.items()}
@@ -204,12 +204,12 @@ class Judge:
         everywhere = unfold(((mean.float() / 255 - self.model.mean.float()) / std)[None], patch)[0]
         found = {
             "mean_colour": mean_colour(self.model.normalise(images).float(), hidden, patch),
-            "mean_picture": everywhere[hidden],
+            "mean_image": everywhere[hidden],
         }
         return {**found, "own_mean": target.mean(-1, keepdim=True)} if self.settings.norm_pix else found
 
     def example(self, done: Painted, n: int, mask: str, right: str, wrong: str) -> Example:
-        """Picture n of a batch, as the page shows it."""
+        """Image n of a batch, as the page shows it."""
         one = slice(n, n + 1)
         filled = {
             name: fill(self.model, done.images[one], done.hidden[one], pixels[one])[0].permute(1, 2, 0).cpu().numpy()

@@ -1,4 +1,4 @@
-"""For every picture a caption that is wrong of it, drawn from the other pictures' captions."""
+"""For every image a caption that is wrong of it, drawn from the other images' captions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from kiloword.randomness import key
 from kiloword.types import Source
 
-TRIES = 1000  # other pictures that are asked for a caption before a picture is given up
+TRIES = 1000  # other images that are asked for a caption before an image is given up
 
 
 def wrong_captions(source: Source, rows: Sequence[int], captions: Sequence[Sequence[str]]) -> dict[int, str]:
-    """By row, the first caption of another picture that is none of its own and, where the source knows, false.
+    """By row, the first caption of another image that is none of its own and, where the source knows, false.
 
-    The pictures are put in a circle by a draw keyed by the data; each takes the caption of the next one whose caption
+    The images are put in a circle by a draw keyed by the data; each takes the caption of the next one whose caption
     is wrong of it. So nearly every caption is used once. Rows for which there is none are left out.
 
     Args: rows [n] of the source; captions: of each row its own, at least one.

@@ -20,7 +20,7 @@ from kiloword.model.pooling import at_least_float
 from kiloword.types import Features
 
 PairScore = Callable[[Features, Features], Tensor]
-"""n pictures and n texts, row by row: [n], higher = better match; a head's `score_pairs`."""
+"""n images and n texts, row by row: [n], higher = better match; a head's `score_pairs`."""
 
 GATHERED = 1 << 26  # bytes of features that are copied at once to score pairs
 
@@ -38,30 +38,30 @@ def shortlisted(
 
     They stand first, in the order of their scores; the rest follows in the order of "vec". So with a shortlist of
     everything the metrics are those of `retrieval`. How much the first stage loses is told too:
-    `image_retrieval_shortlist_recall@N`: share of texts whose picture is among the N pictures nearest to them.
-    `text_retrieval_shortlist_recall@N`: share of texts that are among the N texts nearest to their picture.
+    `image_retrieval_shortlist_recall@N`: share of texts whose image is among the N images nearest to them.
+    `text_retrieval_shortlist_recall@N`: share of texts that are among the N texts nearest to their image.
 
     Args: images [I, ...]; texts [T, ...]; image_of_text [T] int64; relevance as a function of rows or [T, I] bool.
     """
     if shortlist < 1:
         raise ValueError(f"a shortlist of {shortlist} items; expected at least 1")
     check_pairs(images, texts, image_of_text)
-    picture = image_of_text.to(images["vec"].device)
+    image = image_of_text.to(images["vec"].device)
     listed = {
         "text_retrieval": _own(
-            _Panels(score, images, texts, shortlist), lambda r: picture == _numbers(r, picture), picture.device
+            _Panels(score, images, texts, shortlist), lambda r: image == _numbers(r, image), image.device
         ),
         "image_retrieval": _own(
             _Panels(lambda t, i: score(i, t), texts, images, shortlist),
-            lambda c: picture[c, None] == torch.arange(len(images["vec"]), device=picture.device),
-            picture.device,
+            lambda c: image[c, None] == torch.arange(len(images["vec"]), device=image.device),
+            image.device,
         ),
     }
     for k in ks:
         for name, (where, _) in listed.items():
             yield f"{name}_recall@{k}", hit(where, k).mean().item()
     for name, (_, kept) in listed.items():
-        yield f"{name}_shortlist_recall@{shortlist}", kept / len(picture)
+        yield f"{name}_shortlist_recall@{shortlist}", kept / len(image)
     if relevance is not None:
         yield from _true_relevance(score, images, texts, shortlist, relevance, ks)
 

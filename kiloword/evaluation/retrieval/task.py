@@ -1,4 +1,4 @@
-"""Retrieval both ways, many captions a picture: `kiloword eval MODEL retrieval`."""
+"""Retrieval both ways, many captions an image: `kiloword eval MODEL retrieval`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 Score = Callable[[Features, Features], Tensor]
-"""Pictures [i, ...] and texts [t, ...] -> [i, t], higher = better match: a head's `score`."""
+"""Images [i, ...] and texts [t, ...] -> [i, t], higher = better match: a head's `score`."""
 
 Relevance = Callable[[slice], "Tensor | np.ndarray"]
-"""Rows of texts -> [t, I] bool: every picture that a text is true of."""
+"""Rows of texts -> [t, I] bool: every image that a text is true of."""
 
 PANEL = 1 << 22  # scores sorted at once for true relevance
 
@@ -38,8 +38,8 @@ def retrieval(
 ) -> Iterator[tuple[str, float]]:
     """Recall@k both ways, as CLIP_benchmark defines and names it; no [I, T] is ever held.
 
-    `image_retrieval_recall@k`: share of texts whose picture is among the first k pictures.
-    `text_retrieval_recall@k`: share of pictures with any of their captions among the first k texts; a picture
+    `image_retrieval_recall@k`: share of texts whose image is among the first k images.
+    `text_retrieval_recall@k`: share of images with any of their captions among the first k texts; an image
     without captions is a miss. With relevance also what `true_relevance` yields. Ties get their expected value.
 
     Args: images [I, ...]; texts [T, ...]; image_of_text [T] int64; relevance as a function of rows or [T, I] bool.
@@ -72,11 +72,11 @@ def run(
     captioned: list[Features] = []
     captions: list[str] = []
     places: list[int] = []  # rows of the source
-    picture: list[int] = []  # of each caption, an index into places
+    image: list[int] = []  # of each caption, an index into places
     for part in seen(matcher, source, batch, workers, bad):
         described = part.without([not some for some in part.captions], "no caption", bad)
         for row, some in zip(described.rows, described.captions, strict=True):
-            picture += [len(places)] * len(some)
+            image += [len(places)] * len(some)
             captions += some
             places.append(row)
         captioned.append(described.images)
@@ -88,7 +88,7 @@ def run(
     truth = getattr(source, "relevance", None)
     relevance = None if truth is None else lambda c: truth(captions[c], places)
     texts = matcher.encode_text(captions)
-    images, image_of_text = join(captioned), torch.tensor(picture)
+    images, image_of_text = join(captioned), torch.tensor(image)
     if shortlist is None:
         yield from retrieval(matcher.score, images, texts, image_of_text, ks, relevance, chunk)
     else:
@@ -101,41 +101,41 @@ def check_pairs(images: Features, texts: Features, image_of_text: Tensor) -> Non
     """Refuse what cannot be ranked."""
     n, t = len(images["vec"]), len(texts["vec"])
     if n == 0 or t == 0:
-        raise ValueError(f"retrieval got {n} pictures and {t} texts: it needs at least one of each")
+        raise ValueError(f"retrieval got {n} images and {t} texts: it needs at least one of each")
     if image_of_text.shape != (t,) or not 0 <= int(image_of_text.min()) <= int(image_of_text.max()) < n:
-        raise ValueError(f"image_of_text must hold, for each of the {t} texts, the row of one of the {n} pictures")
+        raise ValueError(f"image_of_text must hold, for each of the {t} texts, the row of one of the {n} images")
 
 
 def standings(
     score: Score, images: Features, texts: Features, image_of_text: Tensor, chunk: int
 ) -> tuple[Standing, Standing]:
-    """Where the best caption of every picture [I] and the picture of every text [T] stand, block by block.
+    """Where the best caption of every image [I] and the image of every text [T] stand, block by block.
 
     The pairs' own scores are taken first; all else is then counted against them. Ranks share the blocks.
     """
     device = images["vec"].device
     n, t = len(images["vec"]), len(texts["vec"])
-    picture = image_of_text.to(device)
-    of_own = _own_scores(score, images, texts, picture, chunk)  # [T]
-    best = torch.full((n,), -torch.inf, dtype=of_own.dtype, device=device).scatter_reduce(0, picture, of_own, "amax")
+    image = image_of_text.to(device)
+    of_own = _own_scores(score, images, texts, image, chunk)  # [T]
+    best = torch.full((n,), -torch.inf, dtype=of_own.dtype, device=device).scatter_reduce(0, image, of_own, "amax")
     low_i, high_i = best - rounding(best), best + rounding(best)
     low_t, high_t = of_own - rounding(of_own), of_own + rounding(of_own)
     above_i, reach_i, above_t, reach_t = (torch.zeros(k, dtype=torch.int64, device=device) for k in (n, n, t, t))
     blocks = own(_blocks(n, t, chunk))
     for r, c in track(blocks, "ranks", "blocks of pairs", len(blocks)):
-        block = _others(check_scores(score(rows(images, r), rows(texts, c))), picture[c], r)
+        block = _others(check_scores(score(rows(images, r), rows(texts, c))), image[c], r)
         above_i[r] += _count(block > high_i[r, None], 1)
         reach_i[r] += _count(block >= low_i[r, None], 1)
         above_t[c] += _count(block > high_t[c], 0)
         reach_t[c] += _count(block >= low_t[c], 0)
     above_i, reach_i, above_t, reach_t = sums(above_i, reach_i, above_t, reach_t)  # reach: above or tied, own left out
-    is_best = (of_own >= low_i[picture]).long()
-    positives, ones = torch.zeros_like(above_i).index_add_(0, picture, is_best), torch.ones_like(above_t)
+    is_best = (of_own >= low_i[image]).long()
+    positives, ones = torch.zeros_like(above_i).index_add_(0, image, is_best), torch.ones_like(above_t)
     return Standing(above_i, reach_i + positives - above_i, positives), Standing(above_t, reach_t + 1 - above_t, ones)
 
 
 def _blocks(n: int, t: int, chunk: int) -> list[tuple[slice, slice]]:
-    """Rows and columns of every block of n pictures and t texts."""
+    """Rows and columns of every block of n images and t texts."""
     return [(r, c) for r in chunks(n, chunk) for c in chunks(t, chunk)]
 
 
@@ -143,31 +143,31 @@ def _count(found: Tensor, dim: int) -> Tensor:
     return found.sum(dim, dtype=torch.int32)  # three times as fast as the default, and a block is smaller than 2^31
 
 
-def _own_scores(score: Score, images: Features, texts: Features, picture: Tensor, chunk: int) -> Tensor:
-    """Every text against its own picture: [T]. Blocks without such a pair are not computed."""
+def _own_scores(score: Score, images: Features, texts: Features, image: Tensor, chunk: int) -> Tensor:
+    """Every text against its own image: [T]. Blocks without such a pair are not computed."""
     found = []
-    blocks = [(r, c) for r, c in _blocks(len(images["vec"]), len(picture), chunk) if len(_pairs(picture[c], r))]
+    blocks = [(r, c) for r, c in _blocks(len(images["vec"]), len(image), chunk) if len(_pairs(image[c], r))]
     for r, c in own(blocks):
-        at = _pairs(picture[c], r)
+        at = _pairs(image[c], r)
         block = check_scores(score(rows(images, r), rows(texts, c)))
-        found.append(((at + c.start).cpu(), block[picture[c][at] - r.start, at].cpu()))
+        found.append(((at + c.start).cpu(), block[image[c][at] - r.start, at].cpu()))
     columns, values = zip(*(one for some in gathered(found) for one in some), strict=True)
     of_own = torch.cat(values)
-    return torch.empty_like(of_own).scatter(0, torch.cat(columns), of_own).to(picture.device)
+    return torch.empty_like(of_own).scatter(0, torch.cat(columns), of_own).to(image.device)
 
 
-def _others(block: Tensor, picture: Tensor, r: slice) -> Tensor:
+def _others(block: Tensor, image: Tensor, r: slice) -> Tensor:
     """A block of scores [i, t] whose own pairs are NaN: neither above nor beside anything."""
-    at = _pairs(picture, r)
+    at = _pairs(image, r)
     if not len(at):
         return block
-    others: Tensor = block.index_put((picture[at] - r.start, at), block.new_tensor(torch.nan))
+    others: Tensor = block.index_put((image[at] - r.start, at), block.new_tensor(torch.nan))
     return others
 
 
-def _pairs(picture: Tensor, r: slice) -> Tensor:
-    """Columns of a block whose own picture is one of its rows."""
-    return torch.where((picture >= r.start) & (picture < r.stop))[0]
+def _pairs(image: Tensor, r: slice) -> Tensor:
+    """Columns of a block whose own image is one of its rows."""
+    return torch.where((image >= r.start) & (image < r.stop))[0]
 
 
 def true_relevance(
@@ -178,11 +178,11 @@ def true_relevance(
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = 1024,
 ) -> Iterator[tuple[str, float]]:
-    """Retrieval of pictures where the truth is known: every picture that a text is true of counts.
+    """Retrieval of images where the truth is known: every image that a text is true of counts.
 
     `image_retrieval_true_map` (average precision), `image_retrieval_true_r_precision` (hits among the first R over R,
-    with R pictures to find), `image_retrieval_true_recall@k` (any hit among the first k). Means over the texts that are
-    true of some picture; the others, if any, are counted as `image_retrieval_true_unmatched`.
+    with R images to find), `image_retrieval_true_recall@k` (any hit among the first k). Means over the texts that are
+    true of some image; the others, if any, are counted as `image_retrieval_true_unmatched`.
     """
     n, t = len(images["vec"]), len(texts["vec"])
 
@@ -195,14 +195,14 @@ def true_relevance(
 def true_means(
     panel: Callable[[slice], Tensor], n: int, t: int, relevance: Relevance | Tensor, ks: Sequence[int]
 ) -> Iterator[tuple[str, float]]:
-    """What `true_relevance` yields, of n pictures and t texts. Args: panel: the scores [rows, I] of rows of texts."""
+    """What `true_relevance` yields, of n images and t texts. Args: panel: the scores [rows, I] of rows of texts."""
 
     def judged(c: slice) -> tuple[int, dict[str, float]]:
         scores = panel(c)
         truth = torch.as_tensor(relevance[c] if isinstance(relevance, Tensor) else relevance(c))
         if truth.shape != scores.shape:
             came, wanted = tuple(truth.shape), tuple(scores.shape)
-            raise ValueError(f"relevance came as {came}; {wanted} (texts, pictures) expected")
+            raise ValueError(f"relevance came as {came}; {wanted} (texts, images) expected")
         known = truth.any(1)
         found = _panel_metrics(scores[known.to(scores.device)], truth[known].to(scores.device), ks)
         return int(known.sum()), dict(found)
@@ -214,7 +214,7 @@ def true_means(
         for name, value in found.items():
             totals[name] = totals.get(name, 0.0) + value
     if not answerable:
-        raise ValueError("no text is true of any picture: there is nothing to retrieve")
+        raise ValueError("no text is true of any image: there is nothing to retrieve")
     for name, value in totals.items():
         yield name, value / answerable
     if answerable < t:

@@ -1,4 +1,4 @@
-"""What the task `uncertainty` looks at: pictures, captions and their levels as Gaussians, encoded once."""
+"""What the task `uncertainty` looks at: images, captions and their levels as Gaussians, encoded once."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 LENGTHS = (0, 6, 11, 16, 21, 31)  # words from which a bucket of lengths starts
 
 Chain = tuple[int, list[str]]
-"""A picture (index, not row) and texts about it from general to specific."""
+"""An image (index, not row) and texts about it from general to specific."""
 
 
 @dataclass
 class Data:
-    """I encoded pictures of a source and their T captions."""
+    """I encoded images of a source and their T captions."""
 
     source: Source
     rows: list[int]  # [I] of the source
     images: Features
     labels: Tensor  # [I] int64, -1: none
     captions: list[str]  # [T]
-    picture: Tensor  # [T] int64, index of each caption's picture
+    image: Tensor  # [T] int64, index of each caption's image
     texts: Features | None  # None: there are no captions
-    image_doubt: Tensor  # [I] sums of variances
-    text_doubt: Tensor  # [T]
+    image_uncertainty: Tensor  # [I] sums of variances
+    text_uncertainty: Tensor  # [T]
 
 
 @dataclass
@@ -45,24 +45,24 @@ class Levelled:
     """N different texts that stand at a level of generality each, 0 the most general."""
 
     level: Tensor  # [N] int64
-    doubt: Tensor  # [N] sums of variances
+    uncertainty: Tensor  # [N] sums of variances
     captions: bool  # these are the data's different captions, in their order; else texts of chains
 
 
 def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> Data:
-    """Encode a source, a batch at a time; what has no caption stays, as a picture."""
+    """Encode a source, a batch at a time; what has no caption stays, as an image."""
     rows: list[int] = []
     images: list[Features] = []
     labels: list[Tensor] = []
     captions: list[str] = []
-    picture: list[int] = []
+    image: list[int] = []
     for part in seen(matcher, source, batch, workers, skipped):
         for i, own in enumerate(part.captions, start=len(rows)):
-            picture += [i] * len(own)
+            image += [i] * len(own)
             captions += own
         rows += part.rows
         images.append(part.images)
-        one = part.labels is not None and part.labels.ndim == 1  # many labels a picture are neither right nor wrong
+        one = part.labels is not None and part.labels.ndim == 1  # many labels an image are neither right nor wrong
         labels.append(part.labels if part.labels is not None and one else torch.full((len(part.rows),), -1))
     joined, texts = join(images), matcher.encode_text(captions) if captions else None
     return Data(
@@ -71,14 +71,14 @@ def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: 
         images=joined,
         labels=torch.cat(labels),
         captions=captions,
-        picture=torch.tensor(picture, dtype=torch.int64),
+        image=torch.tensor(image, dtype=torch.int64),
         texts=texts,
-        image_doubt=doubt(joined, source.name),
-        text_doubt=torch.empty(0) if texts is None else doubt(texts, source.name),
+        image_uncertainty=uncertainty(joined, source.name),
+        text_uncertainty=torch.empty(0) if texts is None else uncertainty(texts, source.name),
     )
 
 
-def doubt(features: Features, name: str) -> Tensor:
+def uncertainty(features: Features, name: str) -> Tensor:
     """Sums of variances, [N] double; ValueError when one is not finite."""
     found = variance_sum(features).double().cpu()
     if not bool(found.isfinite().all()):
@@ -128,7 +128,7 @@ def level(query: Query) -> int:
 
 
 def chains(data: Data) -> list[Chain]:
-    """The chains of every encoded picture, all of one length: the source's own, or HierarCaps' from its json."""
+    """The chains of every encoded image, all of one length: the source's own, or HierarCaps' from its json."""
     found = read(data.source).chains
     return [(i, texts) for i, row in enumerate(data.rows) for texts in found.get(row, [])]
 
@@ -138,9 +138,9 @@ def levelled(matcher: Matcher, data: Data, found: Sequence[Chain]) -> Levelled |
     levels = caption_levels(data.source, data.captions)
     if levels is not None and (len(set(levels)) > 1 or not found):
         first = different(data.captions)
-        return Levelled(torch.tensor(levels)[first], data.text_doubt[first], captions=True)
+        return Levelled(torch.tensor(levels)[first], data.text_uncertainty[first], captions=True)
     standing = [(text, k) for _, texts in found for k, text in enumerate(texts)]
     if not standing:
         return None
     texts, level = zip(*(standing[i] for i in different(standing)), strict=True)
-    return Levelled(torch.tensor(level), doubt(matcher.encode_text(texts), data.source.name), captions=False)
+    return Levelled(torch.tensor(level), uncertainty(matcher.encode_text(texts), data.source.name), captions=False)

@@ -1,4 +1,4 @@
-"""Whether Gaussians include each other as pictures and captions do: H, eq. 4 of arXiv:2410.18857."""
+"""Whether Gaussians include each other as images and captions do: H, eq. 4 of arXiv:2410.18857."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def _rows(features: Features, which: Tensor) -> Features:
 
 
 def matched(data: Data) -> Tensor:
-    """H(picture in caption) of every caption with its own picture, [T]; its negative is H(caption in picture)."""
+    """H(image in caption) of every caption with its own image, [T]; its negative is H(caption in image)."""
     assert data.texts is not None
-    return pairwise(data.images, data.texts, data.picture, torch.arange(len(data.picture)))[0]
+    return pairwise(data.images, data.texts, data.image, torch.arange(len(data.image)))[0]
 
 
 @dataclass
@@ -73,18 +73,18 @@ def links(found: Sequence[Chain], exact: bool) -> Links:
     """Pairs of at most MOST chains, drawn by how many there are. Equal texts of one chain make no pair.
 
     "chain" holds those of every link, "reverse" the same the other way round, "unrelated" a text and the next more
-    general one of another picture's chain. Args: exact: the texts are captions of scenes.
+    general one of another image's chain. Args: exact: the texts are captions of scenes.
     """
     rng = np.random.Generator(np.random.Philox(key("chains", len(found))))
     index: dict[str, int] = {}
     order = rng.permutation(len(found))[:MOST].tolist()
     own = [(found[n][0], [index.setdefault(text, len(index)) for text in found[n][1]]) for n in order]
     pairs: dict[str, list[Pair]] = {}
-    for n, ((picture, chain), (other, wrong)) in enumerate(zip(own, [*own[1:], *own[:1]], strict=True)):
+    for n, ((image, chain), (other, wrong)) in enumerate(zip(own, [*own[1:], *own[:1]], strict=True)):
         for k in range(len(chain) - 1, 0, -1):
             if chain[k] != chain[k - 1]:
                 pairs.setdefault(f"chain_{k}_in_{k - 1}", []).append((chain[k], chain[k - 1], n))
-            if picture != other:
+            if image != other:
                 pairs.setdefault("unrelated", []).append((chain[k], wrong[k - 1], n))
     every = [pair for name, own_pairs in pairs.items() if name != "unrelated" for pair in own_pairs]
     unrelated = pairs.pop("unrelated", [])
@@ -133,7 +133,7 @@ def inclusion_tests(found: Mapping[str, Answer]) -> Iterator[tuple[str, float]]:
 
     `inclusion_chain_K_in_J`: a text of level K in that of level J of one chain; `inclusion_chain`: over all of these;
     `inclusion_reverse`: the other way round; `inclusion_unrelated`: a text in the more general one of another
-    picture's chain, in which a share `inclusion_unrelated_true` truly is. The sign of H says mostly which is wider, so
+    image's chain, in which a share `inclusion_unrelated_true` truly is. The sign of H says mostly which is wider, so
     unrelated pairs pass too; under names with `_overlap` the two must also lie nearer than `inclusion_overlap`, as
     `Matcher.includes` asks: every other chain chooses it, and the rates are those of the rest.
     """

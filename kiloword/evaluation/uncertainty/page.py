@@ -29,23 +29,23 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 LINKS = 5  # of chains, whose histograms fit one plot
 TAIL = 2  # percent of each end that the outermost bars of a histogram hold together
 STDS = 2  # of the ellipses
-_KINDS = {"text": ("Captions", "recall@1"), "image": ("Pictures", "recall@1"), "zeroshot": ("Classes", "accuracy")}
+_KINDS = {"text": ("Captions", "recall@1"), "image": ("Images", "recall@1"), "zeroshot": ("Classes", "accuracy")}
 _INTRO = (
-    "Every picture and every text is a Gaussian. Its uncertainty is the sum of its variances over all dimensions; its "
+    "Every image and every text is a Gaussian. Its uncertainty is the sum of its variances over all dimensions; its "
     "size means nothing by itself, its order should: the general is less certain than the specific, and what is less "
     "certain is wrong more often.\n\nH, the difference of two inclusions (arXiv:2410.18857, eq. 4), is positive where "
     "one Gaussian lies within another. Its sign mostly tells which of the two is wider."
 )
 _FIGURES = {
-    "image_uncertainty_mean": "pictures, mean",
+    "image_uncertainty_mean": "images, mean",
     "text_uncertainty_mean": "texts, mean",
-    "text_above_image": "share of captions above their picture",
+    "text_above_image": "share of captions above their image",
     "text_uncertainty_words_spearman": "texts, with number of words",
     "text_uncertainty_level_spearman": "texts, with level",
-    "truth_spearman": "texts, with pictures they are true of",
+    "truth_spearman": "texts, with images they are true of",
     "calibration_text_spearman": "texts, with recall@1 over bins",
-    "calibration_image_spearman": "pictures, with recall@1 over bins",
-    "calibration_zeroshot_spearman": "pictures, with zero-shot accuracy over bins",
+    "calibration_image_spearman": "images, with recall@1 over bins",
+    "calibration_zeroshot_spearman": "images, with zero-shot accuracy over bins",
 }
 
 
@@ -68,14 +68,14 @@ def _figures(found: Mapping[str, Values]) -> str:
             rows.append([_FIGURES[name], *cells])
     note = paragraph(
         "With: Spearman's correlation of uncertainty with it. Where uncertainty is honest, that with the number of "
-        "pictures that a text is true of is positive, and the others are negative."
+        "images that a text is true of is positive, and the others are negative."
     )
     return table(rows, ["", *found]) + note
 
 
 def _sections(values: Values, more: Shown) -> Iterator[tuple[str, str]]:
     """Headings with what stands below them for one model; parts that there is nothing to draw of are left out."""
-    yield "How uncertain pictures and texts are", _spread(values, more)
+    yield "How uncertain images and texts are", _spread(values, more)
     if len(more["words"]):
         yield "Uncertainty by length of the text", _lengths(more)
     rest = more["found"]
@@ -86,15 +86,15 @@ def _sections(values: Values, more: Shown) -> Iterator[tuple[str, str]]:
     if rest["bins"]:
         yield "Who is uncertain, and who is right", grid([_calibration(values, n, b) for n, b in rest["bins"].items()])
     if rest["matched"] is not None:
-        yield "Pictures within their captions", _matched(values, rest["matched"])
+        yield "Images within their captions", _matched(values, rest["matched"])
     if rest["answers"]:
         yield "Specific texts within general ones", _chains(values, rest["answers"], rest["exact"])
-    yield "Most certain pictures", _pictures(more["certain"])
-    yield "Most uncertain pictures", _pictures(more["uncertain"])
+    yield "Most certain images", _images(more["certain"])
+    yield "Most uncertain images", _images(more["uncertain"])
     if len(more["words"]):
         yield "Most certain and most uncertain texts", _texts(more)
     if more["plane"] is not None:
-        yield "A few pictures and their captions in a plane", _plane(more["plane"])
+        yield "A few images and their captions in a plane", _plane(more["plane"])
 
 
 def _unit(values: Tensor) -> tuple[float, str]:
@@ -120,15 +120,15 @@ def _bars(series: Mapping[str, Tensor], x_label: str, y_label: str) -> str:
 
 
 def _spread(values: Values, more: Shown) -> str:
-    sides = {"pictures": more["image"], "texts": more["text"]}
-    some = {name: doubts for name, doubts in sides.items() if len(doubts)}
+    sides = {"images": more["image"], "texts": more["text"]}
+    some = {name: uncertainties for name, uncertainties in sides.items() if len(uncertainties)}
     scale, label = _unit(torch.cat(list(some.values())))
-    html = _bars({name: doubts * scale for name, doubts in some.items()}, label, "share of each")
+    html = _bars({name: uncertainties * scale for name, uncertainties in some.items()}, label, "share of each")
     if "text_above_image" not in values:
         return html
-    said = f"In {percent(values['text_above_image'])} of the pairs the text is less certain than its picture."
+    said = f"In {percent(values['text_above_image'])} of the pairs the text is less certain than its image."
     pairs = torch.stack([more["own"], more["text"]], 1) * scale
-    dots = scatter({"pairs": _some(pairs)}, f"picture: {label}", f"its text: {label}", faint=True)
+    dots = scatter({"pairs": _some(pairs)}, f"image: {label}", f"its text: {label}", faint=True)
     return paragraph(said) + html + dots
 
 
@@ -145,9 +145,9 @@ def _lengths(more: Shown) -> str:
 
 
 def _levels(texts: Levelled) -> str:
-    scale, label = _unit(texts.doubt)
+    scale, label = _unit(texts.uncertainty)
     levels = sorted(set(texts.level.tolist()))
-    boxes = [(f"level {k}", _five(texts.doubt[texts.level == k] * scale)) for k in levels]
+    boxes = [(f"level {k}", _five(texts.uncertainty[texts.level == k] * scale)) for k in levels]
     return _counted(
         boxes, [int((texts.level == k).sum()) for k in levels], "level of the text, 0 the most general", label
     )
@@ -166,19 +166,19 @@ def _counted(boxes: Sequence[tuple[str, list[float]]], counts: Sequence[int], x_
 
 
 def _truth(values: Values, more: Shown) -> str:
-    """Every caption by how many pictures it is true of, coloured by level."""
-    count, doubts = more["found"]["true_of"], more["different"]
-    scale, label = _unit(doubts)
+    """Every caption by how many images it is true of, coloured by level."""
+    count, uncertainties = more["found"]["true_of"], more["different"]
+    scale, label = _unit(uncertainties)
     texts = more["found"]["levelled"]
     known = texts is not None and texts.captions
     level = texts.level if texts is not None and known else torch.zeros_like(count)
-    points = torch.stack([count.double(), doubts * scale], 1)
+    points = torch.stack([count.double(), uncertainties * scale], 1)
     levels = sorted(set(level[count > 0].tolist()))
     series = {f"level {k}" if known else "captions": _some(points[(level == k) & (count > 0)]) for k in levels}
     rates = [f"level {k} {values[name]:.2f}" for k in levels if (name := f"truth_spearman_level@{k}") in values]
     pooled = [f"all {values['truth_spearman']:.2f}"] if "truth_spearman" in values else []
     said = paragraph(f"Spearman's correlation: {', '.join([*pooled, *rates])}.") if pooled or rates else ""
-    return said + scatter(series, "pictures that the caption is true of", label, log_x=True, faint=True)
+    return said + scatter(series, "images that the caption is true of", label, log_x=True, faint=True)
 
 
 def _calibration(values: Values, name: str, found: Bins) -> str:
@@ -197,10 +197,10 @@ def _calibration(values: Values, name: str, found: Bins) -> str:
 
 def _matched(values: Values, h: Tensor) -> str:
     said = (
-        f"{percent(values['image_in_text'])} of the captions include their picture (H > 0), "
+        f"{percent(values['image_in_text'])} of the captions include their image (H > 0), "
         f"{percent(values['text_in_image'])} lie within it: H the other way round is its negative."
     )
-    return paragraph(said) + _bars({"pairs": h}, "H(picture in its caption)", "share of the pairs")
+    return paragraph(said) + _bars({"pairs": h}, "H(image in its caption)", "share of the pairs")
 
 
 def _chains(values: Values, found: Mapping[str, Answer], exact: bool) -> str:
@@ -230,42 +230,42 @@ def _chains(values: Values, found: Mapping[str, Answer], exact: bool) -> str:
 
 def _link(name: str) -> str:
     """ "chain_3_in_2" in words."""
-    known = {"chain": "all of these", "reverse": "the other way round", "unrelated": "in another picture's chain"}
+    known = {"chain": "all of these", "reverse": "the other way round", "unrelated": "in another image's chain"}
     return known.get(name) or "level " + name.removeprefix("chain_").replace("_in_", " in ")
 
 
-def _pictures(found: Sequence[tuple[Any, float]]) -> str:
-    return tiles([(picture, f"{doubt:#.3g}") for picture, doubt in found])
+def _images(found: Sequence[tuple[Any, float]]) -> str:
+    return tiles([(image, f"{uncertainty:#.3g}") for image, uncertainty in found])
 
 
 def _texts(more: Shown) -> str:
     parts = []
     kinds = {"certain": "most certain", "uncertain": "most uncertain", "long": "of the longest tenth, most uncertain"}
     for kind, name in kinds.items():
-        rows: list[list[Cell]] = [[text, f"{doubt:#.3g}"] for text, doubt in more[f"{kind} texts"]]
+        rows: list[list[Cell]] = [[text, f"{uncertainty:#.3g}"] for text, uncertainty in more[f"{kind} texts"]]
         parts.append(table(rows, [name, "variance"]))
     return grid(parts[:2]) + parts[2]
 
 
 def _plane(found: Plane) -> str:
-    """Squares are pictures, dots captions, both with their ellipses."""
+    """Squares are images, dots captions, both with their ellipses."""
     series = {}
-    for n in range(len(found.pictures)):
+    for n in range(len(found.images)):
         own = [i for i, of in enumerate(found.of) if of == n]
         points = {i: (float(found.means[i, 0]), float(found.means[i, 1])) for i in own}
-        series[f"picture {n + 1}"] = Dots(
+        series[f"image {n + 1}"] = Dots(
             [points[i] for i in own if found.is_text[i]],
             [points[i] for i in own if not found.is_text[i]],
             [_ellipse(found.means[i], found.spread[i]) for i in own],
         )
     said = (
-        f"Squares are pictures, dots their captions, ellipses {STDS} standard deviations wide and high to each side; "
+        f"Squares are images, dots their captions, ellipses {STDS} standard deviations wide and high to each side; "
         "the axes are the principal components of the means that are shown, and have a scale each."
     )
     x_label, y_label = (f"component {n + 1}, {percent(s)} of the variance" for n, s in enumerate(found.share.tolist()))
-    shown = tiles([(picture, f"picture {n}") for n, picture in enumerate(found.pictures, start=1)], len(found.pictures))
+    shown = tiles([(image, f"image {n}") for n, image in enumerate(found.images, start=1)], len(found.images))
     rows: list[list[Cell]] = [[text, f"{n + 1}"] for text, n in zip(found.texts, found.of, strict=True) if text]
-    return paragraph(said) + scatter(series, x_label, y_label) + shown + table(rows, ["caption", "of picture"])
+    return paragraph(said) + scatter(series, x_label, y_label) + shown + table(rows, ["caption", "of image"])
 
 
 def _ellipse(mean: Tensor, spread: Tensor) -> Ellipse:

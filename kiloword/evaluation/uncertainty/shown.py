@@ -1,4 +1,4 @@
-"""What the page of the task `uncertainty` draws: numbers and pictures, without the model."""
+"""What the page of the task `uncertainty` draws: numbers and images, without the model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kiloword.types import Features
 
 Pixels = npt.NDArray[np.uint8]
 
-SHOWN = 12  # most and least certain pictures, and texts
+SHOWN = 12  # most and least certain images, and texts
 LONG = 90  # percent of the texts are shorter than those that are called long
-PLANE = 4  # pictures in the plane
+PLANE = 4  # images in the plane
 CAPTIONS = 4  # of each of them
-SIDE = 128  # pixels a side of a picture on the page, at most
+SIDE = 128  # pixels a side of an image on the page, at most
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Findings:
     """What `run` found, beside its values."""
 
     data: Data
-    matched: Tensor | None = None  # [T] H(picture in caption) of matched pairs
-    true_of: Tensor | None = None  # [N] pictures that each different caption is true of
+    matched: Tensor | None = None  # [T] H(image in caption) of matched pairs
+    true_of: Tensor | None = None  # [N] images that each different caption is true of
     levelled: Levelled | None = None
     answers: dict[str, Answer] = field(default_factory=dict)
     exact: bool = False  # whether the truth of these is known
@@ -44,12 +44,12 @@ class Findings:
 
 @dataclass
 class Plane:
-    """A few pictures and captions in the plane of their means' two largest principal components."""
+    """A few images and captions in the plane of their means' two largest principal components."""
 
-    pictures: list[Pixels]  # [n]
-    of: list[int]  # [m] of each point, a picture
+    images: list[Pixels]  # [n]
+    of: list[int]  # [m] of each point, an image
     is_text: list[bool]  # [m]
-    texts: list[str]  # [m], "" for pictures
+    texts: list[str]  # [m], "" for images
     means: Tensor  # [m, 2]
     spread: Tensor  # [m, 2, 2] covariances
     share: Tensor  # [2] of the means' variance
@@ -59,52 +59,52 @@ def drawn(found: Findings) -> dict[str, Any]:
     """Everything by name; captions count once where they are the same."""
     data = found.data
     first = different(data.captions)
-    doubts = data.text_doubt[first]
+    uncertainties = data.text_uncertainty[first]
     texts = [data.captions[i] for i in first]
-    up = doubts.argsort(stable=True).tolist()
+    up = uncertainties.argsort(stable=True).tolist()
     words = torch.tensor([len(text.split()) for text in texts])
     long = words >= np.percentile(words, LONG) if texts else words
-    pictures = data.image_doubt.argsort(stable=True).tolist()
+    images = data.image_uncertainty.argsort(stable=True).tolist()
     return {
-        "image": data.image_doubt,
-        "text": data.text_doubt,
-        "own": data.image_doubt[data.picture],  # of each caption's picture
+        "image": data.image_uncertainty,
+        "text": data.text_uncertainty,
+        "own": data.image_uncertainty[data.image],  # of each caption's image
         "words": words,
-        "different": doubts,
+        "different": uncertainties,
         "found": {
             name: getattr(found, name) for name in ("matched", "true_of", "levelled", "answers", "exact", "bins")
         },
-        "certain": _pictures(data, pictures[:SHOWN]),
-        "uncertain": _pictures(data, pictures[::-1][:SHOWN]),
-        "certain texts": [(texts[i], float(doubts[i])) for i in up[:SHOWN]],
-        "uncertain texts": [(texts[i], float(doubts[i])) for i in up[::-1][:SHOWN]],
-        "long texts": [(texts[i], float(doubts[i])) for i in up[::-1] if long[i]][:SHOWN],
+        "certain": _images(data, images[:SHOWN]),
+        "uncertain": _images(data, images[::-1][:SHOWN]),
+        "certain texts": [(texts[i], float(uncertainties[i])) for i in up[:SHOWN]],
+        "uncertain texts": [(texts[i], float(uncertainties[i])) for i in up[::-1][:SHOWN]],
+        "long texts": [(texts[i], float(uncertainties[i])) for i in up[::-1] if long[i]][:SHOWN],
         "plane": plane(data),
     }
 
 
-def _pictures(data: Data, which: Sequence[int]) -> list[tuple[Pixels, float]]:
-    return [(pixels(data, i), float(data.image_doubt[i])) for i in which]
+def _images(data: Data, which: Sequence[int]) -> list[tuple[Pixels, float]]:
+    return [(pixels(data, i), float(data.image_uncertainty[i])) for i in which]
 
 
-def pixels(data: Data, picture: int) -> Pixels:
-    """The centre of a picture, at most SIDE pixels a side: uint8 [H, W, 3]."""
-    whole = decode(data.source.record(data.rows[picture]).image)
+def pixels(data: Data, image: int) -> Pixels:
+    """The centre of an image, at most SIDE pixels a side: uint8 [H, W, 3]."""
+    whole = decode(data.source.record(data.rows[image]).image)
     square: Pixels = fit(Image.fromarray(whole), min(SIDE, *whole.shape[:2])).permute(1, 2, 0).numpy()
     return square
 
 
 def plane(data: Data) -> Plane | None:
-    """Some pictures with captions, the same ones for every model; None below two points.
+    """Some images with captions, the same ones for every model; None below two points.
 
     The projection is linear, so a Gaussian stays one: its covariance becomes P diag(variances) P^T (appendix A.1 uses
     draws of it instead).
     """
     if data.texts is None:
         return None
-    owners = sorted(set(data.picture.tolist()))
+    owners = sorted(set(data.image.tolist()))
     chosen = sorted(owners, key=lambda i: key(data.source.fingerprint, "plane", data.rows[i]))[:PLANE]
-    captions = [(n, t) for n, i in enumerate(chosen) for t in (data.picture == i).nonzero()[:CAPTIONS, 0].tolist()]
+    captions = [(n, t) for n, i in enumerate(chosen) for t in (data.image == i).nonzero()[:CAPTIONS, 0].tolist()]
     parts = [_rows(data.images, chosen), _rows(data.texts, [t for _, t in captions])]
     means, variances = (torch.cat([part[name] for part in parts]) for name in ("vec", "log_var"))
     axes, share = principal(means)  # [2, D]

@@ -1,7 +1,7 @@
 """What a model's uncertainty says: `kiloword eval MODEL uncertainty` (arXiv:2410.18857, section 4.3).
 
-The uncertainty of a picture or a text is the sum of the variances of its Gaussian. Whether it is honest is asked of
-lengths and levels of captions, of the number of pictures that they are true of, of what is included in what, and of
+The uncertainty of an image or a text is the sum of the variances of its Gaussian. Whether it is honest is asked of
+lengths and levels of captions, of the number of images that they are true of, of what is included in what, and of
 errors (calibration, as PCME++ does).
 """
 
@@ -56,7 +56,7 @@ def run(
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,
 ) -> Values:
-    """Encode a source and yield what its parts allow; without captions, that of pictures and classes.
+    """Encode a source and yield what its parts allow; without captions, that of images and classes.
 
     `image_uncertainty_*`, `text_uncertainty_*` (mean, std, q05 to q95; by words, `_words_A-B` and `_words_spearman`; by
     level, `_level@k` and `_level_spearman`), `text_above_image`, `image_in_text`, `text_in_image`, then what
@@ -72,7 +72,7 @@ def run(
         )
     data = gather(matcher, source, batch, workers, [] if skipped is None else skipped)
     found = Findings(data)
-    yield from spread("image_uncertainty", data.image_doubt)
+    yield from spread("image_uncertainty", data.image_uncertainty)
     if data.texts is not None:
         yield from _of_texts(data, found)
     written = chains(data)
@@ -83,53 +83,53 @@ def run(
         found.exact = caption_levels(source, [text for _, texts in written for text in texts]) is not None
         found.answers = answers(matcher, links(written, found.exact))
         yield from inclusion_tests(found.answers)
-    for name, doubts, right in _judged(matcher, data, classnames, templates, chunk):
-        found.bins[name] = binned(doubts, right)
+    for name, uncertainties, right in _judged(matcher, data, classnames, templates, chunk):
+        found.bins[name] = binned(uncertainties, right)
         yield from calibration(f"calibration_{name}", found.bins[name])
     if shown is not None:
         shown |= drawn(found)
 
 
-def spread(name: str, doubts: Tensor) -> Values:
+def spread(name: str, uncertainties: Tensor) -> Values:
     """Of sums of variances [N]: mean, standard deviation (of these N) and quantiles."""
-    yield f"{name}_mean", float(doubts.mean())
-    yield f"{name}_std", float(doubts.std(correction=0))
-    for q, value in zip(QUANTILES, np.percentile(doubts.numpy(), QUANTILES).tolist(), strict=True):
+    yield f"{name}_mean", float(uncertainties.mean())
+    yield f"{name}_std", float(uncertainties.std(correction=0))
+    for q, value in zip(QUANTILES, np.percentile(uncertainties.numpy(), QUANTILES).tolist(), strict=True):
         yield f"{name}_q{q:02d}", value
 
 
 def _of_texts(data: Data, found: Findings) -> Values:
-    """What captions alone, and with their own pictures, say."""
+    """What captions alone, and with their own images, say."""
     assert data.texts is not None
-    yield from spread("text_uncertainty", data.text_doubt)
-    above = data.text_doubt > data.image_doubt[data.picture]
+    yield from spread("text_uncertainty", data.text_uncertainty)
+    above = data.text_uncertainty > data.image_uncertainty[data.image]
     yield "text_above_image", float(above.double().mean())
     found.matched = matched(data)
     yield "image_in_text", float((found.matched > 0).double().mean())
     yield "text_in_image", float((found.matched < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
     first = different(data.captions)
-    yield from by_length(torch.tensor([len(data.captions[i].split()) for i in first]), data.text_doubt[first])
+    yield from by_length(torch.tensor([len(data.captions[i].split()) for i in first]), data.text_uncertainty[first])
     if hasattr(data.source, "relevance"):
         found.true_of = true_of(data, first)
         yield from of_truth(data, first, found.true_of)
 
 
-def by_length(words: Tensor, doubts: Tensor) -> Values:
+def by_length(words: Tensor, uncertainties: Tensor) -> Values:
     """Of N different texts: Spearman's correlation with their numbers of words, and means by bucket of these."""
-    yield from defined("text_uncertainty_words_spearman", spearman(words, doubts))
+    yield from defined("text_uncertainty_words_spearman", spearman(words, uncertainties))
     for name, inside in buckets(words):
-        yield f"text_uncertainty_words_{name}", float(doubts[inside].mean())
+        yield f"text_uncertainty_words_{name}", float(uncertainties[inside].mean())
 
 
 def by_level(texts: Levelled) -> Values:
     """Means by level, and Spearman's correlation of level and uncertainty: negative where the general is uncertain."""
-    yield from defined("text_uncertainty_level_spearman", spearman(texts.level, texts.doubt))
+    yield from defined("text_uncertainty_level_spearman", spearman(texts.level, texts.uncertainty))
     for k in sorted(set(texts.level.tolist())):
-        yield f"text_uncertainty_level@{k}", float(texts.doubt[texts.level == k].mean())
+        yield f"text_uncertainty_level@{k}", float(texts.uncertainty[texts.level == k].mean())
 
 
 def true_of(data: Data, which: Sequence[int]) -> Tensor:
-    """How many of the pictures some captions are true of: [n] int64, a block of captions at a time."""
+    """How many of the images some captions are true of: [n] int64, a block of captions at a time."""
     truth = data.source.relevance  # type: ignore[attr-defined]
     texts = [data.captions[i] for i in which]
     parts = list(chunks(len(texts), max(1, PANEL // len(data.rows))))
@@ -137,18 +137,18 @@ def true_of(data: Data, which: Sequence[int]) -> Tensor:
 
 
 def of_truth(data: Data, which: Sequence[int], count: Tensor) -> Values:
-    """Spearman's correlation of uncertainty and the (logarithm of the) number of pictures that a caption is true of.
+    """Spearman's correlation of uncertainty and the (logarithm of the) number of images that a caption is true of.
 
-    `truth_spearman`: over the captions that differ and are true of some picture, `truth_captions` of them, those true
-    of all pictures too; `truth_spearman_level@k`: over those of one level, where their numbers differ;
+    `truth_spearman`: over the captions that differ and are true of some image, `truth_captions` of them, those true
+    of all images too; `truth_spearman_level@k`: over those of one level, where their numbers differ;
     `truth_unmatched`: captions true of none, left out.
     """
-    doubts, some = data.text_doubt[list(which)], count > 0
-    yield from defined("truth_spearman", spearman(doubts[some], count[some]))
+    uncertainties, some = data.text_uncertainty[list(which)], count > 0
+    yield from defined("truth_spearman", spearman(uncertainties[some], count[some]))
     levels = caption_levels(data.source, [data.captions[i] for i in which])
     for k in sorted(set(levels or [])):
         here = some & (torch.tensor(levels) == k)
-        yield from defined(f"truth_spearman_level@{k}", spearman(doubts[here], count[here]))
+        yield from defined(f"truth_spearman_level@{k}", spearman(uncertainties[here], count[here]))
     yield "truth_captions", float(some.sum())
     yield "truth_unmatched", float((~some).sum())
 
@@ -158,26 +158,26 @@ def _judged(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What may be right or wrong: its name, uncertainties [N] and chances of being right [N].
 
-    "text": is a caption's own picture found first; "image": is any caption of a picture found first, both by the
-    model's score; "zeroshot": is a picture's class. Pictures without captions, or without a label, are left out.
+    "text": is a caption's own image found first; "image": is any caption of an image found first, both by the
+    model's score; "zeroshot": is an image's class. Images without captions, or without a label, are left out.
     """
     if data.texts is not None:
-        kept, place, _ = groups(data.picture)
+        kept, place, _ = groups(data.image)
         images = {name: value[kept.to(value.device)] for name, value in data.images.items()}
         for_images, for_texts = standings(matcher.score, images, data.texts, place, chunk)
-        yield "text", data.text_doubt, hit(for_texts, 1).cpu()
-        yield "image", data.image_doubt[kept], hit(for_images, 1).cpu()
+        yield "text", data.text_uncertainty, hit(for_texts, 1).cpu()
+        yield "image", data.image_uncertainty[kept], hit(for_images, 1).cpu()
     names = classnames or getattr(data.source, "classnames", None)
     kept = (data.labels >= 0).nonzero()[:, 0]
     if names and len(kept):
         given = templates or getattr(data.source, "templates", None) or ["{c}"]
-        yield "zeroshot", data.image_doubt[kept], _classified(matcher, data, kept, names, given, chunk)
+        yield "zeroshot", data.image_uncertainty[kept], _classified(matcher, data, kept, names, given, chunk)
 
 
 def _classified(
     matcher: Matcher, data: Data, kept: Tensor, names: Sequence[str], templates: Templates, chunk: int
 ) -> Tensor:
-    """Chance that the class of some pictures [n] stands first, [n]."""
+    """Chance that the class of some images [n] stands first, [n]."""
     classes = classifier(matcher.model, matcher.tokenizer, names, templates)
     labels = data.labels[kept]
     if int(labels.max()) >= len(names):

@@ -152,7 +152,7 @@ def _asked(
     skipped: list[Skipped],
     answer: Callable[[Tensor, Sequence[Mapping[str, Any]]], list[_Given]],
 ) -> list[_Given]:
-    """All answers, given pictures [n, 3, H, W] and what is known of their questions; rows without one are `skipped`.
+    """All answers, given images [n, 3, H, W] and what is known of their questions; rows without one are `skipped`.
 
     A sharded model answers the same questions on every rank: how often it is called hangs on the answers.
     """
@@ -173,7 +173,7 @@ def _asked(
                 given += made[0]
     if not given:
         why = f", the first because: {skipped[0].reason}" if skipped else ""
-        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable picture with a question{why}")
+        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable image with a question{why}")
     return given
 
 

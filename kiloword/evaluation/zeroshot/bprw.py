@@ -1,6 +1,6 @@
-"""Bayesian prompt re-weighting: how much each prompt of a class explains pictures of it.
+"""Bayesian prompt re-weighting: how much each prompt of a class explains images of it.
 
-The prompts of a class are the components of a Gaussian mixture, draws from pictures its observations; the weights are
+The prompts of a class are the components of a Gaussian mixture, draws from images its observations; the weights are
 the mode of their posterior under a Dirichlet prior, by expectation maximisation. Source: arXiv:2410.18857, algorithm 1.
 
     C  classes   N  prompts of a class, the most; others are padded   J  observations of a class
@@ -37,15 +37,15 @@ def reweigh(
     texts: Features,
     group: Tensor,
     n: int,
-    pictures: Features,
+    images: Features,
     names: list[str],
     chosen: Tensor,
     options: PromptOptions,
 ) -> Weights:
     """Weights of the prompts of n classes.
 
-    Args: texts: Gaussians of T prompts; group [T] int64 in [0, n); pictures: Gaussians of I pictures, on the CPU as all
-    that is computed here; names: a word for each, which keys its draws; chosen [n, M] int64, each class's pictures.
+    Args: texts: Gaussians of T prompts; group [T] int64 in [0, n); images: Gaussians of I images, on the CPU as all
+    that is computed here; names: a word for each, which keys its draws; chosen [n, M] int64, each class's images.
     """
     options = options.resolved()
     assert options.samples is not None
@@ -54,7 +54,7 @@ def reweigh(
     held = chosen.shape[1] * options.samples * mean.shape[1]
     out, steps = torch.zeros(len(mean), dtype=torch.float64), 0
     for part in chunks(n, max(1, HELD // held)):
-        seen = torch.stack([observations(pictures, names, which, options) for which in chosen[part]])
+        seen = torch.stack([observations(images, names, which, options) for which in chosen[part]])
         real = place[part] >= 0
         found, used = fit(seen, mean[place[part]], log_var[place[part]], real, options)
         out[place[part][real]] = found[real]
@@ -68,10 +68,10 @@ def padded(group: Tensor, n: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1)
 
 
-def observations(pictures: Features, names: list[str], which: Tensor, options: PromptOptions) -> Tensor:
-    """Draws from the Gaussians of M pictures, [M x samples, D] float64; those of a picture are the same everywhere."""
+def observations(images: Features, names: list[str], which: Tensor, options: PromptOptions) -> Tensor:
+    """Draws from the Gaussians of M images, [M x samples, D] float64; those of an image are the same everywhere."""
     assert options.samples is not None
-    some = {name: pictures[name][which].cpu().double()[:, None] for name in ("vec", "log_var")}  # [M, 1, D]
+    some = {name: images[name][which].cpu().double()[:, None] for name in ("vec", "log_var")}  # [M, 1, D]
     noise = [_normal(options.samples, some["vec"].shape[-1], options.seed, names[i]) for i in which.tolist()]
     return (some["vec"] + (0.5 * some["log_var"]).exp() * torch.stack(noise)).flatten(0, 1)
 

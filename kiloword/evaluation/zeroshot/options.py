@@ -20,9 +20,9 @@ class PromptOptions(Settings):
 
     coeff: float = 1.0  # filter: prompts up to so many standard deviations above their class's mean uncertainty stay
     k: int = 0  # topk: prompts of a class that stay, the least uncertain; 0: half of them
-    shots: int = 0  # bprw: labelled pictures a class to learn from, which are not scored; 0: the nearest, unlabelled
-    neighbours: int = 10  # bprw without shots: nearest pictures a class; the paper's text says 5, its total of 100 10
-    samples: int | None = None  # bprw: draws from each of those pictures; None: 10, with shots 100 / shots
+    shots: int = 0  # bprw: labelled images a class to learn from, which are not scored; 0: the nearest, unlabelled
+    neighbours: int = 10  # bprw without shots: nearest images a class; the paper's text says 5, its total of 100 10
+    samples: int | None = None  # bprw: draws from each of those images; None: 10, with shots 100 / shots
     alpha: float | None = None  # bprw: of the Dirichlet prior, larger is more uniform; None: 5, with shots 2
     eps: float = 0.02  # bprw: added to every variance
     prior: Literal["symmetric", "uncertainty"] = "symmetric"  # bprw; uncertainty: its mode is 1 / trace, as section 3.4
@@ -30,7 +30,7 @@ class PromptOptions(Settings):
     variance: Literal["squares", "linear"] = "squares"  # bprw: of a class with weights p, sum p^2 var or sum p var
     steps: int = 1000  # bprw: at most, of expectation maximisation
     tolerance: float = 1e-6  # bprw: it ends when no weight of the class changes more
-    seed: int = 0  # bprw: of the draws, and of which labelled pictures are taken
+    seed: int = 0  # bprw: of the draws, and of which labelled images are taken
 
     def check(self, way: Way) -> None:
         """Raises: ValueError for numbers that make no sense, and for options that another way reads."""

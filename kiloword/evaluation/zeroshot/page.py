@@ -16,11 +16,11 @@ from kiloword.report.parts import Cell
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.evaluation.zeroshot.options import Way
-    from kiloword.evaluation.zeroshot.prompts import Chosen, Pictures, Prompts
+    from kiloword.evaluation.zeroshot.prompts import Chosen, Images, Prompts
     from kiloword.types import Source
 
-CARDS = 12  # classes shown with pictures: those whose weights are least uniform
-SEEN = 3  # pictures of each
+CARDS = 12  # classes shown with images: those whose weights are least uniform
+SEEN = 3  # images of each
 ENDS = 3  # prompts at each end of a card
 LINES = 200  # classes in the table
 VALUES = {  # columns of the first table: metric -> heading
@@ -45,7 +45,7 @@ class Class:
 
     name: str
     prompts: list[tuple[str, float]]  # heaviest first
-    pictures: list[tuple[npt.NDArray[np.uint8], str]]  # that it learned from, with their true classes
+    images: list[tuple[npt.NDArray[np.uint8], str]]  # that it learned from, with their true classes
 
     @property
     def concentration(self) -> float:
@@ -59,7 +59,7 @@ def drawn(
     way: Way,
     chosen: Chosen,
     prompts: Prompts,
-    pictures: Pictures,
+    images: Images,
     captions: Sequence[str],
 ) -> dict[str, Any]:
     """What the page shows of one model: its classes, those with the least uniform weights first."""
@@ -71,21 +71,21 @@ def drawn(
     order = sorted(range(len(classes)), key=lambda c: -classes[c].concentration)
     if chosen.seen is not None:
         for c in order[:CARDS]:
-            classes[c].pictures = _seen(matcher, source, pictures, chosen.seen[c][:SEEN], prompts.names)
+            classes[c].images = _seen(matcher, source, images, chosen.seen[c][:SEEN], prompts.names)
     return {"way": way, "classes": [classes[c] for c in order]}
 
 
 def _seen(
-    matcher: Matcher, source: Source, pictures: Pictures, which: torch.Tensor, names: Sequence[str]
+    matcher: Matcher, source: Source, images: Images, which: torch.Tensor, names: Sequence[str]
 ) -> list[tuple[npt.NDArray[np.uint8], str]]:
     from kiloword.data.reading import eval_batches
 
     config, places = matcher.model.config, which.tolist()
-    rows = [range(pictures.rows[i], pictures.rows[i] + 1) for i in places]
+    rows = [range(images.rows[i], images.rows[i] + 1) for i in places]
     pixels = torch.cat(
         [b.images for b in eval_batches(source, config.image.size, config.preprocess.resize, parts=rows)]
     )
-    labels = [pictures.labels[i] for i in places]
+    labels = [images.labels[i] for i in places]
     words = [names[int(label)] if label.ndim == 0 else "" for label in labels]
     return list(zip((p.permute(1, 2, 0).numpy() for p in pixels), words, strict=True))
 
@@ -122,8 +122,8 @@ def _weights(classes: Sequence[Class]) -> str:
 
 
 def _cards(classes: Sequence[Class]) -> str:
-    cards = [_card(one) for one in classes if one.pictures]
-    note = paragraph("Pictures that the weights were learned from, each with its true class below.")
+    cards = [_card(one) for one in classes if one.images]
+    note = paragraph("Images that the weights were learned from, each with its true class below.")
     return note + grid(cards) if cards else ""
 
 
@@ -131,4 +131,4 @@ def _card(one: Class) -> str:
     lines = [f"{weight:.3f}  {prompt}" for prompt, weight in one.prompts]
     if len(lines) > 2 * ENDS:
         lines = [*lines[:ENDS], "…", *lines[-ENDS:]]
-    return card(one.pictures, lines, strong=one.name)
+    return card(one.images, lines, strong=one.name)

@@ -1,4 +1,4 @@
-"""Which of a class's prompts count, and how much: all alike, the least uncertain, or as they explain pictures.
+"""Which of a class's prompts count, and how much: all alike, the least uncertain, or as they explain images.
 
 Source: arXiv:2410.18857, section 3.4 and table 3.
 """
@@ -22,7 +22,7 @@ from kiloword.randomness import key
 from kiloword.types import Features
 
 WEIGHT = "weight@"
-ROWS = 4096  # pictures whose scores are held at once
+ROWS = 4096  # images whose scores are held at once
 
 
 @dataclass
@@ -36,21 +36,21 @@ class Prompts:
 
 
 @dataclass
-class Pictures:
-    """Pictures that weights may be learned from, and are then scored."""
+class Images:
+    """Images that weights may be learned from, and are then scored."""
 
-    images: Features  # of I pictures
+    images: Features  # of I images
     labels: Tensor  # [I] int64, or [I, C] 0/1
     rows: list[int]  # of the source
     fingerprint: str  # of the source
 
-    def without(self, places: Tensor) -> Pictures:
+    def without(self, places: Tensor) -> Images:
         """All but some."""
         keep = torch.ones(len(self.rows), dtype=torch.bool)
         keep[places] = False
         where = keep.nonzero()[:, 0]
         images = {name: value[where.to(value.device)] for name, value in self.images.items()}
-        return Pictures(images, self.labels[where], [self.rows[i] for i in where.tolist()], self.fingerprint)
+        return Images(images, self.labels[where], [self.rows[i] for i in where.tolist()], self.fingerprint)
 
 
 @dataclass
@@ -59,8 +59,8 @@ class Chosen:
 
     classes: Features  # [n, ...]
     weights: Tensor  # [T] float64; those of a class sum to 1
-    taken: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # labelled pictures learned from
-    seen: Tensor | None = None  # [n, M] pictures that each class learned from
+    taken: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # labelled images learned from
+    seen: Tensor | None = None  # [n, M] images that each class learned from
     steps: int = 0  # of expectation maximisation
 
 
@@ -78,49 +78,49 @@ def choose(
     head: Head,
     score: Score,
     prompts: Prompts,
-    pictures: Pictures,
+    images: Images,
     options: PromptOptions,
 ) -> Chosen:
-    """Classes from prompts; only bprw looks at the pictures, and only with shots at their labels.
+    """Classes from prompts; only bprw looks at the images, and only with shots at their labels.
 
-    Raises: ValueError for a model without Gaussians (but for the ensemble), and where labelled pictures are too few.
+    Raises: ValueError for a model without Gaussians (but for the ensemble), and where labelled images are too few.
     """
     check_gaussians(prompts.texts, way)
     options.check(way)
     if way == "bprw":
-        return _bprw(head, score, prompts, pictures, options)
+        return _bprw(head, score, prompts, images, options)
     kept = torch.ones(len(prompts.group), dtype=torch.bool)
     if way != "ensemble":
-        doubt, group = variance_sum(prompts.texts).cpu().double(), prompts.group.cpu()
-        kept = filtered(doubt, group, options.coeff) if way == "filter" else least(doubt, group, options.k)
+        uncertainty, group = variance_sum(prompts.texts).cpu().double(), prompts.group.cpu()
+        kept = filtered(uncertainty, group, options.coeff) if way == "filter" else least(uncertainty, group, options.k)
     where = kept.nonzero()[:, 0].to(prompts.group.device)
     some, group = {name: value[where] for name, value in prompts.texts.items()}, prompts.group[where]
     return Chosen(head.ensemble(some, group, prompts.n), _shares(kept, prompts.group.cpu()))
 
 
-def filtered(doubt: Tensor, group: Tensor, coeff: float) -> Tensor:
+def filtered(uncertainty: Tensor, group: Tensor, coeff: float) -> Tensor:
     """Which prompts are at most mean + coeff * standard deviation uncertain, of their class; the least always is.
 
-    Args: doubt, group [T]. Returns: [T] bool.
+    Args: uncertainty, group [T]. Returns: [T] bool.
     """
     place = padded(group, int(group.max()) + 1)
     real = place >= 0
-    own = doubt[place].masked_fill(~real, 0)  # [C, N]
+    own = uncertainty[place].masked_fill(~real, 0)  # [C, N]
     mean = own.sum(1, keepdim=True) / real.sum(1, keepdim=True)
     spread = ((own - mean).square().masked_fill(~real, 0).sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
     lowest = own.masked_fill(~real, math.inf).amin(1, keepdim=True)
-    return _spread(own <= torch.maximum(mean + coeff * spread, lowest), place, len(doubt))
+    return _spread(own <= torch.maximum(mean + coeff * spread, lowest), place, len(uncertainty))
 
 
-def least(doubt: Tensor, group: Tensor, k: int) -> Tensor:
+def least(uncertainty: Tensor, group: Tensor, k: int) -> Tensor:
     """The k least uncertain prompts of each class, or half of them, rounded up, for k = 0; of equals the first.
 
-    Args: doubt, group [T]. Returns: [T] bool.
+    Args: uncertainty, group [T]. Returns: [T] bool.
     """
     place = padded(group, int(group.max()) + 1)
-    rank = doubt[place].masked_fill(place < 0, math.inf).argsort(dim=1, stable=True).argsort(1)  # [C, N]
+    rank = uncertainty[place].masked_fill(place < 0, math.inf).argsort(dim=1, stable=True).argsort(1)  # [C, N]
     most = torch.full((len(place), 1), k) if k else ((place >= 0).sum(1, keepdim=True) + 1) // 2
-    return _spread(rank < most, place, len(doubt))
+    return _spread(rank < most, place, len(uncertainty))
 
 
 def _spread(kept: Tensor, place: Tensor, count: int) -> Tensor:
@@ -140,24 +140,24 @@ def _bprw(
     head: Head,
     score: Score,
     prompts: Prompts,
-    pictures: Pictures,
+    images: Images,
     options: PromptOptions,
 ) -> Chosen:
     taken = torch.zeros(0, dtype=torch.int64)
     if options.shots:
-        seen = labelled(pictures, prompts.names, options)
+        seen = labelled(images, prompts.names, options)
         taken = seen.flatten()
     else:
         base = head.ensemble(prompts.texts, prompts.group, prompts.n)
-        seen = nearest(score, pictures.images, base, options.neighbours)
-    names = [f"{pictures.fingerprint} {row}" for row in pictures.rows]
-    found = reweigh(prompts.texts, prompts.group, prompts.n, pictures.images, names, seen, options)
+        seen = nearest(score, images.images, base, options.neighbours)
+    names = [f"{images.fingerprint} {row}" for row in images.rows]
+    found = reweigh(prompts.texts, prompts.group, prompts.n, images.images, names, seen, options)
     classes = combined(head, prompts.texts, prompts.group, prompts.n, found.weights, options)
     return Chosen(classes, found.weights, taken, seen, found.steps)
 
 
 def nearest(score: Score, images: Features, classes: Features, m: int) -> Tensor:
-    """The m pictures that each class scores best, all where there are fewer: [n, m]; no label is looked at."""
+    """The m images that each class scores best, all where there are fewer: [n, m]; no label is looked at."""
     total = len(images["vec"])
     best, place = torch.zeros(len(classes["vec"]), 0), torch.zeros(len(classes["vec"]), 0, dtype=torch.int64)
     for part in chunks(total, ROWS):
@@ -169,22 +169,22 @@ def nearest(score: Score, images: Features, classes: Features, m: int) -> Tensor
     return place
 
 
-def labelled(pictures: Pictures, names: Sequence[str], options: PromptOptions) -> Tensor:
-    """`shots` pictures of each class, [n, shots], drawn by the data's fingerprint and the seed.
+def labelled(images: Images, names: Sequence[str], options: PromptOptions) -> Tensor:
+    """`shots` images of each class, [n, shots], drawn by the data's fingerprint and the seed.
 
-    Raises: ValueError for many labels a picture, and where a class would keep no picture to be scored.
+    Raises: ValueError for many labels an image, and where a class would keep no image to be scored.
     """
-    if pictures.labels.ndim != 1:
-        raise ValueError("--prompts.shots needs one class a picture, but these have many: use --prompts.shots 0.")
-    drawn = [key(pictures.fingerprint, options.seed, "shots", row) for row in pictures.rows]
+    if images.labels.ndim != 1:
+        raise ValueError("--prompts.shots needs one class an image, but these have many: use --prompts.shots 0.")
+    drawn = [key(images.fingerprint, options.seed, "shots", row) for row in images.rows]
     order = sorted(range(len(drawn)), key=drawn.__getitem__)
     own: list[list[int]] = [[] for _ in names]
     for place in order:
-        own[int(pictures.labels[place])].append(place)
+        own[int(images.labels[place])].append(place)
     few = next((c for c, places in enumerate(own) if len(places) <= options.shots), None)
     if few is not None:
         raise ValueError(
-            f"the class {names[few]!r} has {len(own[few])} labelled pictures: --prompts.shots {options.shots} takes "
+            f"the class {names[few]!r} has {len(own[few])} labelled images: --prompts.shots {options.shots} takes "
             f"{options.shots} of each class away, and one at least must be left to score."
         )
     return torch.tensor([places[: options.shots] for places in own])

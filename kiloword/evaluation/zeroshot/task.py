@@ -18,7 +18,7 @@ from kiloword.evaluation.zeroshot.prompts import (
     ROWS,
     WEIGHT,
     Chosen,
-    Pictures,
+    Images,
     Prompts,
     check_gaussians,
     choose,
@@ -67,8 +67,8 @@ def zeroshot(
 ) -> Iterator[tuple[str, float]]:
     """CLIP_benchmark's metrics: `acc1`, `acc5`, `mean_per_class_recall`; or `mean_average_precision` for many labels.
 
-    Args: batches of picture features [n, ...] with labels, [n] int64 or [n, C] 0/1; classes [C, ...].
-    Holds three numbers a picture, and [N, C] scores only for many labels. Ties get their expected value.
+    Args: batches of image features [n, ...] with labels, [n] int64 or [n, C] 0/1; classes [C, ...].
+    Holds three numbers an image, and [N, C] scores only for many labels. Ties get their expected value.
     """
     count = len(classes["vec"])
     standings: list[Standing] = []
@@ -89,7 +89,7 @@ def zeroshot(
 
 
 def _standing(scores: Tensor, labels: Tensor, count: int) -> Standing:
-    """Where the true class of every picture stands among all classes."""
+    """Where the true class of every image stands among all classes."""
     _check_labels(labels, count)
     return standing(scores, torch.nn.functional.one_hot(labels, count).bool())
 
@@ -112,10 +112,10 @@ def run(
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """Classify a source's pictures by the prompts of its classes; names and templates default to the source's own.
+    """Classify a source's images by the prompts of its classes; names and templates default to the source's own.
 
     Args: prompts: how a class's prompts become one row; all but "ensemble" need Gaussians and hold the features of all
-    pictures. They also yield what the ensemble makes of the same pictures (`ensemble_acc1`, ...), and all weights.
+    images. They also yield what the ensemble makes of the same images (`ensemble_acc1`, ...), and all weights.
     """
     names = classnames or getattr(source, "classnames", None)
     if not names:
@@ -134,15 +134,15 @@ def run(
         return
     captions, asked = encoded(matcher, names, given)
     check_gaussians(asked.texts, prompts)
-    pictures = encoded_pictures(matcher, source, len(names), batch, workers, bad)
-    chosen = chosen_by(matcher, prompts, asked, pictures, options)
-    rest = pictures.without(chosen.taken)
+    images = encoded_images(matcher, source, len(names), batch, workers, bad)
+    chosen = chosen_by(matcher, prompts, asked, images, options)
+    rest = images.without(chosen.taken)
     yield from judged(matcher, rest, chosen.classes)
     alike = chosen_by(matcher, "ensemble", asked, rest, PromptOptions())
     yield from ((f"ensemble_{name}", value) for name, value in judged(matcher, rest, alike.classes))
     yield from values(prompts, chosen, asked, captions)
     if shown is not None:
-        shown |= drawn(matcher, source, prompts, chosen, asked, pictures, captions)
+        shown |= drawn(matcher, source, prompts, chosen, asked, images, captions)
 
 
 def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tuple[list[str], Prompts]:
@@ -152,32 +152,32 @@ def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tup
     return captions, Prompts(texts, torch.tensor(group, device=texts["vec"].device), len(names), names)
 
 
-def chosen_by(matcher: Matcher, way: Way, asked: Prompts, pictures: Pictures, options: PromptOptions) -> Chosen:
+def chosen_by(matcher: Matcher, way: Way, asked: Prompts, images: Images, options: PromptOptions) -> Chosen:
     """`prompts.choose` with a model."""
     with inference(matcher.model):
-        return choose(way, matcher.model.head, matcher.score, asked, pictures, options)
+        return choose(way, matcher.model.head, matcher.score, asked, images, options)
 
 
-def judged(matcher: Matcher, pictures: Pictures, classes: Features) -> Iterator[tuple[str, float]]:
-    """`zeroshot` of pictures that are held."""
-    parts = chunks(len(pictures.rows), ROWS)
-    yield from zeroshot(matcher.score, ((rows(pictures.images, p), pictures.labels[p]) for p in parts), classes)
+def judged(matcher: Matcher, images: Images, classes: Features) -> Iterator[tuple[str, float]]:
+    """`zeroshot` of images that are held."""
+    parts = chunks(len(images.rows), ROWS)
+    yield from zeroshot(matcher.score, ((rows(images.images, p), images.labels[p]) for p in parts), classes)
 
 
-def encoded_pictures(
+def encoded_images(
     matcher: Matcher,
     source: Source,
     classes: int,
     batch: int = IMAGES,
     workers: int = 0,
     skipped: list[Skipped] | None = None,
-) -> Pictures:
-    """All labelled pictures of a source, held together."""
+) -> Images:
+    """All labelled images of a source, held together."""
     held = list(_labelled(matcher, source, batch, workers, [] if skipped is None else skipped))
     labels = torch.cat([_labels(part).cpu() for part in held])
     if labels.ndim == 1:
         _check_labels(labels, classes)
-    return Pictures(join([part.images for part in held]), labels, [r for p in held for r in p.rows], source.fingerprint)
+    return Images(join([part.images for part in held]), labels, [r for p in held for r in p.rows], source.fingerprint)
 
 
 def _labels(part: Seen) -> Tensor:

@@ -1,4 +1,4 @@
-"""The answer term: the next word of an answer from those before it, and from question and picture fused.
+"""The answer term: the next word of an answer from those before it, and from question and image fused.
 
 Source: arXiv:2401.02137, section 4.2.
 """
@@ -87,7 +87,7 @@ class Answer(nn.Module):
         return next_tokens(batch.texts, self.extra)
 
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
-        assert batch.questions is not None, "the loader gives every picture a question"
+        assert batch.questions is not None, "the loader gives every image a question"
         memory = fused(model, batch.questions, encoded.image_tokens)
         if len(batch.texts) != len(batch):
             host = batch.host
@@ -100,7 +100,7 @@ class Answer(nn.Module):
 
 
 def fused(model: Model, questions: Texts, image_tokens: Tensor) -> Memory:
-    """What the text decoder sees of I questions about I pictures. Args: image_tokens [I, E + P, W].
+    """What the text decoder sees of I questions about I images. Args: image_tokens [I, E + P, W].
 
     Raises: ValueError for a model that answers no questions.
     """

@@ -1,4 +1,4 @@
-"""The captioning term: the next word of a caption from those before it and the picture.
+"""The captioning term: the next word of a caption from those before it and the image.
 
 Source: arXiv:2401.02137, eq. 4.
 """
@@ -29,7 +29,7 @@ CHUNK = 1024  # words whose logits [CHUNK, V] exist at once
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionSettings(MaskSettings):
-    """How captions are predicted, and what of the picture they see."""
+    """How captions are predicted, and what of the image they see."""
 
     caption_weight: float = 2.0  # of the caption loss: lambda_IC
     smoothing: float = 0.0  # label smoothing: share of each target spread over the vocabulary
@@ -87,7 +87,7 @@ def memory_width(config: ModelConfig) -> int:
 
 
 def with_mask_token(config: ModelConfig) -> ModelConfig:
-    """Towers whose pictures have a learned token for masked patches."""
+    """Towers whose images have a learned token for masked patches."""
     return replace(config, image=replace(config.image, mask_token=True))
 
 
@@ -112,7 +112,7 @@ class Shared:
 class Caption(nn.Module):
     """-log probability of each next token of a caption (words and end); mean over those tokens.
 
-    The text tower's pass is the one of the pair loss. So is the picture's without a mask; with one there is a second
+    The text tower's pass is the one of the pair loss. So is the image's without a mask; with one there is a second
     pass, of the patches that are left.
     """
 
@@ -137,8 +137,8 @@ class Caption(nn.Module):
         return caption_loss(decoder, model, texts, tokens, keys, self.extra, self.settings.smoothing, shared=shared)
 
     def _keys(self, model: Model, decoder: TextDecoder, batch: Batch, encoded: Encoded) -> list[Keys]:
-        """What captions see of their pictures: a row a picture, or a caption where each has its own mask."""
-        if self.settings.caption_mask == "attentive":  # each caption has its own view of the picture
+        """What captions see of their images: a row an image, or a caption where each has its own mask."""
+        if self.settings.caption_mask == "attentive":  # each caption has its own view of the image
             scored = masking.scores(model, batch, encoded, self.settings)
             return decoder.remember(self._memory(model, batch.images[batch.image_of_text], scored))
         if self.settings.caption_mask == "random":
@@ -148,7 +148,7 @@ class Caption(nn.Module):
         return decoder.remember(memory)
 
     def _memory(self, model: Model, images: Tensor, scored: Tensor) -> Tensor:
-        """Pictures without the patches of the lowest score."""
+        """Images without the patches of the lowest score."""
         hidden = masking.chosen(scored, self.masked, most=False)
         if self.settings.caption_op == "drop":
             return model.memory(model.image_tokens(images, keep=masking.others(hidden, self.patches)))

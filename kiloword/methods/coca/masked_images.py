@@ -1,4 +1,4 @@
-"""The masked picture term: hidden patches from those that are seen and, guided, from the caption.
+"""The masked image term: hidden patches from those that are seen and, guided, from the caption.
 
 Source: arXiv:2401.02137, section 3.2 (TG-MIM), eq. 5 and 6.
 """
@@ -65,7 +65,7 @@ def masked(method: Method, settings: MimSettings) -> Method:
         method,
         shape=shape,
         towers={**method.towers, "image_decoder": lambda config: image_decoder(config, settings)},
-        terms={**method.terms, "mim": (settings.mim_weight, lambda config: MaskedPictures(settings, config))},
+        terms={**method.terms, "mim": (settings.mim_weight, lambda config: MaskedImages(settings, config))},
     )
 
 
@@ -75,11 +75,11 @@ def image_decoder(config: ModelConfig, settings: MimSettings) -> ImageDecoder:
     return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop")
 
 
-class MaskedPictures(nn.Module):
+class MaskedImages(nn.Module):
     """L1 between hidden patches and their prediction; mean over hidden patches and their pixels.
 
     Once a batch: the text tower's pass and the scores, which the caption term shares. Once a mask: the image tower's
-    pass, so that random masks cost one a picture, attentive ones one a caption. Pixels are predicted where hidden.
+    pass, so that random masks cost one an image, attentive ones one a caption. Pixels are predicted where hidden.
     """
 
     def __init__(self, settings: MimSettings, config: ModelConfig) -> None:
@@ -115,7 +115,7 @@ class MaskedPictures(nn.Module):
 
 
 def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "drop"]) -> Tensor:
-    """Tokens of pictures [N, 3, H, W] whose patches `hidden` [N, m] are masked by a token, or dropped."""
+    """Tokens of images [N, 3, H, W] whose patches `hidden` [N, m] are masked by a token, or dropped."""
     patches = (model.config.image.size // model.config.image.patch) ** 2
     if op == "drop":
         return model.image_tokens(images, keep=masking.others(hidden, patches))
@@ -123,7 +123,7 @@ def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "
 
 
 def predict(model: Model, tokens: Tensor, hidden: Tensor, guide: tuple[Tensor, Packing] | None) -> Tensor:
-    """Pixels [N, m, 3 * patch^2] of hidden patches; guide: packed text tokens [S, W], text n for picture n."""
+    """Pixels [N, m, 3 * patch^2] of hidden patches; guide: packed text tokens [S, W], text n for image n."""
     decoder = model.more["image_decoder"]
     assert isinstance(decoder, ImageDecoder)
     found: Tensor = decoder(tokens, hidden, *(guide or (None, None)))

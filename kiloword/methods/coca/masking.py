@@ -20,7 +20,7 @@ from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
 
 Mask = Literal["attentive", "random"]
-CAPTIONS = 256  # that are scored at once: each takes a copy of its picture's patches
+CAPTIONS = 256  # that are scored at once: each takes a copy of its image's patches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class MaskSettings(recipes.Settings):
 
 
 def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings) -> Tensor:
-    """How much each caption speaks of each patch of its picture: [T, P], made once a batch, without gradient.
+    """How much each caption speaks of each patch of its image: [T, P], made once a batch, without gradient.
 
     The greatest similarity of the patch with one of the caption's tokens (eq. 7); pads and extra tokens do not count.
     """
@@ -93,7 +93,7 @@ def chosen(scored: Tensor, n: int, most: bool) -> Tensor:
 
 
 def noise(batch: Batch, purpose: str, patches: int) -> Tensor:
-    """Scores for random masks: one of each picture [I, P], whatever its captions."""
+    """Scores for random masks: one of each image [I, P], whatever its captions."""
     return uniform(batch.seeds, purpose, patches)
 
 
@@ -114,7 +114,7 @@ def number(share: float, patches: int, name: str) -> int:
     if not 0 < share < 1:
         raise ValueError(f"{name} is {share}: expected a share of the patches between 0 and 1, such as 0.5.")
     if patches < 2:
-        raise ValueError("pictures of one patch cannot be masked in part: take smaller patches or larger pictures.")
+        raise ValueError("images of one patch cannot be masked in part: take smaller patches or larger images.")
     return min(max(1, round(share * patches)), patches - 1)
 
 

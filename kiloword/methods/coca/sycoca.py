@@ -1,4 +1,4 @@
-"""SyCoCa: captions from pictures, pictures from captions, both with attentive masks. Source: arXiv:2401.02137.
+"""SyCoCa: captions from images, images from captions, both with attentive masks. Source: arXiv:2401.02137.
 
 Rows of its table 5 as settings: `clip`; `coca`; `coca --settings.caption-mask attentive`; and of this preset
 `--settings.guide none|text --settings.mim-mask random|attentive`. Table 6: `caption_share` and `mim_share`; table 7:

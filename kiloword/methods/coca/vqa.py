@@ -1,7 +1,7 @@
 """Visual question answering by fine-tuning. Source: arXiv:2401.02137, section 4.2.
 
-The text tower sees the question and, by cross-attention blocks of its own, the picture; the text decoder of CoCa then
-writes the answer, looking at the tokens of the question in place of those of the picture. `--init` of a coca or sycoca
+The text tower sees the question and, by cross-attention blocks of its own, the image; the text decoder of CoCa then
+writes the answer, looking at the tokens of the question in place of those of the image. `--init` of a coca or sycoca
 model brings towers and decoder; the cross-attention blocks are new.
 """
 
@@ -28,5 +28,5 @@ def preset(settings: Settings) -> Method:
         answering(method, only(settings, AnswerSettings)),
         name="vqa",
         source="arXiv:2401.02137",
-        summary="written answers to questions about pictures (needs questions)",
+        summary="written answers to questions about images (needs questions)",
     )

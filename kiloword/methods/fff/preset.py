@@ -1,4 +1,4 @@
-"""FFF: many captions a picture in one batch, false negatives made positives by a teacher, a searched bias.
+"""FFF: many captions an image in one batch, false negatives made positives by a teacher, a searched bias.
 
 Source: arXiv:2405.10286. The teacher is frozen and sees what is not augmented, so its features are constants: they are
 made once (`kiloword embed`) and come with the batch.
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Mined(recipes.Settings):
-    """Which pairs of a picture and a text match, by a teacher's cosines: eq. 2."""
+    """Which pairs of an image and a text match, by a teacher's cosines: eq. 2."""
 
     image_text: bool = True  # the term S_it > p1
     image_image: bool = True  # the term S_ii > p2
     text_text: bool = True  # the term S_tt > p3 and S_it > p1_text
-    p1: float = 0.27  # of the teacher's picture and text; of CLIP ViT-L/14, whose annotated pairs have 0.29 on average
-    p2: float = 0.92  # of the picture and the text's picture
-    p3: float = 0.99  # of the text and the picture's texts, on average
+    p1: float = 0.27  # of the teacher's image and text; of CLIP ViT-L/14, whose annotated pairs have 0.29 on average
+    p2: float = 0.92  # of the image and the text's image
+    p3: float = 0.99  # of the text and the image's texts, on average
     p1_text: float = 0.24  # p1' < p1, asked of pairs that p3 found; near 0: S_tt decides alone (table 5)
     annotated_always: bool = True  # pairs that the data names match whatever the teacher says
     teacher: str = "teacher"  # name of its features beside the data
@@ -49,14 +49,14 @@ class Mined(recipes.Settings):
 class Mining(Mined):
     """Mined positives as training takes them."""
 
-    balance: bool = False  # divide each text's positives by their sum: a text of many pictures counts once
+    balance: bool = False  # divide each text's positives by their sum: a text of many images counts once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(recipes.Settings):
     """Positives of data that knows the truth (scenes)."""
 
-    balance: bool = False  # divide each text's positives by their sum: a text of many pictures counts once
+    balance: bool = False  # divide each text's positives by their sum: a text of many images counts once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Slots(Mining, BiasSearch):
     """What FFF changes in a method that has a sigmoid loss."""
 
     positives: Literal["mined", "annotated"] = "mined"  # annotated: needs no teacher
-    reduction: Literal["texts", "pictures"] = "texts"  # what the loss is divided by; texts: eq. 3
+    reduction: Literal["texts", "images"] = "texts"  # what the loss is divided by; texts: eq. 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,8 @@ def check(settings: Mined) -> None:
 def matches(settings: Mined, it: Tensor | None, ii: Tensor | None, tt: Tensor | None) -> Tensor:
     """Which pairs match, bool [i, t], by the terms that are on. Source: arXiv:2405.10286, eq. 2.
 
-    Args: it, ii, tt: cosines [i, t] of picture and text, of picture and the text's picture, and of the text and the
-    picture's texts on average; None is allowed where no term that is on needs it.
+    Args: it, ii, tt: cosines [i, t] of image and text, of image and the text's image, and of the text and the
+    image's texts on average; None is allowed where no term that is on needs it.
     """
     known = next(s for s in (it, ii, tt) if s is not None)
     found = torch.zeros_like(known, dtype=torch.bool)
@@ -137,17 +137,17 @@ class MinedPositives:
     def __call__(self, pairs: Pairs) -> Tensor:
         """[i, t] in {0, 1}."""
         settings, name = self.settings, self.settings.teacher
-        picture, text = pairs.images[f"image_side.{name}"], pairs.texts[f"text_side.{name}"]
+        image, text = pairs.images[f"image_side.{name}"], pairs.texts[f"text_side.{name}"]
         it = ii = tt = None
         if settings.image_text or settings.text_text:
-            it = _cosines(picture, text)
+            it = _cosines(image, text)
         if settings.image_image:
-            ii = _cosines(picture, pairs.texts[f"image_side.{name}"])
-        if settings.text_text:  # the mean of cosines with the picture's texts is the cosine with their mean
+            ii = _cosines(image, pairs.texts[f"image_side.{name}"])
+        if settings.text_text:  # the mean of cosines with the image's texts is the cosine with their mean
             tt = _cosines(pairs.images[f"image_side.{name}.texts"], text)
         mineable = pairs.images["mineable"][:, None] & pairs.texts["mineable"]
         found = matches(settings, it, ii, tt) & mineable
-        judged = mineable & picture.any(1)[:, None] & text.any(1)
+        judged = mineable & image.any(1)[:, None] & text.any(1)
         kept = pairs.annotated if settings.annotated_always else pairs.annotated & ~judged
         return (found | kept).to(pairs.logits.dtype)
 
@@ -208,7 +208,7 @@ def _with(method: Method, positives: Positives, need: str, balance: bool) -> Met
 
 
 def many(method: Method, settings: Nothing) -> Method:
-    """A method with all captions of a picture in one batch."""
+    """A method with all captions of an image in one batch."""
     return replace(method, captions="all")
 
 

@@ -1,4 +1,4 @@
-"""Pooling of mixture tokens: a picture is mixed anew for every text that it is compared with (arXiv:2405.00740)."""
+"""Pooling of mixture tokens: an image is mixed anew for every text that it is compared with (arXiv:2405.00740)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kiloword.types import Features, Texts
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture(recipes.Settings):
-    """How mixture tokens become a picture's features."""
+    """How mixture tokens become an image's features."""
 
     k: int = 16  # mixture tokens; the paper takes 1 to 128, mostly 64, its former class token counted
-    pool: Literal["contextual", "first", "average", "learned_average"] = "contextual"  # the rest: one vector a picture
+    pool: Literal["contextual", "first", "average", "learned_average"] = "contextual"  # the rest: one vector an image
     heads: int = 8  # of the attention from texts to tokens; must divide the embedding size
     temperature: float = 5.0  # of that attention: the paper's value, 8 and 1 in some of its ablations
     temperature_mode: Literal["multiply", "divide"] = "multiply"  # t q.k / sqrt(d) (section 7) or q.k / t (eq. 1)
@@ -140,9 +140,9 @@ class Attention(nn.Module):
 
 
 class Contextual(Attention):
-    """Every picture mixed for every text by the text's own query (arXiv:2405.00740, eq. 1 and 2).
+    """Every image mixed for every text by the text's own query (arXiv:2405.00740, eq. 1 and 2).
 
-    "vec" of a picture is its text-free stand-in, mixed with equal weights: for shortlists, and without gradient in
+    "vec" of an image is its text-free stand-in, mixed with equal weights: for shortlists, and without gradient in
     training. The query comes of the text's un-projected feature.
     """
 
@@ -168,7 +168,7 @@ class Contextual(Attention):
         return mixing.cosine(keys, values, query, vec, at_least_float(self.out.weight), self.factor, form)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """[n], picture i mixed for text i alone, in the direct form."""
+        """[n], image i mixed for text i alone, in the direct form."""
         keys, values, query = (at_least_float(x) for x in (images["keys"], images["values"], texts["query"]))
         phi = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
         mixed = torch.einsum("nmk,nkmd->nmd", phi, values).flatten(1)  # C
@@ -176,7 +176,7 @@ class Contextual(Attention):
         return (seen * at_least_float(texts["vec"])).sum(1)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
-        """Rows and columns to score at once: few pictures, many texts."""
+        """Rows and columns to score at once: few images, many texts."""
         device = images["keys"].device.type
         return mixing.block(self._sizes(images), self._form(images, texts), device)
 
@@ -209,7 +209,7 @@ class Contextual(Attention):
 
 
 class LearnedAverage(Attention):
-    """One learned query for all texts: a picture is one vector (arXiv:2405.00740, section 5)."""
+    """One learned query for all texts: an image is one vector (arXiv:2405.00740, section 5)."""
 
     def __init__(self, config: ModelConfig, settings: Mixture) -> None:
         super().__init__(config, settings)

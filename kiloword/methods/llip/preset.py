@@ -1,4 +1,4 @@
-"""Llip: a picture is mixed from learned tokens by the text it is compared with. Source: arXiv:2405.00740."""
+"""Llip: an image is mixed from learned tokens by the text it is compared with. Source: arXiv:2405.00740."""
 
 from __future__ import annotations
 

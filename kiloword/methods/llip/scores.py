@@ -1,12 +1,12 @@
-"""Cosines of text-conditioned pictures: the kernels of contextual pooling (arXiv:2405.00740, eq. 1 and 2).
+"""Cosines of text-conditioned images: the kernels of contextual pooling (arXiv:2405.00740, eq. 1 and 2).
 
-With row vectors, values V_m [N, d] of a picture, mixing weights p_m [N] of a pair and C = concat_m(p_m V_m), the
-picture as a text sees it is z = C W_O, and against the text's unit target t
+With row vectors, values V_m [N, d] of an image, mixing weights p_m [N] of a pair and C = concat_m(p_m V_m), the
+image as a text sees it is z = C W_O, and against the text's unit target t
 
     cosine = z . t / |z|,     z . t = C . y  with  y = t W_O^T,     |z|^2 = C A C^T  with  A = W_O W_O^T.
 
-"direct" computes C of every pair; "gram" never does: with u = V_m . y_m and the picture's Gram matrix G = V A V^T it
-needs the weights alone, C . y = sum p u and |z|^2 = p G p^T, which is less work where M N < D and a picture meets many
+"direct" computes C of every pair; "gram" never does: with u = V_m . y_m and the image's Gram matrix G = V A V^T it
+needs the weights alone, C . y = sum p u and |z|^2 = p G p^T, which is less work where M N < D and an image meets many
 texts. Both work on tiles of pairs and leave for backward only what is scaled by the pairs' own gradients.
 """
 
@@ -30,7 +30,7 @@ KEPT = {"cpu": 1 << 26, "cuda": 1 << 28}  # numbers that a block may keep for ba
 class Sizes:
     """What decides the cost of a pair."""
 
-    tokens: int  # N, mixture tokens (and patches) of a picture
+    tokens: int  # N, mixture tokens (and patches) of an image
     heads: int  # M
     dim: int  # D = M d
 
@@ -40,10 +40,10 @@ class Sizes:
 
 
 def choose(sizes: Sizes, texts: int) -> Form:
-    """The form that is faster for so many texts a picture.
+    """The form that is faster for so many texts an image.
 
-    Counted in multiplications, forward and backward: a pair costs 4 (D^2 - (M N)^2) more in the direct form, a
-    picture's Gram matrix 6 (N D^2 + (M N)^2 d) once.
+    Counted in multiplications, forward and backward: a pair costs 4 (D^2 - (M N)^2) more in the direct form, an
+    image's Gram matrix 6 (N D^2 + (M N)^2 d) once.
     """
     n, w, d = sizes.tokens, sizes.weights, sizes.dim
     once = 6 * (n * d * d + w * w * d // sizes.heads)
@@ -53,7 +53,7 @@ def choose(sizes: Sizes, texts: int) -> Form:
 def block(sizes: Sizes, form: Form, device: str) -> tuple[int, int]:
     """Rows and columns of pairs to score at once, such that what backward needs of them is bounded.
 
-    Long columns share a picture's Gram matrix, long rows a text's y; their ratio makes both cost the same.
+    Long columns share an image's Gram matrix, long rows a text's y; their ratio makes both cost the same.
     """
     n, w, d = sizes.tokens, sizes.weights, sizes.dim
     pairs = KEPT.get(device, KEPT["cuda"]) // (2 * w + (2 * d if form == "direct" else 0))
@@ -65,7 +65,7 @@ def block(sizes: Sizes, form: Form, device: str) -> tuple[int, int]:
 def cosine(
     keys: Tensor, values: Tensor, query: Tensor, target: Tensor, out: Tensor, factor: float, form: Form
 ) -> Tensor:
-    """Cosine of every picture, mixed for every text, with the text's target: [i, t].
+    """Cosine of every image, mixed for every text, with the text's target: [i, t].
 
     Args: keys, values [i, N, M, d]; query [t, M, d]; target [t, D] unit; out [D, D], W_O transposed, as a linear
     layer holds it; factor: of the products of queries and keys.
@@ -86,7 +86,7 @@ def weights(keys: Tensor, query: Tensor, factor: float) -> Tensor:
 
 
 def grams(values: Tensor, square: Tensor) -> Tensor:
-    """Inner products of a picture's projected values, head by head: [i, M N, M N] of values [i, N, M, d], A [D, D]."""
+    """Inner products of an image's projected values, head by head: [i, M N, M N] of values [i, N, M, d], A [D, D]."""
     i, n, m, d = values.shape
     spread = torch.einsum("inmd,mdke->imnke", values, square.view(m, d, m, d))
     return torch.einsum("imnke,ilke->imnkl", spread, values).reshape(i, m * n, m * n)
@@ -137,13 +137,13 @@ class _Cosine(torch.autograd.Function):
 
 def _tiles(keys: Tensor, texts: int) -> Iterator[tuple[slice, slice]]:
     """Rows and columns that are worked on at once: what fits a CPU's cache, all of the block elsewhere."""
-    pictures, per_pair = len(keys), keys.shape[1] * keys.shape[2]
-    most = max(1, TILE // per_pair) if keys.device.type == "cpu" else pictures * texts
+    images, per_pair = len(keys), keys.shape[1] * keys.shape[2]
+    most = max(1, TILE // per_pair) if keys.device.type == "cpu" else images * texts
     across = max(1, min(texts, most))
     down = max(1, most // across)
-    for i in range(0, pictures, down):
+    for i in range(0, images, down):
         for t in range(0, texts, across):
-            yield slice(i, min(i + down, pictures)), slice(t, min(t + across, texts))
+            yield slice(i, min(i + down, images)), slice(t, min(t + across, texts))
 
 
 def _by_head(x: Tensor) -> Tensor:

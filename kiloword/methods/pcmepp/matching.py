@@ -20,12 +20,12 @@ ROUNDING = 1e3  # resolutions of a logit: equal captions are equally near on any
 
 
 def matching_loss(
-    pairs: PairBlocks, positives: Positives, pseudo: float = 0.1, reduction: Literal["pairs", "pictures"] = "pairs"
+    pairs: PairBlocks, positives: Positives, pseudo: float = 0.1, reduction: Literal["pairs", "images"] = "pairs"
 ) -> Total:
-    """PCME++: every pair is a yes-or-no question, its logit -a CSD + b; mean over all pairs, or sum over pictures.
+    """PCME++: every pair is a yes-or-no question, its logit -a CSD + b; mean over all pairs, or sum over images.
 
-    Pseudo-positives ask again, with a weight, and the mean of two answers counts: a text at least as near to a picture
-    as the farthest of the texts written for it is one of the picture, a picture at least as near to a text as the
+    Pseudo-positives ask again, with a weight, and the mean of two answers counts: a text at least as near to an image
+    as the farthest of the texts written for it is one of the image, an image at least as near to a text as the
     text's own is one of the text. They match in full, and carry no gradient. The authors' code takes the sum of both
     directions everywhere, hence twice this, and of several texts the first. Source: arXiv:2305.18171, eq. 2 to 4.
 
@@ -37,8 +37,8 @@ def matching_loss(
         z, y = block.logits, positives(block)
         target = y
         if nearest is not None:
-            of_picture, of_text = (z >= nearest[0][rows, None]), (z >= nearest[1][columns])
-            target = y + 0.5 * pseudo * (y.maximum(of_picture.to(y)) + y.maximum(of_text.to(y)))
+            of_image, of_text = (z >= nearest[0][rows, None]), (z >= nearest[1][columns])
+            target = y + 0.5 * pseudo * (y.maximum(of_image.to(y)) + y.maximum(of_text.to(y)))
         values = (1 + pseudo) * F.softplus(z) - target * z
         return values.sum(1), (1 + pseudo) * z.sigmoid() - target
 
@@ -48,7 +48,7 @@ def matching_loss(
 
 
 def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
-    """The least logit of each picture [I] and, over all ranks, of each text [T] with its own; infinite without any."""
+    """The least logit of each image [I] and, over all ranks, of each text [T] with its own; infinite without any."""
     found: list[Tensor] = []
     for rows, columns in pairs.blocks():
         block = pairs.block(rows, columns)

@@ -1,4 +1,4 @@
-"""PCME++: a picture and a caption are Gaussians that match the more likely the nearer. Source: arXiv:2305.18171."""
+"""PCME++: an image and a caption are Gaussians that match the more likely the nearer. Source: arXiv:2305.18171."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kiloword.methods.method import Method, Piece
 from kiloword.methods.pcmepp.matching import WithDeterministic, cosine_head, matching_loss
 from kiloword.methods.prolip.gaussian import GaussianSettings
 from kiloword.methods.prolip.inclusion import InclusionSettings
-from kiloword.methods.prolip.preset import bidirectional, doubtful, included, is_gaussian
+from kiloword.methods.prolip.preset import bidirectional, included, is_gaussian, with_gaussian
 from kiloword.model.heads import Head, Single
 
 
@@ -24,7 +24,7 @@ class Matching(recipes.Settings):
     scale: float = 5.0  # initial; learned as its logarithm, so it stays positive (the authors' code: as it is)
     bias: float = 5.0  # initial
     pseudo: float = 0.1  # weight of the loss with pseudo-positives: what is as near as one's own; 0: none
-    reduction: Literal["pairs", "pictures"] = "pairs"  # what the loss is divided by; pairs: the authors' code
+    reduction: Literal["pairs", "images"] = "pairs"  # what the loss is divided by; pairs: the authors' code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def preset(settings: Settings) -> Method:
         head=head,
         pair_loss=matching_loss,
     )
-    made = matched(doubtful(plain, only(settings, GaussianSettings)), only(settings, Matching))
+    made = matched(with_gaussian(plain, only(settings, GaussianSettings)), only(settings, Matching))
     made = included(made, InclusionSettings(image_in_text=0, masked=0, vib=settings.vib))
     return bidirectional(made) if settings.bidirectional is not False else made
 
@@ -81,15 +81,15 @@ def matched(method: Method, settings: Matching) -> Method:
 def deterministic(method: Method, settings: Deterministic) -> Method:
     """A method of Gaussians with a loss of their means alone beside its own: PCME++ and CLIP, or ProLIP and SigLIP.
 
-    Raises: ValueError for a method without Gaussians, whose pictures have not one mean, or a weight that is no weight.
+    Raises: ValueError for a method without Gaussians, whose images have not one mean, or a weight that is no weight.
     """
     head = method.head(method.shape(sizes()["debug"]))
     if head.uncertainty is None:
         raise ValueError(f"deterministic adds a loss of means to that of Gaussians, but {method.name} has only means.")
     if not isinstance(head.pooling, Single):
         raise ValueError(
-            "deterministic compares one mean a picture with one a text, but the pooling of "
-            f"{method.name} does not read pictures into one: leave +deterministic away."
+            "deterministic compares one mean an image with one a text, but the pooling of "
+            f"{method.name} does not read images into one: leave +deterministic away."
         )
     _check("weight", settings.weight, settings.weight > 0)
     _check("scale", settings.scale, settings.scale >= 0, "at least 0")

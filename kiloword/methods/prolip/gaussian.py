@@ -32,7 +32,7 @@ def rows(features: Features, which: Tensor) -> Features:
 
 
 def variance_sum(features: Features) -> Tensor:
-    """How uncertain N pictures or texts are: the trace of each covariance, [N]."""
+    """How uncertain N images or texts are: the trace of each covariance, [N]."""
     return at_least_float(features["log_var"]).exp().sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Local terms over Gaussians: a picture inside its texts, a whole inside its masked copy, and the bottleneck.
+"""Local terms over Gaussians: an image inside its texts, a whole inside its masked copy, and the bottleneck.
 
 They compare matched pairs of one rank's own batch, never pairs of the whole. Source: arXiv:2410.18857, section 3.3.
 """
@@ -25,8 +25,8 @@ from kiloword.types import Batch, Encoded, Features, Texts
 class InclusionSettings(recipes.Settings):
     """What includes what, how strongly, and how a masked copy is made."""
 
-    image_in_text: float = 1e-7  # weight of: a picture lies within its caption; 0: left out
-    masked: float = 1e-3  # weight of: whole pictures and captions lie within their masked copies; 0: left out
+    image_in_text: float = 1e-7  # weight of: an image lies within its caption; 0: left out
+    masked: float = 1e-3  # weight of: whole images and captions lie within their masked copies; 0: left out
     spread: float = 0.0  # weight of: variances fit the distances of matched pairs (not in the paper); 0: left out
     vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: left out
     inclusion_form: Form = "paper"  # eq. 3 as printed, or the exact integral
@@ -34,7 +34,7 @@ class InclusionSettings(recipes.Settings):
     eps: float = -10.0  # in log space, widens both Gaussians inside A, B, C; the paper: -20
     c: float = 10.0  # sharpness of the sigmoid; the paper: 1000
     vib_form: Literal["textbook", "released"] = "textbook"  # the authors' code has sigma where the variance belongs
-    masked_every: int = 8  # one picture in so many gets masked copies: 12.5% of the batch
+    masked_every: int = 8  # one image in so many gets masked copies: 12.5% of the batch
     drop_patches: float = 0.75  # share of a copy's patches that are dropped; the authors' code: 0.25
     mask_words: float = 0.75  # share of a copy's word tokens that become the mask token
     hide_words: Literal["mask", "drop"] = "mask"  # drop: those words are left out, which makes copies general captions
@@ -90,16 +90,16 @@ class _Inclusion(nn.Module):
         return inclusion_loss(a, b, s.eps, s.c, s.inclusion_form, s.inclusion_reduction)
 
     def chosen(self, batch: Batch) -> Tensor:
-        """[I] bool, the pictures with masked copies: by place in the global batch, whose order is drawn."""
+        """[I] bool, the images with masked copies: by place in the global batch, whose order is drawn."""
         return batch.position % self.settings.masked_every == 0
 
     def chosen_texts(self, batch: Batch) -> Tensor:
-        """[T] bool, the texts of those pictures."""
+        """[T] bool, the texts of those images."""
         return self.chosen(batch)[batch.image_of_text]
 
 
 class ImageInText(_Inclusion):
-    """Every picture lies within each of its own captions; mean over captions."""
+    """Every image lies within each of its own captions; mean over captions."""
 
     def count(self, batch: Batch) -> Tensor:
         return batch.position.new_full((), len(batch.texts))
@@ -109,7 +109,7 @@ class ImageInText(_Inclusion):
 
 
 class MaskedImage(_Inclusion):
-    """Whole pictures lie within their copies of few patches; mean over the chosen pictures."""
+    """Whole images lie within their copies of few patches; mean over the chosen images."""
 
     def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
         super().__init__(settings)
@@ -128,7 +128,7 @@ class MaskedImage(_Inclusion):
 
 
 class MaskedText(_Inclusion):
-    """Whole captions lie within their copies of few words; mean over the chosen pictures' captions."""
+    """Whole captions lie within their copies of few words; mean over the chosen images' captions."""
 
     def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
         super().__init__(settings)
@@ -140,7 +140,7 @@ class MaskedText(_Inclusion):
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         which, weight, texts = self._whole(batch)
         of = batch.image_of_text[which]
-        caption = which - torch.searchsorted(batch.image_of_text, of)  # its number among its picture's
+        caption = which - torch.searchsorted(batch.image_of_text, of)  # its number among its image's
         hide = drop_words if self.settings.hide_words == "drop" else mask_words
         copies = hide(texts, batch.seeds[of] + caption, self.settings.mask_words, self.config)
         return self.loss(rows(encoded.texts, which), model.encode_text(copies)[1]).sum() * weight
@@ -156,7 +156,7 @@ class MaskedText(_Inclusion):
 
 
 class Spread(nn.Module):
-    """A caption's variance is how far its pictures lie from it: mean over captions of -log of the integral of p_v p_t.
+    """A caption's variance is how far its images lie from it: mean over captions of -log of the integral of p_v p_t.
 
     Its constants are left out, and the mean over dimensions is taken. Only variances learn from it: means would only be
     drawn together. A caption of many scenes lies far from each, whatever its length, so that its variance grows with
@@ -174,7 +174,7 @@ class Spread(nn.Module):
 
 
 class Vib(nn.Module):
-    """Divergence of one side's Gaussians to N(0, 1), so that variances do not vanish; mean over pictures or texts."""
+    """Divergence of one side's Gaussians to N(0, 1), so that variances do not vanish; mean over images or texts."""
 
     def __init__(self, settings: InclusionSettings, side: Literal["image", "text"]) -> None:
         super().__init__()

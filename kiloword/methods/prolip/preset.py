@@ -1,4 +1,4 @@
-"""ProLIP: a picture and a caption are Gaussians, and the general includes the specific. Source: arXiv:2410.18857."""
+"""ProLIP: an image and a caption are Gaussians, and the general includes the specific. Source: arXiv:2410.18857."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
 
 def preset(settings: Settings) -> Method:
     base = siglip.preset(only(settings, siglip.Settings))
-    made = included(doubtful(base, only(settings, GaussianSettings)), only(settings, InclusionSettings))
+    made = included(with_gaussian(base, only(settings, GaussianSettings)), only(settings, InclusionSettings))
     return replace(
         bidirectional(made) if settings.bidirectional is not False else made,
         name="prolip",
@@ -39,7 +39,7 @@ def bidirectional(method: Method) -> Method:
     return replace(method, shape=shape)
 
 
-def doubtful(method: Method, settings: GaussianSettings) -> Method:
+def with_gaussian(method: Method, settings: GaussianSettings) -> Method:
     """A method whose features are Gaussians: its score loses half of both variance sums (PPCL, eq. 2, with sigmoid).
 
     Raises: ValueError for a method that has an uncertainty already, or a variance out of range.
@@ -87,7 +87,7 @@ def is_gaussian(method: Method) -> bool:
 PIECES = {
     "gaussian": Piece(
         slot="uncertainty", summary="features are Gaussians, read from an uncertainty token",
-        settings=GaussianSettings, apply=doubtful,
+        settings=GaussianSettings, apply=with_gaussian,
     ),
     "ppcl": Piece(
         slot="pair loss", summary="a yes-or-no question a pair of Gaussians",

@@ -1,15 +1,15 @@
 """ProLIP as its authors' code computes it, for their weights. Source: arXiv:2410.18857, its public code.
 
 Where the code differs from the paper, and so this preset from `prolip`:
-- A picture's class token passes the final norm twice. The code has one norm for both; here the second has weights of
+- An image's class token passes the final norm twice. The code has one norm for both; here the second has weights of
   its own, equal in imported weights.
 - A text's log variance is read from its projected, not normalised mean. The uncertainty token still stands in the
   text, where other tokens see it, but its own output is read by nobody.
 - Texts have 64 tokens, pads among them and seen by all, then [UNC] and [CLS]: a context of 66; every position has an
-  embedding. So has the picture's uncertainty token, but the sum of two learned vectors is one.
+  embedding. So has the image's uncertainty token, but the sum of two learned vectors is one.
 - The scale starts at 1/0.07. The bottleneck has sigma where the variance belongs, masked copies lose a quarter of
   their patches rather than keep one, and the inclusion loss has eps -10 and c 1000.
-- Not reproduced: one choice of patches for all pictures of a batch, and which pictures get masked copies (the first
+- Not reproduced: one choice of patches for all images of a batch, and which images get masked copies (the first
   ones of the batch; here by place in the global batch).
 """
 
@@ -61,7 +61,7 @@ def preset(settings: Settings) -> Method:
 
 
 class TwiceNormed(Single):
-    """One vector a side; the picture's class token is normed once more before its projection."""
+    """One vector a side; the image's class token is normed once more before its projection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -72,7 +72,7 @@ class TwiceNormed(Single):
 
 
 class FromMean(Gaussian):
-    """Gaussians whose log variance is read from the uncertainty token for pictures, from the mean for texts."""
+    """Gaussians whose log variance is read from the uncertainty token for images, from the mean for texts."""
 
     def __init__(self, config: ModelConfig, settings: GaussianSettings) -> None:
         super().__init__(config, settings)

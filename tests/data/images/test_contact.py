@@ -138,7 +138,7 @@ def test_statistics_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
         found.add(Record(str(row), b"", captions, row % 3), (10 * row + 20, 30))
     print_stats(found, ["cat", "dog"])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "pictures 4   captions 6   bad 1"
+    assert lines[0] == "images 4   captions 6   bad 1"
     assert [line.split() for line in lines[1:7]] == [
         ["least", "5%", "median", "95%", "most", "mean"],
         *(line.split() for line in STATISTICS),
@@ -157,11 +157,11 @@ def test_statistics_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 STATISTICS = (
-    "captions a picture 1 1 2 2 2 1.5",
+    "captions an image 1 1 2 2 2 1.5",
     "words a caption 1 1 2 3 3 1.7",
     "characters a caption 5 5 65 120 120 63.3",
-    "picture width 20 22 35 48 50 35.0",
-    "picture height 30 30 30 30 30 30.0",
+    "image width 20 22 35 48 50 35.0",
+    "image height 30 30 30 30 30 30.0",
 )
 
 

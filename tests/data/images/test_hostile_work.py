@@ -15,20 +15,20 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from PIL import Image
-from test_hostile_pictures import DECODERS, chunk, noise, outcome, saved
+from test_hostile_images import DECODERS, chunk, noise, outcome, saved
 
 from counting import calls
 from kiloword.data.images import work
-from kiloword.data.images.decode import Decoder, picture_size
+from kiloword.data.images.decode import Decoder, image_size
 from kiloword.types import BadSample
 
 JPEG = saved(Image.fromarray(noise(40, 60)), "JPEG")
 GREY = Image.fromarray(noise(40, 60)).convert("L")
 
 
-def scans(count: int, picture: Image.Image = GREY) -> bytes:
+def scans(count: int, image: Image.Image = GREY) -> bytes:
     """A progressive JPEG of so many scans: its last one over and over."""
-    jpeg = saved(picture, "JPEG", progressive=True)
+    jpeg = saved(image, "JPEG", progressive=True)
     last = jpeg[jpeg.rindex(b"\xff\xda") : -2]
     return jpeg[:-2] + last * (count - jpeg.count(b"\xff\xda")) + b"\xff\xd9"
 
@@ -157,7 +157,7 @@ def test_work_is_refused_before_it_is_done(name: str, decoder: Decoder, monkeypa
     assert calls(lambda: found.append(outcome(image, decoder))) < 400_000
     assert found == [reason]
     with pytest.raises(BadSample, match="image has"):
-        picture_size(image)
+        image_size(image)
     nobody.assert_not_called()
 
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from kiloword.data.images import work
-from kiloword.data.images.decode import _is_whole, _reduction, decode, picture_size
+from kiloword.data.images.decode import _is_whole, _reduction, decode, image_size
 from kiloword.types import BadSample
 from tars import encode, noise
 
@@ -135,7 +135,7 @@ def opened(**about: Any) -> Any:
 
 def test_what_an_opened_image_says(monkeypatch: pytest.MonkeyPatch) -> None:
     rle = opened(format="BMP", tile=[("bmp_rle", None, 0, None)])
-    for limit, image, picture, pixels, count, said in (
+    for limit, image, photo, pixels, count, said in (
         ("MAX_RUNS", b"x" * 10, rle, 7, 7, "image has 7 run-length-encoded pixels, more than 6"),
         ("MAX_RUNS", b"x" * 19, rle, 7, 9, "image has 9 run lengths, more than 8"),
         ("MAX_SIDE", b"", opened(), 200, 20, "image has 20 pixels in a line or column, more than 19"),
@@ -143,10 +143,10 @@ def test_what_an_opened_image_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with monkeypatch.context() as patch:
             patch.setattr(work, limit, count)
-            work.check_opened(image, picture, pixels)
+            work.check_opened(image, photo, pixels)
             patch.setattr(work, limit, count - 1)
             with pytest.raises(BadSample, match=said):
-                work.check_opened(image, picture, pixels)
+                work.check_opened(image, photo, pixels)
     tiles = [("raw", (0, 0, 10, 10), 0, None), ("raw", (2, 5, 4, 20), 0, None), ("raw", None, 0, None)]
     strips = opened(format="TIFF", tile=tiles)  # 100 + 30 + 200 pixels
     monkeypatch.setattr(work, "MAX_COVERED", 2)
@@ -199,4 +199,4 @@ def test_a_jpeg_keeps_as_many_pixels_as_were_asked_for(
     assert _reduction(opened(format="JPEG", size=size), at_least) == factor
     assert _reduction(opened(format="MPO", size=size), at_least) == factor
     assert _reduction(opened(format="PNG", size=size), at_least) == 1
-    assert picture_size(np.zeros((size[1], size[0], 3), np.uint8)) == size
+    assert image_size(np.zeros((size[1], size[0], 3), np.uint8)) == size

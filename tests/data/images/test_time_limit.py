@@ -40,7 +40,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
 
 
 def loader(source: Shards, workers: int, given_up: set[time_limit.Row]) -> Loader:
-    tokenizer = Tokenizer.train(["picture 0123456789"] * 20, 300)
+    tokenizer = Tokenizer.train(["image 0123456789"] * 20, 300)
     return Loader(
         source,
         Order(ROWS, 4, 0),

@@ -1,4 +1,4 @@
-"""Pictures: what every kind becomes, with every decoder, and what augmentation draws."""
+"""Images: what every kind becomes, with every decoder, and what augmentation draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from PIL import Image
 from kiloword.config.recipes import AugmentConfig
 from kiloword.data.images import decode as decode_module
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform, random_box
-from kiloword.data.images.decode import Decoder, check_decoder, decode, picture_size
+from kiloword.data.images.decode import Decoder, check_decoder, decode, image_size
 from kiloword.randomness import Draw
 from kiloword.types import BadSample
 from tars import encode, noise
@@ -73,7 +73,7 @@ def test_formats_by_content(kind: str, decoder: Decoder) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(kind: str, orientation: int, decoder: Decoder) -> None:
-    """Against the definition: where the stored picture's first row and column lie in the upright one."""
+    """Against the definition: where the stored image's first row and column lie in the upright one."""
     upright = noise(24, 40)
     stored = {
         1: upright,
@@ -89,7 +89,7 @@ def test_exif_orientation(kind: str, orientation: int, decoder: Decoder) -> None
     exif[0x0112] = orientation
     options: dict[str, object] = {"WEBP": {"lossless": True}, "JPEG": {"quality": 100, "subsampling": 0}}.get(kind, {})
     raw = encode(np.ascontiguousarray(stored), kind, exif=exif, **options)
-    assert picture_size(raw) == (40, 24)
+    assert image_size(raw) == (40, 24)
     assert far(decode(raw, decoder), upright) <= (4 if kind == "JPEG" else 0)
 
 
@@ -108,40 +108,40 @@ def test_other_modes(decoder: Decoder) -> None:
     assert decode(encode(grey16), decoder)[0, :, 1].tolist() == [0, 1, 128, 255]
     rgb = noise(16, 16)
 
-    def stored(picture: Image.Image, kind: str, **options: object) -> np.ndarray:
+    def stored(image: Image.Image, kind: str, **options: object) -> np.ndarray:
         out = io.BytesIO()
-        picture.save(out, kind, **options)
+        image.save(out, kind, **options)
         return decode(out.getvalue(), decoder)
 
-    picture = Image.fromarray(rgb)
-    assert far(stored(picture.convert("L"), "PNG"), np.asarray(picture.convert("L").convert("RGB"))) == 0
-    assert far(stored(picture.convert("L"), "JPEG", quality=100), np.asarray(picture.convert("L").convert("RGB"))) <= 2
-    assert far(stored(picture.quantize(64), "PNG"), np.asarray(picture.quantize(64).convert("RGB"))) == 0
-    assert far(stored(picture.convert("CMYK"), "JPEG", quality=100), rgb) <= 6
+    image = Image.fromarray(rgb)
+    assert far(stored(image.convert("L"), "PNG"), np.asarray(image.convert("L").convert("RGB"))) == 0
+    assert far(stored(image.convert("L"), "JPEG", quality=100), np.asarray(image.convert("L").convert("RGB"))) <= 2
+    assert far(stored(image.quantize(64), "PNG"), np.asarray(image.quantize(64).convert("RGB"))) == 0
+    assert far(stored(image.convert("CMYK"), "JPEG", quality=100), rgb) <= 6
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     for kind in ("GIF", "WEBP", "PNG"):
         found = stored(
             frames[0], kind, save_all=True, append_images=frames[1:], **({"lossless": True} if kind == "WEBP" else {})
         )
         assert far(found, np.broadcast_to(np.uint8([255, 0, 0]), (8, 8, 3))) == 0
-    palette = picture.quantize(4)
+    palette = image.quantize(4)
     palette.info["transparency"] = bytes([0, 255, 255, 255])
     assert (stored(palette, "PNG")[np.asarray(palette) == 0] == 255).all()
 
 
-def test_bad_pictures(decoder: Decoder) -> None:
+def test_bad_images(decoder: Decoder) -> None:
     jpeg, png = encode(noise(200, 200), "JPEG"), encode(noise(64, 64))
-    assert reason(b"", decoder) == "the picture has zero bytes"
-    assert reason(b"hello", decoder) == "not a picture in a known format"
+    assert reason(b"", decoder) == "the image has zero bytes"
+    assert reason(b"hello", decoder) == "not an image in a known format"
     assert "truncated" in reason(jpeg[: len(jpeg) // 2], decoder)
     assert "truncated" in reason(png[: len(png) // 2], decoder)
-    assert reason(png_header(20_000, 20_000), decoder) == "picture has 400,000,000 pixels, more than 80,000,000"
-    assert reason(png_header(9_200, 9_200), decoder) == "picture has 84,640,000 pixels, more than 80,000,000"
-    assert reason(png_header(100_000, 100_000), decoder) == "picture has 10,000,000,000 pixels, more than 80,000,000"
+    assert reason(png_header(20_000, 20_000), decoder) == "image has 400,000,000 pixels, more than 80,000,000"
+    assert reason(png_header(9_200, 9_200), decoder) == "image has 84,640,000 pixels, more than 80,000,000"
+    assert reason(png_header(100_000, 100_000), decoder) == "image has 10,000,000,000 pixels, more than 80,000,000"
     assert reason(png_header(8, 8), decoder)
     floats = io.BytesIO()
     Image.fromarray(np.zeros((4, 4), np.float32)).save(floats, "TIFF")
-    assert reason(floats.getvalue(), decoder) == "floating-point pictures are not supported"
+    assert reason(floats.getvalue(), decoder) == "floating-point images are not supported"
 
 
 @settings(max_examples=150, deadline=None)
@@ -170,7 +170,7 @@ def test_a_jpeg_is_decoded_no_finer_than_asked(decoder: Decoder) -> None:
 def test_arrays_pass_through() -> None:
     pixels = noise(8, 8)
     assert decode(pixels) is pixels
-    assert picture_size(noise(8, 9)) == (9, 8)
+    assert image_size(noise(8, 9)) == (9, 8)
     for wrong in (pixels[..., 0], pixels.astype(np.float32), np.zeros((0, 4, 3), np.uint8)):
         with pytest.raises(BadSample, match=r"expected uint8 \[H, W, 3\]"):
             decode(wrong)
@@ -186,12 +186,12 @@ def test_decoders_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     EvalTransform(8)
 
 
-def literal_eval(picture: Image.Image, size: int) -> np.ndarray:
+def literal_eval(image: Image.Image, size: int) -> np.ndarray:
     """The field's evaluation transform in Pillow calls: Resize(size, bicubic), CenterCrop(size)."""
-    short, long = sorted(picture.size)
+    short, long = sorted(image.size)
     other = int(size * long / short)
-    scaled = (size, other) if picture.width <= picture.height else (other, size)
-    resized = picture.resize(scaled, Image.Resampling.BICUBIC)
+    scaled = (size, other) if image.width <= image.height else (other, size)
+    resized = image.resize(scaled, Image.Resampling.BICUBIC)
     left, top = round((scaled[0] - size) / 2), round((scaled[1] - size) / 2)
     return np.asarray(resized.crop((left, top, left + size, top + size)))
 
@@ -279,7 +279,7 @@ def test_each_setting_does_what_it_says() -> None:
     assert share(lambda x: bool(x.float().diff(dim=-1).abs().mean() < rough), blur=1, blur_sigma=(1, 2)) == 1
 
 
-def test_drawn_pictures_are_neither_cropped_nor_mirrored() -> None:
+def test_drawn_images_are_neither_cropped_nor_mirrored() -> None:
     pixels = noise(16, 16)
     transform = TrainTransform(16, AugmentConfig(crop=0.2, flip=1), natural=False)
     assert np.array_equal(transform(pixels, Draw(0, 0, 0)).permute(1, 2, 0), pixels)

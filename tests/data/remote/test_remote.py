@@ -45,7 +45,7 @@ from kiloword.training.log import read_metrics
 from kiloword.training.loop import Options, train
 from kiloword.types import Source
 from servers import Server
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 QUICK = "backoff=0.01 timeout=10 ahead=0"
 
@@ -178,7 +178,7 @@ def loader(source: Source, workers: int = 0) -> Loader:
         DataConfig(),
         TextConfig(context=16, vocab=300),
         16,
-        Tokenizer.train(["picture 1"], 300),
+        Tokenizer.train(["image 1"], 300),
         workers=workers,
     )
 
@@ -303,7 +303,7 @@ def test_missing_and_forbidden_are_said_at_once(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="http has no folders"):
             open_source(f"{server.url}/")
         with pytest.raises(ValueError, match="unknown kind of data"):
-            open_source(f"{server.url}/pictures")
+            open_source(f"{server.url}/images")
 
 
 def test_signatures_are_not_shown(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_an_index_of_another_tar_is_left(tmp_path: Path) -> None:
 
 
 def test_damage_is_counted_as_at_home(tmp_path: Path) -> None:
-    members = {**pairs(6), "0002.png": b"no picture", "0003.txt": b"\xff\xfe"}
+    members = {**pairs(6), "0002.png": b"no image", "0003.txt": b"\xff\xfe"}
     tar = write_tar(tmp_path / "data/00.tar", members)
     tar.write_bytes(tar.read_bytes()[: 512 * 17 + 100])
     local = open_source(str(tmp_path / "data"))
@@ -472,7 +472,7 @@ def test_damage_is_counted_as_at_home(tmp_path: Path) -> None:
 
 
 def test_class_data(tmp_path: Path) -> None:
-    tar = write_tar(tmp_path / "0.tar", {"a.png": picture(1), "a.cls": b"1", "b.png": picture(2), "b.cls": b"0"})
+    tar = write_tar(tmp_path / "0.tar", {"a.png": photo(1), "a.cls": b"1", "b.png": photo(2), "b.cls": b"0"})
     words = {"set/classnames.txt": b"cat\ndog\n", "set/test/zeroshot_classification_templates.txt": b"a {c}"}
     with Server({"set/test/0.tar": tar.read_bytes(), **words}) as server:
         source = open_source(f"{server.url}/set/test/0.tar")
@@ -484,9 +484,9 @@ def test_class_data(tmp_path: Path) -> None:
 def test_tables(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    table = pa.table({"image": [picture(n) for n in range(3)], "caption": [f"picture {n}" for n in range(3)]})
+    table = pa.table({"image": [photo(n) for n in range(3)], "caption": [f"image {n}" for n in range(3)]})
     pa.parquet.write_table(table, data / "inside.parquet")
-    (data / "0.png").write_bytes(picture(0))
+    (data / "0.png").write_bytes(photo(0))
     (data / "relative.csv").write_text("image,caption\n0.png,one\n")
     (data / "absolute.csv").write_text(f"image,caption\n{data}/0.png,one\n")
     with Server({file.name: file.read_bytes() for file in data.iterdir() if file.suffix != ".png"}) as server:
@@ -495,7 +495,7 @@ def test_tables(tmp_path: Path) -> None:
             remote, local = open_source(f"{server.url}/{name}"), open_source(str(data / name))
             assert remote.fingerprint == local.fingerprint
             assert everything(remote) == everything(local)
-        with pytest.raises(ValueError, match=r"relative.csv names its pictures by paths that are not of this machine"):
+        with pytest.raises(ValueError, match=r"relative.csv names its images by paths that are not of this machine"):
             open_source(f"{server.url}/relative.csv")
 
 
@@ -716,7 +716,7 @@ def _reads_forever(src: str, seed: int) -> None:
     source, rng = open_source(src), np.random.default_rng(seed)
     while True:
         row = int(rng.integers(len(source)))
-        assert source.record(row).captions == [f"picture {row}"]
+        assert source.record(row).captions == [f"image {row}"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The embedded data set: its language, its truth, its splits and its pictures."""
+"""The embedded data set: its language, its truth, its splits and its images."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_size_of_the_src_goes_before_the_models() -> None:
         ("scenes:", "train, val, test"),
         ("scenery", "expected scenes"),
         ("scenes?colour=1", "options: captions, hard, heldout, inner, levels"),
-        ("scenes?n=0", "n=0: expected a number of pictures, 1 to"),
+        ("scenes?n=0", "n=0: expected a number of images, 1 to"),
         ("scenes?n=1&n=2", "twice"),
         ("scenes?size=8", "24 to 2048"),
         ("scenes?levels=4", "levels 0 to 3"),
@@ -341,8 +341,8 @@ KINDS = [(shape, size, fill) for shape in range(8) for size in range(2) for fill
 
 @pytest.mark.parametrize("side", [48, 64, 96])
 def test_every_kind_of_thing_looks_different(side: int) -> None:
-    pictures = [draw(Scene(1, (Thing(s, 0, z, f, 1, 1),)), side).astype(int) for s, z, f in KINDS]
-    for (a, x), (b, y) in combinations(zip(KINDS, pictures, strict=True), 2):
+    images = [draw(Scene(1, (Thing(s, 0, z, f, 1, 1),)), side).astype(int) for s, z, f in KINDS]
+    for (a, x), (b, y) in combinations(zip(KINDS, images, strict=True), 2):
         clearly = (np.abs(x - y).max(-1) > 60).sum() * (64 / side) ** 2
         assert clearly >= 8, f"{a} and {b} differ in {clearly} pixels"
 
@@ -356,13 +356,13 @@ def test_colours_and_backgrounds_are_far_apart() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(scenes(), st.sampled_from([24, 37, 64, 224]))
-def test_pictures_show_things_at_their_places_and_nothing_else(scene: Scene, side: int) -> None:
-    picture = draw(scene, side)
+def test_images_show_things_at_their_places_and_nothing_else(scene: Scene, side: int) -> None:
+    image = draw(scene, side)
     edges = [round(k * side / 3) for k in range(4)]
     places = {(t.row, t.column): t for t in scene.things}
     for r, (top, bottom) in enumerate(pairwise(edges)):
         for c, (left, right) in enumerate(pairwise(edges)):
-            far = np.abs(picture[top:bottom, left:right].astype(int) - BACKGROUND_RGB[scene.background]).max(-1) > 40
+            far = np.abs(image[top:bottom, left:right].astype(int) - BACKGROUND_RGB[scene.background]).max(-1) > 40
             if (r, c) in places:
                 assert far.mean() > 0.02
             else:
@@ -371,16 +371,16 @@ def test_pictures_show_things_at_their_places_and_nothing_else(scene: Scene, sid
 
 def test_solid_things_have_their_colour() -> None:
     for shape in set(range(8)) - {7}:  # the centre of a moon may be empty
-        picture = draw(Scene(0, (Thing(shape, 3, 1, 0, 0, 0),)), 63)
-        assert tuple(picture[10, 10]) == COLOUR_RGB[3]
+        image = draw(Scene(0, (Thing(shape, 3, 1, 0, 0, 0),)), 63)
+        assert tuple(image[10, 10]) == COLOUR_RGB[3]
 
 
 @pytest.mark.parametrize(("side", "n"), [(64, 200), (50, 40), (97, 40)])
 def test_inner_things_lie_within_every_centre_half(side: int, n: int) -> None:
     source = parse_scenes(f"scenes:test?inner=1&n={n}", side)
     for row in range(n):
-        picture, ground = source.record(row).image.astype(int), BACKGROUND_RGB[source.scene(row).background]
-        rows, columns = np.nonzero((picture != ground).any(-1))
+        image, ground = source.record(row).image.astype(int), BACKGROUND_RGB[source.scene(row).background]
+        rows, columns = np.nonzero((image != ground).any(-1))
         assert len(rows)
         for place in (rows, columns):
             assert side / 4 <= place.min() < place.max() + 1 <= 3 * side / 4

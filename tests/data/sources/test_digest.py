@@ -14,7 +14,7 @@ from kiloword.data.sources import digest
 from kiloword.data.sources.mixture import Mixture
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.index import open_index
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 OTHER = "the data is not what the run began with (images or texts were replaced by others of the same size)"
 
@@ -29,7 +29,7 @@ def tars(folder: Path) -> Path:
 def files(folder: Path) -> Path:
     folder.mkdir()
     for n in range(30):
-        (folder / f"{n}.png").write_bytes(picture(n))
+        (folder / f"{n}.png").write_bytes(photo(n))
         (folder / f"{n}.txt").write_text(f"caption {n}")
     return folder
 
@@ -50,8 +50,8 @@ def change(path: Path, old: bytes, new: bytes) -> None:
 
 
 def pixels(n: int) -> tuple[bytes, bytes]:
-    """What a picture's pixels are written as, and others."""
-    raw = picture(n)
+    """What an image's pixels are written as, and others."""
+    raw = photo(n)
     at = raw.index(b"IDAT") + 10
     return raw[at : at + 8], bytes(255 - byte for byte in raw[at : at + 8])
 
@@ -63,7 +63,7 @@ def train(data: Path, out: Path, steps: int = 2) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
     "pixels in a tar": (tars, lambda data: change(data / "1.tar", *pixels(13))),
-    "a caption in a tar": (tars, lambda data: change(data / "1.tar", b"picture 13", b"another 13")),
+    "a caption in a tar": (tars, lambda data: change(data / "1.tar", b"image 13", b"other 13")),
     "pixels in a folder": (files, lambda data: change(data / "7.png", *pixels(7))),
     "a caption in a folder": (files, lambda data: change(data / "7.txt", b"caption", b"another")),
     "pixels that a table names": (table, lambda data: change(data.with_name("7.png"), *pixels(7))),

@@ -23,7 +23,7 @@ from kiloword.data.sources.own import Own
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.store import contents
 from kiloword.types import BadSample, NoCaption, Source
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 
 def table(path: Path, **columns: Any) -> Path:
@@ -33,17 +33,17 @@ def table(path: Path, **columns: Any) -> Path:
 
 @pytest.fixture
 def tar(tmp_path: Path) -> Path:
-    """Keys 0000 to 0005, each with the caption "picture N"."""
+    """Keys 0000 to 0005, each with the caption "image N"."""
     return write_tar(tmp_path / "0.tar", pairs(6))
 
 
 @pytest.fixture
 def extra(tmp_path: Path) -> Path:
-    """Rows of one key are merged; white space, nulls and what the picture has already are left out."""
+    """Rows of one key are merged; white space, nulls and what the image has already are left out."""
     return table(
         tmp_path / "extra.parquet",
         key=["0003", "0000", "0003", "unheard", "0001"],
-        captions=[["c", " d "], ["a", "a", None, "", "picture 0"], ["e"], ["x"], []],
+        captions=[["c", " d "], ["a", "a", None, "", "image 0"], ["e"], ["x"], []],
     )
 
 
@@ -53,7 +53,7 @@ def captions(source: Source) -> list[list[str]]:
 
 def test_captions_join_by_key(tar: Path, extra: Path) -> None:
     source = with_captions(open_source(str(tar)), [extra])
-    expected = [[f"picture {n}"] for n in range(6)]
+    expected = [[f"image {n}"] for n in range(6)]
     expected[0] += ["a"]
     expected[3] += ["c", "d", "e"]
     assert captions(source) == expected
@@ -67,30 +67,30 @@ def test_several_tables_of_both_forms(tar: Path, extra: Path, tmp_path: Path) ->
         tmp_path / "b.parquet", caption=["c", "f", None], key=["0003", "0003", "0002"], score=[1.0, 2.0, 3.0]
     )
     source = with_captions(open_source(str(tar)), [extra, str(second)])
-    assert source.record(3).captions == ["picture 3", "c", "d", "e", "f"]
-    assert source.record(2).captions == ["picture 2"]
+    assert source.record(3).captions == ["image 3", "c", "d", "e", "f"]
+    assert source.record(2).captions == ["image 2"]
     other = with_captions(open_source(str(tar)), [second, extra])
-    assert other.record(3).captions == ["picture 3", "c", "f", "d", "e"]
+    assert other.record(3).captions == ["image 3", "c", "f", "d", "e"]
 
 
 def test_without_raw_captions(tar: Path, extra: Path) -> None:
     source = with_captions(open_source(str(tar)), [extra], own=False)
-    assert source.record(0).captions == ["a", "picture 0"]
+    assert source.record(0).captions == ["a", "image 0"]
     assert source.record(3).captions == ["c", "d", "e"]
     for row in (1, 2, 4, 5):
         with pytest.raises(BadSample, match="no caption"):
             source.record(row)
         with pytest.raises(BadSample, match="no caption"):
             source.captions(row)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="no picture has any: name --extra-captions"):
+    with pytest.raises(ValueError, match="no image has any: name --extra-captions"):
         with_captions(open_source(str(tar)), [], own=False)
 
 
 def test_the_settings_open_it(tar: Path, extra: Path) -> None:
     config = DataConfig(sources=(str(tar),), extra_captions=(str(extra),))
-    assert open_data(config).record(3).captions == ["picture 3", "c", "d", "e"]
+    assert open_data(config).record(3).captions == ["image 3", "c", "d", "e"]
     assert open_data(replace(config, raw_captions=False)).record(3).captions == ["c", "d", "e"]
-    assert open_data(replace(config, extra_captions=())).record(3).captions == ["picture 3"]
+    assert open_data(replace(config, extra_captions=())).record(3).captions == ["image 3"]
 
 
 def test_the_fingerprint_is_of_all_that_is_read(tar: Path, extra: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_what_else_a_source_knows_stays(tmp_path: Path) -> None:
     assert source.classnames == scenes.classnames  # type: ignore[attr-defined]
     assert source.relevance(record.captions, [4])[:-1].all()  # type: ignore[attr-defined]
     assert not hasattr(source, "at")
-    assert not hasattr(with_captions(Own([(picture(), "a")]), [table(tmp_path / "o", key=["0"], caption=["b"])]), "x")
+    assert not hasattr(with_captions(Own([(photo(), "a")]), [table(tmp_path / "o", key=["0"], caption=["b"])]), "x")
 
 
 def test_a_mixture_is_wrapped_part_by_part(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_mixture_is_wrapped_part_by_part(tmp_path: Path) -> None:
     path = table(tmp_path / "t.parquet", key=["0001", "0009"], captions=[["a"], ["b"]])
     source = with_captions(Mixture([first, second], [1.0, 0.5]), [path])
     assert isinstance(source, Mixture)
-    assert source.record(1).captions == ["picture 1", "a"]
+    assert source.record(1).captions == ["image 1", "a"]
     found = {tuple(source.at(epoch).record(row).captions) for epoch in range(4) for row in range(8, 12)}
-    assert ("picture 9", "b") in found
+    assert ("image 9", "b") in found
 
 
 def test_workers_read_the_same(tar: Path, extra: Path) -> None:
@@ -146,7 +146,7 @@ def test_workers_read_the_same(tar: Path, extra: Path) -> None:
     copy = pickle.loads(document)
     assert captions(copy) == captions(source)
     assert (copy.fingerprint, copy.name) == (source.fingerprint, source.name)
-    tokenizer = Tokenizer.train(["picture a b c d e 0 1 2 3 4 5"], 300)
+    tokenizer = Tokenizer.train(["image a b c d e 0 1 2 3 4 5"], 300)
     loader = Loader(source, Order(6, 3), DataConfig(captions="all"), TextConfig(vocab=400), 16, tokenizer)
     alone, two = (list(replace(loader, workers=w).batches(0, 4)) for w in (0, 2))
     assert [b.texts.ids.tolist() for b in alone] == [b.texts.ids.tolist() for b in two]
@@ -160,7 +160,7 @@ def test_workers_read_the_same(tar: Path, extra: Path) -> None:
         ({"key": ["a"], "text": ["a"]}, r"has the columns key, text\. Expected `key`"),
         (
             {"key": [1, 2], "caption": ["a", "b"]},
-            r"`key` holds int64\. Expected text, as the pictures are named \(not n",
+            r"`key` holds int64\. Expected text, as the images are named \(not n",
         ),
         (
             {"key": ["a"], "captions": [[1]]},
@@ -195,28 +195,28 @@ def test_other_types_of_text(tar: Path, tmp_path: Path, kind: str) -> None:
     keys = keys.dictionary_encode() if kind == "dictionary" else keys
     lists = pa.array([["a"], ["b"]], pa.large_list(pa.large_string()))
     source = with_captions(open_source(str(tar)), [table(tmp_path / "t.parquet", key=keys, captions=lists)])
-    assert source.record(1).captions == ["picture 1", "b"]
+    assert source.record(1).captions == ["image 1", "b"]
 
 
-def test_a_table_that_matches_no_picture_is_refused(tar: Path, extra: Path, tmp_path: Path) -> None:
+def test_a_table_that_matches_no_image_is_refused(tar: Path, extra: Path, tmp_path: Path) -> None:
     other = table(tmp_path / "t.parquet", key=["0", "1"], caption=["a", "b"])
     with pytest.raises(
         ValueError,
-        match=r"t\.parquet has captions for none of the 6 pictures of .*such as '0', the pictures' such as '0000'",
+        match=r"t\.parquet has captions for none of the 6 images of .*such as '0', the images' such as '0000'",
     ):
         with_captions(open_source(str(tar)), [extra, other])
 
 
-def test_pictures_without_a_caption_get_those_of_the_table(tmp_path: Path) -> None:
-    """What has neither stays bad, and a picture that cannot be read too."""
+def test_images_without_a_caption_get_those_of_the_table(tmp_path: Path) -> None:
+    """What has neither stays bad, and an image that cannot be read too."""
     for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.png").write_bytes(picture() if name != "c" else b"")
+        (tmp_path / f"{name}.png").write_bytes(photo() if name != "c" else b"")
     extra = table(tmp_path / "extra.parquet", key=["a", "c"], captions=[["a dog"], ["a cat"]])
     source = with_captions(open_source(str(tmp_path)), [extra])
     assert source.record(0).captions == ["a dog"]
     with pytest.raises(NoCaption) as none:
         source.record(1)
     assert none.value.record.key == "b"
-    assert none.value.record.image == picture()
+    assert none.value.record.image == photo()
     with pytest.raises(BadSample, match="zero bytes"):
         source.record(2)

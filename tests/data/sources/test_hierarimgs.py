@@ -114,7 +114,7 @@ def test_masks_are_nearly_pycocotools() -> None:
     [
         ({"counts": [3, 4], "size": [2, 3]}, "cover 7 pixels of 6"),
         ({"counts": [3, -3, 6], "size": [2, 3]}, "not whole numbers"),
-        ({"counts": [6], "size": [3, 2]}, r"size \[3, 2\] in a picture of \[2, 3\]"),
+        ({"counts": [6], "size": [3, 2]}, r"size \[3, 2\] in an image of \[2, 3\]"),
         ({"counts": "P", "size": [2, 3]}, "end within a number"),
         ({"counts": "6\n", "size": [2, 3]}, "strange character"),
         ([], "neither polygons nor run lengths"),
@@ -143,14 +143,14 @@ def annotation(number: int, image: int, x: int, y: int, w: int, h: int, kind: st
 
 
 def coco(folder: Path) -> tuple[Path, Path]:
-    """Pictures 1 and 2 qualify; 3 has two segments and a crowd, 4 a small one, 5 is missing, 6 of another size."""
-    pictures = folder / "pictures"
-    pictures.mkdir(parents=True)
+    """Images 1 and 2 qualify; 3 has two segments and a crowd, 4 a small one, 5 is missing, 6 of another size."""
+    photos = folder / "images"
+    photos.mkdir(parents=True)
     for i in (1, 2, 3, 4, 6):
         shape = (HEIGHT, WIDTH) if i != 6 else (HEIGHT, WIDTH + 1)
-        (pictures / f"{i}.png").write_bytes(encode(noise(*shape, seed=i)))
-    (pictures / "2.png").rename(pictures / "2.jpg")
-    (pictures / "2.jpg").write_bytes(encode(noise(HEIGHT, WIDTH, seed=2), "JPEG"))
+        (photos / f"{i}.png").write_bytes(encode(noise(*shape, seed=i)))
+    (photos / "2.png").rename(photos / "2.jpg")
+    (photos / "2.jpg").write_bytes(encode(noise(HEIGHT, WIDTH, seed=2), "JPEG"))
     kinds = ("polygon", "plain", "compressed")
     annotations = [
         *(annotation(10 + k, 1, 18 * k, 2, 8 + k, 10, kind) for k, kind in enumerate(kinds)),
@@ -167,7 +167,7 @@ def coco(folder: Path) -> tuple[Path, Path]:
     categories = [{"id": k, "name": name} for k, name in enumerate(("cup", "dog", "tree"))]
     path = folder / "instances.json"
     path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
-    return path, pictures
+    return path, photos
 
 
 @pytest.fixture
@@ -178,12 +178,12 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_chosen(made: Path) -> None:
-    files = made / "instances.json", made / "pictures"
+    files = made / "instances.json", made / "images"
     report = build(*files, made / "out", Options(least=50))
-    assert (report.pictures, report.few, report.small, report.written) == (6, 1, 1, 2)
+    assert (report.images, report.few, report.small, report.written) == (6, 1, 1, 2)
     assert report.bad == {
-        "cannot read the picture: No such file or directory": 1,
-        "the picture is not of the size that was annotated": 1,
+        "cannot read the image: No such file or directory": 1,
+        "the image is not of the size that was annotated": 1,
     }
     assert build(*files, made / "all", Options(least=64)).small == 2  # not below, but not above: 1's fourth segment
     pasted = build(*files, made / "pasted", Options(least=64, considered="pasted"))
@@ -193,7 +193,7 @@ def test_what_is_chosen(made: Path) -> None:
 
 
 def test_what_is_written_is_what_our_readers_read(made: Path) -> None:
-    build(made / "instances.json", made / "pictures", made / "out", Options(least=50))
+    build(made / "instances.json", made / "images", made / "out", Options(least=50))
     source = open_source(str(made / "out"))
     records = [source.record(row) for row in range(len(source))]
     assert [r.key for r in records] == [f"{i:012d}-{k}" for i in (1, 2) for k in range(4)]
@@ -209,14 +209,14 @@ def test_what_is_written_is_what_our_readers_read(made: Path) -> None:
             expected[2:12, x : x + w] = photo[2:12, x : x + w]
         np.testing.assert_array_equal(decode(record.image), expected)
     np.testing.assert_array_equal(decode(records[3].image), photo)
-    assert records[7].image == (made / "pictures" / "2.jpg").read_bytes()
+    assert records[7].image == (made / "images" / "2.jpg").read_bytes()
     assert (made / "out" / "nshards.txt").read_text() == "1\n"
 
 
 def test_the_same_input_gives_the_same_bytes_in_shards(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kiloword.data.hierarimgs.writer.SHARD", 3)
     for name in ("a", "b"):
-        build(made / "instances.json", made / "pictures", made / name, Options(least=50))
+        build(made / "instances.json", made / "images", made / name, Options(least=50))
     assert sorted(p.name for p in (made / "a").iterdir()) == ["0.tar", "1.tar", "nshards.txt"]
     for name in ("0.tar", "1.tar"):
         assert (made / "a" / name).read_bytes() == (made / "b" / name).read_bytes()
@@ -233,8 +233,8 @@ def test_canvas() -> None:
 
 def test_nothing_is_left_when_it_fails(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted(p.name for p in made.iterdir())
-    files = made / "instances.json", made / "pictures"
-    with pytest.raises(ValueError, match="no picture qualifies: 0 of 6 pictures written"):
+    files = made / "instances.json", made / "images"
+    with pytest.raises(ValueError, match="no image qualifies: 0 of 6 images written"):
         build(*files, made / "out", Options(least=1e6))
     monkeypatch.setattr("kiloword.data.hierarimgs.writer._png", lambda pixels: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -243,9 +243,9 @@ def test_nothing_is_left_when_it_fails(made: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_words_for_what_a_user_can_mend(made: Path) -> None:
-    files = made / "instances.json", made / "pictures"
-    with pytest.raises(ValueError, match="pictures exists: choose another OUT"):
-        build(*files, made / "pictures", Options(least=50))
+    files = made / "instances.json", made / "images"
+    with pytest.raises(ValueError, match="images exists: choose another OUT"):
+        build(*files, made / "images", Options(least=50))
     with pytest.raises(ValueError, match="0 segments; expected at least 1"):
         build(*files, made / "out", Options(segments=0))
     with pytest.raises(ValueError, match="least is nan: expected a number of pixels"):
@@ -257,16 +257,14 @@ def test_words_for_what_a_user_can_mend(made: Path) -> None:
     for text in ("{", "[]", "[" * 100_000, *few, twice, unnamed):
         (made / "wrong.json").write_text(text)
         with pytest.raises(ValueError, match=r"wrong.json is not COCO's json of instances"):
-            build(made / "wrong.json", made / "pictures", made / "out")
+            build(made / "wrong.json", made / "images", made / "out")
 
 
 def test_verb(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(made / name) for name in ("instances.json", "pictures", "out")]
+    words = [str(made / name) for name in ("instances.json", "images", "out")]
     main([*words, "--least", "50"])
     said = capsys.readouterr().out
-    assert said.startswith(
-        "2 of 6 pictures written\n1 have too few segments, 1 a segment that is too small\n1 left out"
-    )
+    assert said.startswith("2 of 6 images written\n1 have too few segments, 1 a segment that is too small\n1 left out")
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
@@ -283,7 +281,7 @@ def matcher(method: str) -> Matcher:
 
 
 def test_eval_hierarchy_judges_the_levels(made: Path) -> None:
-    build(made / "instances.json", made / "pictures", made / "out", Options(least=50))
+    build(made / "instances.json", made / "images", made / "out", Options(least=50))
     model = matcher("prolip")
     found = evaluate(model, "hierarchy", str(made / "out"))
     source = open_source(str(made / "out"))

@@ -30,7 +30,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.files import read_columns
 from kiloword.evaluation.vqa.task import _lines as answers_of
 from kiloword.types import BadSample
-from tars import picture, write_tar
+from tars import photo, write_tar
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_members_that_nobody_should_read(tmp_path: Path) -> None:
     """A caption of 10 MB is not read at all; nor is a device, or a pipe, that a folder or a table names."""
     long = b"x " * (5 << 20)
     assert len(long) > MAX_TEXT
-    tar = write_tar(tmp_path / "x.tar", {"a.png": picture(), "a.txt": long, "b.png": picture(), "b.txt": b"b"})
+    tar = write_tar(tmp_path / "x.tar", {"a.png": photo(), "a.txt": long, "b.png": photo(), "b.txt": b"b"})
     source = Shards("x", [tar])
     with pytest.raises(BadSample, match=r"the \.txt has 10,485,760 bytes, more than 8,388,608"):
         source.record(0)
@@ -126,10 +126,10 @@ def test_members_that_nobody_should_read(tmp_path: Path) -> None:
     assert source.record(1).captions == ["b"]
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "a.png").write_bytes(picture())
+    (tmp_path / "photos" / "a.png").write_bytes(photo())
     (tmp_path / "photos" / "a.txt").symlink_to("/dev/zero")
     (tmp_path / "x.csv").write_text("image,caption\n/dev/zero,a\npipe,b\n/proc/self/mem,c\n.,d\na\0.png,e\n")
-    for src, reasons in (("photos", ["a.txt is no regular file"]), ("x.csv", ["the picture is no regular file"] * 2)):
+    for src, reasons in (("photos", ["a.txt is no regular file"]), ("x.csv", ["the image is no regular file"] * 2)):
         found = open_source(str(tmp_path / src))
         for row, reason in enumerate(reasons):
             with pytest.raises(BadSample, match=reason):
@@ -173,11 +173,11 @@ TABLES: dict[bytes, list[Any] | str] = {
     HEAD + b'a.png,"two\nlines"\na.png,"a ""quote"""\n': [["two\nlines", 'a "quote"']],
     HEAD + b'a.png,"never closed\n': [["never closed"]],
     HEAD + b"a.png,caf\xe9\n": ["caption is not UTF-8"],
-    HEAD + b"\xff\x1b[2J.png,x\n": ["picture cannot be read: \\udcff\\x1b[2J.png (No such file or directory)"],
+    HEAD + b"\xff\x1b[2J.png,x\n": ["image cannot be read: \\udcff\\x1b[2J.png (No such file or directory)"],
     HEAD + b"a\n\x1b[2J,c,d\n": ["line has 1 columns, expected 2: a", "line has 3 columns, expected 2: \\x1b[2J,c,d"],
     HEAD + b"a.png,caf\xe9\n\xff\na.png,ok\n": ["caption is not UTF-8", "line has 1 columns, expected 2: ÿ"],
     HEAD + b"\xe9.png,x\na,b,\xff\n": [
-        "picture cannot be read: \\udce9.png (No such file or directory)",
+        "image cannot be read: \\udce9.png (No such file or directory)",
         "line has 3 columns, expected 2: a,b,ÿ",
     ],
     b"image,caption,caption\na.png,x,y\n": "TABLE has 2 columns named caption. Expected one.",
@@ -189,13 +189,13 @@ TABLES: dict[bytes, list[Any] | str] = {
     b'image\tcaptions\na.png\t["\\ud800"]\n': ["caption is not UTF-8"],
     b"im\x1b[2Jage,caption\n": "TABLE has the columns im\\x1b[2Jage, caption. Expected `image` (or `filepath`) and "
     "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`).",
-    HEAD: "TABLE has no rows. Expected a picture and a caption a row.",
+    HEAD: "TABLE has no rows. Expected an image and a caption a row.",
 }
 
 
 @pytest.mark.parametrize("raw", TABLES, ids=range(len(TABLES)))
 def test_tables_of_text(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     (tmp_path / "x.csv").write_bytes(raw)
     found = table_outcome(tmp_path / "x.csv")
     assert found == TABLES[raw]
@@ -216,15 +216,15 @@ PARQUETS: dict[str, tuple[Any, list[Any] | str]] = {
     "captions are structs": ({"image": ["a.png"], "captions": [[{"raw": "x"}]]}, "TABLE cannot be read"),
     "captions are null": ({"image": ["a.png"], "captions": pa.array([[None]], pa.list_(pa.null()))}, ["no caption"]),
     "no UTF-8": ({"image": ["a.png", "b"], "caption": [b"\xff", b"x"]},
-        ["caption is not UTF-8", "picture cannot be read"]),
-    "no picture is named": ({"image": [None], "caption": ["x"]}, ["no picture is named"]),
+        ["caption is not UTF-8", "image cannot be read"]),
+    "no image is named": ({"image": [None], "caption": ["x"]}, ["no image is named"]),
     "two captions": (twice("image", "caption", "caption"), "TABLE has 2 columns named caption. Expected one."),
     "two images": (twice("image", "image", "caption"), "TABLE has 2 columns named image. Expected one."),
     "a struct of text": ({"image": [{"bytes": "x"}], "caption": ["x"]}, "TABLE: the column image is"),
     "a struct without bytes": ({"image": [{"path": "a"}], "caption": ["x"]}, "TABLE: the column image is struct<path"),
-    "pictures that are null": ({"image": pa.array([None, b""], pa.binary()), "caption": ["x", "y"]},
-        ["the picture has zero bytes"]),
-    "a list of pictures": ({"image": [["a.png"]], "caption": ["x"]}, "TABLE cannot be read as"),
+    "images that are null": ({"image": pa.array([None, b""], pa.binary()), "caption": ["x", "y"]},
+        ["the image has zero bytes"]),
+    "a list of images": ({"image": [["a.png"]], "caption": ["x"]}, "TABLE cannot be read as"),
     "no rows": ({"image": pa.array([], pa.binary()), "caption": pa.array([], pa.string())}, "TABLE has no rows"),
     "a question, a number": ({"image": ["a.png"], "question": [5], "answers": [[1]]}, ["the question is no text"]),
 }  # fmt: skip
@@ -232,7 +232,7 @@ PARQUETS: dict[str, tuple[Any, list[Any] | str]] = {
 
 @pytest.mark.parametrize("name", PARQUETS)
 def test_tables_of_parquet(tmp_path: Path, name: str) -> None:
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     columns, expected = PARQUETS[name]
     (tmp_path / "x.parquet").write_bytes(parquet(columns))
     found = table_outcome(tmp_path / "x.parquet")
@@ -243,9 +243,9 @@ def test_tables_of_parquet(tmp_path: Path, name: str) -> None:
 
 def test_damaged_parquet_is_a_sentence(tmp_path: Path) -> None:
     """Headers, pages and names of columns, wherever the damage is."""
-    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "a.png").write_bytes(photo())
     whole = parquet({"image": ["a.png"] * 50, "caption": [f"word {n}" for n in range(50)]})
-    inside = parquet({"image": [picture(n) for n in range(4)], "caption": ["x"] * 4})
+    inside = parquet({"image": [photo(n) for n in range(4)], "caption": ["x"] * 4})
     extra = parquet({"key": ["a", "b"], "captions": [["x"], ["y"]]})
     for raw in (whole, inside, extra):
         for place in range(4, len(raw), 29 if raw is whole else 97):

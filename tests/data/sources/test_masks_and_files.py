@@ -18,7 +18,7 @@ from kiloword.data.hierarimgs.__main__ import main
 from kiloword.data.hierarimgs.masks import decode_mask
 from kiloword.data.hierarimgs.writer import Options, Report, Segment, build, choose
 from kiloword.data.images.augmentation import _centre, _crop_resize, _scaled, fit
-from kiloword.data.images.decode import MAX_PIXELS, _from_16_bit, _turn, decode, picture_size, to_rgb
+from kiloword.data.images.decode import MAX_PIXELS, _from_16_bit, _turn, decode, image_size, to_rgb
 from kiloword.data.images.work import is_whole_png
 from kiloword.data.transforms.partner import named
 from kiloword.types import BadSample, Record
@@ -49,7 +49,7 @@ def test_levels_are_built_into_an_empty_folder_over_what_a_killed_one_left(tmp_p
     left.mkdir()
     (left / "7.tar").write_bytes(b"half")
     report = build(*files, out, Options(segments=2, least=0, canvas="grey"))
-    assert list(report.lines()) == ["2 of 2 pictures written", "0 have too few segments, 0 a segment that is too small"]
+    assert list(report.lines()) == ["2 of 2 images written", "0 have too few segments, 0 a segment that is too small"]
     assert sorted(path.name for path in out.iterdir()) == ["0.tar", "nshards.txt"]
     assert not left.exists()
     with tarfile.open(out / "0.tar") as tar:
@@ -73,9 +73,9 @@ def test_reasons_of_images_left_out(tmp_path: Path, capsys: pytest.CaptureFixtur
     words = [str(files[0]), str(files[1]), str(tmp_path / "out"), "--segments", "2", "--least", "1"]
     main(words)
     assert capsys.readouterr().out.splitlines() == [
-        "2 of 3 pictures written",
+        "2 of 3 images written",
         "0 have too few segments, 0 a segment that is too small",
-        "1 left out: cannot read the picture: No such file or directory",
+        "1 left out: cannot read the image: No such file or directory",
     ]
     for wrong, said in (
         (words, "exists: choose another OUT"),
@@ -118,7 +118,7 @@ def test_sides_and_turns() -> None:
         raw = io.BytesIO()
         image.save(raw, "PNG", exif=exif)
         turned = decode(raw.getvalue())
-        assert picture_size(raw.getvalue()) == turned.shape[1::-1] == ((6, 4) if orientation < 5 else (4, 6))
+        assert image_size(raw.getvalue()) == turned.shape[1::-1] == ((6, 4) if orientation < 5 else (4, 6))
         assert np.array_equal(turned, np.asarray(_turn(image, orientation)))
     assert _turn(image, 9) is image
     grey = Image.fromarray(np.array([[0, 128, 129, 257, 65535]], np.uint16))

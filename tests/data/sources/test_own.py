@@ -24,7 +24,7 @@ WORDS = ["red", "green", "blue", "grey", "dark", "pale", "warm", "cold"]
 
 
 class Photos:
-    """What a user writes: picture i and its captions."""
+    """What a user writes: image i and its captions."""
 
     def __init__(self, kind: str = "pillow", count: int = 24, folder: Path | None = None) -> None:
         self.kind, self.count, self.folder = kind, count, folder
@@ -64,7 +64,7 @@ def test_ten_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("kind", ["pillow", "array", "bytes", "path", "string"])
-def test_every_kind_of_picture(kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_image(kind: str, tmp_path: Path) -> None:
     source = Own(Photos(kind, folder=tmp_path))
     record = source.record(3)
     pixels = record.image if isinstance(record.image, np.ndarray) else noise(40, 50, 3)
@@ -91,8 +91,8 @@ class Holes(Photos):
     def __getitem__(self, i: int) -> tuple[Any, str | list[str]]:
         if i in (3, 23):
             raise KeyError("lost")
-        picture, captions = super().__getitem__(i)
-        return picture, None if i == 5 else captions  # type: ignore[return-value]
+        image, captions = super().__getitem__(i)
+        return image, None if i == 5 else captions  # type: ignore[return-value]
 
 
 def test_rows_that_raise_are_bad_samples(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_bad_samples_have_a_reason(tmp_path: Path) -> None:
         ([], "is empty"),
         ([{"image": 1}], "is a dict: expected a pair"),
         ([(noise(4, 4), "x", 3)], "is a tuple of 3"),
-        ([(None, "x")], "is a NoneType: expected a Pillow picture"),
+        ([(None, "x")], "is a NoneType: expected a Pillow image"),
         ([(noise(4, 4), 7)], "captions of sample 0 .* are a int"),
     ],
 )

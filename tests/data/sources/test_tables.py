@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from kiloword.data.sources.open import open_source
 from kiloword.types import BadSample, Source
-from tars import picture
+from tars import photo
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "p").mkdir()
     for i in range(3):
-        (tmp_path / "p" / f"{i}.png").write_bytes(picture(i))
+        (tmp_path / "p" / f"{i}.png").write_bytes(photo(i))
     (tmp_path / "p" / "zero.png").write_bytes(b"")
     return tmp_path
 
@@ -48,12 +48,12 @@ def reason(source: Source, row: int) -> str:
         ("x.CSV", 'image,captions\r\np/1.png,"[""one, with comma"", ""two\\nlines""]"\r\np/0.png,zero\r\n'),
     ],
 )
-def test_rows_of_one_picture_are_merged(folder: Path, name: str, content: str) -> None:
+def test_rows_of_one_image_are_merged(folder: Path, name: str, content: str) -> None:
     source = source_of(folder / name, content)
     records = [source.record(row) for row in range(len(source))]
     assert [r.key for r in records] == ["p/1", "p/0"]
     assert [r.captions for r in records] == [["one, with comma", "two\nlines"], ["zero"]]
-    assert [r.image for r in records] == [picture(1), picture(0)]
+    assert [r.image for r in records] == [photo(1), photo(0)]
 
 
 def test_captions_one_a_line(folder: Path) -> None:
@@ -89,11 +89,11 @@ def test_bad_rows_have_reasons(folder: Path) -> None:
     assert len(source) == 7
     assert source.record(0).captions == ["good", "x" * 100_000]
     assert [reason(source, row) for row in range(1, 7)] == [
-        "picture cannot be read: p/missing.png (No such file or directory)",
-        "the picture has zero bytes",
+        "image cannot be read: p/missing.png (No such file or directory)",
+        "the image has zero bytes",
         "caption is not UTF-8",
         "no caption",
-        "no picture is named",
+        "no image is named",
         "line has 4 columns, expected 2: p/0.png,too,many,columns",
     ]
 
@@ -126,20 +126,20 @@ def test_parquet_with_paths(folder: Path) -> None:
     pq.write_table(pa.table(table), folder / "x.parquet")
     source = open_source(str(folder / "x.parquet"))
     assert [source.record(row).captions for row in range(2)] == [["a", "c"], ["b"]]
-    assert [source.record(row).image for row in range(2)] == [picture(1), picture(0)]
+    assert [source.record(row).image for row in range(2)] == [photo(1), photo(0)]
 
 
 @pytest.mark.parametrize("struct", [False, True])
-def test_parquet_with_pictures_inside(tmp_path: Path, struct: bool) -> None:
-    pictures = [picture(1), picture(0), picture(1), b""]
-    column = [{"bytes": p, "path": "x"} for p in pictures] if struct else pictures
+def test_parquet_with_images_inside(tmp_path: Path, struct: bool) -> None:
+    images = [photo(1), photo(0), photo(1), b""]
+    column = [{"bytes": p, "path": "x"} for p in images] if struct else images
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"image": column, "caption": ["a", "b", "c", "d"]}), path, row_group_size=2)
     for _ in range(2):  # the second time from the file that the first has laid out
         source = open_source(str(path))
         assert [source.record(row).captions for row in range(2)] == [["a", "c"], ["b"]]
-        assert [source.record(row).image for row in range(2)] == [picture(1), picture(0)]
-        assert reason(source, 2) == "the picture has zero bytes"
+        assert [source.record(row).image for row in range(2)] == [photo(1), photo(0)]
+        assert reason(source, 2) == "the image has zero bytes"
     assert pickle.loads(pickle.dumps(source)).record(1) == source.record(1)
     pq.write_table(pa.table({"image": column[::-1], "caption": ["d", "c", "b", "a"]}), path)
     assert open_source(str(path)).record(1).captions == ["c", "a"]

@@ -26,7 +26,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.sources.questions import majority
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, Batch, Record, Source
-from tars import picture, write_tar
+from tars import photo, write_tar
 
 NOUNS = "object|shape|thing"
 SHAPES = "circle|square|triangle|diamond|star|heart|cross|moon"
@@ -183,7 +183,7 @@ def test_tars_with_questions(tmp_path: Path) -> None:
         asks(answers=VQAV2, question_type="is it"),
         asks(answer="yes", caption="red"),
     ]
-    members = [m for k, meta in enumerate(metas) for m in ((f"{k}.png", picture(k)), (f"{k}.json", meta))]
+    members = [m for k, meta in enumerate(metas) for m in ((f"{k}.png", photo(k)), (f"{k}.json", meta))]
     source = open_source(str(write_tar(tmp_path / "0.tar", members)))
     found = [source.record(row) for row in range(3)]
     assert [r.captions for r in found] == [["yes", "no"], ["yes"] * 9, ["yes"]]
@@ -193,7 +193,7 @@ def test_tars_with_questions(tmp_path: Path) -> None:
 
 
 def test_folder_with_questions(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture(0))
+    (tmp_path / "a.png").write_bytes(photo(0))
     (tmp_path / "a.json").write_bytes(asks(answer="yes"))
     source = open_source(str(tmp_path))
     assert source.record(0).captions == ["yes"]
@@ -214,22 +214,22 @@ def test_folder_with_questions(tmp_path: Path) -> None:
     ],
 )
 def test_bad_questions_say_why(tmp_path: Path, meta: bytes, reason: str) -> None:
-    source = open_source(str(write_tar(tmp_path / "0.tar", [("0.png", picture()), ("0.json", meta)])))
+    source = open_source(str(write_tar(tmp_path / "0.tar", [("0.png", photo()), ("0.json", meta)])))
     with pytest.raises(BadSample, match=reason):
         source.record(0)
 
 
 def test_a_question_beside_captions_changes_nothing(tmp_path: Path) -> None:
     meta = asks(captions=["a red star"])
-    source = open_source(str(write_tar(tmp_path / "0.tar", [("0.png", picture()), ("0.json", meta)])))
+    source = open_source(str(write_tar(tmp_path / "0.tar", [("0.png", photo()), ("0.json", meta)])))
     assert source.record(0).captions == ["a red star"]
     assert source.question(0) is None  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def images(tmp_path: Path) -> Path:
     for k in range(2):
-        (tmp_path / f"{k}.png").write_bytes(picture(k))
+        (tmp_path / f"{k}.png").write_bytes(photo(k))
     return tmp_path
 
 
@@ -243,13 +243,13 @@ green
 """
 
 
-def test_rows_of_a_table_of_questions_are_not_merged(pictures: Path) -> None:
-    (pictures / "q.csv").write_text(CSV)
-    source = pickle.loads(pickle.dumps(open_source(str(pictures / "q.csv"))))
+def test_rows_of_a_table_of_questions_are_not_merged(images: Path) -> None:
+    (images / "q.csv").write_text(CSV)
+    source = pickle.loads(pickle.dumps(open_source(str(images / "q.csv"))))
     assert len(source) == 4
     first, second = source.record(0), source.record(1)
     assert (first.key, second.key) == ("0#0", "0#1")
-    assert first.image == second.image == picture(0)
+    assert first.image == second.image == photo(0)
     assert first.info == {"question": "is it red?", "answers": ["yes", "no"], "question_type": "is it"}
     assert (second.captions, second.info["question"]) == (["blue", "green"], "what, then?")
     for row, reason in ((2, "the question is no text"), (3, "a question without an answer")):
@@ -257,9 +257,9 @@ def test_rows_of_a_table_of_questions_are_not_merged(pictures: Path) -> None:
             source.record(row)
 
 
-def test_one_answer_a_row_is_text_as_it_is(pictures: Path) -> None:
-    (pictures / "q.tsv").write_text("filepath\tquestion\tanswer\n1.png\twhich?\t[a]\n1.png\tshort\n")
-    source = open_source(str(pictures / "q.tsv"))
+def test_one_answer_a_row_is_text_as_it_is(images: Path) -> None:
+    (images / "q.tsv").write_text("filepath\tquestion\tanswer\n1.png\twhich?\t[a]\n1.png\tshort\n")
+    source = open_source(str(images / "q.tsv"))
     assert source.record(0).captions == ["[a]"]
     with pytest.raises(BadSample, match="line has 2 columns, expected 3"):
         source.record(1)
@@ -269,24 +269,24 @@ def test_one_answer_a_row_is_text_as_it_is(pictures: Path) -> None:
     "answers", [["yes", "no"], [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}]]
 )
 @pytest.mark.parametrize("embedded", [False, True])
-def test_parquet_of_questions(pictures: Path, answers: list[Any], embedded: bool) -> None:
-    image = {"bytes": picture(1), "path": "1.png"} if embedded else "1.png"
+def test_parquet_of_questions(images: Path, answers: list[Any], embedded: bool) -> None:
+    image = {"bytes": photo(1), "path": "1.png"} if embedded else "1.png"
     rows = {"image": [image] * 2, "question": ["which?", "what?"], "answers": [answers, answers[:1]]}
-    pq.write_table(pa.table(rows), pictures / "q.parquet")
-    source = open_source(str(pictures / "q.parquet"))
+    pq.write_table(pa.table(rows), images / "q.parquet")
+    source = open_source(str(images / "q.parquet"))
     found = [source.record(row) for row in range(2)]
     assert [r.captions for r in found] == [["yes", "no"], ["yes"]]
-    assert found[1].image == picture(1)
+    assert found[1].image == photo(1)
     assert len({r.key for r in found}) == 2
 
 
-def test_tables_that_lack_a_column_say_what_is_expected(pictures: Path) -> None:
-    (pictures / "a.csv").write_text("image,question\n0.png,why?\n")
+def test_tables_that_lack_a_column_say_what_is_expected(images: Path) -> None:
+    (images / "a.csv").write_text("image,question\n0.png,why?\n")
     with pytest.raises(ValueError, match="`image`, `question` and `answers`"):
-        open_source(str(pictures / "a.csv"))
-    (pictures / "b.csv").write_text("picture,question,answer\n0.png,why?,so\n")
-    with pytest.raises(ValueError, match="questions but no pictures"):
-        open_source(str(pictures / "b.csv"))
+        open_source(str(images / "a.csv"))
+    (images / "b.csv").write_text("picture,question,answer\n0.png,why?,so\n")
+    with pytest.raises(ValueError, match="questions but no images"):
+        open_source(str(images / "b.csv"))
 
 
 TEXT = TextConfig(context=24, vocab=400)
@@ -302,7 +302,7 @@ def words(loader: Loader, texts: Any) -> list[str]:
     return [loader.tokenizer.decode(texts.cut(t, t + 1).ids.tolist()) for t in range(len(texts))]
 
 
-def test_a_batch_carries_one_question_a_picture() -> None:
+def test_a_batch_carries_one_question_a_image() -> None:
     source = open_source("scenes:train?task=vqa&n=64", 32)
     loader = loader_of(source)
     batch = loader.batch(1)
@@ -317,7 +317,7 @@ def test_a_batch_carries_one_question_a_picture() -> None:
 
 def test_answers_take_turns_over_the_epochs_and_keep_their_words(tmp_path: Path) -> None:
     answers = ["deep blue", "dark sea green", "a b c d e f"]
-    members = [m for k in range(4) for m in ((f"{k}.png", picture(k)), (f"{k}.json", asks(answers=answers)))]
+    members = [m for k in range(4) for m in ((f"{k}.png", photo(k)), (f"{k}.json", asks(answers=answers)))]
     source = open_source(str(write_tar(tmp_path / "0.tar", members)))
     loader = loader_of(source, 4)
     loader.data = DataConfig(augment=AugmentConfig(drop_words=0.9))
@@ -328,8 +328,8 @@ def test_answers_take_turns_over_the_epochs_and_keep_their_words(tmp_path: Path)
 def test_data_without_questions_is_refused_and_rows_without_are_skipped(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="asks no questions"):
         loader_of(open_source("scenes:train?n=64", 32))
-    members = [m for k in range(3) for m in ((f"{k}.png", picture(k)), (f"{k}.json", asks(answer="yes")))]
-    members += [("3.png", picture(3)), ("3.txt", b"a caption")]
+    members = [m for k in range(3) for m in ((f"{k}.png", photo(k)), (f"{k}.json", asks(answer="yes")))]
+    members += [("3.png", photo(3)), ("3.txt", b"a caption")]
     loader = loader_of(open_source(str(write_tar(tmp_path / "0.tar", members))), 4)
     batch = loader.batch(0)
     assert {s.reason for s in batch.skipped} == {"no question with an answer"}

@@ -31,7 +31,7 @@ from kiloword.data.tars.index_file import (
     write_index,
 )
 from servers import Server
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 
 def test_numbers_of_headers() -> None:
@@ -68,7 +68,7 @@ def test_records_of_pax_headers() -> None:
 
 
 def test_checksums_of_headers_are_of_unsigned_or_signed_bytes(tmp_path: Path) -> None:
-    plain = b"\xfc" + write_tar(tmp_path / "0.tar", {"a.png": picture()}).read_bytes()[1:512]
+    plain = b"\xfc" + write_tar(tmp_path / "0.tar", {"a.png": photo()}).read_bytes()[1:512]
     rest = plain[:148] + b" " * 8 + plain[156:]
     block = rest[:148] + b"%06o\0 " % sum(rest) + rest[156:]
     assert _is_header(block)

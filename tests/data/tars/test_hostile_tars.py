@@ -20,7 +20,7 @@ from kiloword.data.tars.index import open_index, scan
 from kiloword.data.tars.index_file import make_index, read_index, write_index
 from kiloword.data.tars.shards import Shards
 from kiloword.types import BadSample
-from tars import picture
+from tars import photo
 
 EIB = 1 << 60
 
@@ -62,7 +62,7 @@ def pax(**records: bytes | str) -> bytes:
     return member(b"pax", body, kind=b"x")
 
 
-GOOD = member(b"good.png", picture()) + member(b"good.txt", b"good")
+GOOD = member(b"good.png", photo()) + member(b"good.txt", b"good")
 END = bytes(1024)
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_ever_extracted(tmp_path: Path) -> None:
     """Path tricks are only names; links and devices are no members."""
     raw = b""
     for name in NAMES:
-        for suffix, body in ((".png", picture()), (".txt", b"a dog")):
+        for suffix, body in ((".png", photo()), (".txt", b"a dog")):
             raw += pax(path=name + suffix) + member(b"short", body)
     for kind in b"123456":  # hard link, symbolic link, devices, folder, pipe
         link = header(b"link%c.jpg" % kind, 0, bytes([kind]), at157=b"/etc/passwd")
@@ -108,7 +108,7 @@ def test_nothing_is_ever_extracted(tmp_path: Path) -> None:
     source = source_of(tmp_path, raw + header(b"folder.jpg/", 0, b"5") + GOOD + END)
     found = outcomes(source)
     assert {key: found[key] for key in [*NAMES, "good"]} == dict.fromkeys(NAMES, "a dog") | {"good": "good"}
-    assert [key for key, said in found.items() if said == "no picture"] == [f"link{c}" for c in "123456"]
+    assert [key for key, said in found.items() if said == "no image"] == [f"link{c}" for c in "123456"]
     assert len(found) == len(NAMES) + 7
     new = (set(tmp_path.parent.rglob("*")) | set(Path("/tmp").glob("evil*"))) - before
     assert {path.relative_to(tmp_path).as_posix() for path in new} == {"data", "data/x.tar", "data/x.tar.kwindex"}
@@ -116,10 +116,10 @@ def test_nothing_is_ever_extracted(tmp_path: Path) -> None:
 
 
 CLAIMS = {
-    "picture of 8 EiB": header(b"a.png", 8 * EIB),
-    "picture of 2^87 bytes": header(b"a.png", 1 << 87),
-    "picture of 8 EiB by pax": pax(size=str(10**18 - 1)) + header(b"a.png"),
-    "picture past the end": header(b"a.png", 1 << 20) + picture(),
+    "image of 8 EiB": header(b"a.png", 8 * EIB),
+    "image of 2^87 bytes": header(b"a.png", 1 << 87),
+    "image of 8 EiB by pax": pax(size=str(10**18 - 1)) + header(b"a.png"),
+    "image past the end": header(b"a.png", 1 << 20) + photo(),
 }
 
 
@@ -140,8 +140,8 @@ HARM = {
     "negative size of a pax header": header(b"pax", -512, b"x"),
     "pax header of 8 EiB": header(b"pax", 8 * EIB, b"x"),
     "long name of 8 EiB": header(b"././@LongLink", 8 * EIB, b"L"),
-    "negative size by pax": pax(size="-512") + member(b"a.png", picture()),
-    "no size by pax": pax(size="1e9") + member(b"a.png", picture()),
+    "negative size by pax": pax(size="-512") + member(b"a.png", photo()),
+    "no size by pax": pax(size="1e9") + member(b"a.png", photo()),
     "pax record of no length": member(b"pax", b"0 path=x\n", kind=b"x"),
     "pax record beyond its header": member(b"pax", b"99 path=x\n", kind=b"x"),
     "pax header of digits": member(b"pax", b"1" * 65536, kind=b"x"),
@@ -200,9 +200,9 @@ def test_a_member_over_the_next_header(tmp_path: Path) -> None:
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:
-    raw = member(b"\xff\xfe.png", picture()) + member(b"\xff\xfe.txt", b"bytes")
-    raw += pax(path=b"\xed\xa0\x80.png") + member(b"x", picture()) + pax(path=b"\xed\xa0\x80.txt") + member(b"x", b"s")
-    raw += member(b"new\nline.png", picture()) + member(b"new\nline.txt", b"line") + member(b".png", b"") + GOOD
+    raw = member(b"\xff\xfe.png", photo()) + member(b"\xff\xfe.txt", b"bytes")
+    raw += pax(path=b"\xed\xa0\x80.png") + member(b"x", photo()) + pax(path=b"\xed\xa0\x80.txt") + member(b"x", b"s")
+    raw += member(b"new\nline.png", photo()) + member(b"new\nline.txt", b"line") + member(b".png", b"") + GOOD
     source = source_of(tmp_path, raw + END)
     keys = {key.encode("utf-8", "surrogateescape"): said for key, said in outcomes(source).items()}
     assert keys == {b"\xff\xfe": "bytes", b"\xed\xa0\x80": "s", b"new\nline": "line", b"good": "good"}
@@ -217,7 +217,7 @@ def test_compressed_tars_are_refused(tmp_path: Path) -> None:
 
 
 def test_many_members_cost_little(tmp_path: Path) -> None:
-    """10,000 empty pictures: some hundred bytes of memory a sample."""
+    """10,000 empty images: some hundred bytes of memory a sample."""
     block = b"".join(header(b"%05d.png" % i) for i in range(1000))
     (tmp_path / "x.tar").write_bytes(block * 10 + END)
     tracemalloc.start()
@@ -288,4 +288,4 @@ def test_any_damage_gives_members_or_a_sentence(tmp_path: Path, changes: list[tu
         outcomes(source_of(tmp_path, bytes(raw)))
     except ValueError as error:
         said = str(error)
-        assert "x.tar cannot be read as a plain tar" in said or "x.tar holds no pictures" in said
+        assert "x.tar cannot be read as a plain tar" in said or "x.tar holds no images" in said

@@ -171,7 +171,7 @@ def test_why_a_sample_of_a_cut_tar_lacks_a_member(tmp_path: Path) -> None:
 def test_members_larger_than_anybody_should_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Shards("x", [write(tmp_path / "0.tar", samples(2), 1000)])
     for name, most, said in (
-        ("MAX_IMAGE", 4, "the picture has 5 bytes, more than 4"),
+        ("MAX_IMAGE", 4, "the image has 5 bytes, more than 4"),
         ("MAX_TEXT", 8, "the .txt has 9"),
     ):
         with monkeypatch.context() as patch:

@@ -27,7 +27,7 @@ from kiloword.data.tars.index import open_index
 from kiloword.data.tars.shards import Shards
 from kiloword.randomness import key as draw_key
 from kiloword.types import BadSample, Record, Source
-from tars import pairs, picture, write_tar
+from tars import pairs, photo, write_tar
 
 
 def literal(tar: Path) -> dict[str, dict[str, bytes]]:
@@ -99,7 +99,7 @@ def test_a_repeated_name_is_another_sample(tmp_path: Path) -> None:
     ],
 )
 def test_captions(tmp_path: Path, text: bytes, meta: dict[str, object] | None, captions: list[str]) -> None:
-    members = {"a.png": picture(), "a.txt": text} | ({} if meta is None else {"a.json": json.dumps(meta).encode()})
+    members = {"a.png": photo(), "a.txt": text} | ({} if meta is None else {"a.json": json.dumps(meta).encode()})
     source = Shards("x", [write_tar(tmp_path / "x.tar", members)])
     record = source.record(0)
     assert record.captions == captions == source.captions(0)
@@ -109,21 +109,21 @@ def test_captions(tmp_path: Path, text: bytes, meta: dict[str, object] | None, c
 @pytest.mark.parametrize(
     ("members", "expected"),
     [
-        ({"a.txt": b"t"}, "no picture"),
-        ({"a.png": b"", "a.txt": b"t"}, "the picture has zero bytes"),
-        ({"a.png": picture()}, "no caption"),
-        ({"a.png": picture(), "a.txt": b" \n\n"}, "no caption"),
-        ({"a.png": picture(), "a.txt": b"caf\xe9"}, "caption is not UTF-8"),
-        ({"a.png": picture(), "a.json": b'{"caption": "\\ud800"}'}, "caption is not UTF-8"),
-        ({"a.png": picture(), "a.json": b"{"}, "the json cannot be parsed"),
-        ({"a.png": picture(), "a.json": b"[" * 100_000}, "the json cannot be parsed"),
-        ({"a.png": picture(), "a.json": b"[1]"}, "the json is not an object with `captions` or `caption`"),
-        ({"a.png": picture(), "a.json": b'{"captions": "x"}'}, "the captions of the json are not strings"),
-        ({"a.png": picture(), "a.cls": b"-1"}, "class index is not a whole number: b'-1'"),
+        ({"a.txt": b"t"}, "no image"),
+        ({"a.png": b"", "a.txt": b"t"}, "the image has zero bytes"),
+        ({"a.png": photo()}, "no caption"),
+        ({"a.png": photo(), "a.txt": b" \n\n"}, "no caption"),
+        ({"a.png": photo(), "a.txt": b"caf\xe9"}, "caption is not UTF-8"),
+        ({"a.png": photo(), "a.json": b'{"caption": "\\ud800"}'}, "caption is not UTF-8"),
+        ({"a.png": photo(), "a.json": b"{"}, "the json cannot be parsed"),
+        ({"a.png": photo(), "a.json": b"[" * 100_000}, "the json cannot be parsed"),
+        ({"a.png": photo(), "a.json": b"[1]"}, "the json is not an object with `captions` or `caption`"),
+        ({"a.png": photo(), "a.json": b'{"captions": "x"}'}, "the captions of the json are not strings"),
+        ({"a.png": photo(), "a.cls": b"-1"}, "class index is not a whole number: b'-1'"),
     ],
 )
 def test_bad_samples_have_reasons(tmp_path: Path, members: dict[str, bytes], expected: str) -> None:
-    source = Shards("x", [write_tar(tmp_path / "x.tar", members | {"good.png": picture(), "good.txt": b"t"})])
+    source = Shards("x", [write_tar(tmp_path / "x.tar", members | {"good.png": photo(), "good.txt": b"t"})])
     assert reason(source, 0) == expected
     assert source.record(1).captions == ["t"]
 
@@ -144,7 +144,7 @@ def test_a_cut_tar_gives_its_whole_samples(tmp_path: Path, share: float) -> None
     assert len(reasons) <= 1
     assert all("the tar" in r for r in reasons)
     for row in range(len(source) - len(reasons)):
-        assert source.record(row).captions == [f"picture {row}"]
+        assert source.record(row).captions == [f"image {row}"]
 
 
 def test_damage_in_the_middle_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,7 +170,7 @@ def test_what_stands_behind_the_end_is_told(tmp_path: Path, more: bytes) -> None
     assert f"ended at byte {end:,}; what follows is not read" in Shards("x", [tar]).notes[0]
 
 
-def test_what_is_no_plain_tar_of_pictures(tmp_path: Path) -> None:
+def test_what_is_no_plain_tar_of_images(tmp_path: Path) -> None:
     for name, content in {
         "empty.tar": b"",
         "text.tar": b"hello" * 200,
@@ -180,7 +180,7 @@ def test_what_is_no_plain_tar_of_pictures(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cannot be read as a plain tar"):
             open_source(str(tmp_path / name))
     write_tar(tmp_path / "none.tar", {"a.txt": b"x"})
-    with pytest.raises(ValueError, match=r"none.tar holds no pictures .*Expected a webdataset tar"):
+    with pytest.raises(ValueError, match=r"none.tar holds no images .*Expected a webdataset tar"):
         open_source(str(tmp_path / "none.tar"))
 
 
@@ -259,7 +259,7 @@ def test_what_src_may_be(tmp_path: Path) -> None:
     write_tar(tmp_path / "data" / "inner" / "0.tar", pairs(9))
     (tmp_path / "photos").mkdir()
     for name in ("a.png", "b.b.png"):
-        (tmp_path / "photos" / name).write_bytes(picture())
+        (tmp_path / "photos" / name).write_bytes(photo())
         (tmp_path / "photos" / f"{name[:-4]}.txt").write_text(name)
 
     def keys(src: str) -> list[str]:
@@ -280,7 +280,7 @@ def test_what_src_may_be(tmp_path: Path) -> None:
     [
         ("missing", "no such file or folder. Expected a folder of tars"),
         ("empty", "is an empty folder"),
-        ("other", "is a folder without tars or pictures"),
+        ("other", "is a folder without tars or images"),
         ("splits", "its folders dev, train have: name one of them"),
         ("other/x.doc", "unknown kind of file"),
         ("splits/dev/{0..2}.tar", "2 of 3 tars are missing, the first is .*1.tar"),
@@ -298,7 +298,7 @@ def test_src_that_is_no_data_set(tmp_path: Path, src: str, message: str) -> None
 
 
 def test_class_data_in_clip_benchmarks_layout(tmp_path: Path) -> None:
-    write_tar(tmp_path / "test" / "0.tar", {"a.png": picture(), "a.cls": b"1\n", "b.png": picture(), "b.cls": b"0"})
+    write_tar(tmp_path / "test" / "0.tar", {"a.png": photo(), "a.cls": b"1\n", "b.png": photo(), "b.cls": b"0"})
     (tmp_path / "classnames.txt").write_text("cat\nred fox\n")
     (tmp_path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n")
     for src in (tmp_path, tmp_path / "test"):
@@ -309,7 +309,7 @@ def test_class_data_in_clip_benchmarks_layout(tmp_path: Path) -> None:
 
 
 def test_samples_without_a_class_have_label_minus_1(tmp_path: Path) -> None:
-    write_tar(tmp_path / "0.tar", {"a.png": picture(), "a.cls": b"2", "b.png": picture()})
+    write_tar(tmp_path / "0.tar", {"a.png": photo(), "a.cls": b"2", "b.png": photo()})
     source = open_source(str(tmp_path / "0.tar"))
     assert source.labels.tolist() == [2, -1]  # type: ignore[attr-defined]
 
@@ -339,15 +339,15 @@ def test_what_a_tar_says_of_all_its_members_holds_for_each(tmp_path: Path) -> No
     with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"path": "all.png"}) as tar:
         for name, own in (("a.png", {}), ("b.png", {"path": "own.png"})):
             info = tarfile.TarInfo(name)
-            info.size, info.pax_headers = len(picture()), own
-            tar.addfile(info, io.BytesIO(picture()))
+            info.size, info.pax_headers = len(photo()), own
+            tar.addfile(info, io.BytesIO(photo()))
     source = open_source(str(tmp_path / "0.tar"))
     assert [source.key(row) for row in range(len(source))] == ["all", "own"]
 
 
 @pytest.mark.parametrize(("names", "line"), [("", 1), ("cat\n\ndog\n", 2)])
 def test_an_empty_class_name_moves_no_other(tmp_path: Path, names: str, line: int) -> None:
-    write_tar(tmp_path / "test" / "0.tar", {"a.png": picture(), "a.cls": b"0"})
+    write_tar(tmp_path / "test" / "0.tar", {"a.png": photo(), "a.cls": b"0"})
     (tmp_path / "classnames.txt").write_text("\ufeffcat\r\nred fox\r\n\n", encoding="utf-8", newline="")
     assert open_source(str(tmp_path)).classnames == ["cat", "red fox"]  # type: ignore[attr-defined]
     (tmp_path / "classnames.txt").write_text(names)

@@ -1,4 +1,4 @@
-"""Which captions of a picture come when."""
+"""Which captions of an image come when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kiloword.randomness import Draw
 
 
 @given(st.integers(1, 30), st.integers(1, 31), st.integers(0, 99), st.integers(0, 3))
-def test_captions_of_a_picture_come_equally_often(n: int, wanted: int, row: int, seed: int) -> None:
+def test_captions_of_a_image_come_equally_often(n: int, wanted: int, row: int, seed: int) -> None:
     captions = [str(i) for i in range(n)]
     epochs = [choose(captions, wanted, Draw(seed, epoch, row)) for epoch in range(n)]
     assert all(len(set(e)) == len(e) == min(n, wanted) for e in epochs)

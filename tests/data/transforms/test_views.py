@@ -1,4 +1,4 @@
-"""Pictures and captions of two examples as one, and who goes with whom, against slow, literal references."""
+"""Images and captions of two examples as one, and who goes with whom, against slow, literal references."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_half_crops_of_64_pixels_have_the_paper_s_coordinates() -> None:
 
 
 @given(height=st.integers(2, 12), width=st.integers(2, 12), side_by_side=st.booleans())
-def test_squashed_halves_keep_each_whole_picture(height: int, width: int, side_by_side: bool) -> None:
+def test_squashed_halves_keep_each_whole_image(height: int, width: int, side_by_side: bool) -> None:
     flat = [torch.full((3, height, width), level, dtype=torch.uint8) for level in (40, 200)]
     made = halves(flat[0], flat[1], side_by_side, squash=True)
     lengths = (height, width // 2) if side_by_side else (height // 2, width)
@@ -89,9 +89,9 @@ def test_squashed_halves_keep_each_whole_picture(height: int, width: int, side_b
 
 
 def test_squash_shows_what_the_centre_crop_cuts_off() -> None:
-    picture = torch.zeros(3, 32, 32, dtype=torch.uint8)
-    picture[:, :, :4] = 255  # a bar at the left edge
-    cropped, squashed = (halves(picture, torch.zeros_like(picture), True, squash) for squash in (False, True))
+    image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    image[:, :, :4] = 255  # a bar at the left edge
+    cropped, squashed = (halves(image, torch.zeros_like(image), True, squash) for squash in (False, True))
     assert cropped.max() == 0
     assert squashed.max() == 255
 
@@ -145,7 +145,7 @@ class Rows:
 
     def record(self, row: int) -> Record:
         if row in self.bad:
-            raise BadSample("truncated picture")
+            raise BadSample("truncated image")
         pixels = noise(row, self.size, self.size).permute(1, 2, 0).numpy()
         captions = [] if row in self.silent else [f"caption {row} {c}" for c in range(row % 3 + 1)]
         return Record(f"k{row}", pixels, captions)
@@ -422,7 +422,7 @@ def test_tiny_data_and_odd_sizes(name: str, n: int, size: int) -> None:
         assert len(made.captions) == len(own.captions) == len(made.text_side["x"])
         assert all(made.captions)
         assert (made.key, made.row) == (own.key, own.row)
-        assert torch.equal(own.image, noise(draw.row, size, size)), "the own picture was changed in place"
+        assert torch.equal(own.image, noise(draw.row, size, size)), "the own image was changed in place"
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -459,7 +459,7 @@ def test_partners_are_augmented_by_draws_of_their_own() -> None:
     assert used.rng("crop").random() not in (draw.rng("crop").random(), replace(draw, row=row).rng("crop").random())
 
 
-def test_mixup_and_cutmix_are_a_share_of_each_picture() -> None:
+def test_mixup_and_cutmix_are_a_share_of_each_image() -> None:
     dark, light = (torch.full((3, 40, 40), level, dtype=torch.uint8) for level in (0, 250))
 
     class Two(Rows):
@@ -478,7 +478,7 @@ def test_mixup_and_cutmix_are_a_share_of_each_picture() -> None:
     assert np.mean([20 < s < 230 for s in sharp]) < 0.35, "Beta(0.1, 0.1) lies at the ends"
 
 
-def test_the_stylistic_control_shows_one_picture_twice_and_edits_its_caption() -> None:
+def test_the_stylistic_control_shows_one_image_twice_and_edits_its_caption() -> None:
     data, view = Rows(4, size=32), VIEWS["stylistic"](rho=1, edits=0.4)
     crops = set()
     for draw in draws(4, 8):

@@ -26,7 +26,7 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import Skipped
-from tars import picture, write_tar
+from tars import photo, write_tar
 
 SCENES = "scenes:test?n=24&captions=4&levels=1,2,3"
 QUIET = CaptionOptions(meteor=False)
@@ -51,11 +51,11 @@ def people(n: int = 24) -> dict[str, list[str]]:
     return {source.key(row): [source.captions(row)[0], "and another"] for row in range(n)}
 
 
-def test_a_models_captions_are_scored_against_the_pictures_own(writer: Matcher) -> None:
+def test_a_models_captions_are_scored_against_the_images_own(writer: Matcher) -> None:
     source, options = parse_scenes(SCENES, 32), GenerationOptions(method="greedy", longest=8)
     found = evaluate(writer, "caption", source, generate=options, judge=QUIET, batch=10)
-    pictures = torch.stack([torch.from_numpy(source.record(row).image).permute(2, 0, 1) for row in range(24)])
-    said = [texts[0].text for texts in Captioner(writer.model, writer.tokenizer).caption(pictures, options)]
+    images = torch.stack([torch.from_numpy(source.record(row).image).permute(2, 0, 1) for row in range(24)])
+    said = [texts[0].text for texts in Captioner(writer.model, writer.tokenizer).caption(images, options)]
     own = [source.captions(row) for row in range(24)]
     scenes = [source.scene(row) for row in range(24)]
     truths = {**judge(said, scenes), **elsewhere(said, scenes)}
@@ -65,7 +65,7 @@ def test_a_models_captions_are_scored_against_the_pictures_own(writer: Matcher) 
 def test_captions_of_a_table_need_no_model(tmp_path: Path) -> None:
     captions = people(20)
     first, second, third = list(captions)[:3]
-    captions |= {first: [""], second: ["a picture"]}
+    captions |= {first: [""], second: ["an image"]}
     del captions[third]
     bad: list[Skipped] = []
     file = table(tmp_path / "said.parquet", captions)
@@ -81,10 +81,10 @@ def test_captions_of_a_table_need_no_model(tmp_path: Path) -> None:
 
 def test_photos_have_no_oracle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
-    photos = {f"{n}.png": picture(n) for n in range(4)}
-    texts = {f"{n}.txt": f"picture {n}\na thing number {n}".encode() for n in range(4)}
+    photos = {f"{n}.png": photo(n) for n in range(4)}
+    texts = {f"{n}.txt": f"image {n}\na thing number {n}".encode() for n in range(4)}
     write_tar(tmp_path / "photos" / "0.tar", dict(sorted({**photos, **texts}.items())))
-    file = table(tmp_path / "said.parquet", {str(n): [f"Picture {n}."] for n in range(4)})
+    file = table(tmp_path / "said.parquet", {str(n): [f"Image {n}."] for n in range(4)})
     found = evaluate(None, "caption", str(tmp_path / "photos"), captions=file, judge=QUIET)
     assert list(found) == [*score_captions(["a"], [["a"]]), "skipped"]
     assert found["rouge_l"] == 1.0
@@ -93,7 +93,7 @@ def test_photos_have_no_oracle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"captions": {"elsewhere": ["a star"]}}, "has captions for none of the pictures.*'elsewhere'"),
+        ({"captions": {"elsewhere": ["a star"]}}, "has captions for none of the images.*'elsewhere'"),
         ({"captions": people(1), "judge": CaptionOptions(spice=True)}, "SPICE cannot be computed"),
         ({"captions": people(1), "judge": CaptionOptions(limit=0)}, "limit is 0. Expected seconds above 0"),
         ({"captions": people(1), "generate": GenerationOptions()}, "says how a model writes"),

@@ -30,7 +30,7 @@ WORDS = ("a", "man", "dog", "on", "the", "red", "bus", "of", "with", "sits", "st
 
 
 def theirs(captions: Captions) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """BLEU-1 to 4 of the set, ROUGE-L and CIDEr-D of each picture, by pycocoevalcap."""
+    """BLEU-1 to 4 of the set, ROUGE-L and CIDEr-D of each image, by pycocoevalcap."""
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
@@ -62,7 +62,7 @@ def drawn(n: int, seed: int) -> tuple[list[str], list[list[str]]]:
 
 
 def coco(shared: Path, n: int) -> tuple[list[str], list[list[str]]]:
-    """The first caption of n COCO pictures, and the others."""
+    """The first caption of n COCO images, and the others."""
     with gzip.open(shared / "coco_captions" / "val2014.json.gz") as file:
         found = json.load(file)
     rows = [found[name] for name in sorted(found)[:n]]
@@ -97,7 +97,7 @@ SENTENCES = st.lists(st.sampled_from(WORDS[:4]), max_size=7).map(" ".join)
 @given(st.lists(st.tuples(SENTENCES, st.lists(SENTENCES, min_size=1, max_size=3)), min_size=1, max_size=5))
 @settings(max_examples=150, deadline=None)
 def test_equals_pycocoevalcap_on_odd_input(rows: Sequence[tuple[str, list[str]]]) -> None:
-    """Empty captions, one picture, repeated words, references that are all alike."""
+    """Empty captions, one image, repeated words, references that are all alike."""
     captions = Captions([c for c, _ in rows], [own for _, own in rows])
     if any(r for own in captions.references for r in own):  # its CIDEr fails when no reference has a word
         check_equal(captions)
@@ -116,7 +116,7 @@ def test_words_that_nothing_divides_by() -> None:
     empty = Captions([""], [[""]])
     assert cider(empty).tolist() == [0.0]
     assert bleu(empty) == [pytest.approx(0, abs=1e-5)] * 4
-    assert cider(Captions(["a dog"], [["a dog"]])).tolist() == [0.0]  # one picture: every word is in all of them
+    assert cider(Captions(["a dog"], [["a dog"]])).tolist() == [0.0]  # one image: every word is in all of them
     assert cider(Captions(["a dog", "two men"], [["a dog"], ["two men"]])).tolist() == [5.0, 5.0]  # no 3-, 4-grams
     full = Captions(["a dog runs by", "two men sit here"], [["a dog runs by"], ["two men sit here"]])
     np.testing.assert_allclose(cider(full), 10)
@@ -136,9 +136,9 @@ def test_what_is_returned() -> None:
 @pytest.mark.parametrize(
     ("candidates", "references", "said"),
     [
-        ([], [], "0 captions came for 0 pictures"),
-        (["a"], [["a"], ["b"]], "1 captions came for 2 pictures"),
-        (["a", "b"], [["a"], []], "picture 1 has no references"),
+        ([], [], "0 captions came for 0 images"),
+        (["a"], [["a"], ["b"]], "1 captions came for 2 images"),
+        (["a", "b"], [["a"], []], "image 1 has no references"),
         ("ab", [["a"], ["b"]], "as one string"),
         (["a"], ["b"], "as one string"),
     ],

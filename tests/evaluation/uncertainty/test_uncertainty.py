@@ -26,7 +26,7 @@ from kiloword.methods.prolip.gaussian import inclusion
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import Features, Record
-from tars import picture, write_tar
+from tars import photo, write_tar
 
 WORDS = ["a red dog on a big blue background", "a striped cat left of the circle", "two things, there is an image"]
 
@@ -44,7 +44,7 @@ def matcher(method: str = "prolip", seed: int = 0) -> Matcher:
 
 
 class Honest(Matcher):
-    """Knows of how many scenes every caption is true: that is its variance. Pictures are more certain than all."""
+    """Knows of how many scenes every caption is true: that is its variance. Images are more certain than all."""
 
     def __init__(self, source: ScenesSource) -> None:
         plain = matcher()
@@ -137,7 +137,7 @@ def test_levels_by_words_are_those_that_were_drawn() -> None:
 
 
 def sample(n: int, captions: Sequence[str] = (), label: int | None = None, **info: object) -> dict[str, bytes]:
-    members = {f"{n:03d}.png": picture(n), f"{n:03d}.json": json.dumps({"captions": list(captions), **info}).encode()}
+    members = {f"{n:03d}.png": photo(n), f"{n:03d}.json": json.dumps({"captions": list(captions), **info}).encode()}
     return members if label is None else {**members, f"{n:03d}.cls": str(label).encode()}
 
 
@@ -153,9 +153,11 @@ def test_hierarchies_of_json(tmp_path: Path) -> None:
     data = tar(tmp_path, [sample(n, [f"one {n}", f"two words {n}"], hierarchies=[chain(n)]) for n in range(12)])
     model = matcher()
     found = evaluate(model, "uncertainty", data)
-    doubts = {t: float(model.encode_text([t])["log_var"].exp().sum()) for n in range(12) for t in chain(n)}
-    assert found["text_uncertainty_level@0"] == pytest.approx(doubts["thing"], rel=1e-4)
-    assert found["text_uncertainty_level@1"] == pytest.approx((doubts["animal 0"] + doubts["animal 1"]) / 2, rel=1e-4)
+    uncertainties = {t: float(model.encode_text([t])["log_var"].exp().sum()) for n in range(12) for t in chain(n)}
+    assert found["text_uncertainty_level@0"] == pytest.approx(uncertainties["thing"], rel=1e-4)
+    assert found["text_uncertainty_level@1"] == pytest.approx(
+        (uncertainties["animal 0"] + uncertainties["animal 1"]) / 2, rel=1e-4
+    )
     assert {"inclusion_chain_3_in_2", "inclusion_reverse", "inclusion_unrelated_overlap"} <= set(found)
     assert not any(name.startswith("truth") for name in found)
 
@@ -183,7 +185,7 @@ def test_labels_beyond_the_classes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_few_pictures(tmp_path: Path, n: int) -> None:
+def test_few_images(tmp_path: Path, n: int) -> None:
     shown: dict[str, object] = {}
     found = evaluate(matcher(), "uncertainty", tar(tmp_path, [sample(i, [f"{i}"]) for i in range(n)]), shown=shown)
     assert sum(name.startswith("calibration_text_right@") for name in found) == n

@@ -30,7 +30,7 @@ def test_the_plane_is_numpys_and_projects_gaussians() -> None:
     assert again is not None
     assert one.texts == again.texts
     torch.testing.assert_close(one.means, again.means, rtol=1e-3, atol=1e-5)
-    assert len(one.pictures) == 4
+    assert len(one.images) == 4
     assert one.is_text.count(True) == 16
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * torch.arange(1, 7)
     axes, share = principal(x)
@@ -73,7 +73,7 @@ def test_scatter_refuses(series: dict[str, list[tuple[float, float]]], log_x: bo
 
 def test_boxes_stand_where_their_numbers_are() -> None:
     html = box_plot(
-        [("few & short", [0.0, 2.0, 5.0, 8.0, 10.0]), ("many", [1.0, 1.0, 1.0, 1.0, 1.0])], "words", "doubt"
+        [("few & short", [0.0, 2.0, 5.0, 8.0, 10.0]), ("many", [1.0, 1.0, 1.0, 1.0, 1.0])], "words", "uncertainty"
     )
     assert "M250.0 1000.0V800.0M250.0 200.0V0.0" in html  # whiskers
     assert "M125.0 800.0H375.0V200.0H125.0Z" in html
@@ -122,7 +122,7 @@ def test_verb_writes_a_page_of_two_models(tmp_path: Path, capsys: pytest.Capture
     assert "right@" not in said
     assert set(json.loads(values.read_text())) == {"one", "two"}
     html = page.read_text()
-    for heading in ("How uncertain pictures and texts are", "by level", "true of", "Who is uncertain", "in a plane"):
+    for heading in ("How uncertain images and texts are", "by level", "true of", "Who is uncertain", "in a plane"):
         assert heading in html
-    assert html.count('class="ring"') == 2 * 4 * 3  # four pictures and two captions of each
+    assert html.count('class="ring"') == 2 * 4 * 3  # four images and two captions of each
     assert "nan" not in html.lower().replace("financ", "")

@@ -1,4 +1,4 @@
-"""Every kind of picture, and pictures made by someone who means harm: pixels as documented, or a reason.
+"""Every kind of image, and images made by someone who means harm: pixels as documented, or a reason.
 
 `docs/data.md` has these tables; a test compares.
 """
@@ -21,7 +21,7 @@ from PIL import Image
 
 from counting import calls
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform, fit
-from kiloword.data.images.decode import Decoder, decode, picture_size
+from kiloword.data.images.decode import Decoder, decode, image_size
 from kiloword.randomness import Draw
 from kiloword.types import BadSample
 from tars import encode, noise
@@ -66,9 +66,9 @@ def tiff(tags: dict[int, int]) -> bytes:
     return b"II*\0\x08\0\0\0" + struct.pack("<H", len(tags)) + entries + bytes(104)
 
 
-def saved(picture: Image.Image, kind: str, **options: object) -> bytes:
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
     out = io.BytesIO()
-    picture.save(out, kind, **options)
+    image.save(out, kind, **options)
     return out.getvalue()
 
 
@@ -102,7 +102,7 @@ def kinds() -> dict[str, tuple[bytes, Expected, int, str]]:
     turned = np.rot90(pixels, -1)
     anim: dict[str, object] = {"save_all": True, "append_images": frames}
     first, white, plain = "the first frame", "over white", "to RGB, no profile"
-    unknown = "not a picture in a known format"
+    unknown = "not an image in a known format"
     ascii_svg = b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'></svg>"
     return {
         "JPEG": (jpeg, pixels, 4, "as it is"),
@@ -145,15 +145,15 @@ def kinds() -> dict[str, tuple[bytes, Expected, int, str]]:
         "TIFF": (saved(rgb, "TIFF"), pixels, 0, "as it is"),
         "TIFF, CMYK": (saved(rgb.convert("CMYK"), "TIFF"), pixels, 1, plain),
         "TIFF, 16-bit grey": (saved(Image.fromarray(grey16), "TIFF"), scaled, 0, "divided by 257, to the nearest"),
-        "TIFF, floating point": (saved(rgb.convert("F"), "TIFF"), "floating-point pictures are not supported", 0, ""),
+        "TIFF, floating point": (saved(rgb.convert("F"), "TIFF"), "floating-point images are not supported", 0, ""),
         "TIFF, a tile of 26,000 x 26,000": (
-            tiff({322: 26000, 323: 26000, 259: 5}), "picture has 676,000,000 pixels", 0, ""),
+            tiff({322: 26000, 323: 26000, 259: 5}), "image has 676,000,000 pixels", 0, ""),
         "JPEG 2000, AVIF, ICO": (saved(rgb, "JPEG2000"), unknown, 0, ""),
         "EPS (starts other programs)": (b"%!PS-Adobe-3.0 EPSF-3.0\n", unknown, 0, ""),
         "SVG, HTML, text": (ascii_svg, unknown, 0, ""),
-        "50,000 x 50,000 in 74 bytes": (claimed(50_000, 50_000), "picture has 2,500,000,000 pixels", 0, ""),
+        "50,000 x 50,000 in 74 bytes": (claimed(50_000, 50_000), "image has 2,500,000,000 pixels", 0, ""),
         "a size without pixels": (claimed(300, 300), "any", 0, "what is there, black below"),
-        "no bytes": (b"", "the picture has zero bytes", 0, ""),
+        "no bytes": (b"", "the image has zero bytes", 0, ""),
     }  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def test_what_becomes_of_every_kind(kind: str, decoder: Decoder) -> None:
         assert isinstance(found, np.ndarray), found
         assert found.shape == expected.shape
         assert np.abs(found.astype(int) - expected.astype(int)).max() <= levels
-        assert picture_size(raw) == (expected.shape[1], expected.shape[0])
+        assert image_size(raw) == (expected.shape[1], expected.shape[0])
     elif expected != "any":
         assert isinstance(found, str)
         assert expected in found
@@ -267,7 +267,7 @@ def test_absurd_exif_costs_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 10_000), (10_000, 1), (1, 65_000), (3, 20_000)])
 @pytest.mark.parametrize("size", [32, 512])
-def test_a_picture_of_one_line_costs_no_memory(shape: tuple[int, int], size: int) -> None:
+def test_a_image_of_one_line_costs_no_memory(shape: tuple[int, int], size: int) -> None:
     """Resized whole, 1 x 10,000 pixels would take 10 GB at 512 a side."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     raw, draw = encode(noise(*shape)), Draw(0, 0, 0)
@@ -279,11 +279,11 @@ def test_a_picture_of_one_line_costs_no_memory(shape: tuple[int, int], size: int
 
 def test_the_centre_alone_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for height, width in ((40, 60), (60, 40), (41, 300), (300, 41)):
-        picture = Image.fromarray(noise(height, width))
-        whole = fit(picture, 32).numpy().astype(int)
+        image = Image.fromarray(noise(height, width))
+        whole = fit(image, 32).numpy().astype(int)
         with monkeypatch.context() as patch:
             patch.setattr("kiloword.data.images.augmentation.MAX_PIXELS", 0)
-            assert np.abs(fit(picture, 32).numpy().astype(int) - whole).max() <= 2
+            assert np.abs(fit(image, 32).numpy().astype(int) - whole).max() <= 2
 
 
 def test_animations_without_end_cost_one_frame() -> None:

@@ -1,4 +1,4 @@
-"""The pictures of the report of `kiloword mine`: mined pairs, and captions that fit many pictures."""
+"""The images of the report of `kiloword mine`: mined pairs, and captions that fit many images."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kiloword.methods.fff.preset import Mined
 from kiloword.mining.results import Results
 
 Pixels = NDArray[np.uint8]
-Picture = Callable[[int], Pixels | None]
+Image = Callable[[int], Pixels | None]
 
-MEANING = {"it": "Picture and caption alike", "ii": "Both pictures alike", "tt": "Both captions alike"}
+MEANING = {"it": "Image and caption alike", "ii": "Both images alike", "tt": "Both captions alike"}
 
 
 @dataclass(frozen=True)
 class Pair:
     """One mined pair of the gallery."""
 
-    picture: int
+    image: int
     caption: int
     scores: Mapping[str, float]
     true: bool | None
@@ -30,10 +30,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Shown:
-    """What the report shows as pictures: pairs by the term that found them, captions with the pictures they fit."""
+    """What the report shows as images: pairs by the term that found them, captions with the images they fit."""
 
     pairs: Mapping[str, Sequence[Pair]]
-    wide: Sequence[tuple[int, Sequence[tuple[int, float, bool | None]]]]  # caption, (picture, S_it, true) best first
+    wide: Sequence[tuple[int, Sequence[tuple[int, float, bool | None]]]]  # caption, (image, S_it, true) best first
 
 
 def term_rule(name: str, s: Mined) -> str:
@@ -46,43 +46,43 @@ def term_rule(name: str, s: Mined) -> str:
     return rules.get(name, name)
 
 
-def mined_pairs(results: Results, shown: Shown, picture: Picture) -> str:
+def mined_pairs(results: Results, shown: Shown, image: Image) -> str:
     """Cards of the pairs, term by term."""
     parts = []
     for name, pairs in shown.pairs.items():
-        cards = [card for pair in pairs if (card := _card(pair, results, picture))]
+        cards = [card for pair in pairs if (card := _card(pair, results, image))]
         if cards:
             parts.append(report.paragraph(f"{MEANING[name]}: {term_rule(name, results.settings)}."))
             parts.append(report.grid(cards))
     return "".join(parts)
 
 
-def _card(pair: Pair, results: Results, picture: Picture) -> str:
+def _card(pair: Pair, results: Results, image: Image) -> str:
     corpus = results.corpus
     owner = int(corpus.owner[pair.caption])
-    this, other = picture(pair.picture), picture(owner)
+    this, other = image(pair.image), image(owner)
     if this is None or other is None:
         return ""
-    start, end = int(corpus.starts[pair.picture]), int(corpus.starts[pair.picture + 1])
+    start, end = int(corpus.starts[pair.image]), int(corpus.starts[pair.image + 1])
     own = f"Its own: “{corpus.captions[start]}”" if end > start else "It has no caption of its own."
     scores = "  ".join(f"S_{name} {value:.2f}" for name, value in pair.scores.items())
-    verdict = [] if pair.true is None else ["✓ true of the picture" if pair.true else "✗ not true of the picture"]
+    verdict = [] if pair.true is None else ["✓ true of the image" if pair.true else "✗ not true of the image"]
     return report.card(
-        [(this, "the picture"), (other, "the caption’s picture")],
+        [(this, "the image"), (other, "the caption’s image")],
         [scores, *verdict, own],
         strong=f"“{corpus.captions[pair.caption]}”",
     )
 
 
-def wide_captions(results: Results, shown: Shown, picture: Picture) -> str:
-    """Captions with the pictures that they fit best."""
+def wide_captions(results: Results, shown: Shown, image: Image) -> str:
+    """Captions with the images that they fit best."""
     queries = []
     for caption, hits in shown.wide:
-        pictures = [(p, score, true) for n, score, true in hits if (p := picture(n)) is not None]
-        text = f"{results.corpus.captions[caption]} ({int(results.found.per_text[caption]):,} pictures)"
-        queries.append((text, pictures))
+        images = [(p, score, true) for n, score, true in hits if (p := image(n)) is not None]
+        text = f"{results.corpus.captions[caption]} ({int(results.found.per_text[caption]):,} images)"
+        queries.append((text, images))
     if not queries:
         return ""
-    return report.paragraph("With how many pictures each was mined, and the best of them by S_it.") + report.gallery(
+    return report.paragraph("With how many images each was mined, and the best of them by S_it.") + report.gallery(
         queries
     )
