@@ -1,10 +1,13 @@
-"""What the README shows works as it stands there."""
+"""What the README and the pages of docs show works as it stands there."""
 
 from __future__ import annotations
 
+import ast
+import pydoc
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +22,23 @@ from kiloword.verify.suite import verify
 from tars import pairs, photo, write_tar
 
 ROOT = Path(__file__).parents[1]
-README = re.sub(r" \\\n +", " ", (ROOT / "README.md").read_text())
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+README = (ROOT / "README.md").read_text()
+SHOWING = ("README.md", "docs/training.md", "docs/methods.md", "docs/evaluation.md", "docs/scale.md")  # commands, code
+SHOWN = re.sub(r" \\\n +", " ", "\n".join((ROOT / page).read_text() for page in SHOWING))
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", SHOWN, re.DOTALL) for line in block.splitlines()]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
 
 def python(first_words: str) -> str:
     """The block of code that begins with this comment."""
-    found = re.search(rf"```python\n(# {first_words}.*?)```", README, re.DOTALL)
-    assert found, f"the README has lost its example '{first_words}'"
-    return found[1]
+    block = re.search(rf"```python\n(# {first_words}.*?)```", SHOWN, re.DOTALL)
+    assert block, f"the pages have lost their example '{first_words}'"
+    return block[1]
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Path, others: dict[str, Path]) -> Path:
-    """A folder with what the README's commands are about."""
+    """A folder with what the commands of the pages are about."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -89,7 +95,7 @@ def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) 
         sized = ("--batch", "--micro")
         words = [w for n, w in enumerate(words) if w not in sized and words[n - 1] not in sized]
         words += ["--batch", "4", "--dry-run"]
-        words[words.index("--out") + 1] = "planned"  # the folder in the README holds the model that others use
+        words[words.index("--out") + 1] = "planned"  # the folder on the page holds the model that others use
     if "--side" in words:
         main(["embed", "runs/photos/model", "--data", "photos/train", "--out", "features"])
     if "captions.parquet" in words and words[0] != "caption":
@@ -104,7 +110,7 @@ def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) 
 def test_ranks_and_micro_batches_cut_the_batch_into_equal_parts(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the batch of the README, which the few images here do not fill."""
+    """With the batch of the page, which the few images here do not fill."""
     words = shlex.split(command)
     recipes: list[Recipe] = []
 
@@ -129,9 +135,9 @@ def test_make_knows_its_targets() -> None:
 def test_score_in_five_lines(place: Path) -> None:
     code = python("Score")
     assert len([line for line in code.splitlines() if line]) == 5
-    found: dict[str, object] = {}
-    exec(code, found)
-    assert found["scores"].shape == found["chances"].shape == (1, 2)  # type: ignore[attr-defined]
+    shown: dict[str, Any] = {}
+    exec(code, shown)
+    assert shown["scores"].shape == shown["chances"].shape == (1, 2)
 
 
 def test_own_data_is_trained_on_and_the_model_used(place: Path) -> None:
@@ -148,15 +154,68 @@ def test_own_method_conforms(place: Path) -> None:
     assert all(check.passed for check in verify("mine:preset", ranks=(1,)))
 
 
+def test_gaussians_of_texts(place: Path) -> None:
+    shown: dict[str, Any] = {}
+    exec(python("Gaussians"), shown)
+    assert shown["texts"]["log_var"].shape == shown["texts"]["vec"].shape
+
+
 def test_table_of_presets_is_true() -> None:
-    rows = re.findall(r"^\| `([\w+-]+)` \|.*\| ([\w ]+) \|$", README, re.MULTILINE)
-    assert sorted(name for name, state in rows if state == "built") == names()
-    assert {state for _, state in rows} <= {"built", "to come"}
+    table = README.split("## Methods\n")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^\| `([\w+-]+)` \|", table, re.MULTILINE)) == names()
 
 
-def test_files_that_it_names_exist() -> None:
-    tree = README.split("## Where things are")[1]
+def test_the_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """To files of the repository, and to headings of the pages among them."""
+    for path, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not heading or heading in headings(target), f"{path}#{heading}"
+
+
+def headings(page: Path) -> list[str]:
+    """As GitHub names their anchors."""
+    lines = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", line).replace(" ", "-").lower() for line in lines]
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs" / "architecture.md", *(ROOT / p for p in SHOWING)], ids=lambda p: p.name
+)
+def test_files_and_names_that_it_names_exist(page: Path) -> None:
+    """`room/file.py`, `room/file.py:Class.method` and `kiloword.module.name`; rooms of the package need no prefix."""
+    text = page.read_text()
+    for path, name in re.findall(r"`((?:\w[\w.-]*/)+[\w.-]*\.(?:py|sh|toml))(?::([\w.]+))?`", text):
+        file = next((base / path for base in (ROOT, ROOT / "kiloword") if (base / path).exists()), None)
+        assert file, path
+        assert not name or name in definitions(ast.parse(file.read_text())), f"{path}:{name}"
+    for dotted in re.findall(r"`(kiloword(?:\.\w+)+)[(`]", text):
+        assert pydoc.locate(dotted) is not None, dotted
+
+
+def definitions(tree: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Names of functions, classes, methods and variables."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name
+            yield from definitions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_folders_of_the_tree_exist() -> None:
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
     words = re.findall(r"(?:\w+/)*\w+\.py|\b\w+/(?= )", tree)
     assert len(words) > 15
     for word in words:
         assert (ROOT / word).exists() or (ROOT / "kiloword" / word).exists(), word
+    rooms = [path for path in (ROOT / "kiloword").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert {f"{path.name}/" for path in rooms} <= set(words)
