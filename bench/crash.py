@@ -37,11 +37,11 @@ import kiloword.generation.command
 from kill import TIMED
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli import main as cli
-from kiloword.config import recipes
 from kiloword.config.recipes import ModelFile
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer
 from kiloword.interop import folder as imports
 from kiloword.interop.open_clip import Imported, Report
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.log import read_metrics
@@ -178,7 +178,7 @@ def cases(base: Path) -> dict[str, Case]:
 
 def prepare(base: Path, verbs: Collection[str]) -> None:
     """What commands read: a model, tars, features of scenes."""
-    recipe = recipes.default("coca", "debug", ("scenes",))
+    recipe = default_recipe("coca", "debug", ("scenes",))
     words = Tokenizer.train([f"a {colour} square of {n} things" for colour in ("red", "blue") for n in range(9)], 300)
     text = replace(recipe.model.text, vocab=words.vocab, special=words.roles.ids())
     config = replace(recipe.model, text=text)

@@ -18,6 +18,7 @@ from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ModelConfig, OptimConfig
 from kiloword.distributed.activations import recompute
 from kiloword.distributed.device import precision_of
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
 from kiloword.model.model import build
 from kiloword.planning import memory, parameters, step
@@ -106,7 +107,7 @@ class Measured:
     def __init__(self, case: Case, device: str = "cpu", optim: OptimConfig | None = None) -> None:
         self.case, self.device, self.method = case, device, method_of(case.method)
         self.config = recipes.sizes()[case.size]
-        self.optim = optim or recipes.default("", case.size).optim
+        self.optim = optim or default_recipe("", case.size).optim
         model = build(self.config, self.method)
         recompute(model, case.checkpointing)
         self.learner = Learner(model, self.method).to(device)

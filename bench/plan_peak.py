@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 from kiloword.config import recipes
 from kiloword.distributed.activations import recompute
 from kiloword.distributed.device import precision_of
+from kiloword.methods.defaults import default_recipe
 from kiloword.model.model import Model
 from kiloword.planning import memory
 from kiloword.planning.shapes import Kernels
@@ -63,7 +64,7 @@ def compare_peak(case: Case) -> tuple[float, float]:
     learner = learner_of(config, method)
     batch = batch_of(learner.model.config, case.images, case.captions)
     share = load_of(batch, Kernels.of(case.precision, cuda=False), case.captions)
-    layout, optim = memory.Layout(1, "ddp", case.checkpointing, 1), recipes.default("", case.size).optim
+    layout, optim = memory.Layout(1, "ddp", case.checkpointing, 1), default_recipe("", case.size).optim
     parts = memory.memory(learner, optim, case.precision, share, layout, share.texts.texts, "cpu")
     planned = sum(value for name, value in parts.items() if name not in STAYS)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:

@@ -20,10 +20,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
-from kiloword.config.recipes import ModelFile, default
+from kiloword.config.recipes import ModelFile
 from kiloword.data.tars.index import open_index
 from kiloword.data.tars.index_file import SUFFIX, Header
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.defaults import default_recipe
 from kiloword.training.run_folder import RunFile
 
 STATE = save({"a": torch.zeros(2)})  # what a state names
@@ -146,7 +147,7 @@ def parquet(columns: dict[str, Any]) -> bytes:
 
 
 def settings_seeds() -> list[bytes]:
-    recipe = default("siglip", "debug")
+    recipe = default_recipe("siglip", "debug")
     run = asdict(RunFile(recipe=recipe, data_fingerprint="0" * 32))
     model = asdict(ModelFile(method="siglip", settings={}, model=recipe.model))
     table = {"name": "t", "dim": 4, "teacher": "m", "teacher_fingerprint": "0", "precision": "fp32", "dtype": "fp16"}

@@ -13,8 +13,8 @@ import tyro
 
 from kiloword import evaluation
 from kiloword.api import Matcher
-from kiloword.config import recipes
 from kiloword.config.recipes import Recipe
+from kiloword.methods.defaults import default_recipe
 from research import teacher
 from research.arms import Arm, Experiment, Options, main
 from research.scenes_judge import RECALL
@@ -56,7 +56,7 @@ def arms(options: FlickrOptions) -> list[Arm]:
 
 def base(options: FlickrOptions, method: str) -> Recipe:
     """The defaults for few photos, with patches of 16 at `tiny`, so that all arms take minutes."""
-    recipe = recipes.default(method, options.size, (options.data,))
+    recipe = default_recipe(method, options.size, (options.data,))
     if options.size != "tiny":
         return recipe
     return replace(recipe, model=replace(recipe.model, image=replace(recipe.model.image, patch=16)))

@@ -14,9 +14,9 @@ import numpy as np
 
 from kiloword import evaluation
 from kiloword.api import Matcher
-from kiloword.config import recipes
 from kiloword.config.recipes import Recipe
 from kiloword.data.sources.open import open_source
+from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import key
 from kiloword.training.setup import open_sources
 from kiloword.types import Record, Source
@@ -110,7 +110,7 @@ def _base(options: ShortcutOptions, method: str) -> Recipe:
     data = (options.data,)
     if options.data.startswith("scenes"):
         return replace(tokens(method, options.size, data), steps=STEPS)
-    base = recipes.default(method, options.size, data)
+    base = default_recipe(method, options.size, data)
     if options.size != "tiny":
         return base
     return replace(base, model=replace(base.model, image=replace(base.model.image, patch=16)))

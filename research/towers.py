@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from kiloword.config import recipes
 from kiloword.config.recipes import Recipe
+from kiloword.methods.defaults import default_recipe
 
 ImagePool = Literal["cls", "mean", "max", "map"]
 
@@ -17,7 +17,7 @@ def tokens(method: str, size: str, data: tuple[str, ...], image_pool: ImagePool 
     Of the recipes tried, `tiny`'s own trains token read-outs best (docs/log.md). Max pooling reads both sides by their
     maximum: the reference that token read-outs are held against.
     """
-    base = recipes.default(method, size, data)
+    base = default_recipe(method, size, data)
     head = replace(base.model.head, image_pool=image_pool, text_pool="max" if image_pool == "max" else "last")
     model = replace(base.model, head=head)
     if size == "tiny":

@@ -12,7 +12,7 @@ from importlib import metadata
 
 import torch
 
-from kiloword import __version__
+from kiloword.__version__ import __version__
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.distributed.device import cores
 from kiloword.methods.method import Method

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg
 
-from kiloword import __version__
+from kiloword.__version__ import __version__
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli.evaluate import GENERATE, evaluate
 from kiloword.cli.score import score

@@ -15,10 +15,10 @@ import tyro
 from tyro.conf import arg
 
 from kiloword.cli.method import asked, values_of
-from kiloword.config import recipes
 from kiloword.config.options import Options
 from kiloword.config.ranges import check
 from kiloword.config.recipes import AugmentConfig, Matmul, ModelConfig, OptimConfig, Precision, Recipe
+from kiloword.methods.defaults import default_recipe
 from kiloword.terminal import say
 
 
@@ -77,7 +77,7 @@ def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
 
     Raises: ValueError for numbers that are NaN, infinite or out of their range.
     """
-    base = recipes.default(method, args.size, args.data)
+    base = default_recipe(method, args.size, args.data)
     data = replace(
         base.data,
         val=args.val,
@@ -142,7 +142,7 @@ def _defaults(method: str, argv: Sequence[str]) -> Recipe:
     data = values_of(argv, "--data") or ("scenes",)
     size, init = ((values_of(argv, flag) or (None,))[0] for flag in ("--size", "--init"))
     if init is None:
-        return recipes.default(method, size or "tiny", data)
+        return default_recipe(method, size or "tiny", data)
     from kiloword.training import start
 
     return start.defaults(method, init, size, data)

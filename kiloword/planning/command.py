@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kiloword.cli.method import asked, values_of
 from kiloword.config import recipes
+from kiloword.methods.defaults import default_recipe
 from kiloword.planning.cards import card
 from kiloword.planning.request import Plan, check
 
@@ -40,4 +41,4 @@ def _plan(flags: Sequence[str]) -> Plan:
     size, known = (values_of(flags, "--size") or (Plan().size,))[0], recipes.sizes()
     if size not in known:
         raise ValueError(f"unknown size {size!r}: expected one of {', '.join(known)}.")
-    return Plan(size=size, model=known[size], optim=recipes.default("", size).optim)
+    return Plan(size=size, model=known[size], optim=default_recipe("", size).optim)

@@ -17,7 +17,8 @@ from kiloword.data.sources.open import mix, open_source
 from kiloword.evaluation import baseline
 from kiloword.evaluation.features import rows
 from kiloword.evaluation.metrics import classification, recall_at, standing
-from kiloword.evaluation.retrieval.task import retrieval, true_relevance
+from kiloword.evaluation.retrieval.relevance import true_relevance
+from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.quickstart.contestants import Chance, Colours, Contestant, Model, Scenes, colour_classes, draw_all
 from kiloword.quickstart.results import Compared, Found, Hit, Judged, Metrics, Misses, Sizes, Task

@@ -13,11 +13,12 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from kiloword import __version__, report
+from kiloword import report
+from kiloword.__version__ import __version__
 from kiloword.api import Matcher, load
 from kiloword.checkpoint.files import write_atomic, write_json
-from kiloword.config import recipes
 from kiloword.config.recipes import Recipe, read_config
+from kiloword.methods.defaults import default_recipe
 from kiloword.quickstart.contestants import draw_all
 from kiloword.quickstart.judge import judge
 from kiloword.quickstart.page import page
@@ -36,7 +37,7 @@ def recipe(seed: int = 0) -> Recipe:
     and fours leave more to learn besides than the data's groups of eight (docs/log.md).
     Softmax, since general captions (levels 1 and 2) match many scenes of a batch, which a sigmoid loss takes amiss.
     """
-    base = recipes.default("clip", "tiny", ("scenes?hard=shape&levels=1:1,2:1,3:6",))
+    base = default_recipe("clip", "tiny", ("scenes?hard=shape&levels=1:1,2:1,3:6",))
     return replace(base, data=replace(base.data, together=4), steps=1400, seed=seed)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from kiloword.config import recipes
 from kiloword.data.images.contact import TILES, draw_tiles
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training.setup import open_sources
 from kiloword.types import Example
@@ -21,7 +21,7 @@ def draw(src: str, method: str, size: str, png: Path) -> str:
 
     Returns: a line about them. Errors: ValueError for an unknown method or size, and data that cannot be read.
     """
-    recipe = recipes.default(method, size, (src,))
+    recipe = default_recipe(method, size, (src,))
     chosen, source = preset(recipe.method, recipe.settings), open_sources(recipe)
     loader = Loader(
         source,

@@ -15,6 +15,7 @@ from kiloword.checkpoint.model_folder import check_weights, load_weights, read_m
 from kiloword.checkpoint.trust import Trust, method_of
 from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig, Recipe
+from kiloword.methods.defaults import default_recipe
 
 if TYPE_CHECKING:
     from kiloword.data.text.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ def defaults(method: str, init: str, size: str | None = None, data: tuple[str, .
         image = known[name].image
         return abs(image.width - model.image.width), abs(image.patch - model.image.patch)
 
-    return replace(recipes.default(method, size or min(known, key=unlike), data), model=model, init=init)
+    return replace(default_recipe(method, size or min(known, key=unlike), data), model=model, init=init)
 
 
 def check(recipe: Recipe) -> None:

@@ -22,11 +22,12 @@ from torch.multiprocessing.spawn import start_processes
 from kiloword.checkpoint.model_folder import load_model, save_model
 from kiloword.checkpoint.trust import Trust
 from kiloword.config.options import Checkpointing, Parallel
-from kiloword.config.recipes import MUON, DataConfig, ModelFile
+from kiloword.config.recipes import DataConfig, ModelFile
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import activations, engine, launch
 from kiloword.distributed import collectives as parallel
 from kiloword.losses.pairs import Blocks
+from kiloword.methods.defaults import MUON
 from kiloword.methods.registry import preset
 from kiloword.model.model import build, initialise
 from kiloword.training.accumulate import backward

@@ -32,9 +32,9 @@ from kiloword.checkpoint.files import SaveError
 from kiloword.checkpoint.model_folder import CODES, in_order, spec_of, write_tensors
 from kiloword.checkpoint.state_shards import Host, Part, Stored, write_part
 from kiloword.checkpoint.states import drop_old, newest, shards_folder, steps_done, write_numbers
-from kiloword.config import recipes
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
+from kiloword.methods.defaults import default_recipe
 from kiloword.training.loop import Options, train
 from kiloword.verify.suite import over_ranks
 from states import load_state
@@ -59,7 +59,7 @@ def some() -> dict[str, Tensor]:
 
 
 def recipe(steps: int = 8) -> Recipe:
-    base = recipes.default("siglip", "debug", ("scenes?n=64",))
+    base = default_recipe("siglip", "debug", ("scenes?n=64",))
     data = replace(base.data, tokenizer_vocab=300)
     return replace(base, data=data, optim=replace(base.optim, ema=0.9), batch=16, steps=steps, seed=5)
 

@@ -28,7 +28,6 @@ from tokenizers import Regex, pre_tokenizers
 from folders import model_folder
 from kiloword.api import load
 from kiloword.checkpoint.model_folder import read_model_file, read_shapes
-from kiloword.config import recipes
 from kiloword.config.ranges import RANGES
 from kiloword.config.ranges import check as check_recipe
 from kiloword.config.recipes import TextConfig
@@ -36,6 +35,7 @@ from kiloword.data.text.cleaning import plain
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer
 from kiloword.data.text.tokenizer_file import PATTERNS, check
 from kiloword.interop.open_clip import import_state, read
+from kiloword.methods.defaults import default_recipe
 from kiloword.training import start
 
 FUZZ = Path(__file__).parents[2] / "fuzz"
@@ -136,7 +136,7 @@ LIMITED = [
 def test_recipe_and_model_file_have_the_same_ranges(
     folder: Path, part: str, name: str, limits: tuple[float, float]
 ) -> None:
-    recipe = recipes.default("siglip", "debug")
+    recipe = default_recipe("siglip", "debug")
     for value in (int(limits[0]) - 1, int(limits[1]) + 1):
         parts = {part: replace(getattr(recipe.model, part), **{name: value})}
         says = rf"model.{part}.{name} is {value}(\.0)?: expected"

@@ -20,8 +20,9 @@ from safetensors.numpy import save_file
 
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
-from kiloword.config.recipes import ModelFile, default
+from kiloword.config.recipes import ModelFile
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from runs import row
@@ -72,7 +73,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def _model(folder: Path) -> Path:
     tokenizer = Tokenizer.train([f"a red circle above a blue square {EVIL.encode(errors='replace').decode()}"] * 3, 290)
-    config = default("coca", "debug").model
+    config = default_recipe("coca", "debug").model
     made = build(replace(config, text=replace(config.text, vocab=tokenizer.vocab)), preset("coca"), 0)
     save_model(folder, made, tokenizer, ModelFile(method="coca", settings={}, model=made.config, data=EVIL))
     return folder

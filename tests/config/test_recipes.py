@@ -12,7 +12,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from kiloword.config import recipes
-from kiloword.config.recipes import FIELD, MUON, PHOTOS, DataConfig, ModelFile, default, only, parse, read_config, sizes
+from kiloword.config.recipes import DataConfig, ModelFile, only, parse, read_config, sizes
+from kiloword.methods.defaults import FIELD, MUON, PHOTOS, default_recipe
 
 
 @pytest.mark.parametrize(
@@ -48,20 +49,20 @@ def test_small_sizes_fit_their_images_and_heads() -> None:
 @pytest.mark.parametrize("drawn", [("scenes",), ("scenes:train", "scenes?n=7")])
 @pytest.mark.parametrize("photos", [("a.tar",), ("scenes", "a.tar"), ("scenes.tar",)])
 def test_defaults_follow_method_size_and_data(drawn: tuple[str, ...], photos: tuple[str, ...]) -> None:
-    small, large = default("siglip", "tiny", drawn), default("siglip", "b32", drawn)
+    small, large = default_recipe("siglip", "tiny", drawn), default_recipe("siglip", "b32", drawn)
     assert (small.steps, small.batch, small.precision, small.optim) == (1000, 64, "auto", MUON)
     assert (large.steps, large.batch, large.precision, large.optim) == (1000, 1024, "auto", FIELD)
     assert small.data == large.data == DataConfig(sources=drawn)
-    small, large = default("siglip", "debug", photos), default("siglip", "b32", photos)
+    small, large = default_recipe("siglip", "debug", photos), default_recipe("siglip", "b32", photos)
     assert (small.steps, small.batch, small.matmul) == (2000, 128, "auto")
     assert small.optim == replace(MUON, weight_decay=0.3, ema=0.998)
     assert small.data.augment.drop_words > 0
     assert (large.steps, large.batch, large.optim, large.data.augment) == (2000, 1024, FIELD, PHOTOS)
-    assert default("fff", "b32", photos).data.captions == "all"
-    assert default("siglip") == default("siglip", "tiny", ("scenes",))
-    assert default("").method == ""
+    assert default_recipe("fff", "b32", photos).data.captions == "all"
+    assert default_recipe("siglip") == default_recipe("siglip", "tiny", ("scenes",))
+    assert default_recipe("").method == ""
     with pytest.raises(ValueError, match="unknown size 'huge': expected one of debug, tiny, s16, "):
-        default("siglip", "huge")
+        default_recipe("siglip", "huge")
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ from kiloword.evaluation import baseline, evaluate
 from kiloword.evaluation.caption.task import existing
 from kiloword.evaluation.features import Seen
 from kiloword.evaluation.probe.data import encoded
+from kiloword.evaluation.retrieval.relevance import check_pairs
 from kiloword.evaluation.retrieval.shortlist import shortlisted
-from kiloword.evaluation.retrieval.task import check_pairs
 from kiloword.evaluation.vqa.task import _counted, _lines
 from kiloword.evaluation.zeroshot.options import PromptOptions
 from kiloword.features.teachers import _quiet
@@ -134,9 +134,9 @@ def describer(method: str) -> Ours:
 
 
 def recipe() -> Any:
-    from kiloword.config.recipes import default
+    from kiloword.methods.defaults import default_recipe
 
-    return default("siglip", "debug")
+    return default_recipe("siglip", "debug")
 
 
 @pytest.mark.parametrize("said", REFUSED)

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 import plan_allocated
 from kiloword.config.options import Options, Parallel
-from kiloword.config.recipes import MUON, OptimConfig, Recipe, default
+from kiloword.config.recipes import OptimConfig, Recipe
 from kiloword.distributed import activations, collectives, engine
+from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
 from kiloword.randomness import key
 from kiloword.training.accumulate import backward
@@ -87,7 +88,7 @@ def test_ranks_that_hold_different_weights_are_refused() -> None:
 
 
 def recipe(**changes: Any) -> Recipe:
-    return replace(default("sycoca", "debug", ("scenes",)), freeze="text", precision="fp64", **changes)
+    return replace(default_recipe("sycoca", "debug", ("scenes",)), freeze="text", precision="fp64", **changes)
 
 
 def prepared(own: Recipe, way: Parallel) -> Learner:

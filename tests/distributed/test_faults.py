@@ -23,7 +23,6 @@ import torch
 
 import kiloword.training.loop as loop
 from kiloword.cli.main import main
-from kiloword.config import recipes
 from kiloword.data import cache, reading, steps
 from kiloword.data.loader import Loader
 from kiloword.data.reading import read
@@ -32,6 +31,7 @@ from kiloword.data.tars.shards import Shards
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
 from kiloword.features.store import SideTable
+from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
 from kiloword.types import BadSample, Record
 from states import load_state
@@ -294,7 +294,7 @@ def out_of_memory() -> None:
     ids=["killed", "hangs", "memory"],
 )
 def test_workers(tmp_path: Path, does: Callable[[], None], timeout: int, says: str) -> None:
-    recipe = recipes.default("siglip", "debug", ("scenes",))
+    recipe = default_recipe("siglip", "debug", ("scenes",))
     recipe = dataclasses.replace(recipe, batch=8, steps=9, data=dataclasses.replace(recipe.data, tokenizer_vocab=300))
     source: Any = Trouble(does)
     source.captions = lambda row: ["a red circle"]

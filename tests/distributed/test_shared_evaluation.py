@@ -17,7 +17,7 @@ import torch
 from corpora import LOW, random_corpus
 from kiloword.api import Matcher
 from kiloword.checkpoint.model_folder import save_model
-from kiloword.config.recipes import ModelFile, default
+from kiloword.config.recipes import ModelFile
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
@@ -32,6 +32,7 @@ from kiloword.features.store import SideTable
 from kiloword.features.teachers import Ours as Teacher
 from kiloword.generation import Captioner, GenerationOptions, command
 from kiloword.interop.captioners import Ours as Describer
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.mining.pairs import search
 from kiloword.model.model import build
@@ -64,7 +65,7 @@ FIRST_ALONE = ("caption", "probe")
 @cache
 def matcher(method: str) -> Matcher:
     tokenizer = Tokenizer.train(["a red circle above a blue square", "what colour is it"] * 3, 290)
-    config = default(method, "debug").model
+    config = default_recipe(method, "debug").model
     config = replace(config, text=replace(config.text, vocab=tokenizer.vocab))
     slots = preset(method)
     return Matcher(build(config, slots, 0), tokenizer, slots)

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 
 from kiloword.api import load
 from kiloword.cli.main import main
-from kiloword.config.recipes import Recipe, default
+from kiloword.config.recipes import Recipe
 from kiloword.data.sources.open import open_source
 from kiloword.distributed import collectives, sharing
 from kiloword.features.extract import _dim, embed
 from kiloword.features.store import SideTable
 from kiloword.features.teachers import Foreign, Ours, open_teacher
 from kiloword.interop.compat import torchvision_ready
+from kiloword.methods.defaults import default_recipe
 from kiloword.training.loop import Options, train
 from tars import pairs, write_tar
 
@@ -37,7 +38,7 @@ SCENES = "scenes?n=48&captions=3"
 
 
 def small(method: str = "siglip", **changes: Any) -> Recipe:
-    base = default(method, "debug", (SCENES,))
+    base = default_recipe(method, "debug", (SCENES,))
     return replace(base, steps=4, batch=8, precision="fp32", **changes)
 
 

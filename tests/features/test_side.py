@@ -23,7 +23,7 @@ from torch import Tensor
 
 from holding import held_by_another
 from kiloword.config.options import Options
-from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig, default
+from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data import keyed
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
@@ -33,6 +33,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.extract import Report, embed
 from kiloword.features.store import Part, SideTable, checksum
+from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw, key
 from kiloword.training.loop import train
 from kiloword.types import BadSample, Batch, Example, Fetch, Record
@@ -469,7 +470,7 @@ def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: SideTable) -> None:
 
 def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: Path) -> None:
     """Made again by the same teacher, it is the same."""
-    base = default("siglip", "debug", ("scenes?n=16",))
+    base = default_recipe("siglip", "debug", ("scenes?n=16",))
     data = replace(base.data, tokenizer_vocab=300, side=(str(tmp_path / "t"),))
     recipe = replace(base, data=data, batch=8)
 

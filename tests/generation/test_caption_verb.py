@@ -29,7 +29,7 @@ from holding import held_by_another
 from kiloword.api import load
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
-from kiloword.config.recipes import ModelFile, default
+from kiloword.config.recipes import ModelFile
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
@@ -39,6 +39,7 @@ from kiloword.generation import GenerationOptions
 from kiloword.generation.command import write_captions
 from kiloword.generation.table import CaptionWriter, columns
 from kiloword.interop.captioners import Scored, arguments, open_captioner
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.loop import Options, train
@@ -57,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def untrained(method: str, tokenizer: Tokenizer, folder: Path) -> Path:
-    config = default(method, "debug").model
+    config = default_recipe(method, "debug").model
     config = replace(config, text=replace(config.text, vocab=tokenizer.vocab))
     made = build(config, preset(method), 0)
     save_model(folder, made, tokenizer, ModelFile(method=method, settings={}, model=made.config))
@@ -104,7 +105,7 @@ def test_a_table_of_what_the_model_says(
 def test_training_reads_the_table(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "c.parquet"
     run("caption", model, "--data", SCENES, "--out", out, "--num", 2, "--device", "cpu")
-    recipe = default("clip", "debug", (SCENES,))
+    recipe = default_recipe("clip", "debug", (SCENES,))
     data = replace(recipe.data, extra_captions=(str(out),), raw_captions=False, tokenizer_vocab=300)
     train(replace(recipe, steps=2, batch=8, data=data), tmp_path / "run", options=Options(quiet=True, device="cpu"))
     assert len(CaptionTable(out).captions(open_source(SCENES).record(3).key)) == 2

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.config.recipes import default
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.generation import captioner as captioner_module
 from kiloword.generation.captioner import Caption, Captioner
@@ -22,6 +21,7 @@ from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import Found, Rules
 from kiloword.generation.search import nucleus, search
 from kiloword.generation.trie import Trie
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 from kiloword.randomness import key
@@ -354,7 +354,7 @@ def tokenizer() -> Tokenizer:
 
 def make(tokenizer: Tokenizer, method: str = "coca", seed: int = 0, sharp: float = 3, **given: Any) -> Model:
     """A model whose next words are far from even, as a trained one's are."""
-    config = default(method, "debug").model
+    config = default_recipe(method, "debug").model
     config = replace(config, text=replace(config.text, vocab=tokenizer.vocab, context=20))
     model = build(config, preset(method, given), seed)
     if "text_decoder" in model.more:

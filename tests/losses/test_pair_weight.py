@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword.config import recipes
 from kiloword.config.recipes import OptimConfig
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.accumulate import backward
@@ -65,5 +65,5 @@ def test_what_is_no_weight_is_refused(weight: float) -> None:
 
 
 def test_who_writes_captions_sees_whole_ones() -> None:
-    dropped = {name: recipes.default(name, "tiny", ("photos",)).data.augment.drop_words for name in ("clip", "sycoca")}
+    dropped = {name: default_recipe(name, "tiny", ("photos",)).data.augment.drop_words for name in ("clip", "sycoca")}
     assert dropped == {"clip": 0.1, "sycoca": 0.0}

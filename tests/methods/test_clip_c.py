@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from kiloword.cli.main import main
-from kiloword.config.recipes import DataConfig, TextConfig, default, sizes
+from kiloword.config.recipes import DataConfig, TextConfig, sizes
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import PairBlocks
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -163,7 +164,7 @@ def test_ranks_and_workers_change_nothing(method: str) -> None:
 
 
 def recipe(method: str, **settings: Any) -> Any:
-    base = default(method, "debug", ("scenes?n=64",))
+    base = default_recipe(method, "debug", ("scenes?n=64",))
     return replace(base, batch=16, steps=8, precision="fp64", settings=settings)
 
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.checkpoint.model_folder import read_tensors
-from kiloword.config import recipes
 from kiloword.config.recipes import sizes
 from kiloword.distributed import collectives
 from kiloword.losses.many import Balanced
 from kiloword.losses.pairs import Blocks
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.fff.bias_search import search
 from kiloword.methods.fff.preset import Mined, MinedPositives, Settings, matches
 from kiloword.methods.fff.preset import preset as fff
@@ -336,7 +336,7 @@ def test_a_method_whose_loss_took_the_bias_away() -> None:
 
 
 def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = recipes.default("fff", "debug", ("scenes?n=32&captions=3",))
+    base = default_recipe("fff", "debug", ("scenes?n=32&captions=3",))
     run = replace(base, data=replace(base.data, tokenizer_vocab=300), settings={"positives": "annotated"}, batch=8)
     assert run.data.captions == "all"
     train(replace(run, steps=2), tmp_path / "run", options=Options(save_every=1))

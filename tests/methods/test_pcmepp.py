@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from kiloword.checkpoint.model_folder import save_model
-from kiloword.config import recipes
-from kiloword.config.recipes import MUON, ModelConfig, ModelFile, sizes
+from kiloword.config.recipes import ModelConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.losses.pairs import Blocks, sigmoid_loss
+from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.method import PairBlocks, annotated
 from kiloword.methods.pcmepp.matching import cosine_head, matching_loss
 from kiloword.methods.registry import preset
@@ -164,7 +164,7 @@ def test_a_scale_of_scores_is_none_of_distances(tmp_path: Path) -> None:
     model = build(DEBUG, preset("siglip"), 3)
     file = ModelFile(method="siglip", settings={}, model=model.config, size="debug")
     save_model(tmp_path, model, Tokenizer.train(["a small red star"], 300), file)
-    recipe = replace(recipes.default("pcme++", "debug"), init=str(tmp_path))
+    recipe = replace(default_recipe("pcme++", "debug"), init=str(tmp_path))
     for name, taken in (("pcme++", False), ("prolip", True)):
         fresh = build(DEBUG, preset(name), 0)
         said = start.load(fresh, replace(recipe, method=name))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kiloword.config.options import Options
-from kiloword.config.recipes import default, parse, sizes
+from kiloword.config.recipes import parse, sizes
 from kiloword.data.reading import captions_of
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.prolip.gaussian import Gaussian
 from kiloword.methods.registry import find, preset
 from kiloword.model.model import Model, build
@@ -51,7 +52,7 @@ def test_towers_carry_an_uncertainty_token() -> None:
 
 def test_training_captions_end_with_the_tokens_that_are_read() -> None:
     """A loader that packs for the unshaped tower would have words read as class and uncertainty tokens."""
-    recipe = replace(default("prolip", "debug", ("scenes?n=16",)), batch=8)
+    recipe = replace(default_recipe("prolip", "debug", ("scenes?n=16",)), batch=8)
     source = open_sources(recipe)
     tokenizer = Tokenizer.train(captions_of(source), 300)
     loader = make_loader(recipe, source, preset("prolip"), tokenizer, Options())

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.config.recipes import MUON, TextConfig, parse
+from kiloword.config.recipes import TextConfig, parse
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import MaskSettings, countable, similarity
+from kiloword.methods.defaults import MUON
 from kiloword.methods.registry import find, preset
 from kiloword.model.attention import Packing
 from kiloword.model.model import build

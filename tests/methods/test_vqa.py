@@ -19,7 +19,7 @@ from torch import Tensor
 from kiloword.api import Matcher, load
 from kiloword.checkpoint.model_folder import read_tensors
 from kiloword.cli import main as cli
-from kiloword.config.recipes import ModelConfig, Recipe, default, sizes
+from kiloword.config.recipes import ModelConfig, Recipe, sizes
 from kiloword.data.reading import captions_of
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ from kiloword.evaluation.vqa.options import VqaOptions
 from kiloword.generation.answerer import Answerer
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.coca.answering import fused
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 from kiloword.randomness import key
@@ -296,7 +297,7 @@ class Halves:
 
 
 def recipe_of(method: str, steps: int, data: str = DATA, **more: Any) -> Recipe:
-    return replace(default(method, "debug", (data,)), steps=steps, batch=32, **more)
+    return replace(default_recipe(method, "debug", (data,)), steps=steps, batch=32, **more)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ from torch.nn.attention import varlen
 
 from kiloword.config import by_device, effects
 from kiloword.config.options import Compile, Options
-from kiloword.config.recipes import Recipe, default, sizes
+from kiloword.config.recipes import Recipe, sizes
 from kiloword.distributed import activations, launch
 from kiloword.distributed.device import choose
+from kiloword.methods.defaults import default_recipe
 from kiloword.model import attention, blocks
 from kiloword.model.attention import Packing
 from kiloword.randomness import key
@@ -102,7 +103,7 @@ def test_gradients_of_compiled_towers_do_not_depend_on_what_variable_length_kern
 
 
 def settled(size: str, device: str, earlier: Recipe | None = None, **given: Any) -> tuple[str, str]:
-    recipe = by_device.settle(replace(default("clip", size), **given), device, earlier)
+    recipe = by_device.settle(replace(default_recipe("clip", size), **given), device, earlier)
     return recipe.precision, recipe.matmul
 
 
@@ -112,7 +113,7 @@ def test_precision_follows_size_and_device_and_what_is_given_or_was_before() -> 
     cuda = {size: settled(size, "cuda:1") for size in sizes()}
     assert cuda == {size: ("fp32" if size == "debug" else "bf16", "high") for size in sizes()}
     assert settled("b32", "cuda", precision="fp32", matmul="medium") == ("fp32", "medium")
-    assert settled("b32", "cpu", replace(default("clip"), precision="bf16", matmul="high")) == ("bf16", "high")
+    assert settled("b32", "cpu", replace(default_recipe("clip"), precision="bf16", matmul="high")) == ("bf16", "high")
     assert settled("b32", "cuda", Recipe(method="clip"), matmul="medium") == ("fp32", "medium")
 
 
@@ -134,7 +135,7 @@ def test_workers_follow_cores_and_shared_memory(
 
 def test_one_line_says_what_a_device_made_of_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_device, "cores", lambda: 16)
-    asked = default("clip", "b32")
+    asked = default_recipe("clip", "b32")
     flags = "workers of 16 cores; set --precision, --matmul, --workers"
     found = by_device.summary(asked, by_device.settle(asked, "cuda"), "cuda", 14, resumed=False)
     assert found == f"cuda: precision bf16 (size b32), fp32 matmul high (TF32), 14 {flags}"
@@ -147,7 +148,7 @@ def test_one_line_says_what_a_device_made_of_defaults(monkeypatch: pytest.Monkey
 def test_a_run_keeps_its_precision_and_leaves_torchs_as_it_was(tmp_path: Path) -> None:
     """The same command on another device: what `config.json` says counts."""
     seen: list[str] = []
-    recipe = replace(default("clip", "debug"), precision="auto", matmul="high", steps=1, batch=8)
+    recipe = replace(default_recipe("clip", "debug"), precision="auto", matmul="high", steps=1, batch=8)
     recipe = replace(recipe, data=replace(recipe.data, sources=("scenes?n=8",), tokenizer_vocab=300))
     source = open_sources(recipe)
     real = source.record
@@ -189,7 +190,7 @@ def test_texts_are_padded_where_a_card_or_a_width_has_no_variable_length_kernel(
     assert attention.attention(q, q, q, packing, packing) == ("varlen" if note is None else "padded")
     model = sizes()["s16"]
     model = replace(model, text=replace(model.text, width=2 * width, heads=2))
-    said = effects.notes(replace(default("clip", "s16"), model=model, precision="bf16"), Options())
+    said = effects.notes(replace(default_recipe("clip", "s16"), model=model, precision="bf16"), Options())
     expected = (
         [] if note is None else [f"captions are padded to the longest of a batch, which costs time and memory: {note}."]
     )

@@ -27,6 +27,7 @@ from kiloword.data.scenes import matches, parse
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import average_precision
+from kiloword.methods.defaults import default_recipe
 from kiloword.quickstart import run as module
 from kiloword.quickstart.contestants import Chance, Scenes, draw_all
 from kiloword.quickstart.judge import QUERIES, misses, within_groups
@@ -40,7 +41,7 @@ TASKS = ("colour", "shape", "fill", "count")
 
 
 def small(steps: int = 4) -> Recipe:
-    base = recipes.default("siglip", "debug", ("scenes?n=200",))
+    base = default_recipe("siglip", "debug", ("scenes?n=200",))
     image = replace(base.model.image, size=64, patch=16)  # the colour baseline reads images of 64 pixels
     return replace(base, model=replace(base.model, image=image), steps=steps, batch=16)
 

@@ -20,10 +20,10 @@ import tyro
 from kiloword import evaluation
 from kiloword.api import Matcher
 from kiloword.checkpoint.states import steps_done
-from kiloword.config import recipes
 from kiloword.config.recipes import Recipe
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.log import read_metrics
@@ -37,7 +37,7 @@ from research.scenes_judge import SCENES, judge_scenes
 STUB = """
 from dataclasses import replace
 from kiloword import evaluation
-from kiloword.config import recipes
+from kiloword.methods.defaults import default_recipe
 from research.arms import Arm, Experiment, main
 
 def judge(matcher):
@@ -45,7 +45,7 @@ def judge(matcher):
     return {"recall": found["text_retrieval_recall@10"]}
 
 def arms(options):
-    base = recipes.default("siglip", "debug", ("scenes?n=64",))
+    base = default_recipe("siglip", "debug", ("scenes?n=64",))
     base = replace(base, batch=8, steps=3, data=replace(base.data, tokenizer_vocab=300))
     return [
         Arm(name="plain", recipe=base, judge=judge),
@@ -177,7 +177,7 @@ def test_a_failed_run_is_named(place: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_recipe_hashes() -> None:
-    recipe = recipes.default("siglip", "debug", ("scenes?n=64",))
+    recipe = default_recipe("siglip", "debug", ("scenes?n=64",))
     assert rows.recipe_hash(recipe) == rows.recipe_hash(replace(recipe, seed=5))
     others = [replace(recipe, steps=7), replace(recipe, settings={"bias": -5.0}), replace(recipe, freeze="image")]
     assert len({rows.recipe_hash(r) for r in [recipe, *others]}) == 4
@@ -235,7 +235,7 @@ def test_a_model_of_constant_images_is_judged_as_chance(trained: Matcher) -> Non
 @pytest.fixture(scope="module")
 def trained() -> Matcher:
     """A fresh model is enough for what is asked of it."""
-    recipe = recipes.default("llip", "debug")
+    recipe = default_recipe("llip", "debug")
     tokenizer = Tokenizer.train(["a small red star"], 300)
     model = replace(recipe.model, text=replace(recipe.model.text, vocab=tokenizer.vocab))
     return Matcher(build(model, preset("llip")), tokenizer)

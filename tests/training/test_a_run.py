@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kiloword.config import recipes
 from kiloword.config.recipes import OptimConfig, Recipe
 from kiloword.data.sources.open import open_source
+from kiloword.methods.defaults import default_recipe
 from kiloword.training import bad_steps as guarding
 from kiloword.training import saving, setup, validation
 from kiloword.training.bad_steps import Guard, is_bad
@@ -27,7 +27,7 @@ LR, SCENES = 0.002, 72
 
 
 def recipe(**optim: Any) -> Recipe:
-    base = recipes.default("siglip", "debug", (f"scenes?n={SCENES}&captions=2",))
+    base = default_recipe("siglip", "debug", (f"scenes?n={SCENES}&captions=2",))
     data = replace(base.data, tokenizer_vocab=300, val="scenes:val?n=12")
     optim_config = replace(base.optim, lr=LR, warmup=4.0, final_lr=0.25, **optim)
     return replace(base, data=data, optim=optim_config, batch=16, steps=9, seed=3)

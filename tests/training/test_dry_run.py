@@ -15,7 +15,8 @@ from safetensors import safe_open
 import kiloword.training.loop as loop
 from kiloword.cli.main import main
 from kiloword.config.options import Options
-from kiloword.config.recipes import AugmentConfig, OptimConfig, default
+from kiloword.config.recipes import AugmentConfig, OptimConfig
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names
 from kiloword.training import dry_run, validation
 from kiloword.training.run_folder import run_file
@@ -210,7 +211,7 @@ def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: py
     assert plan["augment"].strip() == "none"
     assert plan["out"].strip() == str(out)
     (out / "state").mkdir(parents=True)
-    recipe = default("clip", "debug", ("scenes?n=64",))
+    recipe = default_recipe("clip", "debug", ("scenes?n=64",))
     source = open_sources(recipe)
     file = run_file(recipe, source)
     said = dry_run.describe(replace(file, model=recipe.model), source, out, Options())

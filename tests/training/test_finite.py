@@ -22,9 +22,9 @@ from kiloword.checkpoint.model_folder import not_finite
 from kiloword.checkpoint.state_shards import Part, write_part
 from kiloword.checkpoint.states import newest, shards_folder, steps_done, write_numbers
 from kiloword.cli.main import main
-from kiloword.config import recipes
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
+from kiloword.methods.defaults import default_recipe
 from kiloword.training.loop import Options, train
 from kiloword.training.optimizer import Optimizer
 from states import load_state
@@ -37,7 +37,7 @@ BAD = f"weights in .* cannot be used: {WEIGHT} is NaN or infinite \\(1 of"
 
 
 def recipe(steps: int = 6, name: str = "muon", **optim: Any) -> Recipe:
-    base = recipes.default("siglip", "debug", (SCENES,))
+    base = default_recipe("siglip", "debug", (SCENES,))
     data = replace(base.data, tokenizer_vocab=300)
     changed = {"name": name, "ema": 0.9, **optim}
     return replace(base, data=data, optim=replace(base.optim, **changed), batch=16, steps=steps)
@@ -148,7 +148,7 @@ def test_a_state_with_nan_is_not_resumed(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with one infinite weight."""
-    base = recipes.default("coca", "debug", (SCENES,))
+    base = default_recipe("coca", "debug", (SCENES,))
     out = tmp_path_factory.mktemp("spoiled")
     model = train(replace(base, data=replace(base.data, tokenizer_vocab=300), batch=16, steps=1), out, options=EVERY)
     weights = load_file(model / "model.safetensors")

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.recipes import OptimConfig, default, sizes
+from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method, annotated
 from kiloword.methods.registry import preset
 from kiloword.model.blocks import Init
@@ -155,7 +156,7 @@ def test_parameters_of_a_term_start_from_the_seed_and_their_names() -> None:
     own = replace(method, terms={"a": (1.0, Projected), "b": (1.0, Projected)})
 
     def started(seed: int, method: Method) -> dict[str, Tensor]:
-        return dict(make_learner(replace(default("siglip", "debug"), seed=seed), method)[0].state_dict())
+        return dict(make_learner(replace(default_recipe("siglip", "debug"), seed=seed), method)[0].state_dict())
 
     first = started(7, own)
     torch.rand(3)  # another number of draws before
@@ -269,7 +270,7 @@ def test_schedule(warmup: float) -> None:
 
 @pytest.mark.parametrize("size", ["debug", "tiny", "s16", "b32", "h14"])
 def test_the_default_warmup_is_a_share_of_the_run_and_at_most_2000_steps(size: str) -> None:
-    config = default("clip", size).optim
+    config = default_recipe("clip", size).optim
     assert schedule(0, 3, config) == 1  # three steps of fine-tuning
     for steps, warmup in ((1000, 50), (40_000, 2000), (400_000, 2000)):
         assert schedule(warmup // 2 - 1, steps, config) == pytest.approx(0.5)

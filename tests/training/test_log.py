@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from kiloword.config.options import Options
-from kiloword.config.recipes import OptimConfig, default
+from kiloword.config.recipes import OptimConfig
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
+from kiloword.methods.defaults import default_recipe
 from kiloword.training import log as logging
 from kiloword.training import meter
 from kiloword.training.log import Log, SinceRow, open_log, read_metrics
@@ -149,7 +150,7 @@ def test_rank_0_alone_keeps_a_log(
     monkeypatch.setattr(collectives, "rank", lambda: rank)
     monkeypatch.setattr(logging, "Alerts", lambda about: abouts.append(about) or SimpleNamespace(add=lambda row: []))
     monkeypatch.setattr(logging, "in_training", lambda out, say: lambda: (out / "mirrored").touch())
-    base = default("siglip", "debug")
+    base = default_recipe("siglip", "debug")
     recipe = replace(base, batch=24, steps=70, data=replace(base.data, bad_share=0.25))
     limit = None if scale is None else torch.tensor(scale).log()
     log = open_log(tmp_path, recipe, 3, Options(log_to=to, quiet=scale is None), limit)

@@ -17,17 +17,17 @@ from safetensors.torch import save_file
 from counting import opened_in
 from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.model_folder import read_tensors
-from kiloword.config import recipes
 from kiloword.config.options import Options
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import activations, collectives, engine, launch
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training import meter, setup
 from kiloword.training.setup import make_learner, make_loader, with_length
 
 
 def recipe(method: str = "siglip", **more: Any) -> Recipe:
-    return replace(recipes.default(method, "debug", ("scenes?n=70",)), batch=16, seed=3, **more)
+    return replace(default_recipe(method, "debug", ("scenes?n=70",)), batch=16, seed=3, **more)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 import kiloword.training.loop as loop
-from kiloword.config import recipes
 from kiloword.config.recipes import AugmentConfig, Recipe
+from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import Options, train
 from kiloword.training.signals import stop_signals
@@ -35,7 +35,7 @@ class PowerCut(Exception):
 
 def recipe(steps: int = 12, **more: Any) -> Recipe:
     """Everything that a state must hold: Muon and AdamW, an average, random crops, several captions, micro-batches."""
-    base = recipes.default("siglip", "debug", ("scenes?n=64&captions=3",))
+    base = default_recipe("siglip", "debug", ("scenes?n=64&captions=3",))
     data = replace(base.data, tokenizer_vocab=300, augment=AugmentConfig(jitter=0.5))
     optim = replace(base.optim, ema=0.9)
     return replace(base, data=data, optim=optim, batch=16, micro=8, steps=steps, seed=5, **more)

@@ -11,15 +11,15 @@ import torch
 
 from kiloword.checkpoint.files import write_json
 from kiloword.checkpoint.model_folder import check_finite, check_fit, not_finite
-from kiloword.config import recipes
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training.run_folder import RunFile, _differences, check_same_run, error_kept, forget_error, holds_run
 from kiloword.training.setup import _order, _sides, micro_batches
 from kiloword.training.signals import Stopped
 
-RECIPE = replace(recipes.default("siglip", "debug", ("scenes?n=70",)), batch=16, steps=20)
+RECIPE = replace(default_recipe("siglip", "debug", ("scenes?n=70",)), batch=16, steps=20)
 FILE = RunFile(recipe=RECIPE, data_fingerprint="f", data_sampled="s", data_digest="d", features=("a",))
 
 

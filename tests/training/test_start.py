@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kiloword.api import load
 from kiloword.checkpoint.model_folder import load_model, read_model_file, save_model
-from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig, ModelFile, Recipe, sizes
 from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build, resize_text
 from kiloword.training import start
@@ -243,12 +243,12 @@ def test_optimizer_and_batch_are_those_of_the_size_most_like_the_model(
     model = replace(sizes()["b32"], image=replace(sizes()["b32"].image, width=width, patch=patch))
     monkeypatch.setattr(start, "read_model_file", lambda path: ModelFile(method="clip", settings={}, model=model))
     found = start.defaults("siglip", "folder", data=("a.tar",))
-    assert found == replace(recipes.default("siglip", size, ("a.tar",)), model=model, init="folder")
+    assert found == replace(default_recipe("siglip", size, ("a.tar",)), model=model, init="folder")
     assert start.defaults("siglip", "folder", "tiny").size == "tiny"
     start.check(found)
     other = replace(model, image=replace(model.image, size=448), text=replace(model.text, context=64))
     start.check(replace(found, model=other))
-    start.check(replace(recipes.default("siglip"), init=None))
+    start.check(replace(default_recipe("siglip"), init=None))
     other = replace(other, text=replace(other.text, pad_to_context=True), head=replace(other.head, dim=3))
     with pytest.raises(ValueError) as error:
         start.check(replace(found, model=other))

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import kiloword.training.loop as loop
-from kiloword.config import recipes
 from kiloword.config.recipes import Recipe
 from kiloword.features import extract
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names, preset
 from kiloword.training.loop import Options, train
 from kiloword.verify.suite import verify
@@ -46,7 +46,7 @@ def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(method: str, side: tuple[str, ...], steps: int = 8) -> Recipe:
-    base = recipes.default(method, "debug", (DATA,))
+    base = default_recipe(method, "debug", (DATA,))
     return replace(
         base, data=replace(base.data, tokenizer_vocab=300, side=side), batch=16, micro=8, steps=steps, seed=5
     )

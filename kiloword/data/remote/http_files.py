@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from email.message import Message
 from typing import Any
 
-from kiloword import __version__
+from kiloword.__version__ import __version__
 from kiloword.data.addresses import Address
 from kiloword.data.remote.call import bounded, end, request
 from kiloword.data.remote.config import RemoteConfig

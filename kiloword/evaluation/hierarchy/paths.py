@@ -16,7 +16,7 @@ from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.features import chunks, rows
 from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.evaluation.metrics import check_scores
-from kiloword.evaluation.retrieval.task import Score
+from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
 from kiloword.model.heads import unit
 from kiloword.model.pooling import at_least_float

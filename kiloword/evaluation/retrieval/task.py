@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kiloword.distributed.sharing import gathered, in_turns, own, sums
+from kiloword.distributed.sharing import gathered, own, sums
 from kiloword.evaluation.features import IMAGES, chunks, join, rows, seen
-from kiloword.evaluation.metrics import Standing, average_precision, check_scores, hit, precision_at, rounding, standing
+from kiloword.evaluation.metrics import Standing, check_scores, hit, rounding
 from kiloword.evaluation.progress import track
+from kiloword.evaluation.retrieval.relevance import Relevance, Score, check_pairs, true_relevance
+from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
-
-Score = Callable[[Features, Features], Tensor]
-"""Images [i, ...] and texts [t, ...] -> [i, t], higher = better match: a head's `score`."""
-
-Relevance = Callable[[slice], "Tensor | np.ndarray"]
-"""Rows of texts -> [t, I] bool: every image that a text is true of."""
-
-PANEL = 1 << 22  # scores sorted at once for true relevance
 
 
 def retrieval(
@@ -92,18 +85,7 @@ def run(
     if shortlist is None:
         yield from retrieval(matcher.score, images, texts, image_of_text, ks, relevance, chunk)
     else:
-        from kiloword.evaluation.retrieval.shortlist import shortlisted
-
         yield from shortlisted(matcher.score_pairs, images, texts, image_of_text, shortlist, ks, relevance)
-
-
-def check_pairs(images: Features, texts: Features, image_of_text: Tensor) -> None:
-    """Refuse what cannot be ranked."""
-    n, t = len(images["vec"]), len(texts["vec"])
-    if n == 0 or t == 0:
-        raise ValueError(f"retrieval got {n} images and {t} texts: it needs at least one of each")
-    if image_of_text.shape != (t,) or not 0 <= int(image_of_text.min()) <= int(image_of_text.max()) < n:
-        raise ValueError(f"image_of_text must hold, for each of the {t} texts, the row of one of the {n} images")
 
 
 def standings(
@@ -168,63 +150,3 @@ def _others(block: Tensor, image: Tensor, r: slice) -> Tensor:
 def _pairs(image: Tensor, r: slice) -> Tensor:
     """Columns of a block whose own image is one of its rows."""
     return torch.where((image >= r.start) & (image < r.stop))[0]
-
-
-def true_relevance(
-    score: Score,
-    images: Features,
-    texts: Features,
-    relevance: Relevance | Tensor,
-    ks: Sequence[int] = (1, 5, 10),
-    chunk: int = 1024,
-) -> Iterator[tuple[str, float]]:
-    """Retrieval of images where the truth is known: every image that a text is true of counts.
-
-    `image_retrieval_true_map` (average precision), `image_retrieval_true_r_precision` (hits among the first R over R,
-    with R images to find), `image_retrieval_true_recall@k` (any hit among the first k). Means over the texts that are
-    true of some image; the others, if any, are counted as `image_retrieval_true_unmatched`.
-    """
-    n, t = len(images["vec"]), len(texts["vec"])
-
-    def panel(c: slice) -> Tensor:
-        return torch.cat([score(rows(images, r), rows(texts, c)) for r in chunks(n, chunk)]).T
-
-    yield from true_means(panel, n, t, relevance, ks)
-
-
-def true_means(
-    panel: Callable[[slice], Tensor], n: int, t: int, relevance: Relevance | Tensor, ks: Sequence[int]
-) -> Iterator[tuple[str, float]]:
-    """What `true_relevance` yields, of n images and t texts. Args: panel: the scores [rows, I] of rows of texts."""
-
-    def judged(c: slice) -> tuple[int, dict[str, float]]:
-        scores = panel(c)
-        truth = torch.as_tensor(relevance[c] if isinstance(relevance, Tensor) else relevance(c))
-        if truth.shape != scores.shape:
-            came, wanted = tuple(truth.shape), tuple(scores.shape)
-            raise ValueError(f"relevance came as {came}; {wanted} (texts, images) expected")
-        known = truth.any(1)
-        found = _panel_metrics(scores[known.to(scores.device)], truth[known].to(scores.device), ks)
-        return int(known.sum()), dict(found)
-
-    totals: dict[str, float] = {}
-    answerable = 0
-    for count, found in in_turns(list(chunks(t, max(1, PANEL // n))), judged):
-        answerable += count
-        for name, value in found.items():
-            totals[name] = totals.get(name, 0.0) + value
-    if not answerable:
-        raise ValueError("no text is true of any image: there is nothing to retrieve")
-    for name, value in totals.items():
-        yield name, value / answerable
-    if answerable < t:
-        yield "image_retrieval_true_unmatched", float(t - answerable)
-
-
-def _panel_metrics(scores: Tensor, truth: Tensor, ks: Sequence[int]) -> Iterator[tuple[str, float]]:
-    """Sums over the texts of one panel: scores [t, I], truth [t, I] bool."""
-    yield "image_retrieval_true_map", average_precision(scores, truth).sum().item()
-    yield "image_retrieval_true_r_precision", precision_at(scores, truth, truth.sum(1)).sum().item()
-    where = standing(scores, truth)
-    for k in ks:
-        yield f"image_retrieval_true_recall@{k}", hit(where, k).sum().item()

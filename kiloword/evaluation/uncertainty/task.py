@@ -18,7 +18,8 @@ from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.calibration import binned, calibration, defined, groups, spearman
 from kiloword.evaluation.features import IMAGES, chunks
 from kiloword.evaluation.metrics import hit, standing
-from kiloword.evaluation.retrieval.task import PANEL, standings
+from kiloword.evaluation.retrieval.relevance import PANEL
+from kiloword.evaluation.retrieval.task import standings
 from kiloword.evaluation.uncertainty.data import (
     Data,
     Levelled,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kiloword.evaluation.features import chunks, rows
-from kiloword.evaluation.retrieval.task import Score
+from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.zeroshot.bprw import combined, padded, reweigh
 from kiloword.evaluation.zeroshot.options import PromptOptions, Way
 from kiloword.methods.prolip.gaussian import variance_sum

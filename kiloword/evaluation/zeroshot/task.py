@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kiloword.evaluation.features import IMAGES, Seen, chunks, encode_texts, inference, join, labelled, rows, seen
 from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
-from kiloword.evaluation.retrieval.task import Score
+from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.zeroshot.options import PromptOptions, Way
 from kiloword.evaluation.zeroshot.page import drawn
 from kiloword.evaluation.zeroshot.page import report as report

@@ -40,6 +40,7 @@ from kiloword.data.remote.errors import Unreachable
 from kiloword.data.sampler import Order
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import Options, train
@@ -751,7 +752,7 @@ def test_training_is_that_of_the_local_copy(tmp_path: Path) -> None:
     files = shards(tmp_path / "data", 4, rows=8)
 
     def losses(src: str, name: str) -> list[float]:
-        base = recipes.default("siglip", "debug", (src,))
+        base = default_recipe("siglip", "debug", (src,))
         recipe = recipes.replace(base, data=recipes.replace(base.data, tokenizer_vocab=300), batch=8, steps=6)
         train(recipe, tmp_path / name, options=Options(log_every=1, quiet=True))
         return [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")]

@@ -13,8 +13,8 @@ from PIL import Image
 
 import kiloword
 from kiloword.checkpoint.model_folder import read_model_file
-from kiloword.config import recipes
 from kiloword.data.sources.own import Own
+from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
 from kiloword.types import BadSample
@@ -97,7 +97,7 @@ class Holes(Photos):
 
 def test_rows_that_raise_are_bad_samples(tmp_path: Path) -> None:
     """While the tokenizer is trained, and in the fingerprint, too."""
-    run = recipes.default("siglip", "debug", data=("own",))
+    run = default_recipe("siglip", "debug", data=("own",))
     run = replace(run, steps=3, batch=8, data=replace(run.data, bad_share=0.2))
     train(run, tmp_path, source=Own(Holes()))
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped"] == 3
