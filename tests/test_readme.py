@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+import kiloword
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
-from kiloword.methods.registry import names
+from kiloword.methods.registry import names, preset
 from kiloword.training.setup import micro_batches
 from kiloword.verify.suite import verify
 from tars import pairs, photo, write_tar
@@ -129,7 +130,8 @@ def test_make_knows_its_targets() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     asked = [line.split()[1] for line in COMMANDS if line.startswith("make ")]
     assert asked == ["quickstart", "check"]
-    assert set(asked) <= set(targets)
+    elsewhere = re.findall(r"`make ([\w-]+)`", "".join(page.read_text() for page in PAGES))
+    assert {*asked, *elsewhere} <= set(targets)
 
 
 def test_score_in_five_lines(place: Path) -> None:
@@ -187,12 +189,16 @@ def headings(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "docs" / "architecture.md", *(ROOT / p for p in SHOWING)], ids=lambda p: p.name
+    "page", [*(ROOT / p for p in SHOWING), ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/[ag]*.md")], ids=lambda p: p.name
 )
 def test_files_and_names_that_it_names_exist(page: Path) -> None:
     """`room/file.py`, `room/file.py:Class.method` and `kiloword.module.name`; rooms of the package need no prefix."""
     text = page.read_text()
+    for path in re.findall(r"^python .*?(\S+\.py)", text, re.MULTILINE):
+        assert (ROOT / path).exists(), path
     for path, name in re.findall(r"`((?:\w[\w.-]*/)+[\w.-]*\.(?:py|sh|toml))(?::([\w.]+))?`", text):
+        if "NAME" in path:  # of a file that somebody is going to write
+            continue
         file = next((base / path for base in (ROOT, ROOT / "kiloword") if (base / path).exists()), None)
         assert file, path
         assert not name or name in definitions(ast.parse(file.read_text())), f"{path}:{name}"
@@ -219,3 +225,12 @@ def test_folders_of_the_tree_exist() -> None:
         assert (ROOT / word).exists() or (ROOT / "kiloword" / word).exists(), word
     rooms = [path for path in (ROOT / "kiloword").iterdir() if path.is_dir() and path.name != "__pycache__"]
     assert {f"{path.name}/" for path in rooms} <= set(words)
+
+
+def test_citation() -> None:
+    """Of this version, and of papers that presets implement."""
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {kiloword.__version__}\n" in cited
+    papers = re.findall(r"arXiv:[\d.]+", cited)
+    assert len(papers) == 5
+    assert set(papers) <= {preset(name).source for name in names()}
