@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import arg
 
+from kiloword.addresses import address_of, is_url, public, scrubbed
 from kiloword.config.recipes import Recipe
-from kiloword.data.addresses import address_of, is_url, public, scrubbed
 from kiloword.terminal import say, warn
 
 if TYPE_CHECKING:

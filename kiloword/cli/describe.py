@@ -20,8 +20,8 @@ from kiloword.methods.registry import names, pieces, preset
 from kiloword.model.heads import Head
 from kiloword.model.image import extra, stem_plan
 from kiloword.model.model import Model
-from kiloword.screen import Screen, plain_table
 from kiloword.terminal import say
+from kiloword.terminal.screen import Screen, plain_table
 
 _WIDE = 240  # columns where the output is no terminal
 

@@ -13,12 +13,12 @@ import tyro
 from tyro.conf import Positional, arg
 
 from kiloword.__version__ import __version__
+from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli.evaluate import GENERATE, evaluate
 from kiloword.cli.score import score
 from kiloword.cli.watch import watch
 from kiloword.cli.words import interruption, settled
-from kiloword.data.addresses import scrubbed
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions

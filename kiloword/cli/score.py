@@ -85,7 +85,7 @@ def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequen
     from rich.table import Table
     from rich.text import Text
 
-    from kiloword.screen import Screen
+    from kiloword.terminal.screen import Screen
 
     table = Table("image", *texts)
     for path, row in zip(images, scores, strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Sequence
 
+from kiloword.addresses import public
 from kiloword.checkpoint.files import utf8
-from kiloword.data.addresses import public
 
 TEXTS = ("--texts", "--name", "--curves", ".merge", ".teacher")  # how flags end whose values are texts: no paths
 NOTHING_KEPT = {  # verbs that write their results at the end alone

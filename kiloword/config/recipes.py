@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+from kiloword.addresses import public, without_credentials
 from kiloword.config.ranges import check
-from kiloword.data.addresses import public, without_credentials
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Precision = Literal["auto", "fp64", "fp32", "bf16"]
@@ -154,7 +154,7 @@ class DataConfig(Settings):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
-        """URLs are kept without credentials, which are remembered: see `kiloword.data.addresses`."""
+        """URLs are kept without credentials, which are remembered: see `kiloword.addresses`."""
         for name in ("sources", "extra_captions", "side"):
             object.__setattr__(self, name, tuple(map(public, getattr(self, name))))
         if self.val is not None:

@@ -23,8 +23,8 @@ from kiloword.data.reading import name_of
 from kiloword.data.sources.digest import whole
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.index import open_index
-from kiloword.screen import Screen
 from kiloword.terminal import say
+from kiloword.terminal.screen import Screen
 from kiloword.types import BadSample, Record, Skipped, Source
 
 _CHUNK = 1000  # rows that a process looks at before it reports

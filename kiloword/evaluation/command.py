@@ -51,7 +51,7 @@ def main(
     """
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import together
-    from kiloword.evaluation.progress import showing_progress
+    from kiloword.terminal.progress import showing_progress
 
     given = {name: value for name, value in options.items() if value is not None}
     evaluation.check(task, given)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.distributed import collectives
 from kiloword.distributed.sharing import gathered, in_turns, lockstep, own, share
-from kiloword.evaluation.progress import track
+from kiloword.terminal.progress import track
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:

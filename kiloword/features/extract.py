@@ -26,9 +26,8 @@ from kiloword.features.store import SideTable, Stored, TableFile, contents
 from kiloword.features.teachers import Teacher, open_teacher
 from kiloword.features.writer import Rows, SideWriter, content_of, what_is_there
 from kiloword.terminal import say
-from kiloword.training.log import PLAIN_EVERY_S
+from kiloword.terminal.progress import PLAIN_EVERY_S, duration, per_second
 from kiloword.types import Skipped, Source
-from kiloword.watch.pace import duration, per_second
 
 PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
 

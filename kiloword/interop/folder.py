@@ -14,8 +14,8 @@ from kiloword.config.recipes import ModelConfig, ModelFile
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
-from kiloword.screen import Screen, plain_table
 from kiloword.terminal import say
+from kiloword.terminal.screen import Screen, plain_table
 
 if TYPE_CHECKING:
     from kiloword.interop.open_clip import Imported, Report

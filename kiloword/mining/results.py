@@ -18,7 +18,7 @@ from kiloword.mining.calibrate import Choice, Sample, calibrate, candidates, com
 from kiloword.mining.corpus import Corpus, Floats
 from kiloword.mining.options import Options
 from kiloword.mining.origin import Truths
-from kiloword.mining.progress import Bar
+from kiloword.terminal.progress import Bar
 from kiloword.watch.rule import LIMITS
 
 WHOLE = "eq. 2"

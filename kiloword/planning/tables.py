@@ -14,8 +14,8 @@ from kiloword.planning import pairs, parameters, step
 from kiloword.planning.advice import Option, Planner
 from kiloword.planning.cards import GIB, NODE
 from kiloword.planning.layers import Work
-from kiloword.screen import Screen
 from kiloword.terminal import say
+from kiloword.terminal.screen import Screen
 
 WIDE = 160  # columns where the output is no terminal
 

@@ -19,12 +19,10 @@ from kiloword.config.options import Options
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.terminal import say
+from kiloword.terminal.progress import PLAIN_EVERY_S, Pace, duration, per_second
 from kiloword.watch.alerts import About, Alerts
 from kiloword.watch.mirror import in_training
-from kiloword.watch.pace import Pace, duration, per_second
 from kiloword.watch.rows import Reader
-
-PLAIN_EVERY_S = 10.0  # without a terminal, a line at most this often
 
 
 @dataclass

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kiloword.addresses import scrubbed
 from kiloword.checkpoint.files import SaveError, utf8, write_json
 from kiloword.checkpoint.states import steps_done
 from kiloword.config.recipes import ModelConfig, Recipe, Settings, read_config
-from kiloword.data.addresses import scrubbed
 from kiloword.data.sources.digest import sampled, whole
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of

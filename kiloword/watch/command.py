@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from kiloword.screen import Screen
+from kiloword.terminal.screen import Screen
 from kiloword.watch.mirror import Mirrors
 from kiloword.watch.page import View, page
 from kiloword.watch.plot import Dots

@@ -12,7 +12,7 @@ import numpy as np
 from rich.text import Text
 
 from kiloword.terminal import shown
-from kiloword.watch.pace import duration, per_second
+from kiloword.terminal.progress import duration, per_second
 from kiloword.watch.plot import MARKS, STYLES, Dots, Series, plot, short
 from kiloword.watch.rows import smoothed
 from kiloword.watch.runs import Watched

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 
-from kiloword.watch.pace import per_second
+from kiloword.terminal.progress import per_second
 from kiloword.watch.rule import LIMITS, About, Restart, Row, Rule, Span, number
 from kiloword.watch.windows import Thinned, Window
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from kiloword.terminal.progress import Pace
 from kiloword.watch.alerts import About, Alerts
-from kiloword.watch.pace import Pace
 from kiloword.watch.rows import Columns, Reader, absurd
 
 LEAST_SILENCE = 60.0  # seconds without a row that are no sign of anything

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from kiloword.addresses import Address
 from kiloword.data import cache, keyed
-from kiloword.data.addresses import Address
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.remote.file import RemoteFile
 from kiloword.data.remote.stat import Stat

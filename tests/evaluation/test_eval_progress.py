@@ -21,10 +21,10 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import device
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.probe.options import ProbeOptions
-from kiloword.evaluation.progress import showing_progress, track
 from kiloword.methods.registry import preset
-from kiloword.mining import progress
 from kiloword.model.model import build
+from kiloword.terminal import progress
+from kiloword.terminal.progress import showing_progress, track
 
 
 @pytest.fixture

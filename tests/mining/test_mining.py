@@ -26,15 +26,16 @@ from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.open import open_data
 from kiloword.features.extract import Report, embed
 from kiloword.methods.fff.preset import Mined
-from kiloword.mining import analyses, images, main, output, progress, results
+from kiloword.mining import analyses, images, main, output, results
 from kiloword.mining import page as mining_page
 from kiloword.mining.calibrate import Sample, calibrate, candidates, compare, exceeded_by, random_pairs
 from kiloword.mining.corpus import Corpus
 from kiloword.mining.options import Options
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.pairs import TERMS, by_term, search
-from kiloword.mining.progress import Bar
 from kiloword.report.words import percent
+from kiloword.terminal import progress
+from kiloword.terminal.progress import Bar
 from pages import Section, plots, sections
 
 

@@ -20,6 +20,7 @@ from kiloword.config.recipes import OptimConfig
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
 from kiloword.methods.defaults import default_recipe
+from kiloword.terminal.progress import Pace, duration, per_second
 from kiloword.training import log as logging
 from kiloword.training import meter
 from kiloword.training.log import Log, SinceRow, open_log, read_metrics
@@ -27,7 +28,6 @@ from kiloword.training.meter import Meter
 from kiloword.training.optimizer import schedule
 from kiloword.types import Batch, Texts
 from kiloword.watch.alerts import About
-from kiloword.watch.pace import Pace, duration, per_second
 
 ABOUT = About(batch=10)
 

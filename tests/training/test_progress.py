@@ -9,8 +9,9 @@ import pytest
 
 from kiloword.features import extract
 from kiloword.features.extract import Report
+from kiloword.terminal.progress import PLAIN_EVERY_S
 from kiloword.training import log
-from kiloword.training.log import PLAIN_EVERY_S, Log
+from kiloword.training.log import Log
 from kiloword.watch.alerts import About
 
 

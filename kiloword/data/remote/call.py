@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
 
-from kiloword.data.addresses import Address, split
+from kiloword.addresses import Address, split
 from kiloword.data.remote.config import VARIABLE, RemoteConfig
 from kiloword.data.remote.errors import Fault, Unreachable, foreign
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from kiloword.addresses import scrubbed
 from kiloword.config.recipes import Settings
 from kiloword.data import cache
-from kiloword.data.addresses import scrubbed
 
 VARIABLE = "KILOWORD_REMOTE"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from kiloword.data.addresses import Address, scrubbed
+from kiloword.addresses import Address, scrubbed
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.randomness import key
 from kiloword.terminal import shown

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from kiloword.data.addresses import Address, address_of
+from kiloword.addresses import Address, address_of
 from kiloword.data.remote.cache import Cache
 from kiloword.data.remote.config import RemoteConfig, remote_folder
 from kiloword.data.remote.errors import Fault, Patience, Unreachable

@@ -8,7 +8,7 @@ import ftplib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from kiloword.data.addresses import Address, split
+from kiloword.addresses import Address, split
 from kiloword.data.remote.call import bounded, check_host
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.remote.errors import Fault, TooLarge, Unreachable, foreign

@@ -15,7 +15,7 @@ from email.message import Message
 from typing import Any
 
 from kiloword.__version__ import __version__
-from kiloword.data.addresses import Address
+from kiloword.addresses import Address
 from kiloword.data.remote.call import bounded, end, request
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.remote.errors import Fault, TooLarge, Unreachable, foreign

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pyarrow.compute
 
-from kiloword.data.addresses import Address, address_of, is_url
+from kiloword.addresses import Address, address_of, is_url
 from kiloword.data.remote.config import RemoteConfig, remote_config
 from kiloword.data.remote.file import RemoteFile, name_of, open_remote_file, patiently, small_file
 from kiloword.data.remote.fsspec_files import Fsspec

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from kiloword.addresses import is_url
 from kiloword.config.recipes import DataConfig
-from kiloword.data.addresses import is_url
 from kiloword.data.remote.sets import open_remote
 from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder, is_image

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kiloword.evaluation.features import chunks
 from kiloword.evaluation.probe.options import COUNT, RECIPES, ProbeOptions
-from kiloword.evaluation.progress import track
 from kiloword.randomness import key
+from kiloword.terminal.progress import track
 
 MOMENTUM = 0.9  # of sgd
 CLOSE = 1e-6  # lbfgs ends when no entry of the gradient of the mean loss, in its coordinates, is larger

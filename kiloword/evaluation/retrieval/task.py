@@ -11,9 +11,9 @@ from torch import Tensor
 from kiloword.distributed.sharing import gathered, own, sums
 from kiloword.evaluation.features import IMAGES, chunks, join, rows, seen
 from kiloword.evaluation.metrics import Standing, check_scores, hit, rounding
-from kiloword.evaluation.progress import track
 from kiloword.evaluation.retrieval.relevance import Relevance, Score, check_pairs, true_relevance
 from kiloword.evaluation.retrieval.shortlist import shortlisted
+from kiloword.terminal.progress import track
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kiloword.data.addresses import Address
+from kiloword.addresses import Address
 from kiloword.data.remote import http_files
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.remote.errors import Fault, Unreachable

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from kiloword.addresses import public, scrubbed
 from kiloword.cli.main import main
-from kiloword.data.addresses import public, scrubbed
 from kiloword.data.remote import errors
 from kiloword.data.remote.call import _Redirects
 from kiloword.data.remote.config import RemoteConfig, remote_config

@@ -18,7 +18,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from kiloword.data.addresses import Address
+from kiloword.addresses import Address
 from kiloword.data.remote import errors, http_files, index
 from kiloword.data.remote import sets as remote
 from kiloword.data.remote.ahead import Ahead, ahead_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kiloword.data.addresses import Address
+from kiloword.addresses import Address
 from kiloword.data.remote import call
 from kiloword.data.remote.call import _kept, _origin, _quoted, _Redirects, check_host, end, request
 from kiloword.data.remote.config import RemoteConfig

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kiloword.data.addresses import Address
+from kiloword.addresses import Address
 from kiloword.data.remote import sets as remote
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.sources.open import open_source

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TextIO, cast
 
-from kiloword.data.addresses import scrubbed
+from kiloword.addresses import scrubbed
 
 LONGEST = 10_000  # characters of a line that are printed; a path has at most 4096
 # Letters and marks that take no room: isprintable() says nothing about them.

@@ -23,11 +23,11 @@ import kiloword
 from folders import model_folder
 from kiloword.cli.main import main
 from kiloword.report import page
-from kiloword.screen import Screen, plain_table
 from kiloword.terminal import guarded, say, show_traceback, shown, warn
+from kiloword.terminal.screen import Screen, plain_table
 
 PACKAGE = Path(kiloword.__file__).parent
-WRITERS = {"terminal.py", "screen.py"}
+WRITERS = {"terminal/__init__.py", "terminal/screen.py"}
 ANY = st.text(st.characters())  # surrogates too
 
 
