@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-import kiloword.training.loop as loop
 from kiloword.cli.main import main
 from kiloword.config.options import Options
 from kiloword.config.recipes import AugmentConfig, OptimConfig
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names
-from kiloword.training import dry_run, validation
+from kiloword.training import cadence, dry_run, validation
 from kiloword.training.run_folder import run_file
 from kiloword.training.setup import open_sources
 from tars import photo
@@ -165,7 +164,7 @@ def test_a_run_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_short_run_that_waited_for_data_says_so(
     limit: float, says: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loop, "MOSTLY", limit)
+    monkeypatch.setattr(cadence, "MOSTLY", limit)
     train("clip", "--data", "scenes?n=64", *SMALL, "--out", tmp_path)
     assert ("% of the time of this run was spent waiting for data: raise --workers" in capsys.readouterr().err) == says
 

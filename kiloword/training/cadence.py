@@ -1,0 +1,132 @@
+"""What surrounds the steps of a run: when it logs, saves, validates and stops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from kiloword.config.options import Options
+from kiloword.distributed import collectives, heartbeat
+from kiloword.distributed.device import cores
+from kiloword.training.bad_steps import Guard
+from kiloword.training.meter import Meter
+from kiloword.training.saving import Saver
+from kiloword.training.setup import Run
+from kiloword.training.signals import Stop, Stopped
+from kiloword.training.validation import validate, validated
+from kiloword.types import Batch
+
+GOES_ON = "The same command goes on from there."
+MOSTLY = 0.5  # share of the time of a run that it waits for data, above which it says so at its end
+SAVE_SECONDS = 120.0  # without `save_every`, a state at most this often
+
+
+class Cadence:
+    """Logs, saves, validates and stops a run, each after the steps where it is due, on all ranks alike."""
+
+    def __init__(self, run: Run, saver: Saver, options: Options, stop: Stop) -> None:
+        self.run, self.saver, self.options, self.stop = run, saver, options, stop
+        self.meter = Meter(run, Guard(run, options.max_skipped_steps))
+        self._saved = time.perf_counter()
+
+    def begin(self) -> None:
+        """Make the validation that a stopped run did not finish, or print from which step the run continues."""
+        run = self.run
+        if self._validates() and not validated(run):
+            self._validate()
+        elif run.step == run.recipe.steps:
+            run.log.say(f"{run.out} was finished at step {run.step}: nothing to do.")
+        elif run.step:
+            run.log.say(f"{run.out} goes on from step {run.step} of {run.recipe.steps}.")
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of the steps that remain, until a signal. Raises: ValueError for too many bad samples."""
+        run = self.run
+        batches = run.loader.batches(run.step, run.recipe.steps, pin=run.device.type == "cuda")
+        return map(self._count, self.meter.timed(self.stop.batches(batches, run.step)))
+
+    def after_step(self, report: dict[str, Tensor], pairs: int) -> None:
+        """Count a step, and do what is due after it.
+
+        Args: report: what the step returned, scalars; pairs: images of this rank.
+        Raises: Stopped after a signal, once the state is saved; ValueError for too many bad steps.
+        """
+        run = self.run
+        run.step += 1
+        self.meter.add(report, pairs)
+        last = run.step == run.recipe.steps
+        if last or run.step % self.options.log_every == 0:
+            row = self.meter.row()
+            run.log.row(row)
+            run.log.progress(row)
+        stopping = self._save(last)
+        if self._validates():
+            with self.meter.paused():
+                self._validate()
+        if stopping and not last:
+            collectives.wait()  # torchrun ends all ranks when one is gone: not before the state is written
+            raise self._stopped()
+
+    def end(self) -> None:
+        """Print what the run mostly waited for. Raises: Stopped where it stopped while it waited for a batch."""
+        run = self.run
+        if (share := self.meter.data_wait()) > MOSTLY:
+            run.log.say(
+                f"{share:.0%} of the time of this run was spent waiting for data: {_remedy(run.loader.workers)}."
+            )
+        if run.step < run.recipe.steps:
+            self.saver.save()
+            self.saver.finish()
+            raise self._stopped()
+
+    def _count(self, batch: Batch) -> Batch:
+        """Bad samples and truncated captions of all ranks. Raises: ValueError for too many bad ones."""
+        run = self.run
+        for new in run.bad.count(collectives.all_lists(batch.skipped)):
+            run.log.say(f"skipped {new.key}: {new.reason}")
+        run.truncated += collectives.add_up(batch.texts.truncated)
+        return batch
+
+    def _save(self, last: bool) -> bool:
+        """Save the state where that is due; before a validation and at the end it is on disk when this returns.
+
+        Returns: whether any rank was asked to stop.
+        """
+        every, validates = self.options.save_every, self._validates()
+        due = self.run.step % every == 0 if every else time.perf_counter() - self._saved > SAVE_SECONDS
+        due, stopping, writing = collectives.any_rank(due or self.stop.state_asked(), self.stop(), self.saver.writing)
+        if not writing:
+            self.saver.advance()
+        if last or stopping or due or validates:
+            self.meter.guard.look()
+            with self.meter.saving():
+                self.saver.save()
+            self._saved = time.perf_counter()
+        if last or stopping or validates:
+            with self.meter.saving():
+                self.saver.finish()
+        return stopping
+
+    def _validates(self) -> bool:
+        """Whether a validation is due after the last step."""
+        run, every = self.run, self.options.eval_every
+        due = every > 0 and run.step > 0 and run.step % every == 0
+        return run.recipe.data.val is not None and (due or run.step == run.recipe.steps)
+
+    def _validate(self) -> None:
+        """Its state is saved before: a signal ends it at once, and the same command makes it again."""
+        run = self.run
+        heartbeat.at(f"validating after step {run.step}")
+        with self.stop.at_once(f"stopped in the validation after step {run.step}; the state is saved. {GOES_ON}"):
+            metrics = validate(run)
+        run.log.row({"step": run.step, **metrics})
+
+    def _stopped(self) -> Stopped:
+        return self.stop.stopped(f"stopped after step {self.run.step}; the state is saved. {GOES_ON}")
+
+
+def _remedy(workers: int) -> str:
+    now = f"now {workers}, on {cores()} cores"
+    return f"raise --workers ({now}), or make decoding cheaper (smaller images on disk, --decoder simplejpeg)"
