@@ -41,7 +41,7 @@ class Answerer:
 
     def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
         if "fuser" not in model.more:
-            raise ValueError("this model answers no questions: train vqa, from this model with --init.")
+            raise ValueError("this model cannot answer questions: train vqa from it with --init.")
         self.model, self.tokenizer = model, tokenizer
         self.captioner = Captioner(model, tokenizer)
 

@@ -1,1 +1,1 @@
-"""Losses of all pairs, computed a block at a time."""
+"""Losses over all pairs of images and texts, computed in blocks."""

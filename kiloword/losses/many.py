@@ -1,4 +1,4 @@
-"""For many positives an image and a text: shares of a text's positives, and supervised contrast."""
+"""Losses for many positives per image and text: balanced positives, supervised contrastive loss."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kiloword.types import Pairs, Positives, Total
 
 @dataclass(frozen=True)
 class Balanced:
-    """Positives of which each text has one in all: divided by their sum over the images of every rank.
+    """Positives divided by their sum over the images of all ranks, so that those of each text sum to one.
 
-    Else a text that fits every other image ("a scene") outweighs those that say something. Texts without a positive
-    stay so. It costs one more pass over all pairs.
+    Without this, a text that matches half of the images ("a scene") outweighs specific texts. Texts without a positive
+    are unchanged. Costs one more pass over all pairs.
     """
 
     positives: Positives
@@ -27,11 +27,11 @@ class Balanced:
 
     @property
     def mined(self) -> bool:
-        """Whether they are mined."""
+        """Whether the positives are mined."""
         return getattr(self.positives, "mined", False)
 
     def bind(self, pairs: PairBlocks) -> Balanced:
-        """The same positives, with the sums of these pairs."""
+        """A copy with the sums over these pairs."""
         sums = torch.empty(0)
         for n, (rows, columns) in enumerate(pairs.blocks()):
             y = self.positives(pairs.block(rows, columns))
@@ -48,12 +48,12 @@ class Balanced:
 
 
 def supcon_loss(pairs: PairBlocks, positives: Positives, form: Literal["out", "in"] = "out") -> Total:
-    """Supervised contrast of images and texts: each is an anchor once, its candidates those of the other side.
+    """Supervised contrastive loss (SupCon): every image and text is an anchor, with all texts or images as candidates.
 
-    An anchor's loss is, with p its softmax over candidates, the mean over its positives of -log p ("out") or minus the
-    log of the mean of p over them ("in"); 0 without a positive. "out" is `softmax_loss` but for the weights: there
-    images weigh as much as texts in all, here each image as much as each text. With one text an image the two are
-    equal. The paper contrasts images with images too; a pair loss sees pairs of an image and a text alone.
+    With p the softmax over candidates, the loss of an anchor is the mean over its positives of -log p ("out") or minus
+    the log of the mean of p over them ("in"); 0 without a positive. "out" differs from `softmax_loss` in the weights:
+    there all images weigh as much as all texts, here each image as much as each text. Both are equal with one text per
+    image. The paper also contrasts images with images; a pair loss sees pairs of image and text only.
     Source: arXiv:2004.11362, eq. 2 and 3, the baseline of arXiv:2405.10286, section 6.
     """
     if form == "out":
@@ -65,7 +65,7 @@ def supcon_loss(pairs: PairBlocks, positives: Positives, form: Literal["out", "i
         z, log_y = block.logits, positives(block).log()
         values, gradient = torch.zeros_like(z), torch.zeros_like(z)
         for every, chosen, count in (by_row[rows, None].unbind(-1), by_column[None, columns].unbind(-1)):
-            share = torch.where(count > 0, (log_y + z - chosen).exp(), 0)  # sums to one over the anchor's positives
+            share = torch.where(count > 0, (log_y + z - chosen).exp(), 0)  # sums to one over the positives of an anchor
             values += share * torch.where(count > 0, every - chosen + count.log(), 0)
             gradient += torch.where(count > 0, (z - every).exp(), 0) - share
         return weight * values.sum(1), weight * gradient
@@ -75,20 +75,20 @@ def supcon_loss(pairs: PairBlocks, positives: Positives, form: Literal["out", "i
 
 
 def _log_sums(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor]:
-    """Log sum exp of all pairs and of positives, and their number: of rows [I, 3] and, over ranks, columns [T, 3]."""
-    found: list[Tensor] = []
+    """Log-sum-exp of pairs and of positives, number of positives: rows [I, 3], columns over all ranks [T, 3]."""
+    sums: list[Tensor] = []
     for rows, columns in pairs.blocks():
         block = pairs.block(rows, columns)
         z, y = block.logits.detach(), positives(block)
-        found = found or [_nothing(z, size) for size in pairs.shape]
-        for side, part, dim in ((found[0], rows, 1), (found[1], columns, 0)):
+        sums = sums or [_nothing(z, size) for size in pairs.shape]
+        for side, part, dim in ((sums[0], rows, 1), (sums[1], columns, 0)):
             logs = torch.stack([z.logsumexp(dim), (z + y.log()).logsumexp(dim)], -1)
             side[part, :2] = torch.logaddexp(side[part, :2], logs)
             side[part, 2] += y.sum(dim)
-    logs, counts = logsumexp_over_ranks(found[1][:, :2].T, found[1][:, 2:].T)
-    return found[0], torch.cat([logs, counts]).T
+    logs, counts = logsumexp_over_ranks(sums[1][:, :2].T, sums[1][:, 2:].T)
+    return sums[0], torch.cat([logs, counts]).T
 
 
 def _nothing(like: Tensor, n: int) -> Tensor:
-    """[n, 3]: log sums and a number of no pair."""
+    """[n, 3]: log-sum-exps and number of zero pairs."""
     return like.new_tensor([-torch.inf, -torch.inf, 0.0]).repeat(n, 1)

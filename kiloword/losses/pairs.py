@@ -1,7 +1,7 @@
 """Pair losses: blocks of pairs -> sum and count. Gradients are computed in the forward pass, block by block.
 
-A pair loss says, for a block of logits, its value and its gradient by the logits; `Blocks` carries that gradient
-through the head's score into features and head weights at once and frees the block. Nothing `[I, T]` is kept.
+A pair loss returns, for a block of logits, its values and its gradient by the logits. `Blocks` propagates that gradient
+through the score of the head to features and head weights immediately, and frees the block. No tensor `[I, T]` is held.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from kiloword.methods.method import PairBlocks
     from kiloword.model.heads import Head
 
-# whether backward runs with retain_graph; a torch without the question gets copies
+# whether backward runs with retain_graph; versions of torch without this function get copies
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 BlockLoss = Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]
-"""Values [i] of one block, by image, and the gradient of their sum by the logits [i, t]."""
+"""Values [i] of one block, one per image, and the gradient of their sum by the logits [i, t]."""
 
 
 class _WithGradient(torch.autograd.Function):
-    """A scalar whose gradients are known already: handed over, not copied, unless the graph is kept for later."""
+    """A scalar with precomputed gradients: passed on in place, copied only if the graph is retained."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *inputs: Tensor) -> Tensor:
@@ -40,24 +40,24 @@ class _WithGradient(torch.autograd.Function):
         if _graph_is_kept():
             return None, None, *(None if g is None else g * upstream for g in ctx.gradients)
         gradients, ctx.gradients = ctx.gradients, None
-        assert gradients is not None, "autograd goes back twice through a graph that it was not told to keep"
+        assert gradients is not None, "second backward pass through a graph that was not retained"
         return None, None, *(None if g is None else g.mul_(upstream) for g in gradients)
 
 
 class Blocks:
-    """All pairs of local images (rows) and every rank's texts (columns), a block at a time."""
+    """All pairs of local images (rows) and texts of all ranks (columns), one block at a time."""
 
     def __init__(self, head: Head, images: Features, texts: Features, chunk: int = 0) -> None:
-        """images: this rank's, every value [I, ...] with "position" [I]; texts: every rank's, "position" [T]
-        is the place of the image that the text was written for; chunk: rows and columns a block, 0: the head's."""
+        """images: features of this rank, every value [I, ...] with "position" [I]; texts: features of all ranks,
+        with the "position" [T] of the image of each text; chunk: rows and columns per block, 0: the head's choice."""
         column = torch.arange(len(texts["vec"]), device=texts["vec"].device)
         self.head, self.images, self.texts, self.chunk = head, images, {**texts, "column": column}, chunk
         self.shape = (len(images["vec"]), len(texts["vec"]))
         self.step = (chunk, chunk) if chunk else head.block(images, texts)
-        self.rows, self.own, self.own_texts = (images["vec"].new_zeros(self.shape[0]) for _ in range(3))
+        self.rows, self.annotated_sum, self.annotated_count = (images["vec"].new_zeros(self.shape[0]) for _ in range(3))
         self._whole = self.shape[0] <= self.step[0] and self.shape[1] <= self.step[1]
         self._weights = [p for p in head.parameters() if p.requires_grad]
-        self._only: tuple[Pairs, list[Tensor]] | None = None  # a single block is scored once, not once a pass
+        self._only: tuple[Pairs, list[Tensor]] | None = None  # a single block is scored once, not once per pass
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of every block."""
@@ -69,7 +69,7 @@ class Blocks:
                 )
 
     def beside(self, name: str) -> Blocks:
-        """The same pairs scored by another head that stands in this one under a name."""
+        """The same pairs, scored by the auxiliary head that is the attribute `name` of this head."""
         return Blocks(getattr(self.head, name), self.images, self.texts, self.chunk)
 
     def block(self, rows: slice, columns: slice) -> Pairs:
@@ -80,9 +80,9 @@ class Blocks:
             return self._pairs(*self._leaves(rows, columns))
 
     def total(self, loss: BlockLoss) -> Tensor:
-        """Sum of `loss` over all blocks, with gradients for features and head weights; `rows` and `own` are filled."""
+        """Sum of `loss` over all blocks, with gradients for features and head weights; fills the sums per image."""
         inputs = [*self._floats(self.images), *self._floats(self.texts), *self._weights]
-        self.rows, self.own, self.own_texts = (torch.zeros_like(self.rows) for _ in range(3))
+        self.rows, self.annotated_sum, self.annotated_count = (torch.zeros_like(self.rows) for _ in range(3))
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
             for rows, columns in self.blocks():
                 pairs = self.block(rows, columns)
@@ -95,18 +95,18 @@ class Blocks:
         return out
 
     def _note(self, pairs: Pairs, values: Tensor, rows: slice) -> None:
-        """Each image's part of the loss, the sum of its own texts' logits, and their number."""
+        """Add to each image's sum of the loss, sum of the logits of its annotated texts, and their number."""
         if values.shape != self.rows[rows].shape:
             raise ValueError(
-                f"a pair loss returned values {list(values.shape)} for {len(self.rows[rows])} images: expected one a "
+                f"a pair loss returned values {list(values.shape)} for {len(self.rows[rows])} images: expected one per "
                 "image, summed over its texts."
             )
         self.rows[rows] += values.detach()
-        self.own[rows] += (pairs.logits.detach() * pairs.annotated).sum(1)
-        self.own_texts[rows] += pairs.annotated.sum(1)
+        self.annotated_sum[rows] += (pairs.logits.detach() * pairs.annotated).sum(1)
+        self.annotated_count[rows] += pairs.annotated.sum(1)
 
     def _add_gradients(self, loss: BlockLoss, rows: slice, columns: slice, sums: list[Tensor | None]) -> None:
-        """The gradients of one block are added to `sums` (images, texts, weights) in place."""
+        """Add the gradients of one block to `sums` (images, texts, weights) in place."""
         pairs, leaves = self._scored(rows, columns)
         with torch.no_grad():
             values, by_logits = loss(pairs, rows, columns)
@@ -149,12 +149,12 @@ class Blocks:
 
 
 def learns(name: str, value: Tensor) -> bool:
-    """Whether a feature can have a gradient: side features are constants."""
+    """Whether a feature can have a gradient: precomputed features are constants."""
     return value.is_floating_point() and "_side." not in name
 
 
 def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["images", "texts"] = "images") -> Total:
-    """SigLIP: every pair is a yes-or-no question; any number of positives. Mean over images, or over texts (FFF).
+    """SigLIP: binary classification of every pair; any number of positives. Mean over images, or over texts (FFF).
 
     Source: arXiv:2303.15343, eq. 1 (logit s x + b with b < 0; the printed sign of the bias is a typo); over texts,
     arXiv:2405.10286, eq. 3 (the same typo).
@@ -166,7 +166,7 @@ def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["im
         return values.sum(1), block.logits.sigmoid() - y
 
     total = pairs.total(loss)
-    # counts are added over ranks, each of which sees every text
+    # counts are summed over ranks, and each rank sees every text
     count = pairs.shape[0] if reduction == "images" else pairs.shape[1] / ranks()
     return Total(total, total.new_full((), float(count)), pairs.rows)
 
@@ -175,10 +175,10 @@ def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apar
     """CLIP: symmetric InfoNCE, the mean of image-to-text (mean over images) and text-to-image (over texts).
 
     Several positives of a row or column share its probability equally. Columns are normalised over all ranks by
-    one gather of one number per text, so images stay local. Source: arXiv:2103.00020, figure 3.
+    one reduction of a few numbers per text, so images stay local. Source: arXiv:2103.00020, figure 3.
 
-    Args: anchors: "apart" as said; "together", one mean over images and texts: with several texts an image, theirs
-    is the larger part (SupCon).
+    Args: anchors: "apart", two means; "together", one mean over images and texts, in which texts weigh more where an
+    image has several (SupCon).
     """
     row_norm, column_norm, row_count, column_count = _normalisers(pairs, positives)
     by_image, by_text = anchor_weights(pairs, anchors, row_norm)
@@ -189,7 +189,7 @@ def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apar
         row_share = y / row_count[rows, None].clamp_min(1) * by_image
         column_share = y / column_count[None, columns].clamp_min(1) * by_text
         values = (row_share * (by_row - block.logits) + column_share * (by_column - block.logits)).sum(1)
-        row_mass = row_count / row_count.clamp_min(1) * by_image  # what the shares add up to: less where y is soft
+        row_mass = row_count / row_count.clamp_min(1) * by_image  # sum of the shares: below 1 where y is soft
         column_mass = column_count / column_count.clamp_min(1) * by_text
         pull = (block.logits - by_row).exp() * row_mass[rows, None]
         pull = pull + (block.logits - by_column).exp() * column_mass[None, columns]
@@ -200,7 +200,7 @@ def softmax_loss(pairs: PairBlocks, positives: Positives, anchors: Literal["apar
 
 
 def anchor_weights(pairs: PairBlocks, anchors: Literal["apart", "together"], like: Tensor) -> tuple[Tensor, Tensor]:
-    """What an image's and a text's part of a symmetric loss weigh where the count is images: two scalars."""
+    """Weights of the image and text parts of a symmetric loss that is divided by the number of images: two scalars."""
     images = sum_over_ranks(like.new_full((), float(pairs.shape[0])))
     if anchors == "apart":
         return like.new_full((), 0.5), 0.5 * (images / pairs.shape[1])
@@ -209,7 +209,7 @@ def anchor_weights(pairs: PairBlocks, anchors: Literal["apart", "together"], lik
 
 
 def _normalisers(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log sum exp and number of positives of each row [I] and, over all ranks, of each column [T]."""
+    """Log-sum-exp and number of positives of each row [I] and, over all ranks, of each column [T]."""
     row_norm = row_count = column_norm = column_count = torch.empty(0)
     for n, (rows, columns) in enumerate(pairs.blocks()):
         block = pairs.block(rows, columns)
@@ -225,12 +225,12 @@ def _normalisers(pairs: PairBlocks, positives: Positives) -> tuple[Tensor, Tenso
     return row_norm, norm[0], row_count, count[0]
 
 
-def logsumexp_over_ranks(logs: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
-    """Log sum exp over ranks of logs [k, T], and sums over ranks of what travels beside, [j, T].
+def logsumexp_over_ranks(logs: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp over ranks of logs [k, T], and sums over ranks of other values [j, T].
 
     Two reductions, so that memory does not grow with the number of ranks.
     """
     top = extreme_over_ranks(logs, "most")
-    high = torch.where(top > -torch.inf, top, 0)  # a number that no rank has stays minus infinity
-    shared = sum_over_ranks(torch.cat([(logs - high).exp(), beside]))
+    high = torch.where(top > -torch.inf, top, 0)  # a value that is minus infinity on all ranks stays so
+    shared = sum_over_ranks(torch.cat([(logs - high).exp(), values]))
     return high + shared[: len(logs)].log(), shared[len(logs) :]

@@ -1,4 +1,4 @@
-"""CLIP: one vector a side, symmetric softmax. Source: arXiv:2103.00020."""
+"""CLIP: one vector per image and text, symmetric softmax. Source: arXiv:2103.00020."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kiloword.model.heads import Head, Single
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(recipes.Settings):
-    scale: float = 1 / 0.07  # initial factor of the cosine
-    max_scale: float = 100.0  # upper limit while training; a larger loaded scale stays as it is
-    fixed_scale: bool = False  # the scale does not learn, so that ablations differ in nothing else
+    scale: float = 1 / 0.07  # initial scale of the cosine
+    max_scale: float = 100.0  # upper limit in training; a checkpoint's larger scale is kept
+    fixed_scale: bool = False  # do not train the scale, for controlled ablations
 
 
 def preset(settings: Settings) -> Method:
@@ -25,14 +25,14 @@ def preset(settings: Settings) -> Method:
     return Method(
         name="clip",
         source="arXiv:2103.00020",
-        summary="one vector a side, symmetric softmax",
+        summary="one vector per image and text, symmetric softmax",
         head=head,
         pair_loss=softmax_loss,
     )
 
 
 def softmax(method: Method, settings: Settings) -> Method:
-    """A method with CLIP's loss, scale and limit; several positives share a row's and a column's probability."""
+    """Use CLIP's loss, scale and limit; several positives of a row or column share its probability."""
 
     def head(config: ModelConfig) -> Head:
         return scaled(method.head(config), settings)
@@ -41,7 +41,7 @@ def softmax(method: Method, settings: Settings) -> Method:
 
 
 def scaled(head: Head, settings: Settings) -> Head:
-    """The head with CLIP's scale and limit, and no bias, to which softmax gives no gradient."""
+    """The head with CLIP's scale and limit. It has no bias, as softmax gives a bias no gradient."""
     head.rescale(settings.scale, max_scale=settings.max_scale)
     head.log_scale.requires_grad_(not settings.fixed_scale)
     return head

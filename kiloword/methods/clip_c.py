@@ -1,4 +1,4 @@
-"""CLIP-C: CLIP with some examples composed of two. Source: arXiv:2407.01408."""
+"""CLIP-C: CLIP trained in part on examples that are composed of two. Source: arXiv:2407.01408."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kiloword.types import View
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(ComposeSettings, clip.Settings):
-    """CLIP's and those of `compose`."""
+    """The settings of CLIP and of `compose`."""
 
 
 def preset(settings: Settings) -> Method:
     base = clip.preset(only(settings, clip.Settings))
-    made = _viewed(Compose)(base, only(settings, ComposeSettings))
+    method = _viewed(Compose)(base, only(settings, ComposeSettings))
     return replace(
-        made,
+        method,
         name="clip-c",
         source="arXiv:2407.01408",
         summary="CLIP, some examples composed of two halves",
@@ -41,8 +41,8 @@ def preset(settings: Settings) -> Method:
 def _viewed(view: Callable[[Any], View]) -> Callable[[Method, Any], Method]:
     def apply(method: Method, settings: Any) -> Method:
         if method.views:
-            known = ", ".join(type(v).__name__.lower() for v in method.views)
-            raise ValueError(f"{method.name} has the views {known} already: choose one way of mixing examples.")
+            names = ", ".join(type(v).__name__.lower() for v in method.views)
+            raise ValueError(f"{method.name} has the transforms {names} already: choose one way of mixing examples.")
         return replace(method, views=(view(settings),))
 
     return apply

@@ -1,7 +1,7 @@
-"""The slots of a method, and what may not mix.
+"""The slots of a method, and the interfaces of what fills them: pair losses, terms, components.
 
-A method never sees a rank, a device, a precision or a micro-batch. A pair loss sees pairs; a term sees one rank's
-own batch.
+A method never sees a rank, a device, a precision or a micro-batch. A pair loss sees pairs; a term sees the local
+batch of one rank.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class PairBlocks(Protocol):
-    """What a pair loss pulls: all pairs of local images and every rank's texts, a block at a time."""
+    """Input of a pair loss: all pairs of local images and the texts of all ranks, one block at a time."""
 
-    shape: tuple[int, int]  # local images, every rank's texts
-    rows: Tensor  # [I] after `total`: each image's part of it
+    shape: tuple[int, int]  # number of local images, number of texts of all ranks
+    rows: Tensor  # [I] set by `total`: the contribution of each image to the sum
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Rows and columns of every block."""
         ...
 
     def beside(self, name: str) -> PairBlocks:
-        """The same pairs scored by another head that stands in the model's under a name."""
+        """The same pairs, scored by the auxiliary head that is the attribute `name` of the model's head."""
         ...
 
     def block(self, rows: slice, columns: slice) -> Pairs:
@@ -40,23 +40,23 @@ class PairBlocks(Protocol):
         ...
 
     def total(self, loss: Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]) -> Tensor:
-        """Sum over all blocks of `loss`, which returns a block's values [i] and its gradient by the logits [i, t]."""
+        """Sum over all blocks of `loss`, which returns values [i] and their gradient by the logits [i, t]."""
         ...
 
 
 PairLoss = Callable[["PairBlocks", Positives], Total]
-"""Sum over this rank's rows, and the count (images or texts) that makes it a mean."""
+"""Returns the sum over the rows of this rank, and the count (images or texts) to divide by for a mean."""
 
 
 class Term(Protocol):
-    """A local loss: sees one micro-batch of one rank. Implemented as an nn.Module that may own parameters.
+    """A local loss: sees one micro-batch of one rank. Implemented as an nn.Module that may have parameters.
 
-    Its sum over a batch is that of the sums over its parts: what relates examples to each other is no term. Parameters
-    start as `initial()` says, from the seed of the run and their names; layers of torch need none.
+    It must be additive over examples: a loss that compares examples with each other cannot be a term. Parameters are
+    initialised as `initial()` specifies, from the seed of the run and their names; layers of torch need no `initial()`.
     """
 
     def count(self, batch: Batch) -> Tensor:
-        """Scalar: what the sum is divided by (images, caption tokens, selected rows); of the batch alone."""
+        """Scalar: the number of items to divide the sum by (images, caption tokens, selected rows)."""
         ...
 
     def __call__(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
@@ -65,46 +65,48 @@ class Term(Protocol):
 
 
 def annotated(pairs: Pairs) -> Tensor:
-    """The pairs the data names: [i, t] in {0, 1}."""
+    """The pairs annotated in the data: [i, t] in {0, 1}."""
     return pairs.annotated.to(pairs.logits.dtype)
 
 
 Prepare = Callable[["Learner", Iterator[Batch]], str]
-"""Changes parameters before training, equally on every rank; batches come on the learner's device, without end.
+"""Changes parameters before training, identically on every rank.
 
-Returns a sentence for the log.
+Args: an endless iterator of batches on the learner's device. Returns: a message for the log.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Five slots. Replace one (`dataclasses.replace`) and you have a new method."""
+    """A training method. Replace a slot (`dataclasses.replace`) to make a new method."""
 
     name: str
     source: str  # the paper, "arXiv:..."
     summary: str  # one line for `kiloword methods`
     head: Callable[[ModelConfig], Head]
     pair_loss: PairLoss
-    pair_weight: float = 1.0  # 0: no pair loss, and of the head only what captions look through learns
+    pair_weight: float = 1.0  # 0 disables the pair loss; only the captioning pooler of the head is trained
     positives: Positives = annotated
     views: tuple[View, ...] = ()
     terms: Mapping[str, tuple[float, Callable[[ModelConfig], nn.Module]]] = field(default_factory=dict)
     captions: int | Literal["one", "all"] = "one"
-    shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # what the method asks of the two towers
-    towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(default_factory=dict)  # more: `Model.more`
-    needs: tuple[str, ...] = ()  # names of side features; "questions"; "truth": which images a text is true of
-    prepare: Prepare | None = None  # before the first step of a fresh run: bias search
+    shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # adapts the configuration of the towers
+    towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(
+        default_factory=dict
+    )  # additional towers: `Model.more`
+    needs: tuple[str, ...] = ()  # names of precomputed features; "questions"; "truth": the images each text is true of
+    prepare: Prepare | None = None  # called before the first step of a new run (bias search)
 
     def __post_init__(self) -> None:
         if self.views and "questions" in self.needs:
-            raise ValueError(f"{self.name} asks about images as they are: views, which mix them, do not go with it.")
+            raise ValueError(f"{self.name} needs unmixed images: it cannot be combined with transforms that mix them.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One slot's filling that any method may take: `llip+compose+mined` is a preset and two pieces."""
+    """A component that any method can use: `llip+compose+mined` is a preset with two components."""
 
-    slot: str  # one piece a slot: "views", "positives", "pair loss", "pooling", "uncertainty", ...
+    slot: str  # at most one component per slot: "views", "positives", "pair loss", "pooling", "uncertainty", ...
     summary: str  # one line for `kiloword methods`
-    settings: type  # its own frozen settings dataclass
-    apply: Callable[[Method, Any], Method]  # takes the method and the settings; ValueError says what cannot mix
+    settings: type  # frozen dataclass of its settings
+    apply: Callable[[Method, Any], Method]  # takes the method and the settings; raises ValueError for incompatible ones

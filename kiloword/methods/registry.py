@@ -1,10 +1,10 @@
-"""The built-in methods and their components, by name; a user's own as "module:preset".
+"""Find methods and components by name. Custom methods are written "module:preset".
 
-A method's module has `Settings` (a frozen dataclass) and `preset(settings) -> Method`; the same is asked of a user's
-own `module:preset`, whose `preset` names its settings class in its annotation or takes no argument.
+The module of a built-in method defines `Settings` (a frozen dataclass) and `preset(settings) -> Method`. The `preset`
+of a custom method takes no argument, or one whose annotation is a settings dataclass.
 
-`PIECES` of a module are components that other methods may take: "llip+compose+mined" is the preset llip with two of
-them; its settings are those of llip and, under the components' names, theirs.
+`PIECES` of a module are components that other methods can use: "llip+compose+mined" is the preset llip with two
+components. Its settings are those of llip, and those of each component under the component's name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kiloword.config.recipes import parse
 from kiloword.errors import article
 from kiloword.methods.method import Method, Piece
 
-LONGEST = 1000  # characters of a method's name with its pieces
+LONGEST = 1000  # maximum length of a method's name, components included
 PRESETS = {  # a new method is one line here
     "clip": "clip",
     "clip-c": "clip_c",
@@ -50,7 +50,7 @@ def names() -> list[str]:
 
 
 def pieces() -> dict[str, Piece]:
-    """What may follow a method's name after "+", by name."""
+    """Components by name: what can follow the name of a method after "+"."""
     return {name: piece for preset in PRESETS for name, piece in getattr(_module(preset), "PIECES", {}).items()}
 
 
@@ -59,9 +59,9 @@ def _module(preset: str) -> ModuleType:
 
 
 def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
-    """The method of a name, of "module:preset", or of either with pieces ("llip+compose").
+    """Build a method from its name, or from "module:preset"; either can have components ("llip+compose").
 
-    Raises: ValueError for an unknown name or setting, or for pieces that do not go together.
+    Raises: ValueError for an unknown name or setting, or for incompatible components.
     """
     make, kind = find(name)
     if kind is None:
@@ -69,22 +69,24 @@ def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
             raise ValueError(f"{name} takes no settings, but got {', '.join(settings)}.")
         return _checked(name, make())
     try:
-        own: Any = parse(settings or {}, kind)
-        made = _checked(name, make(own))
-        check(own, prefix="")  # the method's own messages come first
-        return made
+        parsed: Any = parse(settings or {}, kind)
+        method = _checked(name, make(parsed))
+        check(parsed, prefix="")  # second: the messages of the method are more specific
+        return method
     except ValueError as e:
         raise ValueError(f"settings of {name}: {e}") from e
 
 
-def _checked(name: str, made: Any) -> Method:
-    if not isinstance(made, Method):
-        raise ValueError(f"{name} returned {article(type(made).__name__)}: expected a kiloword.methods.method.Method.")
-    return made
+def _checked(name: str, method: Any) -> Method:
+    if not isinstance(method, Method):
+        raise ValueError(
+            f"{name} returned {article(type(method).__name__)}: expected a kiloword.methods.method.Method."
+        )
+    return method
 
 
 def base_of(name: str) -> str:
-    """The method without pieces: of "mine:preset+compose" "mine:preset"."""
+    """The name without components: "mine:preset" for "mine:preset+compose"."""
     return _parts(name)[0]
 
 
@@ -110,7 +112,7 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
 
 
 def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method], type]:
-    """A preset with pieces; its settings are the base's, and one field a piece."""
+    """A preset with components; its settings are those of the base and one field per component."""
     make, kind = find(base)
     chosen = _chosen(base, added)
     fields: list[Any] = [
@@ -121,8 +123,8 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
     mixed.__module__ = __name__
 
     def build(settings: Any) -> Method:
-        own = {} if kind is None else {f.name: getattr(settings, f.name) for f in dataclasses.fields(kind)}
-        method = make() if kind is None else make(kind(**own))
+        base_settings = {} if kind is None else {f.name: getattr(settings, f.name) for f in dataclasses.fields(kind)}
+        method = make() if kind is None else make(kind(**base_settings))
         for word in sorted(chosen, key=lambda word: _turn(chosen[word].slot)):
             method = chosen[word].apply(method, getattr(settings, _python(word)))
         return dataclasses.replace(method, name=name)
@@ -131,25 +133,25 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
 
 
 def _turn(slot: str) -> int:
-    """Pieces ask what others filled: uncertainty comes first, then the pair loss, and last what is added to it."""
-    order = ("uncertainty", "pair loss", "", "deterministic")  # "": all others
+    """Order of application: components check what others set, so uncertainty comes first, then the pair loss."""
+    order = ("uncertainty", "pair loss", "", "deterministic")  # "": any other slot
     return order.index(slot if slot in order else "")
 
 
 def _chosen(base: str, added: list[str]) -> dict[str, Piece]:
-    known = pieces()
+    components = pieces()
     for word in added:
-        if word not in known:
-            near = difflib.get_close_matches(word, known, 1)
+        if word not in components:
+            near = difflib.get_close_matches(word, components, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{base} cannot be mixed with {word!r}: expected {', '.join(known)}.{hint}")
+            raise ValueError(f"{base} cannot be mixed with {word!r}: expected {', '.join(components)}.{hint}")
     by_slot: dict[str, str] = {}
     for word in added:
-        slot = known[word].slot
-        if slot in by_slot and (slot != "terms" or added.count(word) > 1):  # of terms a method may have several
+        slot = components[word].slot
+        if slot in by_slot and (slot != "terms" or added.count(word) > 1):  # several terms are allowed
             raise ValueError(f"{by_slot[slot]} and {word} both fill the slot {slot!r} of {base}: choose one.")
         by_slot[slot] = word
-    return {word: known[word] for word in added}
+    return {word: components[word] for word in added}
 
 
 def _python(name: str) -> str:
@@ -161,7 +163,7 @@ def _own(name: str) -> tuple[Callable[..., Method], type | None]:
     _check_module(name, module_name, function)
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # as `python -m` does; the installed command looks beside itself only
+        sys.path.append(here)  # as `python -m` does; the console script does not
     try:
         make = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError) as e:
@@ -178,14 +180,14 @@ def _own(name: str) -> tuple[Callable[..., Method], type | None]:
     kind = _hints(make).get(parameters[0]) if parameters else None
     if parameters and not dataclasses.is_dataclass(kind):
         raise ValueError(
-            f"{module_name}:{function} takes {parameters[0]!r} of no known type: annotate it with a settings "
+            f"{module_name}:{function} takes {parameters[0]!r} without a known type: annotate it with a settings "
             "dataclass, or take no argument."
         )
     return make, kind
 
 
 def _check_module(name: str, module: str, function: str) -> None:
-    """Raises: ValueError for what names no module, such as the path of a file, with what to write instead."""
+    """Raises: ValueError for a name that is not a module, such as a file path, with the name to write instead."""
     path = PurePath(module)
     stem = path.stem if path.suffix == ".py" else path.name
     if module == stem and all(word.isidentifier() for word in (*module.split("."), function)):
@@ -198,7 +200,7 @@ def _check_module(name: str, module: str, function: str) -> None:
 
 
 def _hints(make: Callable[..., Any]) -> dict[str, Any]:
-    """Annotated types; none where a name in them cannot be found."""
+    """Annotated types; empty if a name in them cannot be resolved."""
     try:
         return typing.get_type_hints(make)
     except (NameError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""SigLIP: one vector a side, every pair a yes-or-no question. Source: arXiv:2303.15343."""
+"""SigLIP: one vector per image and text, binary classification of all pairs. Source: arXiv:2303.15343."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kiloword.model.heads import Head, Single
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(recipes.Settings):
-    scale: float = 10.0  # initial factor of the cosine
+    scale: float = 10.0  # initial scale of the cosine
     bias: float = -10.0  # initial; the logit is scale * cosine + bias
 
 
@@ -24,14 +24,14 @@ def preset(settings: Settings) -> Method:
     return Method(
         name="siglip",
         source="arXiv:2303.15343",
-        summary="one vector a side, sigmoid over all pairs",
+        summary="one vector per image and text, sigmoid over all pairs",
         head=head,
         pair_loss=sigmoid_loss,
     )
 
 
 def sigmoid(method: Method, settings: Settings) -> Method:
-    """A method with SigLIP's loss, scale and bias."""
+    """Use SigLIP's loss, scale and bias."""
 
     def head(config: ModelConfig) -> Head:
         return method.head(config).rescale(settings.scale, settings.bias)
@@ -39,4 +39,6 @@ def sigmoid(method: Method, settings: Settings) -> Method:
     return replace(method, pair_loss=sigmoid_loss, head=head)
 
 
-PIECES = {"sigmoid": Piece(slot="pair loss", summary="a yes-or-no question a pair", settings=Settings, apply=sigmoid)}
+PIECES = {
+    "sigmoid": Piece(slot="pair loss", summary="binary classification of all pairs", settings=Settings, apply=sigmoid)
+}

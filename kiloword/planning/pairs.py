@@ -75,13 +75,13 @@ def pair_work(
 
 def function_of(method: Method) -> Any:
     """The pair loss itself, without what stands around it."""
-    loss = method.pair_loss.own if isinstance(method.pair_loss, WithDeterministic) else method.pair_loss
+    loss = method.pair_loss.main if isinstance(method.pair_loss, WithDeterministic) else method.pair_loss
     return loss.func if isinstance(loss, partial) else loss
 
 
 def _given(method: Method, name: str, usual: Any) -> Any:
     """An argument of the pair loss."""
-    loss = method.pair_loss.own if isinstance(method.pair_loss, WithDeterministic) else method.pair_loss
+    loss = method.pair_loss.main if isinstance(method.pair_loss, WithDeterministic) else method.pair_loss
     return loss.keywords.get(name, usual) if isinstance(loss, partial) else usual
 
 

@@ -115,7 +115,7 @@ class Learner(nn.Module):
         """
         images = sum_over_ranks(total.count.new_full((), float(len(plain))))
         by_image = (pairs.rows if total.rows is None else total.rows) * (images / sum_over_ranks(total.count))
-        own = self.model.head.score_of(pairs.own / pairs.own_texts)
+        own = self.model.head.score_of(pairs.annotated_sum / pairs.annotated_count)
         found = {}
         for name, chosen in (("plain", plain), ("composed", ~plain)):
             count = sum_over_ranks(chosen.sum().to(own.dtype))

@@ -253,7 +253,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("clip-c+mixup", {}, "clip-c has the views compose already: choose one way of mixing examples"),
+        ("clip-c+mixup", {}, "clip-c has the transforms compose already: choose one way of mixing examples"),
         ("siglip+compose+mixup", {}, "compose and mixup both fill the slot 'views' of siglip"),
         ("clip-c", {"rho": 1.2}, r"settings of clip-c: rho is 1\.2: expected 0 to 1"),
         ("clip-c", {"partner": "nearest"}, "partner nearest needs partner_table"),

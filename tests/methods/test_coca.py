@@ -214,7 +214,7 @@ def test_weights_and_micro_batches(weight: float) -> None:
 
 
 OUT_OF_RANGE = [
-    ({"caption_weight": 0.0}, "caption_weight is 0.0: expected a weight above 0; for none leave captions away"),
+    ({"caption_weight": 0.0}, "caption_weight is 0.0: expected a weight above 0; to disable it, use"),
     ({"caption_weight": float("nan")}, "caption_weight is nan"),
     ({"contrast_weight": -1.0}, "contrast_weight is -1.0: expected a weight of 0 or more"),
     ({"contrast_weight": float("inf")}, "contrast_weight is inf"),
@@ -249,16 +249,18 @@ def test_what_hides_nothing_is_refused(said: dict[str, Any]) -> None:
 
 
 def test_what_shows_a_word_to_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sees later words: take a causal one.*\(--settings\.bidirectional False"):
+    with pytest.raises(
+        ValueError, match=r"attends to later words: use a causal one.*\(--settings\.bidirectional False"
+    ):
         build(config(), preset("prolip+caption"))
     build(config(), preset("prolip+caption", {"bidirectional": False}))
     padded = replace(config(), text=replace(config().text, pad_to_context=True))
-    with pytest.raises(ValueError, match="this text tower has visible pads"):
+    with pytest.raises(ValueError, match="this text tower attends to pads"):
         build(padded, preset("coca"))
 
 
 def test_what_cannot_mix_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"coca predicts captions already: leave \+caption away"):
+    with pytest.raises(ValueError, match=r"coca predicts captions already: omit \+caption"):
         preset("coca+caption")
     none = replace(config(), head=replace(config().head, image_pool="attentional", pool_queries=0))
     with pytest.raises(ValueError, match="pool_queries is 0: expected at least 1"):
@@ -267,7 +269,9 @@ def test_what_cannot_mix_is_refused() -> None:
     with pytest.raises(ValueError, match="images of one patch cannot be masked"):
         made("coca", {"caption_mask": "random"}, shape)
     head = replace(config().head, image_pool="attentional", pool_width=16)
-    with pytest.raises(ValueError, match=r"attentive masks compare patches of width 32.*gathered: take random masks"):
+    with pytest.raises(
+        ValueError, match=r"attentive masks project patches of width 32.*pooled queries.*: use random masks"
+    ):
         made("coca", {"caption_mask": "attentive"}, replace(config(), head=head))
     made("coca", {"caption_mask": "random"}, replace(config(), head=head))
 

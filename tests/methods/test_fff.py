@@ -250,7 +250,7 @@ def test_what_the_presets_need() -> None:
         ("clip+fff", r"has no sigmoid loss, which fff needs: add \+sigmoid"),
         ("siglip+fff+softmax", "has no sigmoid loss"),
         ("clip+bias-search", r"has no bias to search, as softmax gives it no gradient"),
-        ("fff+bias-search", "already sets its parameters"),
+        ("fff+bias-search", "already prepares its parameters"),
         ("siglip+mined+exact", "both fill the slot 'positives'"),
     ],
 )

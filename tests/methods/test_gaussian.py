@@ -471,7 +471,7 @@ def test_log_variances_start_at_the_bias() -> None:
 def test_towers_without_a_token_are_refused() -> None:
     shaped = gaussian.tokens(config())
     for wrong in (replace(shaped, image=config().image), replace(shaped, text=config().text)):
-        with pytest.raises(ValueError, match="shape them by"):
+        with pytest.raises(ValueError, match="configure them by"):
             Gaussian(wrong, GaussianSettings())
 
 

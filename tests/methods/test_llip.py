@@ -270,10 +270,10 @@ def test_any_method_can_take_the_pooling() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="3 heads do not divide the embedding size 16"):
         model(heads=3)
-    with pytest.raises(ValueError, match="0 mixture tokens asked for"):
+    with pytest.raises(ValueError, match="k is 0: expected at least one mixture token"):
         model(k=0)
     with pytest.raises(ValueError, match="expected a positive number"):
         model(temperature=0.0)
-    with pytest.raises(ValueError, match="llip has a pooling of its own"):
+    with pytest.raises(ValueError, match="llip has a pooling that contextual"):
         preset("llip+contextual")
     assert Mixture().pool == "contextual"

@@ -47,9 +47,9 @@ def test_a_file_in_the_working_folder_is_found() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("bare", "takes 'settings' of no known type: annotate it"),
+        ("bare", "takes 'settings' without a known type: annotate it"),
         ("positives", "Pairs is no class of settings"),
-        ("undefined", "takes 'settings' of no known type: annotate it"),
+        ("undefined", "takes 'settings' without a known type: annotate it"),
         ("number", "returned an int: expected a kiloword.methods.method.Method"),
         ("missing", "no attribute 'missing'"),
     ],

@@ -139,11 +139,11 @@ def test_the_weight_of_the_deterministic_loss() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("clip+matching", {}, "matching measures how far apart Gaussians are, but clip has none: add \\+gaussian"),
-        ("siglip+ppcl", {}, "ppcl compares Gaussians, but siglip has none: add \\+gaussian, or take \\+sigmoid"),
-        ("clip+deterministic", {}, "but clip has only means"),
-        ("llip+gaussian+deterministic", {}, "the pooling of llip does not read images into one"),
-        ("prolip+deterministic+contextual", {}, "the pooling of prolip does not read images into one"),
+        ("clip+matching", {}, "matching compares Gaussians, but clip has none: add \\+gaussian"),
+        ("siglip+ppcl", {}, "ppcl compares Gaussians, but siglip has none: add \\+gaussian, or use \\+sigmoid"),
+        ("clip+deterministic", {}, "on the means of Gaussians, but clip has no Gaussians"),
+        ("llip+gaussian+deterministic", {}, "the pooling of llip does not give one vector per image"),
+        ("prolip+deterministic+contextual", {}, "the pooling of prolip does not give one vector per image"),
         ("pcme+++gaussian", {}, "pcme\\+\\+ has Gaussians already"),
         ("pcme+++fff", {}, "no sigmoid loss"),
         ("pcme+++matching+ppcl", {}, "matching and ppcl both fill the slot 'pair loss'"),

@@ -220,9 +220,9 @@ def test_siglip_with_the_pieces_is_prolip() -> None:
 def test_what_cannot_mix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"inclusion compares Gaussians, but siglip has none: add \+gaussian"):
         preset("siglip+inclusion")
-    with pytest.raises(ValueError, match=r"prolip has Gaussians already: leave \+gaussian away"):
+    with pytest.raises(ValueError, match=r"prolip has Gaussians already: omit \+gaussian"):
         preset("prolip+gaussian")
-    with pytest.raises(ValueError, match=r"prolip has inclusion terms already: leave \+inclusion away"):
+    with pytest.raises(ValueError, match=r"prolip has inclusion terms already: omit \+inclusion"):
         preset("prolip+inclusion")
     assert "masked_image" in preset("pcme+++inclusion").terms
     with pytest.raises(ValueError, match=r"masked_every is 0"):

@@ -271,7 +271,7 @@ def test_defaults() -> None:
 
 
 OUT_OF_RANGE = [
-    ({"mim_weight": 0.0}, "mim_weight is 0.0: expected a weight above 0; for none leave mim away"),
+    ({"mim_weight": 0.0}, "mim_weight is 0.0: expected a weight above 0; to disable it, use"),
     ({"mim_weight": float("nan")}, "mim_weight is nan"),
     ({"image_decoder_depth": -2}, "image_decoder_depth is -2: expected a number of layers up to 1024, or 0"),
     ({"guide": "image"}, "guide"),
@@ -289,9 +289,9 @@ def test_settings_out_of_range_are_refused(said: dict[str, Any], sentence: str) 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mim_share is 1.5: expected a share of the patches"):
         made("sycoca", {"mim_share": 1.5})
-    with pytest.raises(ValueError, match=r"sycoca predicts patches already: leave \+mim away"):
+    with pytest.raises(ValueError, match=r"sycoca predicts patches already: omit \+mim"):
         preset("sycoca+mim")
     head = replace(config().head, image_pool="attentional", pool_width=16)
-    with pytest.raises(ValueError, match="attentive masks compare patches of width 32"):
+    with pytest.raises(ValueError, match="attentive masks project patches of width 32"):
         build(replace(config(), head=head), preset("clip+mim"))
     build(replace(config(), head=head), preset("clip+mim", {"mim": {"mim_mask": "random"}}))

@@ -264,9 +264,9 @@ def test_lists_that_cannot_be() -> None:
 
 def test_a_model_that_answers_nothing_is_refused() -> None:
     model = build(config_of(TOKENIZER), preset("coca"))
-    with pytest.raises(ValueError, match="answers no questions: train vqa"):
+    with pytest.raises(ValueError, match="cannot answer questions: train vqa"):
         Answerer(model, TOKENIZER)
-    with pytest.raises(ValueError, match="answers no questions: train vqa"):
+    with pytest.raises(ValueError, match="cannot answer questions: train vqa"):
         fused(model, Texts.pack([[0, 1]]), torch.zeros(1, 5, 32))
 
 
@@ -394,7 +394,7 @@ def test_validation_is_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_views_and_questions_do_not_mix() -> None:
-    with pytest.raises(ValueError, match=r"views, which mix them, do not go with it"):
+    with pytest.raises(ValueError, match=r"it cannot be combined with transforms"):
         preset("vqa+compose")
 
 

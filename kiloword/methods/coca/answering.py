@@ -1,4 +1,4 @@
-"""The answer term: the next word of an answer from those before it, and from question and image fused.
+"""The answer term: predict the next word of an answer from the preceding words, the question and the image.
 
 Source: arXiv:2401.02137, section 4.2.
 """
@@ -33,14 +33,16 @@ from kiloword.types import Batch, Encoded, Texts
 class AnswerSettings(recipes.Settings):
     """How answers are predicted."""
 
-    smoothing: float = 0.0  # label smoothing: share of each target spread over the vocabulary
-    question_sees: Literal["before", "all"] = "before"  # a word: those before it, as the tower was trained, or all
-    decoder_depth: int = 0  # layers of the text decoder, those of --init; 0: as many as the text tower has
-    tied: bool = False  # the decoder's output is the text tower's token table, as that of --init
+    smoothing: float = 0.0  # label smoothing: share of each target's probability spread over the vocabulary
+    question_sees: Literal["before", "all"] = (
+        "before"  # words of a question attend to preceding words (as in pre-training), or to all
+    )
+    decoder_depth: int = 0  # layers of the text decoder, as in the model of --init; 0: as many as the text tower has
+    tied: bool = False  # share the output weight with the text tower's token embedding, as in the model of --init
 
 
 def answering(method: Method, settings: AnswerSettings) -> Method:
-    """A method that answers questions and learns nothing else: no pair loss, and the head stays as it is.
+    """Train answers to questions only: no pair loss, and the head is not trained.
 
     Raises: ValueError for settings out of range.
     """
@@ -70,7 +72,7 @@ def answering(method: Method, settings: AnswerSettings) -> Method:
 
 
 def fuser(config: ModelConfig, settings: AnswerSettings) -> Fuser:
-    """The fuser of a model whose towers are these."""
+    """The fuser for a model of this configuration."""
     width = memory_width(config)
     return Fuser(config.text, width, width, causal=settings.question_sees == "before")
 
@@ -100,12 +102,12 @@ class Answer(nn.Module):
 
 
 def fused(model: Model, questions: Texts, image_tokens: Tensor) -> Memory:
-    """What the text decoder sees of I questions about I images. Args: image_tokens [I, E + P, W].
+    """Memory of the text decoder for I questions about I images. Args: image_tokens [I, E + P, W].
 
-    Raises: ValueError for a model that answers no questions.
+    Raises: ValueError for a model without a fuser.
     """
     if "fuser" not in model.more:
-        raise ValueError("this model answers no questions: train vqa, from this model with --init.")
+        raise ValueError("this model cannot answer questions: train vqa from it with --init.")
     decoder = model.more["text_decoder"]
     assert isinstance(decoder, TextDecoder)
     tokens = model.more["fuser"](model.text_tower, questions, model.memory(image_tokens))

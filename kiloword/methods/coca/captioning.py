@@ -1,4 +1,4 @@
-"""The captioning term: the next word of a caption from those before it and the image.
+"""The captioning term: predict the next word of a caption from the preceding words and the image.
 
 Source: arXiv:2401.02137, eq. 4.
 """
@@ -24,39 +24,42 @@ from kiloword.model.decoder import TextDecoder
 from kiloword.model.model import Model
 from kiloword.types import Batch, Encoded, Texts
 
-CHUNK = 1024  # words whose logits [CHUNK, V] exist at once
+CHUNK = 1024  # rows of logits [CHUNK, V] computed at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionSettings(MaskSettings):
-    """How captions are predicted, and what of the image they see."""
+    """The caption loss, the decoder, and the patches that it attends to."""
 
     caption_weight: float = 2.0  # of the caption loss: lambda_IC
-    smoothing: float = 0.0  # label smoothing: share of each target spread over the vocabulary
+    smoothing: float = 0.0  # label smoothing: share of each target's probability spread over the vocabulary
     decoder_depth: int = 0  # layers of the text decoder; 0: as many as the text tower has
-    tied: bool = False  # the decoder's output is the text tower's token table
-    caption_mask: Literal["none", "attentive", "random"] = "none"  # attentive: what the caption does not speak of
-    caption_share: float = 0.5  # of the patches, that are masked: r_l
-    caption_op: Literal["drop", "token"] = "drop"  # masked patches are left out (cheaper), or a learned token
+    tied: bool = False  # share the output weight with the text tower's token embedding
+    caption_mask: Literal["none", "attentive", "random"] = "none"  # attentive: the patches least similar to the caption
+    caption_share: float = 0.5  # share of masked patches: r_l
+    caption_op: Literal["drop", "token"] = "drop"  # drop masked patches (cheaper), or replace them by a learned token
 
 
 def captioned(method: Method, settings: CaptionSettings) -> Method:
-    """A method that predicts its captions too: a text decoder and the caption loss.
+    """Add a text decoder and the caption loss.
 
-    Raises: ValueError for a method that does so already, or settings out of range.
+    Raises: ValueError for a method that has them already, or settings out of range.
     """
     if "text_decoder" in method.towers:
-        raise ValueError(f"{method.name} predicts captions already: leave +caption away, its settings are there.")
+        raise ValueError(
+            f"{method.name} predicts captions already: omit +caption, its settings are those of {method.name}."
+        )
     if not 0 < settings.caption_weight < math.inf:
         raise ValueError(
-            f"caption_weight is {settings.caption_weight}: expected a weight above 0; for none leave captions away."
+            f"caption_weight is {settings.caption_weight}: expected a weight above 0; "
+            "to disable it, use a method without captions."
         )
     if not 0 <= settings.smoothing < 1:
         raise ValueError(f"smoothing is {settings.smoothing}: expected a share of at least 0 and below 1.")
     if not 0 <= settings.decoder_depth <= DEPTH:
         raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers up to {DEPTH}, or 0.")
     if settings.caption_mask == "none" and (settings.caption_share, settings.caption_op) != (0.5, "drop"):
-        raise ValueError("caption_share and caption_op say how captions hide patches: choose a caption_mask too.")
+        raise ValueError("caption_share and caption_op configure masking of patches: choose a caption_mask too.")
 
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)
@@ -75,45 +78,45 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
 
 
 def text_decoder(config: ModelConfig, settings: CaptionSettings) -> TextDecoder:
-    """The decoder of a model whose towers are these."""
+    """The text decoder for a model of this configuration."""
     depth = settings.decoder_depth or config.text.depth
     return TextDecoder(config.text, depth, memory_width(config), settings.tied)
 
 
 def memory_width(config: ModelConfig) -> int:
-    """Of what `Model.memory` gives."""
+    """Width of the result of `Model.memory`."""
     pool = config.head.pool_width if config.head.image_pool == "attentional" else 0
     return pool or config.image.width
 
 
 def with_mask_token(config: ModelConfig) -> ModelConfig:
-    """Towers whose images have a learned token for masked patches."""
+    """The configuration with a learned token for masked patches."""
     return replace(config, image=replace(config.image, mask_token=True))
 
 
 def check_causal(config: TextConfig) -> None:
-    """Raises: ValueError for a text tower that would show a word to its own prediction."""
+    """Raises: ValueError for a text tower whose tokens attend to later words."""
     if not config.causal or config.pad_to_context:
-        what = "sees later words" if not config.causal else "has visible pads"
+        what = "attends to later words" if not config.causal else "attends to pads"
         raise ValueError(
-            f"captions are predicted word by word, but this text tower {what}: take a causal one without them "
+            f"captions are predicted word by word, but this text tower {what}: use a causal one without pads "
             "(--settings.bidirectional False, where the method has it)."
         )
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Rows of a memory that several texts look at."""
+    """Which row of a memory each text attends to, where several texts share one."""
 
     of: Tensor  # [T] int64, ascending: the row of each text
-    longest: int  # the most tokens that the texts of one row have together
+    longest: int  # largest number of tokens of the texts of one row
 
 
 class Caption(nn.Module):
     """-log probability of each next token of a caption (words and end); mean over those tokens.
 
-    The text tower's pass is the one of the pair loss. So is the image's without a mask; with one there is a second
-    pass, of the patches that are left.
+    The text tower's output is shared with the pair loss. So is the image tower's without a mask; with a mask, a second
+    pass encodes the visible patches.
     """
 
     def __init__(self, settings: CaptionSettings, config: ModelConfig) -> None:
@@ -131,14 +134,14 @@ class Caption(nn.Module):
         decoder = model.more["text_decoder"]
         assert isinstance(decoder, TextDecoder)
         keys = self._keys(model, decoder, batch, encoded)
-        own = len(keys[0][0]) == len(batch.texts)
-        shared = None if own else Shared(batch.image_of_text, longest_row(batch, 1 + self.extra))
+        row_per_text = len(keys[0][0]) == len(batch.texts)
+        shared = None if row_per_text else Shared(batch.image_of_text, longest_row(batch, 1 + self.extra))
         texts, tokens = batch.texts, encoded.text_tokens
         return caption_loss(decoder, model, texts, tokens, keys, self.extra, self.settings.smoothing, shared=shared)
 
     def _keys(self, model: Model, decoder: TextDecoder, batch: Batch, encoded: Encoded) -> list[Keys]:
-        """What captions see of their images: a row an image, or a caption where each has its own mask."""
-        if self.settings.caption_mask == "attentive":  # each caption has its own view of the image
+        """Keys and values of the images: one row per image, or per caption where each caption has a mask."""
+        if self.settings.caption_mask == "attentive":  # a mask per caption
             scored = masking.scores(model, batch, encoded, self.settings)
             return decoder.remember(self._memory(model, batch.images[batch.image_of_text], scored))
         if self.settings.caption_mask == "random":
@@ -148,7 +151,7 @@ class Caption(nn.Module):
         return decoder.remember(memory)
 
     def _memory(self, model: Model, images: Tensor, scored: Tensor) -> Tensor:
-        """Images without the patches of the lowest score."""
+        """Memory of images without the patches of lowest score."""
         hidden = masking.chosen(scored, self.masked, most=False)
         if self.settings.caption_op == "drop":
             return model.memory(model.image_tokens(images, keep=masking.others(hidden, self.patches)))
@@ -166,7 +169,7 @@ def caption_loss(
     packing_k: Packing | None = None,
     shared: Shared | None = None,
 ) -> Tensor:
-    """Sum over all next tokens of -log their probability. Args: as of `decoded`."""
+    """Sum of -log probability over all next tokens. Args: see `decoded`."""
     x, targets = decoded(decoder, model, texts, tokens, keys, extra, packing_k, shared)
     return word_loss(x, decoder.table(model.text_tower.tokens), targets, smoothing)
 
@@ -181,10 +184,10 @@ def decoded(
     packing_k: Packing | None = None,
     shared: Shared | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the decoder makes of every token that has a next one [N, W], and the next ones [N], -1 where there is none.
+    """Decoder outputs [N, W] of every token that has a next one, and the ids of the next tokens [N], -1 for padding.
 
-    Args: tokens [S, W]: what the text tower made of `texts`; keys: of what text n sees, packed with `packing_k`; extra:
-    tokens after the end; shared: which row text n sees instead, so that no keys are copied.
+    Args: tokens [S, W]: the text tower's output for `texts`; keys: of the memory of text n, packed with `packing_k`;
+    extra: number of tokens after the end token; shared: the memory row of each text, so that no keys are copied.
     """
     place, before = prefixes(texts, 1 + extra)
     packing = model.text_tower.packing(before)
@@ -196,25 +199,25 @@ def decoded(
 
 
 def next_tokens(texts: Texts, extra: int) -> Tensor:
-    """How many tokens have a next one that is predicted; extra: tokens after the end."""
+    """Number of predicted tokens; extra: number of tokens after the end token."""
     return texts.ids.new_full((), len(texts.ids) - len(texts) * (1 + extra))
 
 
 def joined(texts: Texts, shared: Shared, rows: int) -> Texts:
-    """The same tokens with all texts of one row as one text."""
+    """The same tokens, with all texts of one memory row joined into one text."""
     starts = texts.starts[torch.searchsorted(shared.of, torch.arange(rows + 1, device=shared.of.device))]
     return Texts(texts.ids, starts, shared.longest)
 
 
 def longest_row(batch: Batch, cut: int) -> int:
-    """The most tokens that the texts of one image have together, without the last `cut` of each text."""
+    """Largest number of tokens of the texts of one image, without the last `cut` tokens of each text."""
     host = batch.host
     lengths = host.texts.starts.diff() - cut
     return int(lengths.new_zeros(len(host)).index_add(0, host.image_of_text, lengths).max())
 
 
 def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:
-    """Texts without their last `cut` tokens: the places [S'] of what is left, and the texts that it makes."""
+    """Texts without their last `cut` tokens: the positions [S'] of the remaining tokens, and the shortened texts."""
     lengths = texts.starts.diff() - cut
     starts = F.pad(lengths.cumsum(0), (1, 0))
     shift = torch.repeat_interleave(
@@ -225,10 +228,12 @@ def prefixes(texts: Texts, cut: int) -> tuple[Tensor, Texts]:
 
 
 def word_loss(x: Tensor, table: Tensor, targets: Tensor, smoothing: float = 0.0, chunk: int = CHUNK) -> Tensor:
-    """Sum of the cross-entropy of logits x @ table.T, without ever holding all of them.
+    """Sum of the cross-entropy of logits x @ table.T, without holding all logits at once.
 
-    Args: x [N, W]; table [V, W]; targets [N], -1: not counted; smoothing: as of torch's cross_entropy; chunk: rows
-    whose logits exist at once. Gradients are made in the forward pass, so that logits are not made twice.
+    Gradients are computed in the forward pass, so that logits are computed once.
+
+    Args: x [N, W]; table [V, W]; targets [N], -1: ignored; smoothing: as in torch's cross_entropy; chunk: rows of
+    logits computed at once.
     """
     device = x.device.type
     kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else table.dtype
@@ -244,15 +249,15 @@ class _WordLoss(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             weight, rows = table.detach().to(kind), x.detach().to(kind)
             sums, by_row, by_table = [], [], torch.zeros_like(table) if ctx.needs_input_grad[1] else None
-            for some, wanted in zip(torch.split(rows, chunk), torch.split(targets, chunk), strict=True):
-                value, gradient = _words(some @ weight.T, wanted, smoothing)
+            for row_chunk, target_chunk in zip(torch.split(rows, chunk), torch.split(targets, chunk), strict=True):
+                value, gradient = _words(row_chunk @ weight.T, target_chunk, smoothing)
                 sums.append(value)
                 gradient = gradient.to(kind)
                 if ctx.needs_input_grad[0]:
                     by_row.append(gradient @ weight)
                 if by_table is not None:
-                    by_table += gradient.T @ some
-                del gradient  # before the next logits are made
+                    by_table += gradient.T @ row_chunk
+                del gradient  # before the next logits are computed
             ctx.save_for_backward(torch.cat(by_row).to(x.dtype) if by_row else None, by_table)
             return torch.stack(sums).sum()
 
@@ -262,7 +267,7 @@ class _WordLoss(torch.autograd.Function):
 
 
 def _words(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropy of logits [n, V], at least in single precision, and its gradient by them."""
+    """Sum of the cross-entropy of logits [n, V], at least in single precision, and its gradient by the logits."""
     log_p = logits.log_softmax(-1, logits.dtype if logits.dtype == torch.float64 else torch.float32)
     counted = (targets >= 0)[:, None]
     index = targets.clamp(min=0)[:, None]

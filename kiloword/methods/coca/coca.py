@@ -1,4 +1,4 @@
-"""CoCa: contrast and captions. Source: arXiv:2205.01917; open_clip's code; the baseline of arXiv:2401.02137."""
+"""CoCa: contrastive loss and captioning. Source: arXiv:2205.01917; open_clip's code; baseline of arXiv:2401.02137."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from kiloword.methods.method import Method, Piece
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(CaptionSettings, clip.Settings):
-    # of the pair loss; 0: captions alone; of the head only what they look through learns; attentive masks want --init
+    # weight of the pair loss; 0 disables it, and only the captioning pooler of the head is trained (attentive masks
+    # then need --init)
     contrast_weight: float = 1.0
-    class_token: bool = True  # texts end in a class token for the pair loss, where their last token is read
+    class_token: bool = True  # append a class token to texts for the pair loss, where text_pool is last
 
 
 def preset(settings: Settings) -> Method:
@@ -25,19 +26,19 @@ def preset(settings: Settings) -> Method:
         captioned(method, only(settings, CaptionSettings)),
         name="coca",
         source="arXiv:2205.01917",
-        summary="CLIP whose text decoder also writes the captions",
+        summary="CLIP with a text decoder that also predicts captions",
     )
 
 
 def contrasted(method: Method, weight: float) -> Method:
-    """A method whose pair loss has a weight. Raises: ValueError for one below 0."""
+    """Set the weight of the pair loss. Raises: ValueError for a negative weight."""
     if not 0 <= weight < math.inf:
         raise ValueError(f"contrast_weight is {weight}: expected a weight of 0 or more.")
     return replace(method, pair_weight=weight)
 
 
 def ended(method: Method) -> Method:
-    """A method whose texts end in a class token, where their last token is read: the end token is for the decoder."""
+    """Append a class token to texts where text_pool is last; the end token is for the decoder."""
 
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)
@@ -51,7 +52,7 @@ def ended(method: Method) -> Method:
 
 PIECES = {
     "caption": Piece(
-        slot="terms", summary="a text decoder that writes the captions (needs a causal text tower)",
+        slot="terms", summary="a text decoder that predicts captions (needs a causal text tower)",
         settings=CaptionSettings, apply=captioned,
     ),
 }  # fmt: skip

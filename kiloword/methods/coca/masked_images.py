@@ -1,4 +1,4 @@
-"""The masked image term: hidden patches from those that are seen and, guided, from the caption.
+"""The masked image term: predict masked patches from the visible ones and, if guided, from the caption.
 
 Source: arXiv:2401.02137, section 3.2 (TG-MIM), eq. 5 and 6.
 """
@@ -25,31 +25,35 @@ from kiloword.model.model import Model
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Batch, Encoded
 
-EPSILON = 1e-6  # beside a patch's variance: MAE's (arXiv:2111.06377, its public code)
+EPSILON = 1e-6  # added to the variance of a patch, as in MAE (arXiv:2111.06377, its public code)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MimSettings(MaskSettings):
-    """Which patches are hidden, and what they are predicted from."""
+    """Which patches are masked, and what they are predicted from."""
 
     mim_weight: float = 1.0  # of the loss: lambda_TM
-    guide: Literal["text", "none"] = "text"  # text: the caption is seen too (TG-MIM)
-    mim_mask: Mask = "attentive"  # attentive: what the caption speaks of most
-    mim_share: float = 0.5  # of the patches, that are hidden: r_h
-    mim_op: Literal["token", "drop"] = "token"  # a learned token, or left out until the decoder (cheaper)
-    norm_pix: bool = False  # each patch's pixels less their mean, over their deviation
+    guide: Literal["text", "none"] = "text"  # text: the decoder attends to the caption too (TG-MIM)
+    mim_mask: Mask = "attentive"  # attentive: the patches most similar to the caption
+    mim_share: float = 0.5  # share of masked patches: r_h
+    mim_op: Literal["token", "drop"] = (
+        "token"  # replace masked patches by a learned token, or drop them until the decoder (cheaper)
+    )
+    norm_pix: bool = False  # normalise the target pixels of each patch by their mean and deviation
     image_decoder_depth: int = 0  # layers of the image decoder; 0: as many as the text tower has
 
 
 def masked(method: Method, settings: MimSettings) -> Method:
-    """A method that predicts hidden patches too: an image decoder and the L1 loss of their pixels.
+    """Add an image decoder and the L1 loss of the pixels of masked patches.
 
-    Raises: ValueError for a method that does so already, or settings out of range.
+    Raises: ValueError for a method that has them already, or settings out of range.
     """
     if "image_decoder" in method.towers:
-        raise ValueError(f"{method.name} predicts patches already: leave +mim away, its settings are there.")
+        raise ValueError(f"{method.name} predicts patches already: omit +mim, its settings are those of {method.name}.")
     if not 0 < settings.mim_weight < math.inf:
-        raise ValueError(f"mim_weight is {settings.mim_weight}: expected a weight above 0; for none leave mim away.")
+        raise ValueError(
+            f"mim_weight is {settings.mim_weight}: expected a weight above 0; to disable it, use a method without mim."
+        )
     if not 0 <= settings.image_decoder_depth <= DEPTH:
         raise ValueError(
             f"image_decoder_depth is {settings.image_decoder_depth}: expected a number of layers up to {DEPTH}, or 0."
@@ -70,16 +74,16 @@ def masked(method: Method, settings: MimSettings) -> Method:
 
 
 def image_decoder(config: ModelConfig, settings: MimSettings) -> ImageDecoder:
-    """The decoder of a model whose towers are these."""
+    """The image decoder for a model of this configuration."""
     depth = settings.image_decoder_depth or config.text.depth
     return ImageDecoder(config, depth, guided=settings.guide == "text", dropped=settings.mim_op == "drop")
 
 
 class MaskedImages(nn.Module):
-    """L1 between hidden patches and their prediction; mean over hidden patches and their pixels.
+    """L1 between masked patches and their prediction; mean over masked patches and their pixels.
 
-    Once a batch: the text tower's pass and the scores, which the caption term shares. Once a mask: the image tower's
-    pass, so that random masks cost one an image, attentive ones one a caption. Pixels are predicted where hidden.
+    The text tower's output and the scores are computed once per batch and shared with the caption term. The image tower
+    runs once per mask: per image for random masks, per caption for attentive ones. Only masked pixels are predicted.
     """
 
     def __init__(self, settings: MimSettings, config: ModelConfig) -> None:
@@ -106,8 +110,8 @@ class MaskedImages(nn.Module):
             if self.by_caption and len(of) != len(batch):
                 images, hidden, tokens = images[of], hidden[of], tokens.index_select(0, of)
         guide = (encoded.text_tokens, model.text_tower.packing(batch.texts)) if self.guided else None
-        found = predict(model, tokens, hidden, guide)
-        return distance(found, pixels(model, images, hidden, self.settings.norm_pix)).sum()
+        predicted = predict(model, tokens, hidden, guide)
+        return distance(predicted, pixels(model, images, hidden, self.settings.norm_pix)).sum()
 
     @property
     def guided(self) -> bool:
@@ -123,15 +127,15 @@ def visible(model: Model, images: Tensor, hidden: Tensor, op: Literal["token", "
 
 
 def predict(model: Model, tokens: Tensor, hidden: Tensor, guide: tuple[Tensor, Packing] | None) -> Tensor:
-    """Pixels [N, m, 3 * patch^2] of hidden patches; guide: packed text tokens [S, W], text n for image n."""
+    """Predicted pixels [N, m, 3 * patch^2] of masked patches; guide: packed text tokens [S, W], text n for image n."""
     decoder = model.more["image_decoder"]
     assert isinstance(decoder, ImageDecoder)
-    found: Tensor = decoder(tokens, hidden, *(guide or (None, None)))
-    return found
+    predicted: Tensor = decoder(tokens, hidden, *(guide or (None, None)))
+    return predicted
 
 
 def pixels(model: Model, images: Tensor, hidden: Tensor, norm_pix: bool) -> Tensor:
-    """What is to be predicted, the normalised pixels of hidden patches: [N, m, 3 * patch^2], at least fp32."""
+    """The targets, normalised pixels of masked patches: [N, m, 3 * patch^2], at least fp32."""
     patch = model.config.image.patch
     raw = take(unfold(images, patch), hidden).view(*hidden.shape, 3, patch, patch)
     target = at_least_float(model.normalise(raw)).flatten(2)
@@ -141,6 +145,6 @@ def pixels(model: Model, images: Tensor, hidden: Tensor, norm_pix: bool) -> Tens
     return (target - target.mean(-1, keepdim=True)) / deviation.sqrt()
 
 
-def distance(found: Tensor, target: Tensor) -> Tensor:
-    """L1 of each hidden patch, mean over its pixels: [N, m]."""
-    return (at_least_float(found) - target).abs().mean(-1)
+def distance(predicted: Tensor, target: Tensor) -> Tensor:
+    """L1 of each masked patch, mean over its pixels: [N, m]."""
+    return (at_least_float(predicted) - target).abs().mean(-1)

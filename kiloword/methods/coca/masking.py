@@ -1,4 +1,4 @@
-"""Which patches a caption speaks of, and masks made of that. Source: arXiv:2401.02137, section 3.3."""
+"""Attentive masks: which patches are similar to a caption. Source: arXiv:2401.02137, section 3.3."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
 
 Mask = Literal["attentive", "random"]
-CAPTIONS = 256  # that are scored at once: each takes a copy of its image's patches
+CAPTIONS = 256  # captions scored at once: each copies the patches of its image
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskSettings(recipes.Settings):
-    """How a caption chooses patches; of attentive masks alone."""
+    """How attentive masks compare patches with a caption."""
 
-    similarity: Literal["cosine", "dot"] = "cosine"  # of a patch and a word, both in the shared dimension
-    similar_to: Literal["tokens", "words"] = "tokens"  # tokens: words, start and end; words: those of the caption alone
+    similarity: Literal["cosine", "dot"] = "cosine"  # of a patch and a token, both projected to the shared dimension
+    similar_to: Literal["tokens", "words"] = "tokens"  # tokens: words, start and end; words: without start and end
 
 
 def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings) -> Tensor:
-    """How much each caption speaks of each patch of its image: [T, P], made once a batch, without gradient.
+    """Similarity of each caption with each patch of its image: [T, P], computed once per batch, without gradient.
 
-    The greatest similarity of the patch with one of the caption's tokens (eq. 7); pads and extra tokens do not count.
+    The maximum over the tokens of the caption (eq. 7); pads and extra tokens are ignored.
     """
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings)
             packing = Packing.of(batch.texts)
             words, counted = packing.pad(tokens), packing.pad(countable(batch.texts, packing, config.text, settings))
             parts = zip(*(torch.split(x, CAPTIONS) for x in (batch.image_of_text, words, counted)), strict=True)
-            return torch.cat([similarity(patches[of], said, real, settings) for of, said, real in parts])
+            return torch.cat([similarity(patches[of], caption, is_token, settings) for of, caption, is_token in parts])
 
     return encoded.once(f"attentive {settings.similarity} {settings.similar_to}", make)
 
@@ -56,14 +56,14 @@ def check(config: ModelConfig) -> None:
     head = config.head
     if head.image_pool == "attentional" and head.pool_width not in (0, config.image.width):
         raise ValueError(
-            f"attentive masks compare patches of width {config.image.width} with words as the head projects them, but "
-            f"this one projects what queries of width {head.pool_width} gathered: take random masks, or --model.head."
-            "pool-width 0 in a model from scratch."
+            f"attentive masks project patches of width {config.image.width} with the projection of the head, but this "
+            f"head projects pooled queries of width {head.pool_width}: use random masks, or --model.head.pool-width 0 "
+            "in a model from scratch."
         )
 
 
 def similarity(patches: Tensor, tokens: Tensor, counted: Tensor, settings: MaskSettings) -> Tensor:
-    """Greatest similarity of each patch [T, P, D] with a counted token: tokens [T, L, D], counted [T, L] -> [T, P]."""
+    """Largest similarity of each patch [T, P, D] with a counted token: tokens [T, L, D], counted [T, L] -> [T, P]."""
     patches, tokens = at_least_float(patches), at_least_float(tokens)
     if settings.similarity == "cosine":
         patches, tokens = unit(patches), unit(tokens)
@@ -72,52 +72,54 @@ def similarity(patches: Tensor, tokens: Tensor, counted: Tensor, settings: MaskS
 
 
 def countable(texts: Texts, packing: Packing, config: TextConfig, settings: MaskSettings) -> Tensor:
-    """[S] bool, the tokens that a patch may be similar to; of an empty caption its start and end."""
+    """[S] bool, the tokens that patches are compared with; for an empty caption its start and end."""
     words = texts.starts.diff() - len(config.extra_tokens)
     inside = packing.place < words[packing.text]
     if config.pad_to_context:
-        ends = (texts.ids == config.special["end"]).long()  # pads may have the same id: the first is the end
+        ends = (texts.ids == config.special["end"]).long()  # pads may have the same id: the first one is the end
         before = ends.cumsum(0) - ends
         inside &= before == before[texts.starts[:-1]][packing.text]
     if settings.similar_to == "tokens":
         return inside
-    said = inside & ~is_special(texts.ids, config)
-    empty = torch.zeros_like(words).index_add(0, packing.text, said.long()) == 0
-    return said | (inside & empty[packing.text])
+    is_word = inside & ~is_special(texts.ids, config)
+    empty = torch.zeros_like(words).index_add(0, packing.text, is_word.long()) == 0
+    return is_word | (inside & empty[packing.text])
 
 
 def chosen(scored: Tensor, n: int, most: bool) -> Tensor:
-    """The n patches of the greatest (or least) score [N, P], ascending: [N, n] int64; of equal ones the first."""
+    """Indices of the n patches of largest (or smallest) score [N, P], ascending: [N, n] int64; ties: the first."""
     order = scored.argsort(dim=1, descending=most, stable=True)
     return order[:, :n].sort(1).values
 
 
 def noise(batch: Batch, purpose: str, patches: int) -> Tensor:
-    """Scores for random masks: one of each image [I, P], whatever its captions."""
+    """Scores for random masks: one row per image [I, P], whatever its captions."""
     return uniform(batch.seeds, purpose, patches)
 
 
 def others(masked: Tensor, patches: int) -> Tensor:
-    """The patches that are not masked [N, m], in ascending order: [N, P - m]."""
-    order = as_bool(masked, patches).to(torch.uint8).argsort(dim=1, stable=True)  # `nonzero` would wait for the device
+    """Indices of the patches not in masked [N, m], ascending: [N, P - m]."""
+    order = (
+        as_bool(masked, patches).to(torch.uint8).argsort(dim=1, stable=True)
+    )  # `nonzero` would synchronise with the device
     return order[:, : patches - masked.shape[1]]
 
 
 def as_bool(masked: Tensor, patches: int) -> Tensor:
-    """Places [N, m] -> [N, P] bool."""
+    """Indices [N, m] -> mask [N, P] bool."""
     empty = torch.zeros(len(masked), patches, dtype=torch.bool, device=masked.device)
     return empty.scatter(1, masked, True)
 
 
 def number(share: float, patches: int, name: str) -> int:
-    """How many of P patches a share is: one at least is masked, one seen. Raises: ValueError where that cannot be."""
+    """Number of masked patches for a share of P: at least one masked, one visible. Raises: ValueError if impossible."""
     if not 0 < share < 1:
         raise ValueError(f"{name} is {share}: expected a share of the patches between 0 and 1, such as 0.5.")
     if patches < 2:
-        raise ValueError("images of one patch cannot be masked in part: take smaller patches or larger images.")
+        raise ValueError("images of one patch cannot be masked in part: use smaller patches or larger images.")
     return min(max(1, round(share * patches)), patches - 1)
 
 
 def _as(model: Model, tokens: Tensor) -> Tensor:
-    """Tokens in the type of the head's weights, which autocast does not see to here."""
+    """Tokens in the type of the head's weights, as autocast is disabled here."""
     return tokens.detach().to(next(model.head.parameters()).dtype)

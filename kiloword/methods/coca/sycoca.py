@@ -1,6 +1,6 @@
-"""SyCoCa: captions from images, images from captions, both with attentive masks. Source: arXiv:2401.02137.
+"""SyCoCa: captioning and text-guided masked image modelling, both with attentive masks. Source: arXiv:2401.02137.
 
-Rows of its table 5 as settings: `clip`; `coca`; `coca --settings.caption-mask attentive`; and of this preset
+The rows of its table 5 are `clip`; `coca`; `coca --settings.caption-mask attentive`; and this preset with
 `--settings.guide none|text --settings.mim-mask random|attentive`. Table 6: `caption_share` and `mim_share`; table 7:
 `mim_weight`.
 """
@@ -18,22 +18,24 @@ from kiloword.methods.method import Method, Piece
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(MimSettings, coca.Settings):
-    caption_mask: Literal["none", "attentive", "random"] = "attentive"  # attentive: what the caption does not speak of
+    caption_mask: Literal["none", "attentive", "random"] = (
+        "attentive"  # attentive: the patches least similar to the caption
+    )
 
 
 def preset(settings: Settings) -> Method:
-    made = masked(coca.preset(only(settings, coca.Settings)), only(settings, MimSettings))
+    method = masked(coca.preset(only(settings, coca.Settings)), only(settings, MimSettings))
     return replace(
-        made,
+        method,
         name="sycoca",
         source="arXiv:2401.02137",
-        summary="CoCa that also paints patches which captions choose to hide",
+        summary="CoCa that also reconstructs patches masked by the caption",
     )
 
 
 PIECES = {
     "mim": Piece(
-        slot="terms", summary="an image decoder that paints hidden patches, guided by the caption",
+        slot="terms", summary="an image decoder that reconstructs masked patches, guided by the caption",
         settings=MimSettings, apply=masked,
     ),
 }  # fmt: skip

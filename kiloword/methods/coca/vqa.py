@@ -1,8 +1,8 @@
 """Visual question answering by fine-tuning. Source: arXiv:2401.02137, section 4.2.
 
-The text tower sees the question and, by cross-attention blocks of its own, the image; the text decoder of CoCa then
-writes the answer, looking at the tokens of the question in place of those of the image. `--init` of a coca or sycoca
-model brings towers and decoder; the cross-attention blocks are new.
+The text tower encodes the question; additional cross-attention blocks let it attend to the image. CoCa's text decoder
+then generates the answer, attending to the tokens of the question in place of the image's. `--init` from a coca or
+sycoca model loads towers and decoder; the cross-attention blocks are new.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kiloword.methods.method import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(AnswerSettings):
-    class_token: bool = True  # texts end in a class token, as those of --init
+    class_token: bool = True  # append a class token to texts, as in the model of --init
 
 
 def preset(settings: Settings) -> Method:
@@ -28,5 +28,5 @@ def preset(settings: Settings) -> Method:
         answering(method, only(settings, AnswerSettings)),
         name="vqa",
         source="arXiv:2401.02137",
-        summary="written answers to questions about images (needs questions)",
+        summary="generated answers to questions about images (needs questions)",
     )

@@ -1,4 +1,4 @@
-"""The bias with which an untrained model starts at its lowest pair loss. Source: arXiv:2405.10286, section 4.4."""
+"""Search the initial bias of least pair loss of an untrained model. Source: arXiv:2405.10286, section 4.4."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from kiloword.types import Batch, Features
 if TYPE_CHECKING:
     from kiloword.training.learner import Learner
 
-LEAST, MOST = -40.0, 20.0  # where the bias is looked for
-STEPS = (1.0, 0.1, 0.02)  # of the grids, each around the best of the one before
-EDGE, NOTHING = 0.5, 1e-5  # this near to the ends, or at such a loss, nearly all pairs are of one kind
+LEAST, MOST = -40.0, 20.0  # range of the search
+STEPS = (1.0, 0.1, 0.02)  # of successive grids, each around the best value of the previous one
+EDGE, NOTHING = 0.5, 1e-5  # this close to the ends, or below this loss, nearly all pairs are of one class
 ABOVE = (
-    "A bias above 0 takes a pair of cosine 0 for a match; where few pairs match, it ends below 0. Where positives are "
+    "A bias above 0 predicts a match at cosine 0; where few pairs match, the best bias is below 0. If positives are "
     "mined, are the thresholds too low? `kiloword mine SRC --side DIR --out OUT --calibrate` proposes some."
 )
-CLOSE = 1e-4  # where descent ends
+CLOSE = 1e-4  # tolerance of the descent
 
 
 def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gradient"], n: int) -> str:
-    """Set the head's bias to where the mean pair loss over the first `n` batches is least; all else stays.
+    """Set the head's bias to the minimum of the mean pair loss over the first `n` batches; nothing else changes.
 
-    The same on every rank: losses and gradients are sums over ranks. The loss must be convex in the bias, as sigmoid
-    losses are. grid: three grids and a parabola through the best and its neighbours; gradient: descent with secant
-    steps, held in a bracket.
-    Returns: words for the log; where another pair loss has taken the bias away, that there is none; a warning where
-    all pairs are of one kind.
+    The result is the same on every rank: losses and gradients are sums over ranks. The loss must be convex in the bias,
+    as sigmoid losses are. grid: three grids and a parabola through the best value and its neighbours; gradient:
+    bracketed descent with secant steps.
+    Returns: a message for the log, with a warning if nearly all pairs are of one class or the head has no bias.
     """
     bias = learner.model.head.bias
     if bias is None:
@@ -40,33 +39,35 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
     with torch.no_grad():
         inputs = [learner.pair_inputs(learner.encode(b), b) for b in islice(batches, n)]
     before = float(bias.detach())
-    found = _by_grid(learner, inputs, bias) if how == "grid" else _by_gradient(learner, inputs, bias)
-    first, last = (_losses(learner, inputs, bias, [value])[0] for value in (before, found))  # leaves the bias found
-    said = f"bias {before:.4g} -> {found:.4g} ({how} over {len(inputs)} batches, loss {first:.4g} -> {last:.4g})"
-    if last > NOTHING and LEAST + EDGE < found < MOST - EDGE:
-        return said if found <= 0 else f"{said}. {ABOVE}"
-    which = "no" if found < 0 else "every"
+    best = _by_grid(learner, inputs, bias) if how == "grid" else _by_gradient(learner, inputs, bias)
+    first, last = (
+        _losses(learner, inputs, bias, [value])[0] for value in (before, best)
+    )  # leaves the bias at the best value
+    message = f"bias {before:.4g} -> {best:.4g} ({how} over {len(inputs)} batches, loss {first:.4g} -> {last:.4g})"
+    if last > NOTHING and LEAST + EDGE < best < MOST - EDGE:
+        return message if best <= 0 else f"{message}. {ABOVE}"
+    which = "no" if best < 0 else "every"
     return (
-        f"{said}. The bias alone does it, as nearly {which} pair matches, so there is little to learn: do the "
-        "thresholds fit the teacher? `kiloword mine SRC --side DIR --out OUT --calibrate` finds some that do."
+        f"{message}. The bias alone minimises the loss, as nearly {which} pair matches, so there is little to learn: "
+        "do the thresholds fit the teacher? `kiloword mine SRC --side DIR --out OUT --calibrate` proposes some."
     )
 
 
 def _losses(
     learner: Learner, inputs: Sequence[tuple[Features, Features]], bias: Tensor, at: list[float]
 ) -> list[float]:
-    """The mean loss with each of some biases; the last one stays."""
+    """Mean loss at each bias value; leaves the bias at the last one."""
     shares = []
     with torch.no_grad():
         for value in at:
             bias.fill_(value)
             shares.append(torch.stack([learner.pair_loss(*pair)["pair"] for pair in inputs]).mean())
-    found: list[float] = sum_over_ranks(torch.stack(shares).double()).tolist()
-    return found
+    losses: list[float] = sum_over_ranks(torch.stack(shares).double()).tolist()
+    return losses
 
 
 def _by_grid(learner: Learner, inputs: Sequence[tuple[Features, Features]], bias: Tensor) -> float:
-    """A grid resolves no more than the loss's rounding allows; the parabola is finer than its last step."""
+    """Three grids, then a parabola, which resolves finer than the rounding of the loss allows for a grid."""
     best, least, most = 0.0, LEAST, MOST
     for step in STEPS:
         grid = [least + step * n for n in range(round((most - least) / step) + 1)]
@@ -81,7 +82,7 @@ def _by_grid(learner: Learner, inputs: Sequence[tuple[Features, Features]], bias
 
 
 def _by_gradient(learner: Learner, inputs: Sequence[tuple[Features, Features]], bias: Tensor) -> float:
-    """Each step goes where the secant of the last two slopes meets zero, or to the bracket's middle if that is out."""
+    """Each step goes to the zero of the secant of the last two slopes, or to the middle of the bracket if outside."""
     least, most, here = LEAST, MOST, float(bias.detach().clamp(LEAST, MOST))
     last: tuple[float, float] | None = None
     while most - least > CLOSE:
@@ -98,7 +99,7 @@ def _by_gradient(learner: Learner, inputs: Sequence[tuple[Features, Features]], 
 
 
 def _slope(learner: Learner, inputs: Sequence[tuple[Features, Features]], bias: Tensor, at: float) -> float:
-    """The derivative of the mean loss by the bias."""
+    """Derivative of the mean loss by the bias."""
     with torch.no_grad():
         bias.fill_(at)
     shares = [torch.autograd.grad(learner.pair_loss(*pair)["pair"], bias)[0].sum() for pair in inputs]

@@ -1,4 +1,4 @@
-"""Pooling of mixture tokens: an image is mixed anew for every text that it is compared with (arXiv:2405.00740)."""
+"""Llip's pooling: mixture tokens become image features separately for every text (arXiv:2405.00740)."""
 
 from __future__ import annotations
 
@@ -23,27 +23,31 @@ from kiloword.types import Features, Texts
 class Mixture(recipes.Settings):
     """How mixture tokens become an image's features."""
 
-    k: int = 16  # mixture tokens; the paper takes 1 to 128, mostly 64, its former class token counted
-    pool: Literal["contextual", "first", "average", "learned_average"] = "contextual"  # the rest: one vector an image
-    heads: int = 8  # of the attention from texts to tokens; must divide the embedding size
-    temperature: float = 5.0  # of that attention: the paper's value, 8 and 1 in some of its ablations
+    k: int = 16  # number of mixture tokens; the paper uses 1 to 128, mostly 64, class token included
+    pool: Literal["contextual", "first", "average", "learned_average"] = (
+        "contextual"  # all others: one vector per image
+    )
+    heads: int = 8  # number of heads of the attention from texts to tokens; must divide the embedding size
+    temperature: float = 5.0  # of that attention; the paper: 5, in some ablations 8 and 1
     temperature_mode: Literal["multiply", "divide"] = "multiply"  # t q.k / sqrt(d) (section 7) or q.k / t (eq. 1)
-    per_token_projections: bool = False  # each mixture token its own key and value projection
-    patch_keys: bool = False  # the patches are mixed too (appendix B.3)
-    form: Literal["auto", "direct", "gram"] = "auto"  # of the exact score: chosen by size
+    per_token_projections: bool = False  # separate key and value projections per mixture token
+    patch_keys: bool = False  # mix the patches too (appendix B.3)
+    form: Literal["auto", "direct", "gram"] = (
+        "auto"  # how the exact score is computed; auto: the cheaper one for the sizes
+    )
 
 
 def tokens(config: ModelConfig, settings: Mixture) -> ModelConfig:
-    """The configuration with K mixture tokens in place of the class token, and of queries that would pool them."""
+    """The configuration with K mixture tokens in place of the class token and of attentional pooling queries."""
     if settings.k < 1:
-        raise ValueError(f"{settings.k} mixture tokens asked for: expected at least one")
+        raise ValueError(f"k is {settings.k}: expected at least one mixture token")
     image = replace(config.image, class_token=False, extra_tokens=settings.k)
     head = replace(config.head, image_pool="mean") if config.head.image_pool == "attentional" else config.head
     return replace(config, image=image, head=head)
 
 
 def pooling(config: ModelConfig, settings: Mixture) -> Pooling:
-    """The pooling that `settings.pool` names, on towers as `tokens` asks for them."""
+    """The pooling selected by `settings.pool`, for towers configured by `tokens`."""
     if settings.pool == "contextual":
         return Contextual(config, settings)
     if settings.pool == "learned_average":
@@ -52,7 +56,7 @@ def pooling(config: ModelConfig, settings: Mixture) -> Pooling:
 
 
 class OneVector(Single):
-    """Registers and average: K tokens for the tower, of which the first, or all with equal weights, are read."""
+    """Baselines of the paper: the tower has K extra tokens; the first one, or the mean of all, is the image vector."""
 
     def __init__(self, config: ModelConfig, settings: Mixture) -> None:
         super().__init__(replace(config, head=replace(config.head, image_pool="mean")))  # unused; has no parameters
@@ -63,9 +67,9 @@ class OneVector(Single):
 
 
 class Attention(nn.Module):
-    """What both attentive poolings share: keys and values of tokens, and the projections of the result and of texts.
+    """Base of both attention poolings: keys and values of tokens, output and text projections.
 
-    No layer has a bias: softmax would give one of the keys no gradient.
+    No layer has a bias: softmax would give a bias of the keys no gradient.
     """
 
     def __init__(self, config: ModelConfig, settings: Mixture) -> None:
@@ -76,7 +80,7 @@ class Attention(nn.Module):
                 f"{settings.heads} heads do not divide the embedding size {self.dim}; choose heads that do"
             )
         if not 0 < settings.temperature < math.inf:  # False for NaN
-            raise ValueError(f"temperature {settings.temperature} came: expected a positive number")
+            raise ValueError(f"temperature is {settings.temperature}: expected a positive number")
         self.extra = extra(config.image)
         per_token = settings.per_token_projections
         self.matrices = (settings.k + int(settings.patch_keys)) if per_token else 1  # patches share one
@@ -88,12 +92,12 @@ class Attention(nn.Module):
 
     @property
     def factor(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """Factor of the products of queries and keys."""
         t, size = self.settings.temperature, self.dim // self.settings.heads
         return float(t / size**0.5 if self.settings.temperature_mode == "multiply" else 1 / t)
 
     def keys_and_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Both [I, N, M, d] of tower tokens [I, E + P, W]; N = K, or K + P with `patch_keys`."""
+        """Keys and values, [I, N, M, d] each, of tower tokens [I, E + P, W]; N = K, or K + P with `patch_keys`."""
         mixed = tokens[:, : self.settings.k]
         if self.settings.patch_keys:
             mixed = torch.cat([mixed, tokens[:, self.extra :]], 1)
@@ -105,13 +109,13 @@ class Attention(nn.Module):
         """[I, N, W] -> [I, N, D]."""
         if self.matrices == 1:
             return mixed @ matrix[0]
-        own = torch.einsum("ikw,kwd->ikd", mixed[:, : self.settings.k], matrix[: self.settings.k])
+        projected = torch.einsum("ikw,kwd->ikd", mixed[:, : self.settings.k], matrix[: self.settings.k])
         if not self.settings.patch_keys:
-            return own
-        return torch.cat([own, mixed[:, self.settings.k :] @ matrix[-1]], 1)
+            return projected
+        return torch.cat([projected, mixed[:, self.settings.k :] @ matrix[-1]], 1)
 
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
-        """[..., W] -> [..., D]: values through W_O; by the mean of the projections where each token has its own."""
+        """[..., W] -> [..., D]: value projection, then W_O; with projections per token, their mean."""
         out: Tensor = self.out(tokens @ self.value.mean(0))
         return out
 
@@ -120,11 +124,11 @@ class Attention(nn.Module):
         return out
 
     def initial(self) -> dict[str, Init]:
-        """Queries and keys start so that the logits of eq. 1 have a deviation of one.
+        """Queries and keys start so that the logits of eq. 1 have a standard deviation of one.
 
-        Tokens leave their towers with entries of size one, so width^-1/2 makes entries of size one of them again, and
-        q.k / sqrt(d) too. At a temperature of 5 the attention would start nearly one-hot and hardly learn; queries and
-        keys share the correction, so that both learn at the same pace.
+        Tower tokens have entries of size one, so that width^-1/2 keeps that size, also for q.k / sqrt(d). At a
+        temperature of 5 the attention would otherwise start nearly one-hot and hardly learn. Queries and keys share
+        the correction equally, so that both learn at the same rate.
         """
         size = self.dim // self.settings.heads
         shrink = (self.factor * size**0.5) ** -0.5
@@ -140,10 +144,10 @@ class Attention(nn.Module):
 
 
 class Contextual(Attention):
-    """Every image mixed for every text by the text's own query (arXiv:2405.00740, eq. 1 and 2).
+    """Mixes the tokens of every image for every text by the query of the text (arXiv:2405.00740, eq. 1 and 2).
 
-    "vec" of an image is its text-free stand-in, mixed with equal weights: for shortlists, and without gradient in
-    training. The query comes of the text's un-projected feature.
+    "vec" of an image does not depend on a text: it is the mean of the values, used for shortlists and without gradient
+    in training. The query is computed from the text feature before projection.
     """
 
     def __init__(self, config: ModelConfig, settings: Mixture) -> None:
@@ -168,15 +172,15 @@ class Contextual(Attention):
         return mixing.cosine(keys, values, query, vec, at_least_float(self.out.weight), self.factor, form)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """[n], image i mixed for text i alone, in the direct form."""
+        """Scores [n] of image i mixed for text i, in the direct form."""
         keys, values, query = (at_least_float(x) for x in (images["keys"], images["values"], texts["query"]))
         phi = torch.einsum("nkmd,nmd->nmk", keys, query * self.factor).softmax(-1)
         mixed = torch.einsum("nmk,nkmd->nmd", phi, values).flatten(1)  # C
-        seen = unit(mixed @ at_least_float(self.out.weight).T)
-        return (seen * at_least_float(texts["vec"])).sum(1)
+        image_vectors = unit(mixed @ at_least_float(self.out.weight).T)
+        return (image_vectors * at_least_float(texts["vec"])).sum(1)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
-        """Rows and columns to score at once: few images, many texts."""
+        """Rows and columns of one block: few images, many texts."""
         device = images["keys"].device.type
         return mixing.block(self._sizes(images), self._form(images, texts), device)
 
@@ -188,8 +192,7 @@ class Contextual(Attention):
         return mixing.choose(self._sizes(images), len(texts["vec"])) if form == "auto" else form
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
-        """Means of projected texts and of queries (arXiv:2405.00740, appendix A): targets of unit vectors, normalised
-        again; queries plain."""
+        """Means of the prompts' unit vectors, normalised again, and of their queries (arXiv:2405.00740, appendix A)."""
         share = texts["vec"].new_ones(len(group)) if weights is None else weights.to(texts["vec"])
         total = share.new_zeros(n).index_add(0, group, share)
         vec = texts["vec"] * share[:, None]
@@ -201,7 +204,7 @@ class Contextual(Attention):
         }
 
     def explain(self, images: Features, texts: Features) -> Tensor:
-        """Mixing weights [i, t, M, N] of eq. 1: mixture tokens first, then patches where those are mixed too."""
+        """Mixing weights [i, t, M, N] of eq. 1: mixture tokens first, then patches (with `patch_keys`)."""
         return mixing.weights(at_least_float(images["keys"]), at_least_float(texts["query"]), self.factor)
 
     def _initial_query(self, shrink: float) -> dict[str, Init]:
@@ -209,7 +212,7 @@ class Contextual(Attention):
 
 
 class LearnedAverage(Attention):
-    """One learned query for all texts: an image is one vector (arXiv:2405.00740, section 5)."""
+    """One learned query for all texts, so that an image is one vector (arXiv:2405.00740, section 5)."""
 
     def __init__(self, config: ModelConfig, settings: Mixture) -> None:
         super().__init__(config, settings)
@@ -225,7 +228,7 @@ class LearnedAverage(Attention):
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         return {"vec": unit(self.project_text_tokens(self.text_pool(tokens, texts)))}
 
-    # one vector a side from here on
+    # one vector per image and text from here on
     score = Single.score
     score_pairs = Single.score_pairs
     ensemble = Single.ensemble

@@ -1,4 +1,4 @@
-"""Llip: an image is mixed from learned tokens by the text it is compared with. Source: arXiv:2405.00740."""
+"""Llip: the image features depend on the text that they are compared with. Source: arXiv:2405.00740."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kiloword.model.heads import Head, Single
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Mixture):
-    scale: float = 10.0  # initial factor of the cosine
+    scale: float = 10.0  # initial scale of the cosine
     bias: float = -10.0  # initial; the logit is scale * cosine + bias
 
 
@@ -25,7 +25,7 @@ def preset(settings: Settings) -> Method:
     return Method(
         name="llip",
         source="arXiv:2405.00740",
-        summary="mixture tokens, mixed anew for every text; sigmoid over all pairs",
+        summary="tokens mixed separately for every text; sigmoid over all pairs",
         head=head,
         pair_loss=sigmoid_loss,
         shape=lambda config: pooling.tokens(config, settings),
@@ -33,29 +33,27 @@ def preset(settings: Settings) -> Method:
 
 
 def mixed(method: Method, settings: Mixture) -> Method:
-    """A method with mixture tokens and their pooling in place of its own; scale, bias and uncertainty stay.
+    """Replace the pooling of a method by mixture tokens and theirs; scale, bias and uncertainty stay.
 
-    Raises: ValueError for a method that does not read each side into one vector.
+    Raises: ValueError for a method that does not pool each image and each text into one vector.
     """
 
-    def before(config: ModelConfig) -> Head:  # its own pool may need the class token, which is gone
+    def before(config: ModelConfig) -> Head:  # the replaced pooling may need the class token, which is gone
         return method.head(replace(config, head=replace(config.head, image_pool="mean")))
 
     if type(before(method.shape(sizes()["debug"])).pooling) is not Single:
-        raise ValueError(
-            f"{method.name} has a pooling of its own, which contextual cannot replace: choose one of them."
-        )
+        raise ValueError(f"{method.name} has a pooling that contextual cannot replace: choose one of them.")
 
     def head(config: ModelConfig) -> Head:
-        made = before(config)
-        made.pooling = pooling.pooling(config, settings)
-        return made
+        contextual = before(config)
+        contextual.pooling = pooling.pooling(config, settings)
+        return contextual
 
     return replace(method, head=head, shape=lambda config: pooling.tokens(method.shape(config), settings))
 
 
 PIECES = {
     "contextual": Piece(
-        slot="pooling", summary="mixture tokens, mixed anew for every text", settings=Mixture, apply=mixed
+        slot="pooling", summary="mixture tokens, mixed separately for every text", settings=Mixture, apply=mixed
     )
 }

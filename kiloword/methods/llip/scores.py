@@ -1,13 +1,13 @@
-"""Cosines of text-conditioned images: the kernels of contextual pooling (arXiv:2405.00740, eq. 1 and 2).
+"""Llip's pair score: cosines of text-conditioned image features with texts (arXiv:2405.00740, eq. 1 and 2).
 
-With row vectors, values V_m [N, d] of an image, mixing weights p_m [N] of a pair and C = concat_m(p_m V_m), the
-image as a text sees it is z = C W_O, and against the text's unit target t
+With row vectors, the values V_m [N, d] of an image, the mixing weights p_m [N] of a pair and C = concat_m(p_m V_m),
+the image feature for a text is z = C W_O. Its cosine with the text's unit target t is
 
     cosine = z . t / |z|,     z . t = C . y  with  y = t W_O^T,     |z|^2 = C A C^T  with  A = W_O W_O^T.
 
-"direct" computes C of every pair; "gram" never does: with u = V_m . y_m and the image's Gram matrix G = V A V^T it
-needs the weights alone, C . y = sum p u and |z|^2 = p G p^T, which is less work where M N < D and an image meets many
-texts. Both work on tiles of pairs and leave for backward only what is scaled by the pairs' own gradients.
+"direct" computes C of every pair. "gram" does not: with u = V_m . y_m and the Gram matrix G = V A V^T of the image,
+C . y = sum p u and |z|^2 = p G p^T need only the weights. That is less work where M N < D and an image is compared with
+many texts. Both process tiles of pairs, and save for backward the derivatives that the gradients of the pairs scale.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.autograd.function import once_differentiable
 
 Form = Literal["direct", "gram"]
 
-TILE = 1 << 18  # weights of a tile on a CPU: 1 MB in single precision, so that its dozen passes stay in the cache
-KEPT = {"cpu": 1 << 26, "cuda": 1 << 28}  # numbers that a block may keep for backward: 256 MB and 1 GB
+TILE = 1 << 18  # mixing weights per tile on a CPU: 1 MB in single precision, which stays in the cache
+KEPT = {"cpu": 1 << 26, "cuda": 1 << 28}  # saved activations per block, in numbers: 256 MB and 1 GB
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides the cost of a pair."""
+    """The sizes that determine the cost of a pair."""
 
     tokens: int  # N, mixture tokens (and patches) of an image
     heads: int  # M
@@ -40,10 +40,10 @@ class Sizes:
 
 
 def choose(sizes: Sizes, texts: int) -> Form:
-    """The form that is faster for so many texts an image.
+    """The faster form for a number of texts per image.
 
-    Counted in multiplications, forward and backward: a pair costs 4 (D^2 - (M N)^2) more in the direct form, an
-    image's Gram matrix 6 (N D^2 + (M N)^2 d) once.
+    Counts multiplications, forward and backward: a pair costs 4 (D^2 - (M N)^2) more in the direct form; the Gram
+    matrix of an image costs 6 (N D^2 + (M N)^2 d) once.
     """
     n, w, d = sizes.tokens, sizes.weights, sizes.dim
     once = 6 * (n * d * d + w * w * d // sizes.heads)
@@ -51,9 +51,9 @@ def choose(sizes: Sizes, texts: int) -> Form:
 
 
 def block(sizes: Sizes, form: Form, device: str) -> tuple[int, int]:
-    """Rows and columns of pairs to score at once, such that what backward needs of them is bounded.
+    """Rows and columns of a block, chosen such that the memory saved for backward is bounded.
 
-    Long columns share an image's Gram matrix, long rows a text's y; their ratio makes both cost the same.
+    A Gram matrix is computed per image and y per text; the ratio of columns to rows makes both cost the same.
     """
     n, w, d = sizes.tokens, sizes.weights, sizes.dim
     pairs = KEPT.get(device, KEPT["cuda"]) // (2 * w + (2 * d if form == "direct" else 0))
@@ -67,8 +67,8 @@ def cosine(
 ) -> Tensor:
     """Cosine of every image, mixed for every text, with the text's target: [i, t].
 
-    Args: keys, values [i, N, M, d]; query [t, M, d]; target [t, D] unit; out [D, D], W_O transposed, as a linear
-    layer holds it; factor: of the products of queries and keys.
+    Args: keys, values [i, N, M, d]; query [t, M, d]; target [t, D], unit vectors; out [D, D], W_O transposed, as the
+    weight of a linear layer; factor: multiplies the products of queries and keys.
     """
     heads, dim = query.shape[1], target.shape[1]
     y = (target @ out).view(-1, heads, dim // heads)  # [t, M, d]
@@ -81,12 +81,12 @@ def cosine(
 
 
 def weights(keys: Tensor, query: Tensor, factor: float) -> Tensor:
-    """Mixing weights [i, t, M, N] of eq. 1, each head's summing to one."""
+    """Mixing weights [i, t, M, N] of eq. 1; the weights of each head sum to one."""
     return torch.einsum("inmd,tmd->itmn", keys, query * factor).softmax(-1)
 
 
 def grams(values: Tensor, square: Tensor) -> Tensor:
-    """Inner products of an image's projected values, head by head: [i, M N, M N] of values [i, N, M, d], A [D, D]."""
+    """Gram matrices [i, M N, M N] of the projected values of each image; values [i, N, M, d], A [D, D]."""
     i, n, m, d = values.shape
     spread = torch.einsum("inmd,mdke->imnke", values, square.view(m, d, m, d))
     return torch.einsum("imnke,ilke->imnkl", spread, values).reshape(i, m * n, m * n)
@@ -94,19 +94,19 @@ def grams(values: Tensor, square: Tensor) -> Tensor:
 
 @dataclass
 class _Kept:
-    """What backward needs of one tile; every product with the gradient g of the cosines is left to it."""
+    """Saved activations of one tile; backward multiplies them by the gradient g of the cosines."""
 
     rows: slice
     columns: slice
     by_logit: Tensor  # [r, M, N, c] derivative of the cosine by the attention's logits
     mixed: Tensor  # [r, M N or D, c] weights (gram) or C (direct), over |z|
-    pull: Tensor  # [r, c] the cosine; zero where |z|^2 was held, so that only the rest has a gradient
+    pull: Tensor  # [r, c] the cosine; zero where |z|^2 was clamped, as a clamped norm has no gradient
     weights: Tensor | None = None  # direct: [r, M, N, c]
     by_mixed: Tensor | None = None  # direct: [r, M, d, c] derivative of the cosine by C
 
 
 class _Cosine(torch.autograd.Function):
-    """Both forms; the last axis of every tile is texts, so that all passes run along it."""
+    """Both forms; texts are the last, contiguous axis of every tile."""
 
     @staticmethod
     def forward(
@@ -125,18 +125,18 @@ class _Cosine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.saved_tensors
-        sums = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in given)
+        saved = ctx.saved_tensors
+        sums = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in saved)
         add = _add_gram if ctx.form == "gram" else _add_direct
-        for kept in ctx.kept:
-            mine = g[kept.rows, kept.columns]
-            _add_attention(kept, mine, given, sums)
-            add(kept, mine, given, sums)
+        for tile in ctx.kept:
+            gradient = g[tile.rows, tile.columns]
+            _add_attention(tile, gradient, saved, sums)
+            add(tile, gradient, saved, sums)
         return *sums, None, None
 
 
 def _tiles(keys: Tensor, texts: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns that are worked on at once: what fits a CPU's cache, all of the block elsewhere."""
+    """Rows and columns of each tile: on a CPU what fits in its cache, elsewhere the whole block."""
     images, per_pair = len(keys), keys.shape[1] * keys.shape[2]
     most = max(1, TILE // per_pair) if keys.device.type == "cpu" else images * texts
     across = max(1, min(texts, most))
@@ -163,16 +163,16 @@ def _attend(keys: Tensor, query: Tensor) -> Tensor:
 
 
 def _norms(squared: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """1 / |z| [r, c], and where |z|^2 stands above its rounding; there and above it has a gradient.
+    """1 / |z| [r, c], and whether |z|^2 is above its rounding error; only there it has a gradient.
 
-    Args: squared [r, c]; scale [r, 1], the size of what was added up in it.
+    Args: squared [r, c]; scale [r, 1], the magnitude of the summands of |z|^2.
     """
-    floor = torch.finfo(squared.dtype).eps * scale + 1e-24  # of nothing at all: as torch's normalize holds |z|
+    floor = torch.finfo(squared.dtype).eps * scale + 1e-24  # 1e-24: the square of eps of torch's normalize
     return squared.maximum(floor).rsqrt(), squared > floor
 
 
 def _through_softmax(weights: Tensor, by_weight: Tensor) -> Tensor:
-    """Derivative by the logits [r, M, N, c] of the derivative by the weights."""
+    """Backward of softmax: derivative by the logits [r, M, N, c] from the derivative by the weights."""
     product = weights * by_weight
     return product.addcmul_(weights, product.sum(2, keepdim=True), value=-1)
 
@@ -211,31 +211,31 @@ def _direct_tile(
     return result, _Kept(rows, columns, by_logit, c.mul_(inverse[:, None]), pull, phi, e)
 
 
-def _add_attention(kept: _Kept, g: Tensor, given: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+def _add_attention(tile: _Kept, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
     """Gradients by keys and queries."""
-    by_logit = (kept.by_logit * g[:, None, None]).transpose(0, 1).flatten(1, 2)  # [M, r N, c]
-    keys, query = given[0][kept.rows], given[2][kept.columns]
-    _by_head(sums[0][kept.rows]).add_(torch.bmm(by_logit, query.transpose(0, 1)))
-    sums[2][kept.columns] += torch.bmm(by_logit.mT, _by_head(keys)).transpose(0, 1)
+    by_logit = (tile.by_logit * g[:, None, None]).transpose(0, 1).flatten(1, 2)  # [M, r N, c]
+    keys, query = saved[0][tile.rows], saved[2][tile.columns]
+    _by_head(sums[0][tile.rows]).add_(torch.bmm(by_logit, query.transpose(0, 1)))
+    sums[2][tile.columns] += torch.bmm(by_logit.mT, _by_head(keys)).transpose(0, 1)
 
 
-def _add_gram(kept: _Kept, g: Tensor, given: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+def _add_gram(tile: _Kept, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
     """Gradients by values, y and Gram matrices."""
-    values, y = given[1][kept.rows], given[3][kept.columns]
-    scaled = kept.mixed * g[:, None]  # [r, M N, c]
-    by_head = scaled.view_as(kept.by_logit).transpose(0, 1).flatten(1, 2)  # [M, r N, c]
-    _by_head(sums[1][kept.rows]).add_(torch.bmm(by_head, y.transpose(0, 1)))
-    sums[3][kept.columns] += torch.bmm(by_head.mT, _by_head(values)).transpose(0, 1)
-    sums[4][kept.rows].baddbmm_(scaled * kept.pull[:, None], kept.mixed.mT, alpha=-0.5)
+    values, y = saved[1][tile.rows], saved[3][tile.columns]
+    scaled = tile.mixed * g[:, None]  # [r, M N, c]
+    by_head = scaled.view_as(tile.by_logit).transpose(0, 1).flatten(1, 2)  # [M, r N, c]
+    _by_head(sums[1][tile.rows]).add_(torch.bmm(by_head, y.transpose(0, 1)))
+    sums[3][tile.columns] += torch.bmm(by_head.mT, _by_head(values)).transpose(0, 1)
+    sums[4][tile.rows].baddbmm_(scaled * tile.pull[:, None], tile.mixed.mT, alpha=-0.5)
 
 
-def _add_direct(kept: _Kept, g: Tensor, given: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
+def _add_direct(tile: _Kept, g: Tensor, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:
     """Gradients by values, y and A."""
-    assert kept.weights is not None
-    assert kept.by_mixed is not None
-    by_value = torch.matmul(kept.weights, (kept.by_mixed * g[:, None, None]).mT)  # [r, M, N, d]
-    sums[1][kept.rows] += by_value.transpose(1, 2)
-    scaled = kept.mixed * g[:, None]  # [r, D, c]
-    sums[3][kept.columns] += scaled.sum(0).T.view_as(sums[3][kept.columns])
-    left, right = ((x.transpose(0, 1).flatten(1)) for x in (scaled * kept.pull[:, None], kept.mixed))
+    assert tile.weights is not None
+    assert tile.by_mixed is not None
+    by_value = torch.matmul(tile.weights, (tile.by_mixed * g[:, None, None]).mT)  # [r, M, N, d]
+    sums[1][tile.rows] += by_value.transpose(1, 2)
+    scaled = tile.mixed * g[:, None]  # [r, D, c]
+    sums[3][tile.columns] += scaled.sum(0).T.view_as(sums[3][tile.columns])
+    left, right = ((x.transpose(0, 1).flatten(1)) for x in (scaled * tile.pull[:, None], tile.mixed))
     sums[4].addmm_(left, right.T, alpha=-0.5)

@@ -1,4 +1,4 @@
-"""PCME++'s matching loss with pseudo-positives, and a loss of means alone beside one of Gaussians."""
+"""PCME++'s matching loss with pseudo-positives, and an auxiliary loss on the means of Gaussians."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kiloword.model.heads import Head
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Features, Pairs, Positives, Total
 
-ROUNDING = 1e3  # resolutions of a logit: equal captions are equally near on any number of ranks
+ROUNDING = 1e3  # margin in machine epsilons: ties of equal captions do not depend on the number of ranks
 
 
 def matching_loss(
     pairs: PairBlocks, positives: Positives, pseudo: float = 0.1, reduction: Literal["pairs", "images"] = "pairs"
 ) -> Total:
-    """PCME++: every pair is a yes-or-no question, its logit -a CSD + b; mean over all pairs, or sum over images.
+    """PCME++: binary classification of every pair with logit -a CSD + b; mean over all pairs, or sum per image.
 
-    Pseudo-positives ask again, with a weight, and the mean of two answers counts: a text at least as near to an image
-    as the farthest of the texts written for it is one of the image, an image at least as near to a text as the
-    text's own is one of the text. They match in full, and carry no gradient. The authors' code takes the sum of both
-    directions everywhere, hence twice this, and of several texts the first. Source: arXiv:2305.18171, eq. 2 to 4.
+    A second loss of weight `pseudo` adds pseudo-positives, in the mean of two directions: texts at least as close to
+    an image as the farthest of its captions, and images at least as close to a text as its own image. Their target is
+    1; the selection has no gradient. The authors' code sums both directions, hence twice this loss, and compares with
+    the first caption of an image. Source: arXiv:2305.18171, eq. 2 to 4.
 
-    Args: pseudo: weight of the second question, 0: it is not asked; reduction: what the sum is divided by.
+    Args: pseudo: weight of the loss with pseudo-positives, 0: off; reduction: what the sum is divided by.
     """
     nearest = _thresholds(pairs) if pseudo else None
 
@@ -48,45 +48,46 @@ def matching_loss(
 
 
 def _thresholds(pairs: PairBlocks) -> tuple[Tensor, Tensor]:
-    """The least logit of each image [I] and, over all ranks, of each text [T] with its own; infinite without any."""
-    found: list[Tensor] = []
+    """Least logit of the annotated pairs of each image [I] and, over all ranks, each text [T]; infinite without any."""
+    least_logits: list[Tensor] = []
     for rows, columns in pairs.blocks():
         block = pairs.block(rows, columns)
-        own = block.logits.detach().masked_fill(~block.annotated, torch.inf)
-        found = found or [own.new_full((size,), torch.inf) for size in pairs.shape]
-        for least, part, dim in ((found[0], rows, 1), (found[1], columns, 0)):
-            least[part] = least[part].minimum(own.amin(dim))
-    margin = ROUNDING * torch.finfo(found[0].dtype).eps
-    return found[0] - margin, extreme_over_ranks(found[1], "least") - margin
+        annotated = block.logits.detach().masked_fill(~block.annotated, torch.inf)
+        least_logits = least_logits or [annotated.new_full((size,), torch.inf) for size in pairs.shape]
+        for least, part, dim in ((least_logits[0], rows, 1), (least_logits[1], columns, 0)):
+            least[part] = least[part].minimum(annotated.amin(dim))
+    margin = ROUNDING * torch.finfo(least_logits[0].dtype).eps
+    return least_logits[0] - margin, extreme_over_ranks(least_logits[1], "least") - margin
 
 
 class Cosine(nn.Module):
-    """The pooling of a head that stands in another: it scores what that has read by the cosine of "vec" alone."""
+    """Pooling of an auxiliary head: scores the features of the main head by the cosine of "vec"."""
 
     def score(self, images: Features, texts: Features) -> Tensor:
         return at_least_float(images["vec"]) @ at_least_float(texts["vec"]).T
 
 
 def cosine_head(scale: float, bias: float | None = None, max_scale: float | None = None) -> Head:
-    """A scale, and a bias, of cosines of what another head has read."""
+    """An auxiliary head: scale and bias of the cosines of the main head's features."""
     pooling: Any = Cosine()
     return Head(pooling, scale=scale, bias=bias, max_scale=max_scale)
 
 
 @dataclass(frozen=True)
 class WithDeterministic:
-    """A pair loss, and beside it a softmax or sigmoid loss of means alone, by the head's "deterministic" head.
+    """A pair loss plus a softmax or sigmoid loss of the means, scored by the auxiliary head "deterministic".
 
-    The sum is so scaled that dividing by the first one's count gives both means. Source: arXiv:2410.18857, table C.3.
+    The second sum is scaled such that dividing by the first count gives both means.
+    Source: arXiv:2410.18857, table C.3.
     """
 
-    own: PairLoss
+    main: PairLoss
     loss: Literal["softmax", "sigmoid"]
     weight: float
 
     def __call__(self, pairs: PairBlocks, positives: Positives) -> Total:
         means = softmax_loss if self.loss == "softmax" else sigmoid_loss
-        first, second = self.own(pairs, positives), means(pairs.beside("deterministic"), positives)
+        first, second = self.main(pairs, positives), means(pairs.beside("deterministic"), positives)
         factor = self.weight * sum_over_ranks(first.count) / sum_over_ranks(second.count)
         assert first.rows is not None
         assert second.rows is not None

@@ -1,4 +1,4 @@
-"""PCME++: an image and a caption are Gaussians that match the more likely the nearer. Source: arXiv:2305.18171."""
+"""PCME++: images and captions are Gaussians matched by their distance. Source: arXiv:2305.18171."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from kiloword.model.heads import Head, Single
 
 @dataclass(frozen=True, kw_only=True)
 class Matching(recipes.Settings):
-    """How near Gaussians must be to match; the logit is -scale * CSD + bias."""
+    """Logit of a pair: -scale * CSD + bias."""
 
-    scale: float = 5.0  # initial; learned as its logarithm, so it stays positive (the authors' code: as it is)
+    scale: float = 5.0  # initial; its logarithm is trained, so it stays positive (the authors' code: the scale)
     bias: float = 5.0  # initial
-    pseudo: float = 0.1  # weight of the loss with pseudo-positives: what is as near as one's own; 0: none
-    reduction: Literal["pairs", "images"] = "pairs"  # what the loss is divided by; pairs: the authors' code
+    pseudo: float = 0.1  # weight of the loss with pseudo-positives, pairs as close as annotated ones; 0: off
+    reduction: Literal["pairs", "images"] = "pairs"  # the loss is divided by their number; pairs: the authors' code
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GaussianSettings, Matching):
-    vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: left out; as the authors' code weighs it: 5e-5
-    # words see later words too, as those of prolip; False: as the size says; None: yes, unless --init is causal
+    vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: off; the authors' code: 5e-5 in this scaling
+    # no causal mask in the text tower, as in prolip; False: as the size defines; None: True unless --init is causal
     bidirectional: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deterministic(recipes.Settings):
-    """A loss of means alone beside that of Gaussians."""
+    """An auxiliary loss on the means of Gaussians."""
 
-    loss: Literal["softmax", "sigmoid"] = "softmax"  # CLIP's or SigLIP's, with a scale (and bias) of its own
+    loss: Literal["softmax", "sigmoid"] = "softmax"  # CLIP's or SigLIP's, with separate scale (and bias)
     weight: float = 1.0
-    scale: float = 0.0  # initial factor of the cosine; 0: 1 / 0.07 of softmax, 10 of sigmoid
-    max_scale: float = 100.0  # softmax: upper limit while training
+    scale: float = 0.0  # initial scale of the cosine; 0: 1 / 0.07 for softmax, 10 for sigmoid
+    max_scale: float = 100.0  # softmax: upper limit in training
     bias: float = -10.0  # sigmoid: initial
 
 
@@ -52,22 +52,22 @@ def preset(settings: Settings) -> Method:
     plain = Method(
         name="pcme++",
         source="arXiv:2305.18171",
-        summary="Gaussians, a yes-or-no question of their distance; pseudo-positives",
+        summary="Gaussians, sigmoid over their distances; pseudo-positives",
         head=head,
         pair_loss=matching_loss,
     )
-    made = matched(with_gaussian(plain, only(settings, GaussianSettings)), only(settings, Matching))
-    made = included(made, InclusionSettings(image_in_text=0, masked=0, vib=settings.vib))
-    return bidirectional(made) if settings.bidirectional is not False else made
+    method = matched(with_gaussian(plain, only(settings, GaussianSettings)), only(settings, Matching))
+    method = included(method, InclusionSettings(image_in_text=0, masked=0, vib=settings.vib))
+    return bidirectional(method) if settings.bidirectional is not False else method
 
 
 def matched(method: Method, settings: Matching) -> Method:
-    """A method with PCME++'s loss, its scale and bias of distances.
+    """Use PCME++'s loss, with its scale and bias of distances.
 
     Raises: ValueError for a method without Gaussians, a scale that is not positive, or a negative weight.
     """
     if not is_gaussian(method):
-        raise ValueError(f"matching measures how far apart Gaussians are, but {method.name} has none: add +gaussian.")
+        raise ValueError(f"matching compares Gaussians, but {method.name} has none: add +gaussian.")
     _check("scale", settings.scale, settings.scale > 0)
     _check("pseudo", settings.pseudo, settings.pseudo >= 0, "at least 0")
 
@@ -79,17 +79,17 @@ def matched(method: Method, settings: Matching) -> Method:
 
 
 def deterministic(method: Method, settings: Deterministic) -> Method:
-    """A method of Gaussians with a loss of their means alone beside its own: PCME++ and CLIP, or ProLIP and SigLIP.
+    """Add a loss on the means of Gaussians: PCME++ and CLIP, or ProLIP and SigLIP.
 
-    Raises: ValueError for a method without Gaussians, whose images have not one mean, or a weight that is no weight.
+    Raises: ValueError for a method without Gaussians or with several vectors per image, or for an invalid weight.
     """
     head = method.head(method.shape(sizes()["debug"]))
     if head.uncertainty is None:
-        raise ValueError(f"deterministic adds a loss of means to that of Gaussians, but {method.name} has only means.")
+        raise ValueError(f"deterministic adds a loss on the means of Gaussians, but {method.name} has no Gaussians.")
     if not isinstance(head.pooling, Single):
         raise ValueError(
-            "deterministic compares one mean an image with one a text, but the pooling of "
-            f"{method.name} does not read images into one: leave +deterministic away."
+            "deterministic compares one mean per image with one per text, but the pooling of "
+            f"{method.name} does not give one vector per image: omit +deterministic."
         )
     _check("weight", settings.weight, settings.weight > 0)
     _check("scale", settings.scale, settings.scale >= 0, "at least 0")
@@ -98,7 +98,7 @@ def deterministic(method: Method, settings: Deterministic) -> Method:
 
 
 def _beside(head: Head, settings: Deterministic) -> Head:
-    """A head with another one in it."""
+    """Add the auxiliary head."""
     if settings.loss == "softmax":
         head.deterministic = cosine_head(settings.scale or 1 / 0.07, max_scale=settings.max_scale)
     else:
@@ -113,11 +113,11 @@ def _check(name: str, value: float, fits: bool, expected: str = "above 0") -> No
 
 PIECES = {
     "matching": Piece(
-        slot="pair loss", summary="a yes-or-no question of the distance of Gaussians",
+        slot="pair loss", summary="binary classification by the distance of Gaussians",
         settings=Matching, apply=matched,
     ),
     "deterministic": Piece(
-        slot="deterministic", summary="beside the loss of Gaussians one of their means alone",
+        slot="deterministic", summary="auxiliary loss on the means of Gaussians",
         settings=Deterministic, apply=deterministic,
     ),
 }  # fmt: skip

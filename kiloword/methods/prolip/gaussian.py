@@ -1,6 +1,6 @@
-"""Features as Gaussians: how far apart two are, whether one includes the other, and the uncertainty axis of a head.
+"""Features as Gaussians: distance and inclusion of pairs, and the uncertainty of a head.
 
-Everything is per dimension or separable: nothing `[I, T, D]`. Source: arXiv:2410.18857.
+No tensor `[I, T, D]` is made. Source: arXiv:2410.18857.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from kiloword.types import Features, Texts
 
 Form = Literal["paper", "exact"]
 LN2 = math.log(2)
-CELLS = 2**18  # pairs x dimensions whose inclusion is computed at once: few enough to stay in a cache
+CELLS = 2**18  # pairs x dimensions per block of inclusions: fits in a cache
 
 
 def rows(features: Features, which: Tensor) -> Features:
-    """The Gaussians of some rows, by index [n]: "vec" and "log_var" [n, D]."""
+    """The Gaussians of the rows at indices [n]: "vec" and "log_var" [n, D]."""
     return {name: features[name].index_select(0, which) for name in ("vec", "log_var")}
 
 
 def variance_sum(features: Features) -> Tensor:
-    """How uncertain N images or texts are: the trace of each covariance, [N]."""
+    """Uncertainty of N images or texts: the trace of each covariance, [N]."""
     return at_least_float(features["log_var"]).exp().sum(-1)
 
 
 def csd(a: Features, b: Features) -> Tensor:
-    """Closed-form sampled distance of pairs, the mean squared distance of a draw of each: [N] of N and N features.
+    """Closed-form sampled distance of N pairs, the expected squared distance of their samples: [N].
 
     Source: eq. 1.
     """
@@ -46,12 +46,12 @@ def csd(a: Features, b: Features) -> Tensor:
 
 
 def log_inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
-    """log of the integral of p_a^2 p_b without its constants, per dimension: [N, D] of N and N features.
+    """Log of the integral of p_a^2 p_b without its constants, per dimension of N pairs: [N, D].
 
-    B^2 / 4A - C of eq. 3 cancels catastrophically; it equals -d^2 / (v_a + 2 v_b), which does not.
+    B^2 / 4A - C of eq. 3 cancels catastrophically; the equal -d^2 / (v_a + 2 v_b) does not.
 
     Args: eps: in log space, added to -log var inside A, B and C; form: "paper", eq. 3 as printed; "exact", the
-    integral (the paper takes the normalisers' log variance twice where once is right).
+    integral (eq. 3 counts the log variance of the normalisers twice, the integral once).
     """
     gap, log_a, log_b = _gap(a, b)
     log_A = eps + torch.logaddexp(-log_a, -log_b - LN2)
@@ -61,25 +61,26 @@ def log_inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "pape
 
 
 def inclusion(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
-    """H(a in b) = inc(a, b) - inc(b, a) per dimension, positive where a is the narrower: [N, D] of N and N features.
+    """H(a in b) = inc(a, b) - inc(b, a) per dimension of N pairs, positive where a is the narrower: [N, D].
 
     With u = log var_b - log var_a and t = tanh(u / 2) = (var_b - var_a) / (var_b + var_a),
-    H = k u - atanh(t / 3) + d^2 e^eps / (var_a + var_b) * 4 t / (9 - t^2), k 1 (paper) or 1/2 (exact): all three have
-    the sign of u and none is a difference of large numbers, so the relative error is of the order of rounding.
-    Beware: the sign in each dimension is that of u alone, and distance makes |H| larger; ask for overlap too.
+    H = k u - atanh(t / 3) + d^2 e^eps / (var_a + var_b) * 4 t / (9 - t^2), k = 1 (paper) or 1/2 (exact). All three
+    summands have the sign of u and none is a difference of large numbers, so the relative error is of the order of
+    rounding. Note: the sign in each dimension depends on u alone, and distance increases |H|; check the overlap too.
+
 
     Source: eq. 4.
     """
     gap, log_a, log_b = _gap(a, b)
     u = log_b - log_a
     t = torch.tanh(0.5 * u)
-    # 1 / (var_a + var_b) by the larger: neither variance may overflow, and large logarithms are not rounded twice
+    # 1 / (var_a + var_b) relative to the larger: no overflow, and large logarithms are rounded once
     narrow = (gap * (0.5 * (eps - torch.maximum(log_a, log_b))).exp()).square() / (1 + (-u.abs()).exp())
     return (1.0 if form == "paper" else 0.5) * u - torch.atanh(t / 3) + narrow * (4 * t / (9 - t.square()))
 
 
 def csd_matrix(a: Features, b: Features) -> Tensor:
-    """`csd` of every a with every b, by one matmul: [N_a, N_b] of N_a and N_b features."""
+    """`csd` of every a with every b, by one matmul: [N_a, N_b]."""
     x, y = at_least_float(a["vec"]), at_least_float(b["vec"])
     with torch.autocast(x.device.type, enabled=False):
         distance = x.square().sum(-1)[:, None] + y.square().sum(-1) - 2 * x @ y.T
@@ -87,9 +88,9 @@ def csd_matrix(a: Features, b: Features) -> Tensor:
 
 
 def inclusion_matrix(a: Features, b: Features, eps: float = 0.0, form: Form = "paper") -> Tensor:
-    """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b] of N_a and N_b features.
+    """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b].
 
-    H is no product of what each side knows, so pairs are taken a block at a time; [N_a, N_b, D] is never held.
+    H is not separable, so pairs are computed in blocks; [N_a, N_b, D] is never held.
     """
     n, m = len(a["vec"]), len(b["vec"])
     if not n * m:
@@ -101,7 +102,7 @@ def inclusion_matrix(a: Features, b: Features, eps: float = 0.0, form: Form = "p
 
 
 def _rows(features: Features, which: slice, axis: int) -> Features:
-    """The Gaussians of some rows, [n, 1, D] (axis 1) or [1, n, D] (axis 0)."""
+    """The Gaussians of a slice of rows, [n, 1, D] (axis 1) or [1, n, D] (axis 0)."""
     return {name: features[name][which].unsqueeze(axis) for name in ("vec", "log_var")}
 
 
@@ -119,10 +120,10 @@ def inclusion_loss(
     form: Form = "paper",
     reduction: Literal["per_dimension", "joint"] = "per_dimension",
 ) -> Tensor:
-    """-log sigmoid(c H(a in b)), [N] of N and N features.
+    """-log sigmoid(c H(a in b)) of N pairs: [N].
 
-    Args: c sharpens; the paper takes eps -20 and c 1000, its authors later advise -10 and 10. reduction:
-    "per_dimension", a sigmoid each and their mean (the authors' code); "joint", one of the sum of H (eq. 5 as read).
+    Args: c: sharpness; the paper uses eps -20 and c 1000, its authors later recommend -10 and 10. reduction:
+    "per_dimension", mean of the losses of all dimensions (the authors' code); "joint", loss of the sum of H (eq. 5).
     """
     h = inclusion(a, b, eps, form)
     if reduction == "joint":
@@ -133,7 +134,7 @@ def inclusion_loss(
 def vib(features: Features, form: Literal["textbook", "released"] = "textbook") -> Tensor:
     """KL divergence to N(0, 1), mean over dimensions: [N].
 
-    Args: form: "released", the authors' code, has log sigma wherever the log variance belongs: in the exponential too.
+    Args: form: "released", as in the authors' code: log sigma in place of the log variance, in the exponential too.
     """
     mean, log_var = at_least_float(features["vec"]), at_least_float(features["log_var"])
     spread = log_var if form == "textbook" else 0.5 * log_var
@@ -142,17 +143,17 @@ def vib(features: Features, form: Literal["textbook", "released"] = "textbook") 
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianSettings(recipes.Settings):
-    """How variances are read and put together."""
+    """Initial variance, and how variances of prompts are combined."""
 
-    log_var: float = -10.0  # that training starts from
-    # variance of a class of N prompts: the mean of theirs, 1/N of the sum, or that of their average, 1/N^2 of it
+    log_var: float = -10.0  # initial value
+    # variance of a class of N prompts: their mean variance (sum / N), or the variance of their average (sum / N^2)
     ensemble: Literal["mean", "of_average"] = "mean"
 
 
 def tokens(config: ModelConfig) -> ModelConfig:
-    """The towers' configuration with an uncertainty token a side, and the text's class token where that is read.
+    """The configuration with an uncertainty token per tower and, where needed, a class token for texts.
 
-    A causal tower's end token has seen all words, and not [UNC]: it stays the class token.
+    A causal tower needs no class token: its end token attends to all words, and not to [UNC].
     """
     image, text = config.image, config.text
     read = config.head.text_pool == "last" and not text.causal
@@ -161,17 +162,17 @@ def tokens(config: ModelConfig) -> ModelConfig:
 
 
 def log_variance(layer: nn.Linear, tokens: Tensor) -> Tensor:
-    """[N, W] -> [N, D], at least single precision: near a bias of -10, bfloat16 has steps of 1/16."""
+    """[N, W] -> [N, D], at least single precision: near the bias of -10, bfloat16 has steps of 1/16."""
     return at_least_float(F.linear(tokens, layer.weight)) + at_least_float(layer.bias)
 
 
 class Gaussian(nn.Module):
-    """Diagonal Gaussians: log variance from an uncertainty token by one linear layer a side (section 3.1)."""
+    """Diagonal Gaussians: log variance from an uncertainty token by one linear layer per tower (section 3.1)."""
 
     def __init__(self, config: ModelConfig, settings: GaussianSettings) -> None:
         super().__init__()
         if not config.image.uncertainty_token or "unc" not in config.text.extra_tokens:
-            raise ValueError("a Gaussian needs an uncertainty token in both towers: shape them by gaussian.tokens")
+            raise ValueError("a Gaussian needs an uncertainty token in both towers: configure them by gaussian.tokens")
         self.settings = settings
         self.image_place = extra(config.image) - 1
         self.text_place = place_from_end(config.text, "unc")
@@ -192,8 +193,8 @@ class Gaussian(nn.Module):
         return 0.5 * variance_sum(features)
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
-        """The variance of each class [n, D] of its prompts': with weights p that sum to 1 in a class, sum p var
-        ("mean") or sum p^2 var ("of_average"). Source: section 4.2.
+        """Log variance of each class [n, D]: with weights p of its prompts that sum to 1, of sum p var ("mean") or
+        of sum p^2 var ("of_average"). Source: section 4.2.
         """
         ones = torch.ones_like(texts["log_var"][:, 0])
         share = ones if weights is None else weights.to(ones)
@@ -201,7 +202,7 @@ class Gaussian(nn.Module):
         factor = share.square() if self.settings.ensemble == "of_average" else share
         log_var = at_least_float(texts["log_var"]) + factor.log()[:, None]
         members = group[:, None].expand_as(log_var)
-        # relative to each class's largest: a variance itself may be too small or large for single precision
+        # relative to the largest of each class: a variance can underflow or overflow single precision
         peak = log_var.detach().new_zeros(n, log_var.shape[1])
         peak = peak.scatter_reduce(0, members, log_var.detach(), "amax", include_self=False)
         var = (log_var - peak[group]).exp()

@@ -1,6 +1,6 @@
-"""Local terms over Gaussians: an image inside its texts, a whole inside its masked copy, and the bottleneck.
+"""Terms over Gaussians: an image lies in its texts, an original in its masked copy; information bottleneck.
 
-They compare matched pairs of one rank's own batch, never pairs of the whole. Source: arXiv:2410.18857, section 3.3.
+They compare matched pairs of the local batch, never all pairs. Source: arXiv:2410.18857, section 3.3.
 """
 
 from __future__ import annotations
@@ -23,41 +23,47 @@ from kiloword.types import Batch, Encoded, Features, Texts
 
 @dataclass(frozen=True, kw_only=True)
 class InclusionSettings(recipes.Settings):
-    """What includes what, how strongly, and how a masked copy is made."""
+    """Weights and form of the inclusion terms, and how masked copies are made."""
 
-    image_in_text: float = 1e-7  # weight of: an image lies within its caption; 0: left out
-    masked: float = 1e-3  # weight of: whole images and captions lie within their masked copies; 0: left out
-    spread: float = 0.0  # weight of: variances fit the distances of matched pairs (not in the paper); 0: left out
-    vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: left out
+    image_in_text: float = 1e-7  # weight of: an image lies within its caption; 0: off
+    masked: float = 1e-3  # weight of: originals (images, captions) lie within their masked copies; 0: off
+    spread: float = 0.0  # weight of: variances fit the distances of matched pairs (not in the paper); 0: off
+    vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: off
     inclusion_form: Form = "paper"  # eq. 3 as printed, or the exact integral
-    inclusion_reduction: Literal["per_dimension", "joint"] = "per_dimension"  # a sigmoid each, or one of the sum
+    inclusion_reduction: Literal["per_dimension", "joint"] = (
+        "per_dimension"  # one sigmoid per dimension, or one of the sum
+    )
     eps: float = -10.0  # in log space, widens both Gaussians inside A, B, C; the paper: -20
     c: float = 10.0  # sharpness of the sigmoid; the paper: 1000
-    vib_form: Literal["textbook", "released"] = "textbook"  # the authors' code has sigma where the variance belongs
-    masked_every: int = 8  # one image in so many gets masked copies: 12.5% of the batch
-    drop_patches: float = 0.75  # share of a copy's patches that are dropped; the authors' code: 0.25
-    mask_words: float = 0.75  # share of a copy's word tokens that become the mask token
-    hide_words: Literal["mask", "drop"] = "mask"  # drop: those words are left out, which makes copies general captions
+    vib_form: Literal["textbook", "released"] = (
+        "textbook"  # released: sigma in place of the variance, as in the authors' code
+    )
+    masked_every: int = 8  # every n-th image gets masked copies; 8: 12.5% of the batch
+    drop_patches: float = 0.75  # share of patches dropped from a copy; the authors' code: 0.25
+    mask_words: float = 0.75  # share of words hidden in a copy
+    hide_words: Literal["mask", "drop"] = (
+        "mask"  # replace them by the mask token, or drop them, which makes copies general captions
+    )
 
 
 def terms(settings: InclusionSettings) -> dict[str, tuple[float, Any]]:
-    """`Method.terms` for these settings, each with its weight; what has weight 0 is left out.
+    """`Method.terms` for these settings, each with its weight; terms of weight 0 are omitted.
 
     Raises: ValueError for settings out of their range.
     """
     _check(settings)
-    made: dict[str, tuple[float, Any]] = {}
+    selected: dict[str, tuple[float, Any]] = {}
     if settings.image_in_text:
-        made["image_in_text"] = (settings.image_in_text, lambda config: ImageInText(settings))
+        selected["image_in_text"] = (settings.image_in_text, lambda config: ImageInText(settings))
     if settings.masked:
-        made["masked_image"] = (settings.masked, lambda config: MaskedImage(settings, config))
-        made["masked_text"] = (settings.masked, lambda config: MaskedText(settings, config))
+        selected["masked_image"] = (settings.masked, lambda config: MaskedImage(settings, config))
+        selected["masked_text"] = (settings.masked, lambda config: MaskedText(settings, config))
     if settings.spread:
-        made["spread"] = (settings.spread, lambda config: Spread())
+        selected["spread"] = (settings.spread, lambda config: Spread())
     if settings.vib:
-        made["vib_image"] = (settings.vib, lambda config: Vib(settings, "image"))
-        made["vib_text"] = (settings.vib, lambda config: Vib(settings, "text"))
-    return made
+        selected["vib_image"] = (settings.vib, lambda config: Vib(settings, "image"))
+        selected["vib_text"] = (settings.vib, lambda config: Vib(settings, "text"))
+    return selected
 
 
 def _check(settings: InclusionSettings) -> None:
@@ -69,7 +75,7 @@ def _check(settings: InclusionSettings) -> None:
             raise ValueError(f"{name} is {getattr(settings, name)}: expected a share, 0 to 1.")
     if settings.masked_every < 1:
         raise ValueError(
-            f"masked_every is {settings.masked_every}: expected at least 1; for no masked copies, masked 0."
+            f"masked_every is {settings.masked_every}: expected at least 1; masked 0 disables masked copies."
         )
     if not 0 < settings.c < math.inf:
         raise ValueError(f"c is {settings.c}: expected a sharpness above 0.")
@@ -78,19 +84,19 @@ def _check(settings: InclusionSettings) -> None:
 
 
 class _Inclusion(nn.Module):
-    """What the inclusion terms share."""
+    """Base of the inclusion terms."""
 
     def __init__(self, settings: InclusionSettings) -> None:
         super().__init__()
         self.settings = settings
 
     def loss(self, a: Features, b: Features) -> Tensor:
-        """[N]: how far each a is from lying within its b."""
+        """[N]: loss of each a that does not lie within its b."""
         s = self.settings
         return inclusion_loss(a, b, s.eps, s.c, s.inclusion_form, s.inclusion_reduction)
 
     def chosen(self, batch: Batch) -> Tensor:
-        """[I] bool, the images with masked copies: by place in the global batch, whose order is drawn."""
+        """[I] bool, the images with masked copies: by position in the global batch, whose order is random."""
         return batch.position % self.settings.masked_every == 0
 
     def chosen_texts(self, batch: Batch) -> Tensor:
@@ -99,7 +105,7 @@ class _Inclusion(nn.Module):
 
 
 class ImageInText(_Inclusion):
-    """Every image lies within each of its own captions; mean over captions."""
+    """Every image lies within each of its captions; mean over captions."""
 
     def count(self, batch: Batch) -> Tensor:
         return batch.position.new_full((), len(batch.texts))
@@ -109,7 +115,7 @@ class ImageInText(_Inclusion):
 
 
 class MaskedImage(_Inclusion):
-    """Whole images lie within their copies of few patches; mean over the chosen images."""
+    """Images lie within their copies of few patches; mean over the chosen images."""
 
     def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
         super().__init__(settings)
@@ -128,7 +134,7 @@ class MaskedImage(_Inclusion):
 
 
 class MaskedText(_Inclusion):
-    """Whole captions lie within their copies of few words; mean over the chosen images' captions."""
+    """Captions lie within their copies of few words; mean over the captions of the chosen images."""
 
     def __init__(self, settings: InclusionSettings, config: ModelConfig) -> None:
         super().__init__(settings)
@@ -140,13 +146,13 @@ class MaskedText(_Inclusion):
     def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
         which, weight, texts = self._whole(batch)
         of = batch.image_of_text[which]
-        caption = which - torch.searchsorted(batch.image_of_text, of)  # its number among its image's
+        caption = which - torch.searchsorted(batch.image_of_text, of)  # index among the captions of its image
         hide = drop_words if self.settings.hide_words == "drop" else mask_words
         copies = hide(texts, batch.seeds[of] + caption, self.settings.mask_words, self.config)
         return self.loss(rows(encoded.texts, which), model.encode_text(copies)[1]).sum() * weight
 
     def _whole(self, batch: Batch) -> tuple[Tensor, float, Texts]:
-        """Indices [n] of the captions with masked copies, their weight, and the captions themselves."""
+        """Indices [n] of the captions with masked copies, their weight, and the original captions."""
         host = batch.host
         chosen = self.chosen_texts(host)
         n = int(chosen.sum())
@@ -156,11 +162,11 @@ class MaskedText(_Inclusion):
 
 
 class Spread(nn.Module):
-    """A caption's variance is how far its images lie from it: mean over captions of -log of the integral of p_v p_t.
+    """The variance of a caption fits its distance to its images: mean over captions of -log of the integral of p_v p_t.
 
-    Its constants are left out, and the mean over dimensions is taken. Only variances learn from it: means would only be
-    drawn together. A caption of many scenes lies far from each, whatever its length, so that its variance grows with
-    what it is true of. Not in the paper, which leaves it to the pair loss.
+    Without constants; mean over dimensions. Only variances get a gradient: means would only be drawn together. A
+    caption that is true of many scenes is far from each, whatever its length, so that its variance grows with the
+    number of scenes. Not in the paper, which leaves this to the pair loss.
     """
 
     def count(self, batch: Batch) -> Tensor:
@@ -174,7 +180,7 @@ class Spread(nn.Module):
 
 
 class Vib(nn.Module):
-    """Divergence of one side's Gaussians to N(0, 1), so that variances do not vanish; mean over images or texts."""
+    """KL divergence of image or text Gaussians to N(0, 1), against vanishing variances; mean over images or texts."""
 
     def __init__(self, settings: InclusionSettings, side: Literal["image", "text"]) -> None:
         super().__init__()
@@ -188,13 +194,13 @@ class Vib(nn.Module):
 
 
 def at_least_one(chosen: Tensor, n: int) -> tuple[Tensor, float]:
-    """Indices of the n that are chosen [N] bool; of nothing the first, with weight 0: no rank may skip a tower pass."""
-    order = chosen.to(torch.uint8).argsort(descending=True, stable=True)  # `nonzero` would wait for the device
+    """Indices of the n chosen [N] bool; if none, index 0 with weight 0: no rank may skip a tower pass."""
+    order = chosen.to(torch.uint8).argsort(descending=True, stable=True)  # `nonzero` would synchronise with the device
     return order[: max(n, 1)], float(n > 0)
 
 
 def take(texts: Texts, which: Tensor, tokens: int) -> Texts:
-    """Some texts, packed, in the order of `which` [n], which have so many tokens."""
+    """Select texts by index `which` [n], packed in that order; tokens: their total number of tokens."""
     lengths = texts.starts.diff()[which]
     starts = nn.functional.pad(lengths.cumsum(0), (1, 0))
     shift = torch.repeat_interleave(texts.starts[which] - starts[:-1], lengths, output_size=tokens)
@@ -202,30 +208,30 @@ def take(texts: Texts, which: Tensor, tokens: int) -> Texts:
 
 
 def chosen_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Tensor:
-    """A share (rounded) of each text's words: [S] bool; never special tokens.
+    """Select a share (rounded) of the words of each text: [S] bool; never special tokens.
 
-    Args: seeds [T] int64, of every text its own.
+    Args: seeds [T] int64, one per text.
     """
     lengths = texts.starts.diff()
-    of = torch.repeat_interleave(lengths, output_size=len(texts.ids))  # [S]; the size known, no device is waited for
+    of = torch.repeat_interleave(lengths, output_size=len(texts.ids))  # [S]; a known size needs no synchronisation
     place = torch.arange(len(of), device=of.device) - texts.starts[of]
     words = ~is_special(texts.ids, config)
     noise = uniform(seeds, "masked.text", texts.longest)  # [T, L]
     order = torch.full_like(noise, 2.0)
-    order[of, place] = torch.where(words, noise[of, place], 2.0)  # others come last
+    order[of, place] = torch.where(words, noise[of, place], 2.0)  # special tokens come last
     rank = order.argsort(dim=1, stable=True).argsort(1)[of, place]
     wanted = (torch.zeros_like(lengths).index_add(0, of, words.long()) * share).round()
     return words & (rank < wanted[of])
 
 
 def mask_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:
-    """Texts with a share of each one's words replaced by the mask token; arguments as `chosen_words`."""
+    """Replace a share of the words of each text by the mask token; arguments as `chosen_words`."""
     hidden = chosen_words(texts, seeds, share, config)
     return Texts(texts.ids.masked_fill(hidden, config.special["mask"]), texts.starts, texts.longest)
 
 
 def drop_words(texts: Texts, seeds: Tensor, share: float, config: TextConfig) -> Texts:
-    """Texts without a share of each one's words, packed anew; arguments as `chosen_words`."""
+    """Drop a share of the words of each text; arguments as `chosen_words`."""
     kept = ~chosen_words(texts, seeds, share, config)
     before = nn.functional.pad(kept.cumsum(0), (1, 0))  # kept tokens before each place
     return Texts(texts.ids[kept], before[texts.starts], texts.longest)

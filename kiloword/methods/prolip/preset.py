@@ -1,4 +1,4 @@
-"""ProLIP: an image and a caption are Gaussians, and the general includes the specific. Source: arXiv:2410.18857."""
+"""ProLIP: images and captions are Gaussians; general ones include specific ones. Source: arXiv:2410.18857."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from kiloword.model.heads import Head
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
-    # words see later words too, as in the authors' code; False: as the size says; None: yes, unless --init is causal
+    # no causal mask in the text tower, as in the authors' code; False: as the size defines; None: True unless --init is
+    # causal
     bidirectional: bool | None = None
 
 
 def preset(settings: Settings) -> Method:
     base = siglip.preset(only(settings, siglip.Settings))
-    made = included(with_gaussian(base, only(settings, GaussianSettings)), only(settings, InclusionSettings))
+    method = included(with_gaussian(base, only(settings, GaussianSettings)), only(settings, InclusionSettings))
     return replace(
-        bidirectional(made) if settings.bidirectional is not False else made,
+        bidirectional(method) if settings.bidirectional is not False else method,
         name="prolip",
         source="arXiv:2410.18857",
-        summary="Gaussians, sigmoid over all pairs; the general includes the specific",
+        summary="Gaussians, sigmoid over all pairs; general includes specific",
     )
 
 
 def bidirectional(method: Method) -> Method:
-    """A method whose text tower sees later words too."""
+    """Use a text tower without causal mask."""
 
     def shape(config: ModelConfig) -> ModelConfig:
         return method.shape(replace(config, text=replace(config.text, causal=False)))
@@ -40,47 +41,47 @@ def bidirectional(method: Method) -> Method:
 
 
 def with_gaussian(method: Method, settings: GaussianSettings) -> Method:
-    """A method whose features are Gaussians: its score loses half of both variance sums (PPCL, eq. 2, with sigmoid).
+    """Make features Gaussians: half of each variance sum is subtracted from the score (PPCL, eq. 2, with sigmoid).
 
     Raises: ValueError for a method that has an uncertainty already, or a variance out of range.
     """
     if is_gaussian(method):
-        raise ValueError(f"{method.name} has Gaussians already: leave +gaussian away.")
+        raise ValueError(f"{method.name} has Gaussians already: omit +gaussian.")
     if not abs(settings.log_var) <= 50:  # False for NaN
         raise ValueError(f"log_var is {settings.log_var}: expected a logarithm, -50 to 50.")
 
     def head(config: ModelConfig) -> Head:
-        made = method.head(config)
-        made.uncertainty = Gaussian(config, settings)
-        return made
+        gaussian_head = method.head(config)
+        gaussian_head.uncertainty = Gaussian(config, settings)
+        return gaussian_head
 
     return replace(method, head=head, shape=lambda config: gaussian.tokens(method.shape(config)))
 
 
 def included(method: Method, settings: InclusionSettings) -> Method:
-    """A method with the inclusion terms and the information bottleneck.
+    """Add the inclusion terms and the information bottleneck.
 
     Raises: ValueError for a method without Gaussians, or with inclusion terms already.
     """
     if not is_gaussian(method):
         raise ValueError(f"inclusion compares Gaussians, but {method.name} has none: add +gaussian.")
     if "image_in_text" in method.terms:
-        raise ValueError(f"{method.name} has inclusion terms already: leave +inclusion away, they are in its settings.")
+        raise ValueError(f"{method.name} has inclusion terms already: omit +inclusion, they are in its settings.")
     return replace(method, terms={**method.terms, **terms(settings)})
 
 
 def ppcl(method: Method, settings: siglip.Settings) -> Method:
-    """A method with SigLIP's loss, scale and bias over Gaussians (eq. 2).
+    """Use SigLIP's loss, scale and bias over Gaussians (eq. 2).
 
     Raises: ValueError for a method without Gaussians.
     """
     if not is_gaussian(method):
-        raise ValueError(f"ppcl compares Gaussians, but {method.name} has none: add +gaussian, or take +sigmoid.")
+        raise ValueError(f"ppcl compares Gaussians, but {method.name} has none: add +gaussian, or use +sigmoid.")
     return siglip.sigmoid(method, settings)
 
 
 def is_gaussian(method: Method) -> bool:
-    """Whether a method's features are Gaussians."""
+    """Whether the features of a method are Gaussians."""
     return method.head(method.shape(sizes()["debug"])).uncertainty is not None
 
 
@@ -90,11 +91,11 @@ PIECES = {
         settings=GaussianSettings, apply=with_gaussian,
     ),
     "ppcl": Piece(
-        slot="pair loss", summary="a yes-or-no question a pair of Gaussians",
+        slot="pair loss", summary="binary classification of all pairs of Gaussians",
         settings=siglip.Settings, apply=ppcl,
     ),
     "inclusion": Piece(
-        slot="terms", summary="the general includes the specific (needs Gaussians)",
+        slot="terms", summary="general ones include specific ones (needs Gaussians)",
         settings=InclusionSettings, apply=included,
     ),
 }  # fmt: skip

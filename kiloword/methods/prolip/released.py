@@ -1,16 +1,16 @@
-"""ProLIP as its authors' code computes it, for their weights. Source: arXiv:2410.18857, its public code.
+"""ProLIP as in its authors' code, for their released weights. Source: arXiv:2410.18857, its public code.
 
-Where the code differs from the paper, and so this preset from `prolip`:
-- An image's class token passes the final norm twice. The code has one norm for both; here the second has weights of
-  its own, equal in imported weights.
-- A text's log variance is read from its projected, not normalised mean. The uncertainty token still stands in the
-  text, where other tokens see it, but its own output is read by nobody.
-- Texts have 64 tokens, pads among them and seen by all, then [UNC] and [CLS]: a context of 66; every position has an
-  embedding. So has the image's uncertainty token, but the sum of two learned vectors is one.
-- The scale starts at 1/0.07. The bottleneck has sigma where the variance belongs, masked copies lose a quarter of
-  their patches rather than keep one, and the inclusion loss has eps -10 and c 1000.
-- Not reproduced: one choice of patches for all images of a batch, and which images get masked copies (the first
-  ones of the batch; here by place in the global batch).
+Differences between that code and the paper, and so between this preset and `prolip`:
+- The class token of an image passes the final norm twice. The code shares one norm; here the second norm has separate
+  weights, which are equal after import.
+- The log variance of a text is computed from its projected mean before normalisation. The uncertainty token is part of
+  the text and attended to by other tokens, but its output is not used.
+- Texts have 64 tokens including pads, which all tokens attend to, then [UNC] and [CLS]: a context of 66; every position
+  has an embedding. The code also gives the image's uncertainty token one; here the two are summed in one parameter.
+- The scale starts at 1/0.07. The bottleneck uses sigma in place of the variance, masked copies drop a quarter of their
+  patches, and the inclusion loss has eps -10 and c 1000.
+- Not reproduced: the code drops the same patches for all images of a batch, and makes masked copies of the first images
+  of a batch (here: by position in the global batch).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kiloword.types import Features, Texts
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(prolip.Settings):
-    scale: float = 1 / 0.07  # initial factor of the score
-    vib_form: Literal["textbook", "released"] = "released"  # sigma where the variance belongs
-    drop_patches: float = 0.25  # share of a masked copy's patches that are dropped
+    scale: float = 1 / 0.07  # initial scale of the score
+    vib_form: Literal["textbook", "released"] = "released"  # sigma in place of the variance
+    drop_patches: float = 0.25  # share of patches dropped from a masked copy
     c: float = 1000.0  # sharpness of the inclusion loss
 
 
@@ -41,10 +41,10 @@ def preset(settings: Settings) -> Method:
     base = prolip.preset(only(settings, prolip.Settings))
 
     def head(config: ModelConfig) -> Head:
-        made = base.head(config)
-        made.pooling = TwiceNormed(config)
-        made.uncertainty = FromMean(config, only(settings, GaussianSettings))
-        return made
+        twice_normed = base.head(config)
+        twice_normed.pooling = TwiceNormed(config)
+        twice_normed.uncertainty = FromMean(config, only(settings, GaussianSettings))
+        return twice_normed
 
     def shape(config: ModelConfig) -> ModelConfig:
         image, text = replace(config.image, class_token=True), replace(config.text, pad_to_context=True)
@@ -54,14 +54,14 @@ def preset(settings: Settings) -> Method:
     return replace(
         base,
         name="prolip-released",
-        summary="prolip as its authors' code computes it, for their weights",
+        summary="prolip as in its authors' code, for their weights",
         head=head,
         shape=shape,
     )
 
 
 class TwiceNormed(Single):
-    """One vector a side; the image's class token is normed once more before its projection."""
+    """One vector per image and text; a second norm of the image's class token before its projection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -72,11 +72,11 @@ class TwiceNormed(Single):
 
 
 class FromMean(Gaussian):
-    """Gaussians whose log variance is read from the uncertainty token for images, from the mean for texts."""
+    """Gaussians with log variances from the uncertainty token (images) and from the mean (texts)."""
 
     def __init__(self, config: ModelConfig, settings: GaussianSettings) -> None:
         super().__init__(config, settings)
-        del self.text_log_var  # another name: the two layers cannot start from each other
+        del self.text_log_var  # renamed below: initial values are keyed by name, and the shapes differ
         self.mean_log_var = nn.Linear(config.head.dim, config.head.dim)
 
     def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features:
