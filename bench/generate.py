@@ -19,31 +19,31 @@ from dataclasses import replace
 import torch
 
 from kiloword.config.recipes import sizes
-from kiloword.generation.decoding import Memory, ModelDecoding, WholeDecoding, text_decoder
+from kiloword.generation.decoding import DecoderMemory, ModelDecoding, WholeDecoding, text_decoder
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.rules import Found, Rules
+from kiloword.generation.rules import FinishedTexts, Rules
 from kiloword.generation.search import search
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 
-Write = Callable[[], Found]
+Write = Callable[[], FinishedTexts]
 
 
-def writers(model: Model, memory: Memory, options: GenerationOptions, tokens: int) -> dict[str, Write]:
+def writers(model: Model, memory: DecoderMemory, options: GenerationOptions, tokens: int) -> dict[str, Write]:
     """Both ways to write texts of so many tokens about the same images."""
     words, device = text_decoder(model).words, next(model.parameters()).device
     never = torch.zeros(words, dtype=torch.bool, device=device)
     rules = Rules(start=words - 2, end=words - 1, never=never, longest=tokens, shortest=tokens)
     kinds = {"cached": ModelDecoding, "whole": WholeDecoding}
 
-    def write(kind: type[ModelDecoding] | type[WholeDecoding]) -> Found:
+    def write(kind: type[ModelDecoding] | type[WholeDecoding]) -> FinishedTexts:
         with torch.inference_mode():
             return search(kind(model, memory), len(memory), rules, options)
 
     return {name: lambda kind=kind: write(kind) for name, kind in kinds.items()}
 
 
-def check(one: Found, other: Found) -> float:
+def check(one: FinishedTexts, other: FinishedTexts) -> float:
     """Largest difference between log probabilities; the tokens are the same."""
     assert torch.equal(one.ids[:, 0], other.ids[:, 0]), "the same tokens"
     assert bool((one.lengths[:, 0] == one.ids.shape[2]).all()), "the same number of steps"
@@ -72,7 +72,7 @@ def main() -> None:
     images = torch.randint(0, 256, (given.batch, 3, side, side), dtype=torch.uint8, generator=generator)
     with torch.inference_mode():
         tokens = model.image_tokens(images.to(given.device))
-        memory = Memory(text_decoder(model).remember(model.memory(tokens)))
+        memory = DecoderMemory(text_decoder(model).remember(model.memory(tokens)))
     both = writers(model, memory, GenerationOptions(method=given.method, beams=given.beams), given.tokens)
     seconds: dict[str, list[float]] = {name: [] for name in both}
     processor: dict[str, list[float]] = {name: [] for name in both}

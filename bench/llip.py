@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kiloword.config.recipes import sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss
-from kiloword.methods.llip.pooling import Contextual, Mixture, tokens
-from kiloword.methods.llip.scores import Sizes, choose
+from kiloword.methods.llip.pooling import Contextual, ContextualSettings, tokens
+from kiloword.methods.llip.scores import PairSizes, choose
 from kiloword.methods.method import annotated
 from kiloword.model.heads import Head
 from kiloword.model.model import initialise
@@ -42,7 +42,7 @@ def make(args: argparse.Namespace, images: int, texts: int, dtype: torch.dtype, 
     """One contestant on its own copy of the same numbers."""
     size = sizes()["debug"]
     config = replace(size, head=replace(size.head, dim=args.dim))
-    mixture = Mixture(k=args.k, heads=args.heads, form="gram" if form == "gram" else "direct")
+    mixture = ContextualSettings(k=args.k, heads=args.heads, form="gram" if form == "gram" else "direct")
     head = Head(Contextual(tokens(config, mixture), mixture), scale=10.0, bias=-10.0)
     initialise(head, 0)
     head.to(args.device, dtype)
@@ -137,7 +137,7 @@ def compare(args: argparse.Namespace, texts: int) -> dict[str, float | str | Non
             if n:  # the first warms up
                 times[form].append(took)
     middle = {form: statistics.median(t) for form, t in times.items()}
-    auto = choose(Sizes(args.k, args.heads, args.dim), texts)
+    auto = choose(PairSizes(args.k, args.heads, args.dim), texts)
     over = {f: round(statistics.median(a / b for a, b in zip(times[f], times["gram"], strict=True)), 2) for f in forms}
     return {
         "texts": texts,

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.accumulate import backward
@@ -32,7 +32,7 @@ from kiloword.training.setup import Run, open_sources, prepare
 def ready(size: str, device: str, out: Path) -> Run:
     base = default_recipe("siglip", size, ("scenes?n=256",))
     recipe = replace(base, batch=4, steps=1000, optim=replace(base.optim, ema=0.99))
-    run = prepare(recipe, out, open_sources(recipe), device=device, options=Options(quiet=True))
+    run = prepare(recipe, out, open_sources(recipe), device=device, options=RunOptions(quiet=True))
     step(run)
     return run
 

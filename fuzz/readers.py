@@ -39,7 +39,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.sources.sample import make_record
 from kiloword.data.tars.index import open_index
 from kiloword.data.tars.index_file import SUFFIX, Header, make_index, parse_index, write_index
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.captions import choose, drop_words
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.store import TableFile
@@ -101,7 +101,7 @@ def read_tar(data: bytes, folder: Path) -> None:
             raise Broken("a damaged index stops a good tar")
     else:
         tar.write_bytes(_with_sums(body) if choice == b"\1" else body)
-    read_source(said(lambda: Shards("x", [tar])))
+    read_source(said(lambda: TarSource("x", [tar])))
 
 
 def _with_sums(tar: bytes) -> bytes:

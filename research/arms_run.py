@@ -99,7 +99,7 @@ def _train(arm: Arm, seed: int, folder: Path, options: Options) -> dict[str, Any
 
 def _start(arm: Arm, recipe: Recipe, folder: Path, options: Options) -> None:
     source = None if arm.source is None else arm.source(recipe)
-    how = loop.Options(workers=options.workers, device=options.device, log_every=1)
+    how = loop.RunOptions(workers=options.workers, device=options.device, log_every=1)
     loop.train(recipe, folder, source=source, options=how)
 
 

@@ -25,10 +25,10 @@ def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
     from kiloword.checkpoint.files import write_json
     from kiloword.features.extract import main as embed
     from kiloword.features.store import SideTable
-    from kiloword.training.loop import Options, train
+    from kiloword.training.loop import RunOptions, train
     from kiloword.training.setup import open_sources
 
-    model = train(replace(recipe, seed=SEED), out / "teacher", options=Options(workers=workers, device=device))
+    model = train(replace(recipe, seed=SEED), out / "teacher", options=RunOptions(workers=workers, device=device))
     embed(str(model), recipe.data.sources, features(out), workers=workers, device=device)
     write_json(out / "teacher.json", _calibrated(SideTable(features(out)), open_sources(recipe)))
 

@@ -39,7 +39,9 @@ from pathlib import Path
 
 ROOT, PACKAGE = Path(__file__).resolve().parents[1], "kiloword"
 # Measure -> offender as the table names it -> the reason why it may stay.
-EXCEPTIONS: dict[str, dict[str, str]] = {}
+EXCEPTIONS: dict[str, dict[str, str]] = {
+    "class names defined twice": {"Settings": "one a method's module, where the registry looks for it by this name"},
+}
 # Small modules that only a registry imports (verbs, methods, tasks, data sources). Paths below the package.
 ONE_IMPORTER_ALLOWED = ("cli/*", "methods/*", "evaluation/*/task.py", "data/sources/*")
 OLD_WORDS = {name: name for name in ("so many", "but in its rounding", "no number", "what is kept", "the truth")} | {

@@ -28,7 +28,7 @@ AT_ONCE = 1 << 28  # bytes of whole tensors that are put together from their sha
 
 
 @dataclass
-class Part:
+class StateShard:
     """What one rank writes: a chunk a tensor."""
 
     values: dict[str, Tensor]
@@ -45,12 +45,12 @@ class Host:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> Part:
+    def copy(self, tensors: Mapping[str, Tensor]) -> StateShard:
         """This rank's part of `tensors`, which may change from here on.
 
         Args: tensors: plain (equal on all ranks) or DTensors (sharded over all ranks).
         """
-        part = Part({}, {})
+        part = StateShard({}, {})
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors))
         for item in _own(planner.create_local_plan().items):
@@ -91,7 +91,7 @@ def _size(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
-def write_part(folder: Path, part: Part, rank: int, ranks: int) -> dict[str, str]:
+def write_part(folder: Path, part: StateShard, rank: int, ranks: int) -> dict[str, str]:
     """Write a rank's file. Returns: its name -> its SHA-256. Raises: SaveError."""
     path = folder / f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
     specs = {name: spec_of(value) for name, value in part.values.items()}
@@ -110,7 +110,7 @@ class _Listed(FileSystem):
         return self.files
 
 
-class Stored:
+class SavedState:
     """A whole state on disk.
 
     Args: files: of its tensors; numbers: what else it holds.

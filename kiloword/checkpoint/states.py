@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from kiloword.checkpoint.files import SaveError, write_json
-from kiloword.checkpoint.state_shards import Stored
+from kiloword.checkpoint.state_shards import SavedState
 from kiloword.distributed import collectives
 
 MAX_JSON = 1 << 28  # bytes; a bad sample takes some 100
@@ -115,7 +115,7 @@ def _drop_strangers(shards: Path, state: Path) -> None:
             path.unlink()
 
 
-def newest(folder: Path, warn: Callable[[str], None]) -> Stored | None:
+def newest(folder: Path, warn: Callable[[str], None]) -> SavedState | None:
     """The newest undamaged state, or None when there is none; every rank finds the same.
 
     Rank 0 says which there are, every rank checks a share of the files, and all hear what is wrong. `warn` gets a
@@ -129,7 +129,7 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Stored | None:
         if not isinstance(found, str) and not wrong:
             stored = _open(path.parent, found)
             wrong = collectives.all_lists([stored] if isinstance(stored, str) else [])
-            if isinstance(stored, Stored) and not wrong:
+            if isinstance(stored, SavedState) and not wrong:
                 return stored
         warn(f"state {path.stem} is damaged ({wrong[0]}): falling back to the one before.")
     if names:
@@ -137,10 +137,10 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Stored | None:
     return None
 
 
-def _open(folder: Path, found: dict[str, Any]) -> Stored | str:
+def _open(folder: Path, found: dict[str, Any]) -> SavedState | str:
     """The state, or what is wrong with its files."""
     try:
-        return Stored([folder / file for file in found["files"]], found)
+        return SavedState([folder / file for file in found["files"]], found)
     except ValueError as e:
         return str(e)
 

@@ -22,7 +22,7 @@ from kiloword.cli.words import interruption, settled
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
 from kiloword.generation.options import GenerationOptions
-from kiloword.mining.options import Options as MineOptions
+from kiloword.mining.options import MineOptions
 from kiloword.terminal import guarded, say, show_traceback, warn
 
 app = tyro.extras.SubcommandApp()

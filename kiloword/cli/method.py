@@ -14,7 +14,7 @@ ADDING = (*MIXING, "data", "side", "extra_captions", "weights")  # flags that ad
 
 
 @dataclass(frozen=True)
-class Asked:
+class MethodCommand:
     """The words of such a verb, of which the flags are still to be read."""
 
     verb: str
@@ -32,7 +32,7 @@ class Asked:
         return found.run, found.settings
 
 
-def asked(argv: Sequence[str], example: str) -> Asked:
+def asked(argv: Sequence[str], example: str) -> MethodCommand:
     """What stands behind the verb, with which the example begins.
 
     Raises: ValueError without a method, for one that is not known, and as `mixed` and for what is given twice.
@@ -44,10 +44,10 @@ def asked(argv: Sequence[str], example: str) -> Asked:
     _check_once(flags)
     method = mixed(method, flags)
     if not method:
-        return Asked(verb, method, flags, None)
+        return MethodCommand(verb, method, flags, None)
     from kiloword.methods.registry import find
 
-    return Asked(verb, method, flags, find(method)[1])
+    return MethodCommand(verb, method, flags, find(method)[1])
 
 
 def mixed(method: str, argv: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ import tyro
 from tyro.conf import arg
 
 from kiloword.cli.method import asked, values_of
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.ranges import check
 from kiloword.config.recipes import AugmentConfig, Matmul, ModelConfig, OptimConfig, Precision, Recipe
 from kiloword.methods.defaults import default_recipe
@@ -66,7 +66,7 @@ class Train:
     bad_share: float = 0.01  # stop when a larger share of the rows is bad
     seed: int = 0  # of first weights, order and augmentation
     dry_run: bool = False  # say what would run, and stop
-    options: Annotated[Options, arg(name="")] = field(default_factory=Options)
+    options: Annotated[RunOptions, arg(name="")] = field(default_factory=RunOptions)
     optim: OptimConfig = field(default_factory=OptimConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kiloword.checkpoint.model_folder import read_shapes
 from kiloword.checkpoint.trust import Trust
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import ModelConfig, Recipe
 from kiloword.distributed import collectives
 from kiloword.distributed.device import choose
@@ -34,7 +34,7 @@ NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that ano
 }
 
 
-def notes(recipe: Recipe, options: Options) -> list[str]:
+def notes(recipe: Recipe, options: RunOptions) -> list[str]:
     """What a user should know of a run before it starts, one message each; of a process group, asked inside it."""
     found = [] if (warmup := _warmup(recipe)) is None else [warmup]
     if options.parallel == "fsdp" and collectives.ranks() == 1:
@@ -46,7 +46,7 @@ def notes(recipe: Recipe, options: Options) -> list[str]:
 def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
     """Refuse settings that somebody chose and that change nothing.
 
-    Args: usual: the recipe with all defaults, of the same size, data and `init`; trust_code: as of `Options`.
+    Args: usual: the recipe with all defaults, of the same size, data and `init`; trust_code: as of `RunOptions`.
     Raises: ValueError naming them.
     """
     idle = [*_turned_off(recipe, usual), *_of_model(recipe, usual.model), *_of_method(recipe, trust_code)]

@@ -11,7 +11,7 @@ Compile = Literal["none", "blocks", "towers", "cudagraphs"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class RunOptions:
     """What may change between a run and its resumption without changing its result."""
 
     workers: int | Literal["auto"] = "auto"  # loader processes of each rank; auto: by cores on CUDA, 0 on a CPU

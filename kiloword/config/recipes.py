@@ -18,14 +18,14 @@ LARGEST = 1 << 26  # bytes of a file of settings
 OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers that we train
 
 
-class Settings:
+class BaseSettings:
     """Base of all settings: what is read from disk is validated, unknown keys are errors."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageConfig(Settings):
+class ImageConfig(BaseSettings):
     """The image tower."""
 
     size: int = 224  # pixels a side
@@ -47,7 +47,7 @@ class ImageConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig(Settings):
+class TextConfig(BaseSettings):
     """The text tower."""
 
     context: int = 77  # longest caption in tokens, start and end included
@@ -69,7 +69,7 @@ class TextConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadConfig(Settings):
+class HeadConfig(BaseSettings):
     """From tower tokens to features to scores."""
 
     dim: int = 512  # of the embedding
@@ -83,7 +83,7 @@ class HeadConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preprocess(Settings):
+class Preprocess(BaseSettings):
     """From any image to what the image tower was trained on."""
 
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # of each channel of pixels in [0, 1]
@@ -92,7 +92,7 @@ class Preprocess(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Settings):
+class ModelConfig(BaseSettings):
     image: ImageConfig = field(default_factory=ImageConfig)
     text: TextConfig = field(default_factory=TextConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -100,7 +100,7 @@ class ModelConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(Settings):
+class OptimConfig(BaseSettings):
     """How weights change."""
 
     name: Literal["adamw", "muon"] = "adamw"  # muon: hidden matrices by Muon, the rest by AdamW
@@ -122,7 +122,7 @@ class OptimConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AugmentConfig(Settings):
+class AugmentConfig(BaseSettings):
     """Changes to training images and captions, drawn per (seed, epoch, row)."""
 
     crop: float = 1.0  # least share of the area that RandomResizedCrop keeps; 1: no random crop
@@ -137,7 +137,7 @@ class AugmentConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Settings):
+class DataConfig(BaseSettings):
     """What is read, and how."""
 
     sources: tuple[str, ...] = ("scenes",)
@@ -162,7 +162,7 @@ class DataConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(Settings):
+class Recipe(BaseSettings):
     """A run. Equal recipes on equal data give equal weights, bit for bit, on CPU."""
 
     method: str  # preset, or "module:preset"
@@ -222,7 +222,7 @@ def sizes() -> dict[str, ModelConfig]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFile(Settings):
+class ModelFile(BaseSettings):
     """What `config.json` of a model folder says."""
 
     method: str

@@ -128,7 +128,7 @@ class Loader:
             self._ahead.at(step)
         epoch, rows = self.order.batch_rows(step)
         mine = share(rows, self.rank, self.ranks)
-        reader = Reader(self, self._source_in(epoch), rows)
+        reader = BatchReader(self, self._source_in(epoch), rows)
         examples, seeds = [], []
         for row in mine.tolist():
             example, draw = reader.readable(row, Draw(self.seed, epoch, row))
@@ -200,7 +200,7 @@ class Loader:
         return self.tokenizer.encode([e.question for e in examples if e.question is not None], self.text)
 
 
-class Reader:
+class BatchReader:
     """Examples of one batch, and what was bad among the rows that they came from. This is what views fetch from."""
 
     def __init__(self, loader: Loader, source: Source, batch: Rows) -> None:

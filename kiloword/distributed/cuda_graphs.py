@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.distributed import activations
 from kiloword.training.learner import Learner
 
 Forward = Callable[..., Tensor]
 
 
-def check(options: Options, micro_batches: int, device: str) -> None:
+def check(options: RunOptions, micro_batches: int, device: str) -> None:
     """Refuse what a CUDA graph cannot do. Args: micro_batches: of a step; device: "cpu", "cuda:0".
 
     Raises: ValueError that names the options.

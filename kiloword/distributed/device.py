@@ -13,7 +13,7 @@ from torch import Tensor
 from kiloword.distributed import launch
 from kiloword.types import Batch
 
-Precision = Callable[[], AbstractContextManager[object]]
+PrecisionContext = Callable[[], AbstractContextManager[object]]
 
 
 def choose(asked: str) -> str:
@@ -44,7 +44,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def precision_of(name: str, device: str) -> Precision:
+def precision_of(name: str, device: str) -> PrecisionContext:
     """The context that towers compute in: autocast for "bf16", nothing else for others. Args: device, its type."""
     return partial(torch.autocast, device, torch.bfloat16) if name == "bf16" else nullcontext
 

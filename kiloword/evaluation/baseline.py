@@ -23,7 +23,7 @@ WORDS = re.compile(r"[^\W_]+")
 
 
 @dataclass
-class Sample:
+class BaselineSample:
     """The first readable rows of a source."""
 
     colours: Tensor  # [N, BINS^3] float64
@@ -41,7 +41,7 @@ def histogram(images: Tensor) -> Tensor:
     return (counts / cells.shape[1]).sqrt()
 
 
-def read(source: Source, n: int, size: int = 64) -> Sample:
+def read(source: Source, n: int, size: int = 64) -> BaselineSample:
     """Histograms, captions and labels of the first n rows; unreadable ones are left out."""
     transform = EvalTransform(size, "squash")
     colours, captions, labels = [], [], []
@@ -55,7 +55,7 @@ def read(source: Source, n: int, size: int = 64) -> Sample:
         labels.append(record.label)
     if not colours:
         raise ValueError(f"{source.name}: none of the first {n} rows is a readable image")
-    return Sample(torch.cat(colours), captions, labels)
+    return BaselineSample(torch.cat(colours), captions, labels)
 
 
 def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def bags(captions: Iterable[str], vocabulary: Sequence[str]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def _labels(source: Source, sample: Sample) -> Tensor:
+def _labels(source: Source, sample: BaselineSample) -> Tensor:
     if any(label is None for label in sample.labels):
         raise ValueError(f"{source.name} has no class labels for the colour baseline")
     return torch.tensor(sample.labels)

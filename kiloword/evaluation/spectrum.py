@@ -53,7 +53,7 @@ def run(
     bad = [] if skipped is None else skipped
     if samples < 1:
         raise ValueError(f"a spectrum of {samples} images; expected at least 2")
-    some = _Some(source, _chosen(source, samples))
+    some = _SpectrumRows(source, _chosen(source, samples))
     count, spread = covariance(_outputs(matcher, some, of, batch, workers, bad))
     if count < 2:
         raise ValueError(f"{source.name}: {count} usable vectors; a covariance needs at least 2")
@@ -102,7 +102,7 @@ def _chosen(source: Source, samples: int) -> list[int]:
     return sorted(rng.permutation(len(source))[:samples].tolist())
 
 
-class _Some:
+class _SpectrumRows:
     """Some rows of a source."""
 
     def __init__(self, source: Source, rows: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ class _Some:
 
 
 def _outputs(
-    matcher: Matcher, some: _Some, of: Of, batch: int, workers: int, skipped: list[Skipped]
+    matcher: Matcher, some: _SpectrumRows, of: Of, batch: int, workers: int, skipped: list[Skipped]
 ) -> Iterator[Tensor]:
     """Vectors of every image, a batch at a time: [n, W], or [n, D] of "vec"."""
     model = matcher.model

@@ -13,10 +13,10 @@ from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
 from kiloword.errors import count
 from kiloword.explain.maps import Explanation, Maps
-from kiloword.explain.word_sheets import Asked, Found, What, looked, possible
+from kiloword.explain.word_sheets import DrawnStrips, SheetInput, What, looked, possible
 from kiloword.model.image import extra
 from kiloword.report.overlay import SIDE, Pixels, Row, TokenMap, figure
-from kiloword.report.sheet import Block, sheet
+from kiloword.report.sheet import CaptionStrips, sheet
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -49,7 +49,7 @@ def write(
     figures, sheets = names[: len(images)] if "maps" in kinds else [], names[len(images) :] if inside else []
     _check_apart(folder, images, [*figures, *sheets])
     large = [_large(matcher, path) for path in images]
-    found = looked(Asked(matcher, matcher.pixels(list(images)), large, texts), inside)
+    found = looked(SheetInput(matcher, matcher.pixels(list(images)), large, texts), inside)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -64,7 +64,7 @@ def _write_sheets(
     images: Sequence[Path],
     texts: Sequence[str],
     large: Sequence[Pixels],
-    found: Mapping[What, Found],
+    found: Mapping[What, DrawnStrips],
     files: Sequence[str],
 ) -> list[str]:
     """Sheets of what decoders do, all kinds on one an image, and their numbers."""
@@ -77,7 +77,7 @@ def _write_sheets(
             said = f"“{text}”" if text else "the empty caption"
             note = f"score {scores[i][t]:.3f}{_cut(matcher, text)}"
             strips = [strip if t == 0 else replace(strip, about="") for strip, _ in parts]  # once a sheet is enough
-            blocks.append(Block(said, note, strips))
+            blocks.append(CaptionStrips(said, note, strips))
             numbers.append(
                 {"text": text, "score": scores[i][t], **{k: v for _, part in parts for k, v in part.items()}}
             )

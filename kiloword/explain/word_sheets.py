@@ -38,7 +38,7 @@ WORD, LARGE = 94, 196  # pixels a side of panels
 
 
 @dataclass(frozen=True)
-class Asked:
+class SheetInput:
     """Images and texts that are looked at."""
 
     matcher: Matcher
@@ -47,7 +47,7 @@ class Asked:
     texts: Sequence[str]
 
 
-Found = list[list[tuple[Strip, dict[str, Any]]]]
+DrawnStrips = list[list[tuple[Strip, dict[str, Any]]]]
 """Of each image and text a strip, and its numbers."""
 
 
@@ -73,17 +73,17 @@ def _compares(matcher: Matcher) -> bool:
     return True
 
 
-def looked(asked: Asked, what: Sequence[What]) -> dict[What, Found]:
+def looked(asked: SheetInput, what: Sequence[What]) -> dict[What, DrawnStrips]:
     """All kinds that were asked for, in the order in which they are drawn."""
-    draw: dict[What, Callable[[Asked], Found]] = {
+    draw: dict[What, Callable[[SheetInput], DrawnStrips]] = {
         "words": _words, "gradcam": _gradcam, "masks": _masks, "reconstruction": _reconstruction
     }  # fmt: skip
     return {kind: draw[kind](asked) for kind in get_args(What) if kind in what}
 
 
-def _words(asked: Asked) -> Found:
+def _words(asked: SheetInput) -> DrawnStrips:
     about = "Where the text decoder looks as it writes each word, and what chance it gave that word after those before."
-    found: Found = []
+    found: DrawnStrips = []
     for image, row in zip(asked.large, explain_words(asked.matcher, asked.pixels, asked.texts), strict=True):
         found.append([])
         for maps in row:
@@ -101,12 +101,12 @@ def _words(asked: Asked) -> Found:
     return found
 
 
-def _gradcam(asked: Asked) -> Found:
+def _gradcam(asked: SheetInput) -> DrawnStrips:
     maps: dict[str, GradCam] = {"for the score": gradcam(asked.matcher, asked.pixels, asked.texts)}
     if "words" in possible(asked.matcher):
         maps["for writing the caption"] = gradcam(asked.matcher, asked.pixels, asked.texts, "caption")
     about = "What in the first layer spoke for the match, and for the words of the caption."
-    found: Found = []
+    found: DrawnStrips = []
     for i, image in enumerate(asked.large):
         found.append([])
         for t in range(len(asked.texts)):
@@ -119,12 +119,12 @@ def _gradcam(asked: Asked) -> Found:
     return found
 
 
-def _masks(asked: Asked) -> Found:
+def _masks(asked: SheetInput) -> DrawnStrips:
     settings, high, low = mask_settings(asked.matcher)
     about = "The image decoder paints what the caption speaks of most; the text decoder is to see only that."
     if not masked_by_caption(asked.matcher):
         about += " This model was trained without such masks."
-    found: Found = []
+    found: DrawnStrips = []
     for i, image in enumerate(asked.large):
         found.append([])
         for row in _spoken_of(asked, i, settings):
@@ -144,7 +144,7 @@ def _masks(asked: Asked) -> Found:
     return found
 
 
-def _spoken_of(asked: Asked, i: int, settings: masking.MaskSettings) -> Tensor:
+def _spoken_of(asked: SheetInput, i: int, settings: masking.MaskSettings) -> Tensor:
     """How much each text speaks of the patches of image i: [T, P]."""
     model = asked.matcher.model
     with inference(model):
@@ -152,13 +152,13 @@ def _spoken_of(asked: Asked, i: int, settings: masking.MaskSettings) -> Tensor:
         return speaks_of(model, asked.pixels[i : i + 1].expand(len(packed), -1, -1, -1), packed, settings)
 
 
-def _reconstruction(asked: Asked) -> Found:
+def _reconstruction(asked: SheetInput) -> DrawnStrips:
     settings, model = mim_settings(asked.matcher), asked.matcher.model
     about = "Hidden patches as the image decoder paints them; L1 is its error there, less is better."
     if settings.norm_pix:
         about += " It paints patterns alone: mean and deviation are those of the true patch."
     patches = (model.config.image.size // model.config.image.patch) ** 2
-    found: Found = []
+    found: DrawnStrips = []
     for i in range(len(asked.pixels)):
         if settings.mim_mask == "attentive":
             scored = _spoken_of(asked, i, settings)
@@ -173,7 +173,7 @@ def _reconstruction(asked: Asked) -> Found:
     return found
 
 
-def _painted(asked: Asked, i: int, t: int, hidden: Tensor) -> tuple[list[Panel], dict[str, float]]:
+def _painted(asked: SheetInput, i: int, t: int, hidden: Tensor) -> tuple[list[Panel], dict[str, float]]:
     """Image i with hidden patches [1, m], and as painted from text t, from another one and from none."""
     model, settings = asked.matcher.model, mim_settings(asked.matcher)
     guides = _guides(asked.texts, t) if settings.guide == "text" else {"without text": ""}

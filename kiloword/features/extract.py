@@ -18,13 +18,13 @@ from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import DataConfig
 from kiloword.data import keyed
 from kiloword.data.reading import EvalBatch, eval_batches
-from kiloword.data.sources.mixture import Mixture, mix
+from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
-from kiloword.features.store import SideTable, Stored, TableFile, contents
+from kiloword.features.store import SideTable, StoredFeatures, TableFile, contents
 from kiloword.features.teachers import Teacher, open_teacher
-from kiloword.features.writer import Rows, SideWriter, content_of, what_is_there
+from kiloword.features.writer import FeatureRows, SideWriter, content_of, what_is_there
 from kiloword.terminal import say
 from kiloword.terminal.progress import PLAIN_EVERY_S, duration, per_second
 from kiloword.types import Skipped, Source
@@ -58,7 +58,7 @@ def main(
         announce(device, precision, "on every device, unless given", workers)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
         file = _file(teacher, source, model, name, precision, dtype, PART)
-        table = _embed(teacher, source, out, file, batch, workers, Report(sys.stderr))
+        table = _embed(teacher, source, out, file, batch, workers, ProgressReport(sys.stderr))
         if table is not None:
             _say(out, table)
 
@@ -81,7 +81,7 @@ def embed(
     batch: int = 64,
     workers: int = 0,
     part: int = PART,
-    report: Report | None = None,
+    report: ProgressReport | None = None,
 ) -> SideTable:
     """Features of every readable image, un-augmented, and of all its captions; goes on with what is in `out`.
 
@@ -92,7 +92,7 @@ def embed(
     """
     with alone():
         file = _file(teacher, source, teacher_name, name, precision, dtype, part)
-        table = _embed(teacher, source, Path(out), file, batch, workers, report or Report(None))
+        table = _embed(teacher, source, Path(out), file, batch, workers, report or ProgressReport(None))
     assert table is not None, "the only rank is the first"
     return table
 
@@ -123,7 +123,7 @@ def _file(
 
 
 def _embed(
-    teacher: Teacher, source: Source, out: Path, file: TableFile, batch: int, workers: int, report: Report
+    teacher: Teacher, source: Source, out: Path, file: TableFile, batch: int, workers: int, report: ProgressReport
 ) -> SideTable | None:
     """As `embed`. Of ranks that share the rows the first one alone writes, and gets the table."""
     if batch < 1:
@@ -138,7 +138,7 @@ def _embed(
         return _finish(writer, report)
 
 
-def _finish(writer: SideWriter, report: Report) -> SideTable:
+def _finish(writer: SideWriter, report: ProgressReport) -> SideTable:
     """The whole table, and a sentence about each kind of row that it lacks."""
     table = writer.finish()
     if writer.skipped:
@@ -149,13 +149,13 @@ def _finish(writer: SideWriter, report: Report) -> SideTable:
 
 
 def _fill(
-    writer: SideWriter | None, source: Source, teacher: Teacher, batch: int, workers: int, report: Report
+    writer: SideWriter | None, source: Source, teacher: Teacher, batch: int, workers: int, report: ProgressReport
 ) -> None:
     """Make and write the parts that are missing. Args: writer: on the first rank."""
     numbers, todo = missing_parts(writer, "features")
     report.start(sum(map(len, todo)), len(source))
 
-    def make(batches: list[range]) -> Iterator[Batch]:
+    def make(batches: list[range]) -> Iterator[FeatureBatch]:
         for some in eval_batches(source, teacher.size, teacher.resize, batch, workers, batches):
             with alone():
                 made = _encode(some, teacher)
@@ -169,9 +169,9 @@ def _fill(
                 written.append(todo[n])
 
 
-def _rows(writer: SideWriter, made: list[Batch], report: Report) -> Rows:
+def _rows(writer: SideWriter, made: list[FeatureBatch], report: ProgressReport) -> FeatureRows:
     """Batches put together, without rows that came before."""
-    rows = Rows()
+    rows = FeatureRows()
     for one in made:
         for bad in one.skipped:
             report.say(f"skipped {bad.key}: {bad.reason}")
@@ -189,29 +189,29 @@ def _rows(writer: SideWriter, made: list[Batch], report: Report) -> Rows:
 
 
 @dataclass
-class Batch:
+class FeatureBatch:
     """What is made of a batch of rows."""
 
     keys: list[str]
     contents: list[bytes]
     captions: list[list[str]]
-    images: Stored  # [n, D]
-    texts: Stored  # [t, D]
+    images: StoredFeatures  # [n, D]
+    texts: StoredFeatures  # [t, D]
     skipped: list[Skipped]
 
 
-def _encode(some: EvalBatch, teacher: Teacher) -> Batch:
+def _encode(some: EvalBatch, teacher: Teacher) -> FeatureBatch:
     """Raises: ValueError when the teacher makes something that is no number."""
     contents = [content_of(image, own) for image, own in zip(some.images, some.captions, strict=True)]
     if not some.rows:
         nothing = np.empty((0, 0), np.float32)
-        return Batch([], [], [], nothing, nothing, some.skipped)
+        return FeatureBatch([], [], [], nothing, nothing, some.skipped)
     images = teacher.encode_images(some.images)
     texts = teacher.encode_texts([caption for several in some.captions for caption in several])
     for what, found in (("images", images), ("captions", texts)):
         if not bool(torch.isfinite(found).all()):
             raise ValueError(f"the teacher makes features of {what} that are no numbers, near {some.keys[0]!r}.")
-    return Batch(some.keys, contents, some.captions, images.numpy(), texts.numpy(), some.skipped)
+    return FeatureBatch(some.keys, contents, some.captions, images.numpy(), texts.numpy(), some.skipped)
 
 
 def every_row(source: Source) -> Source:
@@ -221,7 +221,7 @@ def every_row(source: Source) -> Source:
 
 
 def _parts(source: Source) -> Iterator[Source]:
-    if not isinstance(source, Mixture):
+    if not isinstance(source, MixtureSource):
         yield source
         return
     for part in source.sources:
@@ -238,7 +238,7 @@ def _dim(teacher: Teacher) -> int:
     return image
 
 
-class Report:
+class ProgressReport:
     """Sentences, and a line of progress that rewrites itself on a terminal, else one every few seconds."""
 
     def __init__(self, out: TextIO | None) -> None:

@@ -22,19 +22,19 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from kiloword.config.recipes import Settings, read_config
+from kiloword.config.recipes import BaseSettings, read_config
 from kiloword.data import keyed
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.types import Example, Source
 
-Stored = NDArray[np.floating[Any]]
+StoredFeatures = NDArray[np.floating[Any]]
 INDEX, TABLE = "index.npy", "table.json"
 _OPEN = 256  # parts that a process keeps mapped: a million images
 _AGAIN = "The same `kiloword embed` command again makes what is missing."
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableFile(Settings):
+class TableFile(BaseSettings):
     """What `table.json` says."""
 
     name: str  # of the features in a batch
@@ -68,7 +68,7 @@ class TableFile(Settings):
         )
 
 
-class Part:
+class StorePart:
     """n images with t captions of a table, memory-mapped. Errors: ValueError when the file is missing or damaged."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
@@ -92,8 +92,8 @@ class Part:
         self.captions = captions.values  # [t] binary
         self.starts = captions.offsets.to_numpy()  # [n + 1]
         dim = image.type.list_size
-        self.images: Stored = image.values.to_numpy().reshape(-1, dim)
-        self.texts: Stored = texts.values.values.to_numpy().reshape(-1, dim)
+        self.images: StoredFeatures = image.values.to_numpy().reshape(-1, dim)
+        self.texts: StoredFeatures = texts.values.values.to_numpy().reshape(-1, dim)
 
     def whole(self) -> bool:
         """Whether every byte is as it was written; reads the whole file."""
@@ -134,7 +134,7 @@ class SideTable:
     def _open(self) -> None:
         schema, path = self.file.schema(), self.path
         self._seen_whole: set[int] = set()  # numbers of parts
-        self._part = lru_cache(_OPEN)(lambda number: Part(part_path(path, number), schema))
+        self._part = lru_cache(_OPEN)(lambda number: StorePart(part_path(path, number), schema))
         if not (path / INDEX).is_file():
             raise ValueError(f"{path} is not finished. {_AGAIN}")
         try:
@@ -189,7 +189,7 @@ class SideTable:
         example.text_side[self.name] = torch.from_numpy(texts)
         example.image_side[self.name + ".texts"] = example.text_side[self.name].mean(0)
 
-    def _find(self, key: str) -> tuple[Part, int] | None:
+    def _find(self, key: str) -> tuple[StorePart, int] | None:
         raw = keyed.raw(key)
         for place in keyed.find(self._index, raw):
             part, row = self._part(place >> 32), place & 0xFFFFFFFF
@@ -213,11 +213,11 @@ class SideTable:
         counts = [np.diff(part.starts) for part in self._parts()]
         return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
 
-    def images(self) -> Stored:
+    def images(self) -> StoredFeatures:
         """[N, D], unit norm, as stored (float16 unless said otherwise); a map of the file where it is only one."""
         return _joined([part.images for part in self._parts()])
 
-    def texts(self) -> Stored:
+    def texts(self) -> StoredFeatures:
         """[T, D], unit norm, as stored; a map of the file where it is only one."""
         return _joined([part.texts for part in self._parts()])
 
@@ -225,7 +225,7 @@ class SideTable:
         """[N, D], the mean of each image's captions, float32, not of unit norm; zeros for one without captions."""
         return np.concatenate([_means(part) for part in self._parts()])
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[StorePart]:
         """All parts, whole."""
         for number in range(self.file.parts):
             part = self._part(number)
@@ -234,7 +234,7 @@ class SideTable:
                 self._seen_whole.add(number)
             yield part
 
-    def _check_whole(self, part: Part, path: Path) -> None:
+    def _check_whole(self, part: StorePart, path: Path) -> None:
         """Raises: ValueError for damaged bytes, and for features that are NaN or infinite."""
         if not part.whole():
             raise ValueError(f"{path} is damaged. {_AGAIN}")
@@ -271,7 +271,7 @@ def contents(source: Source) -> frozenset[str]:
     A plain source is its fingerprint's images and captions; `WithCaptions` says it itself; a mixture is its parts',
     whatever their weights.
     """
-    if isinstance(source, Mixture):
+    if isinstance(source, MixtureSource):
         return frozenset().union(*(contents(part) for part in source.sources))
     own: frozenset[str] | None = getattr(source, "contents", None)
     return own or frozenset({f"{source.fingerprint} images", f"{source.fingerprint} captions"})
@@ -283,11 +283,11 @@ def check_name(name: str) -> None:
         raise ValueError(f"features cannot be named {name!r}: expected letters, digits, - and _, and not 'truth'.")
 
 
-def _joined(parts: list[Stored]) -> Stored:
+def _joined(parts: list[StoredFeatures]) -> StoredFeatures:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _means(part: Part) -> NDArray[np.float32]:
+def _means(part: StorePart) -> NDArray[np.float32]:
     counts = np.diff(part.starts)
     owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
     texts = torch.from_numpy(part.texts.astype(np.float32))

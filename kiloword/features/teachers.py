@@ -54,14 +54,14 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
     if kind == "open_clip":
         return _open_clip(name, rest, device, precision)
     if kind == "hf":
-        return Transformers(Path(rest).expanduser(), device, precision)
+        return TransformersTeacher(Path(rest).expanduser(), device, precision)
     folder = Path(name).expanduser()
     model, tokenizer = load_model(folder, device, precision, trust)
     files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
-    return Ours(model, tokenizer, digest(files))
+    return KilowordTeacher(model, tokenizer, digest(files))
 
 
-class Ours:
+class KilowordTeacher:
     """A model of ours; its features are "vec", which for contextual poolings (llip) is not what `score` compares.
 
     A text-conditioned score has no single vector an image, so their shortlist vectors teach in its place.
@@ -137,7 +137,7 @@ class OpenClip(Foreign):
         self.texts = lambda texts: model.encode_text(tokenizer(texts).to(device))
 
 
-class Transformers(Foreign):
+class TransformersTeacher(Foreign):
     """A CLIP in a local folder as transformers saves it, by transformers itself (extra "hf")."""
 
     def __init__(self, folder: Path, device: str, precision: str) -> None:
@@ -197,7 +197,7 @@ def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
             f"{weights} lacks weights of open_clip's {model_name} ({missing}): is it another model's file?"
         )
     model, tokenizer = assemble(imported, weights)
-    return Ours(model.to(device=device, dtype=_KINDS[precision]), tokenizer, digest([weights], model_name))
+    return KilowordTeacher(model.to(device=device, dtype=_KINDS[precision]), tokenizer, digest([weights], model_name))
 
 
 def _preprocess(name: str, given: dict[str, Any]) -> tuple[int, Resize]:

@@ -17,7 +17,17 @@ from torch import Tensor
 from kiloword.checkpoint.files import is_taken, write_atomic, write_json
 from kiloword.config.recipes import read_config
 from kiloword.data import keyed
-from kiloword.features.store import INDEX, TABLE, Part, SideTable, Stored, TableFile, check_name, checksum, part_path
+from kiloword.features.store import (
+    INDEX,
+    TABLE,
+    SideTable,
+    StoredFeatures,
+    StorePart,
+    TableFile,
+    check_name,
+    checksum,
+    part_path,
+)
 from kiloword.types import Skipped
 
 # what must be equal for a table to be gone on with, and what a sentence says of it
@@ -32,13 +42,13 @@ _SAME: dict[str, Callable[[TableFile], str]] = {
 
 
 @dataclass
-class Rows:
+class FeatureRows:
     """The images of one part, while they come."""
 
     keys: list[bytes] = field(default_factory=list)
     captions: list[list[str]] = field(default_factory=list)
-    images: list[Stored] = field(default_factory=list)  # [n, D] each
-    texts: list[Stored] = field(default_factory=list)  # [t, D] each
+    images: list[StoredFeatures] = field(default_factory=list)  # [n, D] each
+    texts: list[StoredFeatures] = field(default_factory=list)  # [t, D] each
     skipped: list[Skipped] = field(default_factory=list)
 
 
@@ -69,7 +79,7 @@ class SideWriter:
     def _is_whole(self, number: int) -> bool:
         """Takes note of the keys and bad rows of a part that is there and whole."""
         try:
-            part = Part(part_path(self.folder, number), self.file.schema())
+            part = StorePart(part_path(self.folder, number), self.file.schema())
         except ValueError:
             return False
         if part.table != self._id or not part.whole():
@@ -96,7 +106,7 @@ class SideWriter:
         self.repeated += 1
         return False
 
-    def write(self, number: int, rows: Rows) -> None:
+    def write(self, number: int, rows: FeatureRows) -> None:
         """One part, all of it or nothing. Errors: ValueError when it cannot be written."""
         dim, kind = self.file.dim, np.float16 if self.file.dtype == "fp16" else np.float32
         images, texts = (_stack(parts, dim, kind) for parts in (rows.images, rows.texts))
@@ -123,7 +133,7 @@ class SideWriter:
         keys: list[bytes] = []
         places = []
         for number in range(self.file.parts):
-            found = Part(part_path(self.folder, number), self.file.schema()).keys.to_pylist()
+            found = StorePart(part_path(self.folder, number), self.file.schema()).keys.to_pylist()
             places.append((number << 32) + np.arange(len(found), dtype=np.uint64))
             keys += found
         if not keys:
@@ -169,6 +179,6 @@ def content_of(image: Tensor, captions: Iterable[str]) -> bytes:
     return digest.digest()
 
 
-def _stack(parts: list[Stored], dim: int, kind: type[np.floating[Any]]) -> Stored:
+def _stack(parts: list[StoredFeatures], dim: int, kind: type[np.floating[Any]]) -> StoredFeatures:
     """[n, D] as stored; n may be 0."""
     return np.concatenate([np.empty((0, dim), kind), *parts]).astype(kind)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation.features import chunks, inference
 from kiloword.generation.captioner import Captioner
-from kiloword.generation.decoding import Memory, next_logits, table_of
+from kiloword.generation.decoding import DecoderMemory, next_logits, table_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.trie import Trie
 from kiloword.methods.coca.answering import fused
@@ -62,13 +62,13 @@ class Answerer:
             raise ValueError("no answers to choose from: expected at least one.")
         return AnswerList(chosen, self.tokenizer.encode(list(chosen.values()), config).to(self._device))
 
-    def memory(self, images: Tensor, questions: Sequence[str]) -> Memory:
+    def memory(self, images: Tensor, questions: Sequence[str]) -> DecoderMemory:
         """What the decoder sees of I questions about I images: uint8 [I, 3, H, W]."""
         with inference(self.model), self.model.computing():
             texts = self.tokenizer.encode(list(questions), self.model.config.text).to(self._device)
             return fused(self.model, texts, self.model.image_tokens(images.to(self._device)))
 
-    def answer(self, memory: Memory, options: GenerationOptions, listed: AnswerList | None = None) -> list[str]:
+    def answer(self, memory: DecoderMemory, options: GenerationOptions, listed: AnswerList | None = None) -> list[str]:
         """The best answer to each question; with a list one of it, found word by word, without one any."""
         trie = None if listed is None else Trie(list(listed.by_ids), self._device)
         found = self.captioner.write(memory, options, [""] * len(memory), trie)
@@ -76,7 +76,7 @@ class Answerer:
             return [texts[0].text for texts in found]
         return [listed.by_ids[texts[0].ids] for texts in found]
 
-    def rank(self, memory: Memory, listed: AnswerList, length_penalty: float = 0.0) -> list[str]:
+    def rank(self, memory: DecoderMemory, listed: AnswerList, length_penalty: float = 0.0) -> list[str]:
         """The likeliest answer of a list to each question, every one tried; as `GenerationOptions.length_penalty`."""
         with inference(self.model), self.model.computing():
             scores = self.log_likelihoods(memory, listed.texts)
@@ -85,7 +85,7 @@ class Answerer:
         answers = list(listed.by_ids.values())
         return [answers[n] for n in best]
 
-    def log_likelihoods(self, memory: Memory, answers: Texts) -> Tensor:
+    def log_likelihoods(self, memory: DecoderMemory, answers: Texts) -> Tensor:
         """Log probability of A answers, their ends included, to B questions: [B, A]."""
         columns = []
         for part in chunks(len(answers), ANSWERS):
@@ -97,7 +97,7 @@ class Answerer:
             )
         return torch.cat(columns, 1)
 
-    def _block(self, memory: Memory, rows: slice, answers: Texts, tokens: Tensor) -> Tensor:
+    def _block(self, memory: DecoderMemory, rows: slice, answers: Texts, tokens: Tensor) -> Tensor:
         """[b, A] of some questions: every answer to every one of them; tokens [S, W] of the answers."""
         model, extra = self.model, len(self.model.config.text.extra_tokens)
         questions = torch.arange(rows.start, rows.stop, device=tokens.device)

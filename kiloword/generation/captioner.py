@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation.features import inference
-from kiloword.generation.decoding import Memory, ModelDecoding, WholeDecoding, text_decoder, writer
+from kiloword.generation.decoding import DecoderMemory, ModelDecoding, WholeDecoding, text_decoder, writer
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.rules import NEVER, Found, Rules
+from kiloword.generation.rules import NEVER, FinishedTexts, Rules
 from kiloword.generation.search import search
 from kiloword.generation.trie import Trie
 from kiloword.model.model import Model
@@ -62,15 +62,15 @@ class Captioner:
         named = [_digest(image) for image in images] if keys is None and options.method == "nucleus" else keys
         return self.write(self.memory(images), options, named or [""] * len(images))
 
-    def memory(self, images: Tensor) -> Memory:
+    def memory(self, images: Tensor) -> DecoderMemory:
         """What the decoder sees of images: uint8 [I, 3, H, W]. Raises: ValueError where it sees questions."""
         decoder = writer(self.model)
         with inference(self.model), self.model.computing():
             tokens = self.model.image_tokens(images.to(self._device))
-            return Memory(decoder.remember(self.model.memory(tokens)))
+            return DecoderMemory(decoder.remember(self.model.memory(tokens)))
 
     def write(
-        self, memory: Memory, options: GenerationOptions, keys: Sequence[str], trie: Trie | None = None
+        self, memory: DecoderMemory, options: GenerationOptions, keys: Sequence[str], trie: Trie | None = None
     ) -> list[list[Caption]]:
         """Texts about B memories; as `caption`. Args: trie: the only texts that may be written."""
         options.check()
@@ -114,7 +114,9 @@ class Captioner:
             trie=trie,
         )
 
-    def _search(self, memory: Memory, options: GenerationOptions, rules: Rules, seeds: Tensor | None) -> Found:
+    def _search(
+        self, memory: DecoderMemory, options: GenerationOptions, rules: Rules, seeds: Tensor | None
+    ) -> FinishedTexts:
         kind = ModelDecoding if self.cache else WholeDecoding
         with inference(self.model), self.model.computing():
             found = search(kind(self.model, memory), len(memory), rules, options, seeds)
@@ -130,7 +132,7 @@ class Captioner:
         seeds = [[key(options.seed, name, "caption", n) for n in samples] for name in keys]
         return torch.tensor(seeds, dtype=torch.int64, device=self._device)
 
-    def _texts(self, found: Found) -> list[list[Caption]]:
+    def _texts(self, found: FinishedTexts) -> list[list[Caption]]:
         """Of every image, best first."""
         rows = zip(
             found.ids.tolist(), found.lengths.tolist(), found.score.tolist(), found.logprob.tolist(), strict=True

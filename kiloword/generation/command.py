@@ -16,12 +16,12 @@ from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
-from kiloword.features.extract import Report, every_row
+from kiloword.features.extract import ProgressReport, every_row
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import (
     CaptionFile,
+    CaptionRows,
     CaptionWriter,
-    Rows,
     columns,
     content_of,
     made_of,
@@ -69,7 +69,7 @@ def main(
         announce(device, describer.precision, reason, workers)
         source = open_data(DataConfig(sources=tuple(data)), describer.transform.size)
         file = _file(describer, source, options, model, describer.precision, PART)
-        made = _write(describer, source, out, file, batch, workers, Report(sys.stderr))
+        made = _write(describer, source, out, file, batch, workers, ProgressReport(sys.stderr))
         if made is not None:
             images, captions = made
             say(f"{out}: {captions:,} captions of {images:,} images, {out.stat().st_size / 1e6:,.1f} MB")
@@ -86,7 +86,7 @@ def write_captions(
     batch: int = 16,
     workers: int = 0,
     part: int = PART,
-    report: Report | None = None,
+    report: ProgressReport | None = None,
 ) -> tuple[int, int]:
     """A table of captions of every readable image; goes on with what is there.
 
@@ -98,7 +98,7 @@ def write_captions(
     """
     with alone():
         file = _file(describer, source, options, model, precision, part)
-        made = _write(describer, source, Path(out), file, batch, workers, report or Report(None))
+        made = _write(describer, source, Path(out), file, batch, workers, report or ProgressReport(None))
     assert made is not None, "the only rank is the first"
     return made
 
@@ -120,7 +120,7 @@ def _file(
 
 
 def _write(
-    describer: Describer, source: Source, out: Path, file: CaptionFile, batch: int, workers: int, report: Report
+    describer: Describer, source: Source, out: Path, file: CaptionFile, batch: int, workers: int, report: ProgressReport
 ) -> tuple[int, int] | None:
     """As `write_captions`. Of ranks that share the rows the first one alone writes, and knows the numbers."""
     if batch < 1:
@@ -153,14 +153,14 @@ def _fill(
     options: GenerationOptions,
     batch: int,
     workers: int,
-    report: Report,
+    report: ProgressReport,
 ) -> None:
     """Make and write the parts that are missing. Args: writer: on the first rank."""
     numbers, todo = missing_parts(writer, "captions")
     report.start(sum(map(len, todo)), len(source))
     transform = describer.transform
 
-    def make(batches: list[range]) -> Iterator[Rows]:
+    def make(batches: list[range]) -> Iterator[CaptionRows]:
         for some in eval_batches(
             source, transform.size, batch=batch, workers=workers, parts=batches, transform=transform, captions=False
         ):
@@ -176,9 +176,9 @@ def _fill(
                 written.append(todo[n])
 
 
-def _together(writer: CaptionWriter, made: list[Rows], report: Report) -> Rows:
+def _together(writer: CaptionWriter, made: list[CaptionRows], report: ProgressReport) -> CaptionRows:
     """Batches put together, without rows that came before."""
-    rows = Rows()
+    rows = CaptionRows()
     for one in made:
         for bad in one.skipped:
             report.say(f"skipped {bad.key}: {bad.reason}")
@@ -192,7 +192,7 @@ def _together(writer: CaptionWriter, made: list[Rows], report: Report) -> Rows:
     return rows
 
 
-def _describe(some: EvalBatch, describer: Describer, options: GenerationOptions) -> Rows:
+def _describe(some: EvalBatch, describer: Describer, options: GenerationOptions) -> CaptionRows:
     """One batch."""
     skipped = list(some.skipped)
     usable = [n for n, key in enumerate(some.keys) if _utf8(key)]
@@ -201,10 +201,10 @@ def _describe(some: EvalBatch, describer: Describer, options: GenerationOptions)
             why = "the key is not UTF-8, which a table of captions cannot hold"
             skipped.append(Skipped(some.rows[n], key, why))
     if not usable:
-        return Rows(skipped=skipped)
+        return CaptionRows(skipped=skipped)
     keys, images = [some.keys[n] for n in usable], some.images[usable]
     captions, scores = columns(describer.describe(images, options, keys))
-    return Rows(keys, [content_of(image) for image in images], captions, scores, skipped)
+    return CaptionRows(keys, [content_of(image) for image in images], captions, scores, skipped)
 
 
 def _utf8(key: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.model.attention import Cache, Packing
+from kiloword.model.attention import KeyValueCache, Packing
 from kiloword.model.blocks import Keys
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.model import Model
@@ -16,7 +16,7 @@ from kiloword.types import Texts
 
 
 @dataclass(frozen=True)
-class Memory:
+class DecoderMemory:
     """What a text decoder looks at, of B images (or questions about them): keys and values, one pair a layer."""
 
     keys: list[Keys]  # each [B, M, H, d], or packed [S, H, d]
@@ -26,19 +26,21 @@ class Memory:
     def __len__(self) -> int:
         return len(self.keys[0][0]) if self.starts is None else len(self.starts) - 1
 
-    def take(self, which: Tensor, tokens: int | None = None) -> Memory:
+    def take(self, which: Tensor, tokens: int | None = None) -> DecoderMemory:
         """Some of them, in that order, each as often as it is named: [b] int64.
 
         Args: tokens: of all that is taken, where the caller knows it and takes each at least once: the device is not
         waited for.
         """
         if self.starts is None:
-            return Memory([(k[which], v[which]) for k, v in self.keys])
+            return DecoderMemory([(k[which], v[which]) for k, v in self.keys])
         lengths = self.starts.diff()[which]
         starts = F.pad(lengths.cumsum(0), (1, 0))
         shift = torch.repeat_interleave(self.starts[:-1][which] - starts[:-1], lengths, output_size=tokens)
         place = torch.arange(len(shift), device=shift.device) + shift
-        return Memory([(k[place], v[place]) for k, v in self.keys], starts, None if tokens is None else self.longest)
+        return DecoderMemory(
+            [(k[place], v[place]) for k, v in self.keys], starts, None if tokens is None else self.longest
+        )
 
     def packing(self) -> Packing | None:
         """Of packed ones."""
@@ -72,10 +74,10 @@ def writer(model: Model) -> TextDecoder:
 class ModelDecoding:
     """`Decoding` of a model. Texts of one image share its memory where they stand side by side in equal numbers."""
 
-    def __init__(self, model: Model, memory: Memory) -> None:
+    def __init__(self, model: Model, memory: DecoderMemory) -> None:
         self._tower, self._decoder = model.text_tower, text_decoder(model)
         self._table = table_of(model, self._decoder)
-        self._caches = [Cache() for _ in self._tower.blocks], [Cache() for _ in self._decoder.layers]
+        self._caches = [KeyValueCache() for _ in self._tower.blocks], [KeyValueCache() for _ in self._decoder.layers]
         self._whole, self._of = memory, torch.arange(len(memory), device=self._table.device)
         self._seen = self._of  # images whose memory is at hand
         self._memory, self._packing = memory, memory.packing()
@@ -102,7 +104,7 @@ class ModelDecoding:
 class WholeDecoding:
     """`Decoding` as training computes it: every step puts all tokens so far through both towers. A reference."""
 
-    def __init__(self, model: Model, memory: Memory) -> None:
+    def __init__(self, model: Model, memory: DecoderMemory) -> None:
         self._model, self._decoder, self._memory = model, text_decoder(model), memory
         self._table = table_of(model, self._decoder)
         self._said = torch.empty(len(memory), 0, dtype=torch.int64, device=self._table.device)

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kiloword.config.recipes import Settings
+from kiloword.config.recipes import BaseSettings
 
 Way = Literal["greedy", "beam", "nucleus"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions(Settings):
+class GenerationOptions(BaseSettings):
     """What of all texts a decoder could write is written.
 
     Beam search is the default because the field's captions are made by it (BLIP, GIT, open_clip's CoCa; the

@@ -25,7 +25,7 @@ class Decoding(Protocol):
 
 
 @dataclass
-class Rows:
+class OpenTexts:
     """What N texts have said so far, the start token left out."""
 
     said: Tensor  # [N, n] int64
@@ -33,13 +33,13 @@ class Rows:
     node: Tensor  # [N] int64, where they stand in a trie
 
     @staticmethod
-    def first(n: int, device: torch.device) -> Rows:
+    def first(n: int, device: torch.device) -> OpenTexts:
         zeros = torch.zeros(n, dtype=torch.int64, device=device)
-        return Rows(zeros.new_zeros(n, 0), zeros.float(), zeros)
+        return OpenTexts(zeros.new_zeros(n, 0), zeros.float(), zeros)
 
-    def take(self, rows: Tensor) -> Rows:
+    def take(self, rows: Tensor) -> OpenTexts:
         """Those rows, in that order."""
-        return Rows(self.said[rows], self.logprob[rows], self.node[rows])
+        return OpenTexts(self.said[rows], self.logprob[rows], self.node[rows])
 
     def __len__(self) -> int:
         return len(self.said)
@@ -57,7 +57,7 @@ class Rules:
     no_repeat: int = 0  # size of token runs that come once only; 0: any may come again
     trie: Trie | None = None  # the texts to choose from; shortest and no_repeat are not read then
 
-    def next(self, logits: Tensor, rows: Rows) -> Tensor:
+    def next(self, logits: Tensor, rows: OpenTexts) -> Tensor:
         """Log probabilities of the next token, fp32 [N, V], -inf where it may not be said.
 
         What may not be said is left out, and the rest does not add up to 1: these are the model's own probabilities.
@@ -76,10 +76,10 @@ class Rules:
             banned[:, self.end] = ~banned.all(1)  # a text that can say nothing else may end
         return logp.masked_fill(banned, NEVER)
 
-    def say(self, rows: Rows, ids: Tensor, logprob: Tensor) -> Rows:
+    def say(self, rows: OpenTexts, ids: Tensor, logprob: Tensor) -> OpenTexts:
         """The rows after one more token each: ids [N]; logprob [N], of the whole texts."""
         node = rows.node if self.trie is None else self.trie.follow(rows.node, ids)
-        return Rows(torch.cat([rows.said, ids[:, None]], 1), logprob, node)
+        return OpenTexts(torch.cat([rows.said, ids[:, None]], 1), logprob, node)
 
 
 def _ban_repeats(banned: Tensor, said: Tensor, size: int) -> None:
@@ -94,7 +94,7 @@ def _ban_repeats(banned: Tensor, said: Tensor, size: int) -> None:
 
 
 @dataclass
-class Found:
+class FinishedTexts:
     """The best finished texts of B images, at most P of each, best first.
 
     A score is the log probability of the text, its end included, over tokens^penalty. A text that was cut at the
@@ -107,10 +107,10 @@ class Found:
     score: Tensor  # [B, P]
 
     @staticmethod
-    def none(images: int, size: int, longest: int, device: torch.device) -> Found:
+    def none(images: int, size: int, longest: int, device: torch.device) -> FinishedTexts:
         lengths = torch.zeros(images, size, dtype=torch.int64, device=device)
         worst = torch.full((images, size), NEVER, device=device)
-        return Found(lengths.new_zeros(images, size, longest), lengths, worst, worst.clone())
+        return FinishedTexts(lengths.new_zeros(images, size, longest), lengths, worst, worst.clone())
 
     def add(self, images: Tensor, said: Tensor, logprob: Tensor, penalty: float) -> None:
         """More texts of some images: images [b], said [b, C, n], logprob [b, C], -inf for what is no text."""
@@ -123,11 +123,11 @@ class Found:
         self.lengths[images] = torch.cat([self.lengths[images], lengths], 1).gather(1, best)
         self.ids[images] = ids.gather(1, best[..., None].expand(-1, -1, ids.shape[2]))
 
-    def together(self, several: int) -> Found:
+    def together(self, several: int) -> FinishedTexts:
         """Of images that stand there `several` times with one text each: each once with all of them, best first."""
         score, best = self.score.view(-1, several).sort(dim=1, descending=True, stable=True)
         ids = self.ids.view(-1, several, self.ids.shape[2])
-        return Found(
+        return FinishedTexts(
             ids.gather(1, best[..., None].expand_as(ids)),
             self.lengths.view(-1, several).gather(1, best),
             self.logprob.view(-1, several).gather(1, best),

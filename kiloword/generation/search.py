@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.rules import NEVER, Decoding, Found, Rows, Rules
+from kiloword.generation.rules import NEVER, Decoding, FinishedTexts, OpenTexts, Rules
 from kiloword.randomness import uniform
 
 LIKELY = 256  # tokens among which the nucleus is looked for before all are sorted
@@ -19,7 +19,7 @@ Choose = Callable[[Tensor, Tensor, int], Tensor]
 
 def search(
     decoding: Decoding, images: int, rules: Rules, options: GenerationOptions, seeds: Tensor | None = None
-) -> Found:
+) -> FinishedTexts:
     """The texts of B images that a method finds, best first: [B, P], where P is at least `options.num`.
 
     Args: decoding: of B rows, none of which was stepped; seeds [B, num] int64: of the draws, for nucleus.
@@ -40,10 +40,10 @@ def search(
     return _follow(decoding, len(drawn), rules, options, choose).together(options.num)
 
 
-def _follow(decoding: Decoding, n: int, rules: Rules, options: GenerationOptions, choose: Choose) -> Found:
+def _follow(decoding: Decoding, n: int, rules: Rules, options: GenerationOptions, choose: Choose) -> FinishedTexts:
     """One text for each of N rows, token by token; a row leaves when its text ends."""
     device = rules.never.device
-    found, rows = Found.none(n, 1, rules.longest, device), Rows.first(n, device)
+    found, rows = FinishedTexts.none(n, 1, rules.longest, device), OpenTexts.first(n, device)
     which, ids = torch.arange(n, device=device), torch.full((n,), rules.start, device=device)
     for said in range(rules.longest):
         logp = rules.next(decoding.step(ids), rows)
@@ -79,13 +79,13 @@ def nucleus(logp: Tensor, chance: Tensor, top_p: float, temperature: float = 1.0
     return order.gather(1, place[:, None])[:, 0]
 
 
-def _beam(decoding: Decoding, n: int, rules: Rules, options: GenerationOptions) -> Found:
+def _beam(decoding: Decoding, n: int, rules: Rules, options: GenerationOptions) -> FinishedTexts:
     """Beam search: of the likeliest 2 * beams next texts those that end within the first `beams` are finished.
 
     Twice as many finished texts as beams are kept, since two may read the same.
     """
     device, penalty = rules.never.device, options.length_penalty
-    found, rows = Found.none(n, 2 * options.beams, rules.longest, device), Rows.first(n, device)
+    found, rows = FinishedTexts.none(n, 2 * options.beams, rules.longest, device), OpenTexts.first(n, device)
     which, ids = torch.arange(n, device=device), torch.full((n,), rules.start, device=device)
     for said in range(1, rules.longest + 1):
         total = rows.logprob[:, None] + rules.next(decoding.step(ids), rows)  # [b * beams, V]
@@ -107,7 +107,9 @@ def _beam(decoding: Decoding, n: int, rules: Rules, options: GenerationOptions) 
     return found
 
 
-def _settled(found: Found, which: Tensor, live: Tensor, said: int, longest: int, options: GenerationOptions) -> Tensor:
+def _settled(
+    found: FinishedTexts, which: Tensor, live: Tensor, said: int, longest: int, options: GenerationOptions
+) -> Tensor:
     """Whether an image's search is over, [b] bool.
 
     For certain: the best unfinished text's log probability live [b], over the tokens^penalty that suit it best, is not

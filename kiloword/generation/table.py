@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from kiloword.checkpoint.files import atomic, is_taken, write_atomic, write_json
-from kiloword.config.recipes import Settings, parse, read_config
+from kiloword.config.recipes import BaseSettings, parse, read_config
 from kiloword.data import keyed
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import Skipped
@@ -32,7 +32,7 @@ _PART = SCHEMA.append(pa.field("content", pa.binary(16)))  # digest of the pixel
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptionFile(Settings):
+class CaptionFile(BaseSettings):
     """What captions were made of, and how."""
 
     model: str  # as the user wrote it
@@ -59,7 +59,7 @@ _SAME: dict[str, Callable[[CaptionFile], str]] = {
 
 
 @dataclass
-class Rows:
+class CaptionRows:
     """The images of one part, while they come."""
 
     keys: list[str] = field(default_factory=list)
@@ -131,7 +131,7 @@ class CaptionWriter:
             )
         return False
 
-    def write(self, number: int, rows: Rows) -> None:
+    def write(self, number: int, rows: CaptionRows) -> None:
         """One part, all of it or nothing. Errors: ValueError when it cannot be written."""
         repeated = len(self.rows_of(number)) - len(rows.skipped) - len(rows.keys)
         skipped = [[one.row, one.key, one.reason] for one in rows.skipped]

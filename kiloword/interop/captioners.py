@@ -63,14 +63,14 @@ def open_captioner(name: str, device: str = "auto", precision: str = "fp32", tru
     device = choose(device)
     kind, _, rest = name.partition(":")
     if kind == "hf":
-        return Transformers(Path(rest).expanduser(), device, "fp32" if precision == "auto" else precision)
+        return TransformersCaptioner(Path(rest).expanduser(), device, "fp32" if precision == "auto" else precision)
     folder = Path(name).expanduser()
     model, tokenizer, _ = open_model(folder, device, trust=trust, precision=precision)
     files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
-    return Ours(Captioner(model, tokenizer), digest(files))
+    return KilowordCaptioner(Captioner(model, tokenizer), digest(files))
 
 
-class Ours:
+class KilowordCaptioner:
     """A model of ours."""
 
     def __init__(self, captioner: Captioner, fingerprint: str) -> None:
@@ -92,7 +92,7 @@ class Ours:
         return [[(caption.text, caption.score) for caption in some] for some in found]
 
 
-class Transformers:
+class TransformersCaptioner:
     """A captioner (BLIP, GIT, ...) in a local folder as transformers saves it, by transformers itself (extra "hf").
 
     Images are prepared by its own processor and written about by its own `generate`.

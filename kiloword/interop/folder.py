@@ -18,7 +18,7 @@ from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
 
 if TYPE_CHECKING:
-    from kiloword.interop.open_clip import Imported, Report
+    from kiloword.interop.open_clip import Imported, ImportReport
 
 CLIP_VOCAB = 49408
 
@@ -77,7 +77,7 @@ def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
         raise ValueError(f"{found} is damaged ({error}); copy it again") from error
 
 
-def show(report: Report, out: Path) -> None:
+def show(report: ImportReport, out: Path) -> None:
     """Print what was loaded, what is new and what was left over, part by part."""
     table = plain_table("part", "loaded", "new")
     loaded, new = (Counter(_part(n) for n in names) for names in (report.loaded, report.new))

@@ -24,7 +24,7 @@ MAX_SCALE = 100.0  # CLIP's
 
 
 @dataclass(frozen=True)
-class Report:
+class ImportReport:
     """What became of the weights."""
 
     loaded: dict[str, str]  # our name: theirs
@@ -39,7 +39,7 @@ class Imported:
     config: ModelConfig
     method: Literal["clip", "siglip", "prolip-released", "coca"]
     state: dict[str, Tensor]
-    report: Report
+    report: ImportReport
     settings: dict[str, Any] = field(default_factory=dict)  # the method's
 
 
@@ -101,7 +101,7 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
     ours_state = {n: value for n, (_, value) in found.items()}
     if not siglip and "head.log_scale" in ours_state:
         ours_state["head.log_limit"] = ours_state["head.log_scale"].clamp(min=math.log(MAX_SCALE))
-    report = Report(
+    report = ImportReport(
         {n: theirs for n, (theirs, _) in sorted(found.items())},
         sorted(expected.keys() - found.keys()),
         sorted(left),

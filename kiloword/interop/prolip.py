@@ -12,7 +12,7 @@ from torch import Tensor
 from kiloword.config.recipes import ModelConfig
 from kiloword.data.text.roles import Roles
 from kiloword.interop import folder
-from kiloword.interop.open_clip import Imported, Report, place, read
+from kiloword.interop.open_clip import Imported, ImportReport, place, read
 from kiloword.interop.prolip_config import model_config
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
@@ -45,7 +45,7 @@ def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles)
     found, left = _named(_folded(state, roles, vocab), needed)
     _check(needed, found)
     new = [f"text_tower.tokens[{i}]" for i in range(config.text.vocab, vocab) if i not in (roles.cls, roles.unc)]
-    report = Report({ours: theirs for ours, (theirs, _) in sorted(found.items())}, new, left)
+    report = ImportReport({ours: theirs for ours, (theirs, _) in sorted(found.items())}, new, left)
     return Imported(shaped, "prolip-released", {ours: value for ours, (_, value) in found.items()}, report)
 
 

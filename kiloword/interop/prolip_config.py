@@ -6,13 +6,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kiloword.config.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Settings, TextConfig, read_config
+from kiloword.config.recipes import (
+    Activation,
+    BaseSettings,
+    HeadConfig,
+    ImageConfig,
+    ModelConfig,
+    TextConfig,
+    read_config,
+)
 
 APPENDED = 2  # [UNC] and [CLS], which their context does not count
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vision(Settings):
+class Vision(BaseSettings):
     """`vision_cfg`; a type that allows one value alone says what our towers can be."""
 
     image_size: int = 224
@@ -44,7 +52,7 @@ class Vision(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text(Settings):
+class Text(BaseSettings):
     """`text_cfg`."""
 
     context_length: int = 64
@@ -75,7 +83,7 @@ class Text(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published(Settings):
+class Published(BaseSettings):
     """The whole file."""
 
     embed_dim: int

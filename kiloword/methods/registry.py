@@ -119,7 +119,9 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
         (_python(word), piece.settings, dataclasses.field(default_factory=piece.settings))
         for word, piece in chosen.items()
     ]
-    mixed = dataclasses.make_dataclass("Settings", fields, bases=(kind or recipes.Settings,), frozen=True, kw_only=True)
+    mixed = dataclasses.make_dataclass(
+        "Settings", fields, bases=(kind or recipes.BaseSettings,), frozen=True, kw_only=True
+    )
     mixed.__module__ = __name__
 
     def build(settings: Any) -> Method:

@@ -12,7 +12,7 @@ from kiloword.model.heads import Head, Single
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(recipes.Settings):
+class Settings(recipes.BaseSettings):
     scale: float = 10.0  # initial scale of the cosine
     bias: float = -10.0  # initial; the logit is scale * cosine + bias
 

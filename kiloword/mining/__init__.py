@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from kiloword.mining.options import Options
+from kiloword.mining.options import MineOptions
 
 
-def main(sources: Sequence[str], side: Path, out: Path, options: Options) -> None:
+def main(sources: Sequence[str], side: Path, out: Path, options: MineOptions) -> None:
     """What the command line calls: writes report.html, pairs.parquet, mine.json and thresholds.json into `out`.
 
     Ranks that torchrun started share the search; the first one writes.

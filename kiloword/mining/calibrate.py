@@ -38,7 +38,7 @@ Known = Callable[[Ints, Ints], Tensor]
 
 
 @dataclass(frozen=True)
-class Sample:
+class RandomPairs:
     """Random pairs that are not annotated, [n] each."""
 
     it: Tensor
@@ -48,7 +48,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ThresholdChoice:
     """What one p1 gives, the other thresholds being as they are. Shares in [0, 1]."""
 
     p1: float
@@ -61,7 +61,7 @@ class Choice:
 
 def random_pairs(
     corpus: Corpus, seed: int, images: int = 2048, captions: int = 4096, known: Known | None = None
-) -> Sample:
+) -> RandomPairs:
     """All pairs of some images with some captions, drawn by the seed, less the annotated ones.
 
     Errors: ValueError when the features known make no such pair.
@@ -75,7 +75,7 @@ def random_pairs(
     image_features, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
     values = similarities(image_features, means, corpus.load(corpus.texts, columns), corpus.load(corpus.images, owner))
     it, ii, tt = (v.cpu()[others] for v in values)
-    return Sample(it, ii, tt, None if known is None else known(columns, rows).T[others])
+    return RandomPairs(it, ii, tt, None if known is None else known(columns, rows).T[others])
 
 
 def some(items: Ints, most: int, number: int) -> Ints:
@@ -86,7 +86,7 @@ def some(items: Ints, most: int, number: int) -> Ints:
     return np.sort(rng.choice(items, most, replace=False))
 
 
-def calibrate(annotated: Floats, sample: Sample, settings: Mined, false_rate: float = 1e-4) -> Mined:
+def calibrate(annotated: Floats, sample: RandomPairs, settings: Mined, false_rate: float = 1e-4) -> Mined:
     """The settings with thresholds that fit the teacher.
 
     Args: annotated, S_it of the annotated pairs.
@@ -115,7 +115,7 @@ def exceeded_by(values: Tensor, share: float) -> float:
     return math.ceil(round(value * scale, 3)) / scale
 
 
-def candidates(annotated: Floats, sample: Sample, p1: float) -> list[float]:
+def candidates(annotated: Floats, sample: RandomPairs, p1: float) -> list[float]:
     """Values of p1 to compare, ascending: half deviations around the mean, and what few random pairs exceed."""
     mean, deviation = float(np.mean(annotated)), float(np.std(annotated))
     around = [mean + step * deviation for step in (-1, -0.5, 0, 0.5, 1)]
@@ -124,20 +124,20 @@ def candidates(annotated: Floats, sample: Sample, p1: float) -> list[float]:
 
 
 def compare(
-    corpus: Corpus, annotated: Floats, sample: Sample, settings: Mined, values: Sequence[float]
-) -> list[Choice]:
+    corpus: Corpus, annotated: Floats, sample: RandomPairs, settings: Mined, values: Sequence[float]
+) -> list[ThresholdChoice]:
     """What each p1 would mine."""
     captions = len(corpus.captions) * (1 - 1 / len(corpus.keys))  # of the other images
     return [_choice(replace(settings, p1=p1), annotated, sample, captions) for p1 in values]
 
 
-def _choice(settings: Mined, annotated: Floats, sample: Sample, captions: float) -> Choice:
+def _choice(settings: Mined, annotated: Floats, sample: RandomPairs, captions: float) -> ThresholdChoice:
     whole = matches(settings, sample.it, sample.ii, sample.tt)
     precision = recall = None
     if sample.true is not None:
         right = float((whole & sample.true).sum())
         precision, recall = _share(right, float(whole.sum())), _share(right, float(sample.true.sum()))
-    return Choice(
+    return ThresholdChoice(
         settings.p1,
         float(np.mean(annotated > settings.p1)),
         float((sample.it > settings.p1).float().mean()),

@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.floating[Any]]
 
 
-class Table(Protocol):
+class TeacherFeatures(Protocol):
     """What mining needs of a `SideTable`."""
 
     @property
@@ -45,7 +45,7 @@ class Corpus:
     device: str = "cpu"
 
     @staticmethod
-    def of(table: Table, device: str = "cpu") -> Corpus:
+    def of(table: TeacherFeatures, device: str = "cpu") -> Corpus:
         """The features of a side table. Errors: ValueError when it has fewer than two images or captions."""
         starts = np.asarray(table.starts, np.int64)
         if len(table.keys) < 2 or len(table.captions) < 2:

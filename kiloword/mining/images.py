@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kiloword import report
 from kiloword.methods.fff.preset import Mined
-from kiloword.mining.results import Results
+from kiloword.mining.results import MiningResults
 
 Pixels = NDArray[np.uint8]
 Image = Callable[[int], Pixels | None]
@@ -29,7 +29,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ReportImages:
     """What the report shows as images: pairs by the term that found them, captions with the images they fit."""
 
     pairs: Mapping[str, Sequence[Pair]]
@@ -46,7 +46,7 @@ def term_rule(name: str, s: Mined) -> str:
     return rules.get(name, name)
 
 
-def mined_pairs(results: Results, shown: Shown, image: Image) -> str:
+def mined_pairs(results: MiningResults, shown: ReportImages, image: Image) -> str:
     """Cards of the pairs, term by term."""
     parts = []
     for name, pairs in shown.pairs.items():
@@ -57,7 +57,7 @@ def mined_pairs(results: Results, shown: Shown, image: Image) -> str:
     return "".join(parts)
 
 
-def _card(pair: Pair, results: Results, image: Image) -> str:
+def _card(pair: Pair, results: MiningResults, image: Image) -> str:
     corpus = results.corpus
     owner = int(corpus.owner[pair.caption])
     this, other = image(pair.image), image(owner)
@@ -74,7 +74,7 @@ def _card(pair: Pair, results: Results, image: Image) -> str:
     )
 
 
-def wide_captions(results: Results, shown: Shown, image: Image) -> str:
+def wide_captions(results: MiningResults, shown: ReportImages, image: Image) -> str:
     """Captions with the images that they fit best."""
     queries = []
     for caption, hits in shown.wide:

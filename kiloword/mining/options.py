@@ -11,7 +11,7 @@ Mined = TypeVar("Mined", bound=Any)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class MineOptions:
     """Flags of `kiloword mine`, beside data, side table and output folder."""
 
     p1: float | None = None  # a pair matches when image and caption are more alike; the paper's 0.27

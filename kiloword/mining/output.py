@@ -14,18 +14,18 @@ import torch
 from kiloword import report
 from kiloword.checkpoint.files import write_atomic, write_json
 from kiloword.mining.corpus import Corpus
-from kiloword.mining.images import Pair, Shown
+from kiloword.mining.images import Pair, ReportImages
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.page import page
-from kiloword.mining.pairs import TERMS, Found, by_term
-from kiloword.mining.results import WHOLE, Results, as_json, flags, terms, thresholds, warning
+from kiloword.mining.pairs import TERMS, MinedPairs, by_term
+from kiloword.mining.results import WHOLE, MiningResults, as_json, flags, terms, thresholds, warning
 from kiloword.randomness import key
 from kiloword.terminal import say
 
 WIDE, BEST = 6, 5  # captions that fit many images, and images shown of each
 
 
-def write(out: Path, results: Results, origin: Origin) -> None:
+def write(out: Path, results: MiningResults, origin: Origin) -> None:
     """All files, each whole or not at all; the report last."""
     truths = origin.truth(results.corpus.captions)
     table = pairs_table(results, truths)
@@ -38,7 +38,7 @@ def write(out: Path, results: Results, origin: Origin) -> None:
     say(*summary(results), f"report: {out / 'report.html'}")
 
 
-def pairs_table(results: Results, truths: Truths | None) -> pa.Table:
+def pairs_table(results: MiningResults, truths: Truths | None) -> pa.Table:
     """The kept pairs, image by image, best S_it first.
 
     Columns: key of the image; caption, its index among the captions of its own image (key `owner`); S_it, S_ii and
@@ -79,15 +79,15 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def chosen(results: Results, truths: Truths | None) -> Shown:
+def chosen(results: MiningResults, truths: Truths | None) -> ReportImages:
     """Pairs of every term, drawn by the seed from those kept, and the captions mined most often."""
     corpus, found = results.corpus, results.found
     shown = {name: list(_drawn(results, name, truths)) for name in TERMS} if results.options.gallery else {}
     wide = _widest(corpus, found) if results.options.gallery else []
-    return Shown(shown, [(caption, _best(results, caption, truths)) for caption in wide])
+    return ReportImages(shown, [(caption, _best(results, caption, truths)) for caption in wide])
 
 
-def _drawn(results: Results, term: str, truths: Truths | None) -> Iterator[Pair]:
+def _drawn(results: MiningResults, term: str, truths: Truths | None) -> Iterator[Pair]:
     """At most `gallery` kept pairs that a term accepts, each of another image."""
     found, options = results.found, results.options
     accepted = by_term(results.settings, **found.scores)[term] & (found.column >= 0)
@@ -100,7 +100,7 @@ def _drawn(results: Results, term: str, truths: Truths | None) -> Iterator[Pair]
         yield Pair(row, caption, {name: float(found.scores[name][row, place]) for name in TERMS}, true)
 
 
-def _widest(corpus: Corpus, found: Found) -> list[int]:
+def _widest(corpus: Corpus, found: MinedPairs) -> list[int]:
     """The captions mined with the most images, one of each wording."""
     order = found.per_text.argsort(descending=True, stable=True).tolist()
     kept: dict[str, int] = {}
@@ -111,7 +111,7 @@ def _widest(corpus: Corpus, found: Found) -> list[int]:
     return list(kept.values())
 
 
-def _best(results: Results, caption: int, truths: Truths | None) -> list[tuple[int, float, bool | None]]:
+def _best(results: MiningResults, caption: int, truths: Truths | None) -> list[tuple[int, float, bool | None]]:
     """The images that S_it puts first for a caption, its own left out."""
     corpus = results.corpus
     text = corpus.load(corpus.texts, np.array([caption]))[0]
@@ -124,7 +124,7 @@ def _best(results: Results, caption: int, truths: Truths | None) -> list[tuple[i
     return list(zip(rows, best.values.tolist(), true, strict=True))
 
 
-def summary(results: Results) -> list[str]:
+def summary(results: MiningResults) -> list[str]:
     """What a terminal shows."""
     found, table = results.found, terms(results.found)
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in results.seconds.items())

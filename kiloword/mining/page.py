@@ -8,17 +8,17 @@ import numpy as np
 from torch import Tensor
 
 from kiloword import report
-from kiloword.mining.calibrate import DIGITS, FLOOR, NEARLY_SAME, Choice
+from kiloword.mining.calibrate import DIGITS, FLOOR, NEARLY_SAME, ThresholdChoice
 from kiloword.mining.corpus import Floats
-from kiloword.mining.images import Image, Shown, mined_pairs, term_rule, wide_captions
-from kiloword.mining.results import WHOLE, Group, Results, flags, terms, thresholds, warning
+from kiloword.mining.images import Image, ReportImages, mined_pairs, term_rule, wide_captions
+from kiloword.mining.results import WHOLE, Group, MiningResults, flags, terms, thresholds, warning
 from kiloword.report.histogram import bins, doubling
 from kiloword.report.words import duration, percent
 
 SHOWN = 15  # of the most frequent captions
 
 
-def page(results: Results, shown: Shown, image: Image) -> str:
+def page(results: MiningResults, shown: ReportImages, image: Image) -> str:
     """The whole document."""
     sections = [
         ("In short", _short(results)),
@@ -33,7 +33,7 @@ def page(results: Results, shown: Shown, image: Image) -> str:
     return report.page("Mined pairs", _intro(results), [s for s in sections if s[1]])
 
 
-def _intro(results: Results) -> str:
+def _intro(results: MiningResults) -> str:
     corpus = results.corpus
     return (
         f"{results.data}: {len(corpus.keys):,} images with {len(corpus.captions):,} captions, seen through the "
@@ -45,7 +45,7 @@ def _intro(results: Results) -> str:
     )
 
 
-def _short(results: Results) -> str:
+def _short(results: MiningResults) -> str:
     found, table = results.found, terms(results.found)[WHOLE]
     counts = found.per_image.numpy()
     first = next(iter(results.groups.values()))
@@ -67,7 +67,7 @@ def _short(results: Results) -> str:
     return report.headline(figures)
 
 
-def _mined(results: Results) -> str:
+def _mined(results: MiningResults) -> str:
     found = results.found
     known = found.true is not None
     judged = ["precision", "recall"] if known else []
@@ -96,7 +96,7 @@ def _mined(results: Results) -> str:
     return "".join(parts)
 
 
-def _words_of_mined(results: Results) -> str:
+def _words_of_mined(results: MiningResults) -> str:
     found = results.found
     share = found.mined.whole / max(found.pairs, 1)
     captions = len(results.corpus.captions) / len(results.corpus.keys)
@@ -116,7 +116,7 @@ def _words_of_mined(results: Results) -> str:
     return said
 
 
-def _thresholds(results: Results) -> str:
+def _thresholds(results: MiningResults) -> str:
     known = results.sample.true is not None
     mean = round(float(np.mean(results.corpus.annotated())), DIGITS)
     rows = [_choice_row(c, known, results.settings.p1, mean) for c in results.choices]
@@ -131,7 +131,7 @@ def _thresholds(results: Results) -> str:
     )
 
 
-def _commands(results: Results) -> str:
+def _commands(results: MiningResults) -> str:
     settings = results.settings
     return (
         f"kiloword train fff {flags(settings)}\n"
@@ -139,7 +139,7 @@ def _commands(results: Results) -> str:
     )
 
 
-def _choice_row(choice: Choice, known: bool, used: float, mean: float) -> list[str | float | None]:
+def _choice_row(choice: ThresholdChoice, known: bool, used: float, mean: float) -> list[str | float | None]:
     row: list[str | float | None] = [
         f"{choice.p1:g}" + (" (used)" if choice.p1 == used else " (mean)" if choice.p1 == mean else ""),
         percent(choice.annotated_above),
@@ -149,7 +149,7 @@ def _choice_row(choice: Choice, known: bool, used: float, mean: float) -> list[s
     return [*row, choice.precision, choice.recall] if known else row
 
 
-def _words_of_thresholds(results: Results) -> str:
+def _words_of_thresholds(results: MiningResults) -> str:
     options = results.options
     mean = float(np.mean(results.corpus.annotated()))
     values = ", ".join(
@@ -178,7 +178,7 @@ def _nearly_same(name: str, score: str, value: float, random: Tensor, rate: str)
     return f"{name} is {value:g}, the highest that identical features surely exceed: {above} of random pairs do, too"
 
 
-def _similarities(results: Results) -> str:
+def _similarities(results: MiningResults) -> str:
     sample = results.sample
     plots = {
         "S_it, image and caption": {"annotated": results.corpus.annotated(), "random": sample.it.numpy()},
@@ -205,7 +205,7 @@ def _density(series: Mapping[str, Floats], x_label: str) -> str:
     return report.histogram(heights, edges, x_label, "% of each")
 
 
-def _ranks(results: Results) -> str:
+def _ranks(results: MiningResults) -> str:
     groups = results.groups
     series = {}
     for name, one in groups.items():
@@ -235,7 +235,7 @@ def _cumulative(ranks: Floats, batch: int) -> list[tuple[float, float]]:
     return [(float(k), float(100 * np.mean(ranks <= k))) for k in at]
 
 
-def _captions(results: Results) -> str:
+def _captions(results: MiningResults) -> str:
     groups = results.groups
     near = _density(
         {name: one.nearest for name, one in groups.items()}, "mean similarity with its 100 nearest captions"

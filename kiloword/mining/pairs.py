@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass
-class Counts:
+class PairCounts:
     """Pairs by what accepted them."""
 
     whole: int = 0  # eq. 2
@@ -39,7 +39,7 @@ class Counts:
             self.term[name] += int(hit.sum())
             self.alone[name] += int((hit & (times == 1)).sum())
 
-    def plus(self, other: Counts) -> None:
+    def plus(self, other: PairCounts) -> None:
         """Add another rank's."""
         self.whole += other.whole
         for name in TERMS:
@@ -48,21 +48,21 @@ class Counts:
 
 
 @dataclass
-class Found:
+class MinedPairs:
     """What a search found. Mined pairs are those of an image and a caption that was not written for it."""
 
     column: Tensor  # [N, most] int64, the captions of each image's best mined pairs by S_it, -1: none
     scores: dict[str, Tensor]  # "it", "ii", "tt": [N, most] float32
     per_image: Tensor  # [N] int64 mined pairs
     per_text: Tensor  # [T] int64
-    mined: Counts = field(default_factory=Counts)
-    annotated: Counts = field(default_factory=Counts)  # annotated pairs that eq. 2 accepts on the scores alone
-    right: Counts = field(default_factory=Counts)  # mined pairs that are true, where the truth is known
+    mined: PairCounts = field(default_factory=PairCounts)
+    annotated: PairCounts = field(default_factory=PairCounts)  # annotated pairs that eq. 2 accepts on the scores alone
+    right: PairCounts = field(default_factory=PairCounts)  # mined pairs that are true, where the truth is known
     true: int | None = None  # true pairs that are not annotated
     pairs: int = 0  # pairs that are not annotated
     annotated_pairs: int = 0
 
-    def add(self, images: Tensor, other: Found) -> None:
+    def add(self, images: Tensor, other: MinedPairs) -> None:
         """Add what was found of some more images, [n] their numbers."""
         self.column[images], self.per_image[images] = other.column, other.per_image
         for name in TERMS:
@@ -95,7 +95,7 @@ def search(
     chunk: int = 2048,
     truth: Truth | None = None,
     progress: Progress | None = None,
-) -> Found:
+) -> MinedPairs:
     """The pairs of a data set that eq. 2 accepts.
 
     Args: most, how many mined pairs of an image are kept, best S_it first (all are counted); chunk, images and
@@ -122,7 +122,7 @@ def search(
     return _of_all(found, mine)
 
 
-def _of_all(found: Found, mine: list[slice]) -> Found:
+def _of_all(found: MinedPairs, mine: list[slice]) -> MinedPairs:
     """What all ranks found, on the first one. Args: mine: this rank's images."""
     if share()[1] == 1:
         return found
@@ -138,15 +138,17 @@ def _numbers(rows: list[slice]) -> Tensor:
     return torch.tensor([n for part in rows for n in range(part.start, part.stop)], dtype=torch.int64)
 
 
-def _nothing(corpus: Corpus, most: int) -> Found:
+def _nothing(corpus: Corpus, most: int) -> MinedPairs:
     n = len(corpus.keys)
     scores = {name: torch.full((n, most), -torch.inf) for name in TERMS}
     empty = torch.full((n, most), -1)
-    return Found(empty, scores, torch.zeros(n, dtype=torch.int64), torch.zeros(len(corpus.captions), dtype=torch.int64))
+    return MinedPairs(
+        empty, scores, torch.zeros(n, dtype=torch.int64), torch.zeros(len(corpus.captions), dtype=torch.int64)
+    )
 
 
 def _count(
-    found: Found,
+    found: MinedPairs,
     settings: Mined,
     values: Mapping[str, Tensor],
     own: Tensor,
@@ -173,7 +175,7 @@ def _count(
     _keep(found, values, whole, rows, columns.start)
 
 
-def _keep(found: Found, values: Mapping[str, Tensor], whole: Tensor, rows: slice, start: int) -> None:
+def _keep(found: MinedPairs, values: Mapping[str, Tensor], whole: Tensor, rows: slice, start: int) -> None:
     """Merge a block's mined pairs into the best of their images."""
     most = found.column.shape[1]
     best, place = values["it"].masked_fill(~whole, -torch.inf).topk(min(most, whole.shape[1]), dim=1)

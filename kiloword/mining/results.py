@@ -14,9 +14,9 @@ import numpy as np
 from kiloword.distributed.sharing import is_first
 from kiloword.methods.fff.preset import Mined, check
 from kiloword.mining import analyses, pairs
-from kiloword.mining.calibrate import Choice, Sample, calibrate, candidates, compare, random_pairs
+from kiloword.mining.calibrate import RandomPairs, ThresholdChoice, calibrate, candidates, compare, random_pairs
 from kiloword.mining.corpus import Corpus, Floats
-from kiloword.mining.options import Options
+from kiloword.mining.options import MineOptions
 from kiloword.mining.origin import Truths
 from kiloword.terminal.progress import Bar
 from kiloword.watch.rule import LIMITS
@@ -40,17 +40,17 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Results:
+class MiningResults:
     """Everything but the images."""
 
     data: str
     teacher: str
     corpus: Corpus
-    options: Options
+    options: MineOptions
     settings: Mined  # that were used
-    found: pairs.Found
-    sample: Sample
-    choices: list[Choice]
+    found: pairs.MinedPairs
+    sample: RandomPairs
+    choices: list[ThresholdChoice]
     groups: dict[str, Group]
     seconds: dict[str, float]
 
@@ -65,10 +65,10 @@ def judge(
     corpus: Corpus,
     parts: dict[str, Corpus],
     settings: Mined,
-    options: Options,
+    options: MineOptions,
     names: tuple[str, str],
     truths: Truths | None,
-) -> Results | None:
+) -> MiningResults | None:
     """Calibrate where asked, search, analyse. Args: parts, groups of captions; names of the data and the teacher.
 
     Ranks that share the work each search some of the images; the first one alone gets the results.
@@ -96,10 +96,10 @@ def judge(
         return None
     groups = {name: group(part, options, near[name]) for name, part in parts.items()}
     seconds["analyses"] = time.perf_counter() - start - sum(seconds.values())
-    return Results(*names, corpus, options, settings, found, sample, choices, groups, seconds)
+    return MiningResults(*names, corpus, options, settings, found, sample, choices, groups, seconds)
 
 
-def group(corpus: Corpus, options: Options, nearest: Floats) -> Group:
+def group(corpus: Corpus, options: MineOptions, nearest: Floats) -> Group:
     """The paper's analyses of a corpus. Args: nearest: see `analyses.nearest`."""
     one, mean = analyses.one_and_mean(corpus, options.seed)
     return Group(
@@ -122,7 +122,7 @@ def flags(settings: Mined, prefix: str = "--settings.") -> str:
     return " ".join([*values, *named])
 
 
-def warning(found: pairs.Found) -> str:
+def warning(found: pairs.MinedPairs) -> str:
     """A warning where more than a few percent of all pairs are mined as positives; otherwise empty."""
     share = found.mined.whole / max(found.pairs, 1)
     if share <= LIMITS.mined[0]:
@@ -138,7 +138,7 @@ def thresholds(settings: Mined) -> dict[str, float]:
     return {name: getattr(settings, name) for name in ("p1", "p2", "p3", "p1_text")}
 
 
-def terms(found: pairs.Found) -> dict[str, dict[str, float | int | None]]:
+def terms(found: pairs.MinedPairs) -> dict[str, dict[str, float | int | None]]:
     """Counts, precision and recall of eq. 2 and of each of its terms."""
     own = found.annotated_pairs
     table: dict[str, dict[str, float | int | None]] = {}
@@ -159,7 +159,7 @@ def terms(found: pairs.Found) -> dict[str, dict[str, float | int | None]]:
     return table
 
 
-def as_json(results: Results) -> dict[str, Any]:
+def as_json(results: MiningResults) -> dict[str, Any]:
     """The numbers of `mine.json`; metric names never change meaning."""
     found, corpus = results.found, results.corpus
     counts = found.per_image.numpy()

@@ -64,7 +64,7 @@ class Packing:
         return torch.cat([flat, flat.new_zeros(self.tail, *flat.shape[1:])]) if self.tail else flat
 
 
-class Cache:
+class KeyValueCache:
     """Keys and values of the tokens decoded so far, of one layer, dense [N, L, H, d]."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def attention(
     packing_q: Packing | None = None,
     packing_k: Packing | None = None,
     causal: bool = False,
-    cache: Cache | None = None,
+    cache: KeyValueCache | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, H heads at once.
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.config.recipes import Activation
-from kiloword.model.attention import Cache, Packing, attention
+from kiloword.model.attention import KeyValueCache, Packing, attention
 
 Keys = tuple[Tensor, Tensor]
 """Keys and values of what is looked at: each [N, M, H, d], or packed [S, H, d]."""
@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(
-        self, x: Tensor, packing: Packing | None = None, causal: bool = False, cache: Cache | None = None
+        self, x: Tensor, packing: Packing | None = None, causal: bool = False, cache: KeyValueCache | None = None
     ) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         mixed = attention(q, k, v, packing, packing, causal, cache)
@@ -85,7 +85,7 @@ class Block(nn.Module):
         x: Tensor,
         packing: Packing | None = None,
         causal: bool = False,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         only: Tensor | None = None,
     ) -> Tensor:
         """only [N, n] int64: of dense x, the tokens that go on; the others are looked at, no more: [N, n, W]."""

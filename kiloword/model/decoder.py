@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig
-from kiloword.model.attention import Cache, Packing
+from kiloword.model.attention import KeyValueCache, Packing
 from kiloword.model.blocks import Block, CrossBlock, Init, Keys
 from kiloword.model.image import extra
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
         packing: Packing | None = None,
         packing_k: Packing | None = None,
         causal: bool = False,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         packing_q: Packing | None = None,
         only: Tensor | None = None,
     ) -> Tensor:
@@ -96,7 +96,9 @@ class TextDecoder(nn.Module):
         """Keys and values, one a layer, of a memory: dense [N, M, W'] or packed [S, W']."""
         return [layer.keys(memory) for layer in self.layers]  # type: ignore[operator]
 
-    def step(self, x: Tensor, memory: list[Keys], caches: list[Cache], packing_k: Packing | None = None) -> Tensor:
+    def step(
+        self, x: Tensor, memory: list[Keys], caches: list[KeyValueCache], packing_k: Packing | None = None
+    ) -> Tensor:
         """The newest tokens of N texts [N, n, W], which take their place in `caches` -> [N, n, W], normed.
 
         Args: memory: as `remember` makes it; of fewer rows than N it belongs to as many neighbours each (beams).

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.config.recipes import TextConfig
-from kiloword.model.attention import Cache, Packing
+from kiloword.model.attention import KeyValueCache, Packing
 from kiloword.model.blocks import Block, Init
 from kiloword.types import Texts
 
@@ -84,7 +84,7 @@ class TextTower(nn.Module):
         x = F.embedding(texts.ids, self.tokens) + F.embedding(place, self.positions)
         return F.pad(x, (0, 0, 0, packing.tail)) if packing.tail else x
 
-    def step(self, ids: Tensor, caches: list[Cache]) -> Tensor:
+    def step(self, ids: Tensor, caches: list[KeyValueCache]) -> Tensor:
         """The newest words of N texts of one length: ids [N, n] -> [N, n, W], as `forward` makes them.
 
         Args: caches: one a block, which hold the earlier tokens and take these. The tower must be causal.

@@ -123,7 +123,7 @@ def _in_block(forward: float, last: float, kept: float, stream: float, products:
 
 
 @dataclass(frozen=True)
-class Memory:
+class AttendedTokens:
     """What queries look at: dense rows or packed texts."""
 
     tokens: float
@@ -133,7 +133,7 @@ class Memory:
     width: int
 
 
-def cross_block(width: int, heads: int, mlp: int, seq: Sequences, memory: Memory, kernels: Kernels) -> Work:
+def cross_block(width: int, heads: int, mlp: int, seq: Sequences, memory: AttendedTokens, kernels: Kernels) -> Work:
     """One block that looks at a memory: x + out(attention(q(norm1 x), kv(norm m))), then the MLP.
 
     FLOP forward, n queries, k keys of width V, p pairs: 2 n 2 W^2 + 4 p W + 4 n W M, and for keys and values

@@ -121,10 +121,10 @@ def _steps(images: float, texts: float, step: tuple[int, int]) -> tuple[int, int
     return -int(-images // step[0]), -int(-texts // step[1])
 
 
-def _sizes(model: Model) -> tuple[mixing.Sizes, str]:
+def _sizes(model: Model) -> tuple[mixing.PairSizes, str]:
     pooling = model.head.pooling
     assert isinstance(pooling, Contextual)
-    return mixing.Sizes(mixed_tokens(model), pooling.settings.heads, model.config.head.dim), pooling.settings.form
+    return mixing.PairSizes(mixed_tokens(model), pooling.settings.heads, model.config.head.dim), pooling.settings.form
 
 
 def _contextual_step(model: Model, texts: float, device: str, chunk: int) -> tuple[int, int]:

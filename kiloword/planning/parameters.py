@@ -74,7 +74,7 @@ def in_products(learner: Learner) -> int:
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardedParameters:
     """Parameters as FSDP holds them, in numbers."""
 
     sharded: int  # matrices in blocks, gathered one by one
@@ -84,11 +84,11 @@ class Shards:
     blocks: int
 
 
-def shards(learner: Learner) -> Shards:
+def shards(learner: Learner) -> ShardedParameters:
     """How `engine.shard` cuts a learner."""
     sizes = [matrices(unit) for unit in units(learner.model)]
     root = matrices(learner.model) - matrices(learner.model.head) - sum(sizes)
-    return Shards(sum(sizes), root, total(learner) - sum(sizes) - root, max(sizes), len(sizes))
+    return ShardedParameters(sum(sizes), root, total(learner) - sum(sizes) - root, max(sizes), len(sizes))
 
 
 def matrices(module: nn.Module) -> int:

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from torch import nn
 
-from kiloword.methods.coca.answering import Answer
-from kiloword.methods.coca.captioning import Caption
+from kiloword.methods.coca.answering import AnswerLoss
+from kiloword.methods.coca.captioning import CaptionLoss
 from kiloword.methods.coca.masked_images import MaskedImages
 from kiloword.methods.prolip.inclusion import ImageInText, MaskedImage, MaskedText, Spread, Vib
 from kiloword.model.decoder import ImageDecoder, TextDecoder
 from kiloword.model.image import extra
 from kiloword.model.model import Model
 from kiloword.planning.heads import image_head, memory_work, text_head
-from kiloword.planning.layers import Memory, Work, linear, outside
+from kiloword.planning.layers import AttendedTokens, Work, linear, outside
 from kiloword.planning.shapes import Load
 from kiloword.planning.towers import fuser, image_decoder, image_tower, patches, seen_images, text_decoder, text_tower
 
@@ -42,7 +42,7 @@ def _caption(term: nn.Module, model: Model, load: Load, chosen: float | None) ->
 
     Without a mask it sees the clean pass. A random mask is a pass an image, an attentive one a pass a caption.
     """
-    assert isinstance(term, Caption)
+    assert isinstance(term, CaptionLoss)
     decoder = model.more["text_decoder"]
     assert isinstance(decoder, TextDecoder)
     image, places, kernels = model.config.image, patches(model.config.image), load.kernels
@@ -140,7 +140,7 @@ def _vib(term: nn.Module, model: Model, load: Load, chosen: float | None) -> lis
 
 def _answer(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
     """Questions fused with images, then the decoder over answers, which look at their question's tokens."""
-    assert isinstance(term, Answer)
+    assert isinstance(term, AnswerLoss)
     assert load.questions is not None
     decoder = model.more["text_decoder"]
     assert isinstance(decoder, TextDecoder)
@@ -149,18 +149,18 @@ def _answer(term: nn.Module, model: Model, load: Load, chosen: float | None) -> 
     before, asked = load.texts.longer(-1 - term.extra, load.captions), load.questions
     slots = asked.texts * asked.longest if kernels.padded else asked.tokens
     pairs = slots * before.longest if kernels.padded else asked.tokens * before.tokens / before.texts
-    memory = Memory(asked.tokens, slots, kernels.padded, pairs * load.captions, decoder_memory(model))
+    memory = AttendedTokens(asked.tokens, slots, kernels.padded, pairs * load.captions, decoder_memory(model))
     return [fused, text_decoder(decoder, model.config.text, before, memory, kernels)]
 
 
 Cost = Callable[[nn.Module, Model, Load, float | None], list[Work]]
 KINDS: dict[type, Cost] = {
-    Caption: _caption,
+    CaptionLoss: _caption,
     MaskedImages: _masked_images,
     MaskedImage: _masked_image,
     MaskedText: _masked_text,
     ImageInText: _image_in_text,
     Spread: _image_in_text,
     Vib: _vib,
-    Answer: _answer,
+    AnswerLoss: _answer,
 }

@@ -10,7 +10,7 @@ from kiloword.config.recipes import ImageConfig, TextConfig
 from kiloword.model.decoder import ImageDecoder, TextDecoder
 from kiloword.model.image import extra, stem_plan
 from kiloword.model.model import Model
-from kiloword.planning.layers import Memory, Work, block, cross_block, linear, outside
+from kiloword.planning.layers import AttendedTokens, Work, block, cross_block, linear, outside
 from kiloword.planning.shapes import Kernels, Lengths, Load, Sequences
 
 
@@ -66,7 +66,12 @@ def text_tower(config: TextConfig, texts: Lengths, kernels: Kernels) -> Work:
 
 
 def text_decoder(
-    decoder: TextDecoder, config: TextConfig, texts: Lengths, memory: Memory, kernels: Kernels, joined: float = 0
+    decoder: TextDecoder,
+    config: TextConfig,
+    texts: Lengths,
+    memory: AttendedTokens,
+    kernels: Kernels,
+    joined: float = 0,
 ) -> Work:
     """A pass over texts that each look at a memory, and the loss of the next word.
 
@@ -119,16 +124,18 @@ def image_decoder(
     return replace(work + rest + normed, name="image decoder", group="decoders")
 
 
-def seen_texts(texts: Lengths, queries: float, width: int, kernels: Kernels) -> Memory:
+def seen_texts(texts: Lengths, queries: float, width: int, kernels: Kernels) -> AttendedTokens:
     """Packed texts as a memory of `queries` queries each."""
     slots = texts.texts * texts.longest if kernels.padded else texts.tokens
-    return Memory(texts.tokens, slots, kernels.padded and slots != texts.tokens, slots * queries, width)
+    return AttendedTokens(texts.tokens, slots, kernels.padded and slots != texts.tokens, slots * queries, width)
 
 
-def seen_images(texts: Lengths, rows: float, length: float, width: int, kernels: Kernels, joined: bool) -> Memory:
+def seen_images(
+    texts: Lengths, rows: float, length: float, width: int, kernels: Kernels, joined: bool
+) -> AttendedTokens:
     """Dense rows of `length` tokens as a memory of packed texts."""
     slots = (rows * texts.together if joined else texts.texts * texts.longest) if kernels.padded else texts.tokens
-    return Memory(rows * length, rows * length, False, slots * length, width)
+    return AttendedTokens(rows * length, rows * length, False, slots * length, width)
 
 
 def fuser(config: TextConfig, model: Model, load: Load, length: float) -> Work:

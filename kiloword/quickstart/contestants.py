@@ -15,7 +15,7 @@ from kiloword.api import Matcher
 from kiloword.data.reading import eval_batches
 from kiloword.data.scenes.source import ScenesSource
 from kiloword.data.sources.open import open_source
-from kiloword.evaluation.baseline import Sample, bags, histogram, ridge, words
+from kiloword.evaluation.baseline import BaselineSample, bags, histogram, ridge, words
 from kiloword.types import Features
 
 
@@ -49,7 +49,7 @@ class Contestant(Protocol):
     def score(self, images: Features, texts: Features) -> Tensor: ...
 
 
-class Model:
+class TrainedModel:
     """A trained model."""
 
     def __init__(self, matcher: Matcher) -> None:
@@ -74,7 +74,7 @@ class Chance:
 class Colours:
     """`evaluation.baseline.retrieve` in two halves: learned once, used on several sets."""
 
-    def __init__(self, seen: Sample) -> None:
+    def __init__(self, seen: BaselineSample) -> None:
         said = [(caption, i) for i, own in enumerate(seen.captions) for caption in own]
         self.vocabulary = sorted({word for caption, _ in said for word in words(caption)})
         self.mean = seen.colours.mean(0)

@@ -12,7 +12,7 @@ from kiloword.api import Matcher
 from kiloword.data.scenes.sample import GROUP
 from kiloword.data.scenes.source import ScenesSource
 from kiloword.data.scenes.tasks import TASKS, label
-from kiloword.data.scenes.world import Rows
+from kiloword.data.scenes.world import SceneRows
 from kiloword.data.sources.open import mix, open_source
 from kiloword.evaluation import baseline
 from kiloword.evaluation.features import rows
@@ -20,12 +20,12 @@ from kiloword.evaluation.metrics import classification, recall_at, standing
 from kiloword.evaluation.retrieval.relevance import true_relevance
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.zeroshot.task import classifier
-from kiloword.quickstart.contestants import Chance, Colours, Contestant, Model, Scenes, colour_classes, draw_all
-from kiloword.quickstart.results import Compared, Found, Hit, Judged, Metrics, Misses, Sizes, Task
+from kiloword.quickstart.contestants import Chance, Colours, Contestant, Scenes, TrainedModel, colour_classes, draw_all
+from kiloword.quickstart.results import Compared, Figures, Hit, Metrics, Misses, QueryHits, SampleSizes, TaskFigures
 from kiloword.types import Features, Source
 
 BEST = 5  # images shown for a query
-ATTRIBUTES = ("shape", "colour", "size", "fill")  # in the order of `world.Rows`
+ATTRIBUTES = ("shape", "colour", "size", "fill")  # in the order of `world.SceneRows`
 QUERIES = (  # beside two full descriptions of held-out scenes
     (1, "an image with three objects"),
     (1, "something striped"),
@@ -36,11 +36,11 @@ QUERIES = (  # beside two full descriptions of held-out scenes
 )
 
 
-def judge(matcher: Matcher, trained_on: Sequence[str], sizes: Sizes) -> Judged:
+def judge(matcher: Matcher, trained_on: Sequence[str], sizes: SampleSizes) -> Figures:
     """All figures of a model, beside histograms of colours that learn from `sizes.baseline` training images."""
     size = matcher.model.config.image.size
     seen = baseline.read(_training(trained_on, size), sizes.baseline, size)
-    contestants: dict[str, Contestant] = {"model": Model(matcher), "colours": Colours(seen), "chance": Chance()}
+    contestants: dict[str, Contestant] = {"model": TrainedModel(matcher), "colours": Colours(seen), "chance": Chance()}
     held_out = draw_all(f"scenes:test?n={sizes.retrieval}", size)
     features = {name: c.images(held_out.pixels) for name, c in contestants.items()}
     texts = {name: c.texts(held_out.captions) for name, c in contestants.items()}
@@ -51,7 +51,7 @@ def judge(matcher: Matcher, trained_on: Sequence[str], sizes: Sizes) -> Judged:
         captions, truth = _of_level(level, sizes.retrieval)
         return _compare(contestants, lambda n, c: dict(true_relevance(c.score, features[n], c.texts(captions), truth)))
 
-    return Judged(
+    return Figures(
         retrieval=_compare(contestants, lambda n, c: dict(retrieval(c.score, features[n], texts[n], own))),
         general={"1": general(1), "2": general(2)},
         hard=_hard(contestants, draw_all(f"scenes:test?hard=shape&n={sizes.hard}", size)),
@@ -102,9 +102,9 @@ def _groups(n: int) -> list[slice]:
     return [slice(start, start + GROUP) for start in range(0, n, GROUP)]
 
 
-def _tasks(matcher: Matcher, sizes: Sizes, size: int) -> dict[str, Task]:
+def _tasks(matcher: Matcher, sizes: SampleSizes, size: int) -> dict[str, TaskFigures]:
     """Every class task; those of one object share their images."""
-    found: dict[str, Task] = {}
+    found: dict[str, TaskFigures] = {}
     for group in (("colour", "shape", "fill"), ("count",)):
         test = draw_all(f"scenes:test?task={group[0]}&n={sizes.classes}", size)
         train = draw_all(f"scenes?task={group[0]}&n={sizes.baseline}&captions=1", size)
@@ -114,7 +114,7 @@ def _tasks(matcher: Matcher, sizes: Sizes, size: int) -> dict[str, Task]:
     return found
 
 
-def _task(matcher: Matcher, name: str, images: Features, test: Scenes, train: Scenes) -> Task:
+def _task(matcher: Matcher, name: str, images: Features, test: Scenes, train: Scenes) -> TaskFigures:
     task, labels = TASKS[name], _labels(name, test)
     classes = len(task.classnames)
     prompts = classifier(matcher.model, matcher.tokenizer, task.classnames, task.templates)
@@ -127,7 +127,7 @@ def _task(matcher: Matcher, name: str, images: Features, test: Scenes, train: Sc
     compared = {k: dict(classification(standing(v, true), labels, classes)) for k, v in scores.items()}
     pairs = torch.bincount(labels * classes + scores["model"].argmax(1), minlength=classes**2)
     confusion = tuple(tuple(row) for row in pairs.view(classes, classes).tolist())
-    return Task(classnames=task.classnames, compared=Compared(**compared), confusion=confusion)
+    return TaskFigures(classnames=task.classnames, compared=Compared(**compared), confusion=confusion)
 
 
 def _labels(name: str, scenes: Scenes) -> Tensor:
@@ -148,7 +148,7 @@ def misses(scores: Tensor, scenes: Scenes) -> Misses:
     return Misses(captions=n, missed=len(wrong), same=same, anywhere=_same(scenes.source.rows, a, b))
 
 
-def _same(scenes: Rows, a: np.ndarray, b: np.ndarray) -> Metrics:
+def _same(scenes: SceneRows, a: np.ndarray, b: np.ndarray) -> Metrics:
     """Share of pairs of scenes that agree in the background, and in all values of an attribute; {} for no pair."""
     if not len(a):
         return {}
@@ -158,7 +158,7 @@ def _same(scenes: Rows, a: np.ndarray, b: np.ndarray) -> Metrics:
     return {name: float((values[a] == values[b]).all(1).mean()) for name, values in parts.items()}
 
 
-def _gallery(matcher: Matcher, images: Features, scenes: Scenes) -> tuple[Found, ...]:
+def _gallery(matcher: Matcher, images: Features, scenes: Scenes) -> tuple[QueryHits, ...]:
     queries = [*QUERIES, *((3, caption) for caption in scenes.captions[:2])]
     captions = [text for _, text in queries]
     scores = matcher.score(images, matcher.encode_text(captions)).T  # [T, I]
@@ -166,7 +166,7 @@ def _gallery(matcher: Matcher, images: Features, scenes: Scenes) -> tuple[Found,
     return tuple(_found(*query, s, t) for query, s, t in zip(queries, scores, truth, strict=True))
 
 
-def _found(level: int, text: str, scores: Tensor, truth: np.ndarray) -> Found:
+def _found(level: int, text: str, scores: Tensor, truth: np.ndarray) -> QueryHits:
     best = scores.argsort(descending=True, stable=True)[:BEST].tolist()
     hits = tuple(Hit(row=r, score=float(scores[r]), match=bool(truth[r])) for r in best)
-    return Found(level=level, text=text, matches=int(truth.sum()), hits=hits)
+    return QueryHits(level=level, text=text, matches=int(truth.sum()), hits=hits)

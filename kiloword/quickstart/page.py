@@ -12,7 +12,7 @@ import numpy as np
 
 from kiloword import report
 from kiloword.quickstart.contestants import Scenes
-from kiloword.quickstart.results import Compared, Found, Judged, Results
+from kiloword.quickstart.results import Compared, Figures, QueryHits, QuickstartResults
 from kiloword.quickstart.words import SIDES, weaknesses
 from kiloword.report.words import duration, percent
 
@@ -20,7 +20,7 @@ HEADER = ("kiloword", "colours alone", "chance")
 LEVELS = {1: "One fact", 2: "One thing, or how two things lie", 3: "Whole scenes"}
 
 
-def page(results: Results, out: Path, metrics: Sequence[dict[str, Any]], held_out: Scenes) -> str:
+def page(results: QuickstartResults, out: Path, metrics: Sequence[dict[str, Any]], held_out: Scenes) -> str:
     """The whole document. Args: metrics, rows of `metrics.jsonl`; held_out, the scenes that retrieval was tested on."""
     judged = results.judged
     sections = [
@@ -37,7 +37,7 @@ def page(results: Results, out: Path, metrics: Sequence[dict[str, Any]], held_ou
     return report.page("Kiloword quickstart", _intro(results), sections)
 
 
-def _intro(results: Results) -> str:
+def _intro(results: QuickstartResults) -> str:
     f = results.facts
     return (
         f"A {f.method} model of {f.parameters / 1e6:.1f} million parameters started from random weights and was shown "
@@ -48,7 +48,7 @@ def _intro(results: Results) -> str:
     )
 
 
-def _headline(results: Results) -> str:
+def _headline(results: QuickstartResults) -> str:
     judged, f = results.judged, results.facts
     figures = [
         (judged.retrieval.model["image_retrieval_recall@1"], "of full captions find their own image first"),
@@ -63,7 +63,7 @@ def _headline(results: Results) -> str:
     return report.headline([*shown, (duration(f.training_s + f.judging_s), "training and testing")])
 
 
-def _training(results: Results, metrics: Sequence[dict[str, Any]]) -> str:
+def _training(results: QuickstartResults, metrics: Sequence[dict[str, Any]]) -> str:
     f = results.facts
     loss = [(row["step"], row["loss"]) for row in metrics if "loss" in row]
     said = (
@@ -88,7 +88,7 @@ def _row(name: str, compared: Compared, metric: str) -> list[str | float | None]
     return [name, compared.model[metric], compared.colours[metric], compared.chance[metric]]
 
 
-def _retrieval(results: Results) -> str:
+def _retrieval(results: QuickstartResults) -> str:
     j, n = results.judged, results.sizes.retrieval
     own = [
         _row(f"{name}, R@{k}", j.retrieval, f"{side}_recall@{k}") for side, name in SIDES.items() for k in (1, 5, 10)
@@ -113,14 +113,14 @@ def _table(rows: Sequence[Sequence[str | float | None]], name: str, caption: str
     return report.table(rows, [name, *HEADER], caption=caption, strong=1, digits=3)
 
 
-def _colours(results: Results, what: str, more: str) -> str:
+def _colours(results: QuickstartResults, what: str, more: str) -> str:
     return (
         f"Colours alone: a histogram of each image's colours, and least squares on {what} "
         f"{results.sizes.baseline:,} training images. It sees neither shapes nor places. {more}"
     )
 
 
-def _naming(results: Results) -> str:
+def _naming(results: QuickstartResults) -> str:
     rows = [
         _row(f"{name}, {len(t.classnames)} classes", t.compared, "acc1") for name, t in results.judged.tasks.items()
     ]
@@ -134,7 +134,7 @@ def _naming(results: Results) -> str:
     )
 
 
-def _hard(results: Results) -> str:
+def _hard(results: QuickstartResults) -> str:
     hard, n = results.judged.hard, results.sizes.hard
     rows = [_row(f"{name}, R@1", hard, f"{side}_recall@1") for side, name in SIDES.items()]
     return _table(rows, "within the group", f"{n // 8} groups of eight held-out scenes") + report.paragraph(
@@ -144,7 +144,7 @@ def _hard(results: Results) -> str:
     )
 
 
-def _gallery(found: Sequence[Found], held_out: Scenes) -> str:
+def _gallery(found: Sequence[QueryHits], held_out: Scenes) -> str:
     images = held_out.pixels.permute(0, 2, 3, 1).numpy()  # [I, H, W, 3]
     parts = [report.paragraph(f"The first five of {len(images)} held-out scenes. Outlined: the query is true of it.")]
     for level, name in LEVELS.items():
@@ -160,7 +160,7 @@ def _and(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
-def _confusions(judged: Judged) -> str:
+def _confusions(judged: Figures) -> str:
     maps = [
         report.heat_map(
             np.array(t.confusion, np.int64),
@@ -176,7 +176,7 @@ def _confusions(judged: Judged) -> str:
     )
 
 
-def _wrong(judged: Judged) -> str:
+def _wrong(judged: Figures) -> str:
     said = "".join(f'<li style="margin:0 0 .6rem">{escape(sentence)}</li>' for sentence in weaknesses(judged))
     misses = judged.misses
     parts = [f'<ul style="max-width:42rem;margin:0 0 1.5rem;padding-left:1.2rem">{said}</ul>']
@@ -196,7 +196,7 @@ def _wrong(judged: Judged) -> str:
     return "".join(parts)
 
 
-def _next(results: Results, out: Path, captions: Sequence[str]) -> str:
+def _next(results: QuickstartResults, out: Path, captions: Sequence[str]) -> str:
     f, q = results.facts, shlex.quote
     model, other = q(str(out / "model")), q(f"{out}-longer")
     texts = " ".join(q(caption) for caption in captions[:2])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kiloword.config.recipes import Settings
+from kiloword.config.recipes import BaseSettings
 
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes(Settings):
+class SampleSizes(BaseSettings):
     """How many images each figure is taken from."""
 
     retrieval: int = 500
@@ -26,7 +26,7 @@ class Sizes(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts(Settings):
+class Facts(BaseSettings):
     """What was trained."""
 
     method: str
@@ -42,7 +42,7 @@ class Facts(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared(Settings):
+class Compared(BaseSettings):
     """One measurement of three contestants."""
 
     model: Metrics
@@ -51,7 +51,7 @@ class Compared(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(Settings):
+class TaskFigures(BaseSettings):
     """Zero-shot classification."""
 
     classnames: tuple[str, ...]
@@ -60,7 +60,7 @@ class Task(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Misses(Settings):
+class Misses(BaseSettings):
     """Captions that are false of the first image found, and what that image has in common with their own."""
 
     captions: int
@@ -70,7 +70,7 @@ class Misses(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hit(Settings):
+class Hit(BaseSettings):
     """An image found for a query."""
 
     row: int
@@ -79,7 +79,7 @@ class Hit(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found(Settings):
+class QueryHits(BaseSettings):
     """A query and its best images."""
 
     level: int
@@ -89,24 +89,24 @@ class Found(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged(Settings):
+class Figures(BaseSettings):
     """All figures."""
 
     retrieval: Compared  # full descriptions
     general: dict[Literal["1", "2"], Compared]  # captions of level 1 and 2; every image that they are true of counts
     hard: Compared  # recall@1 among the eight images, or captions, of one group
-    tasks: dict[str, Task]
+    tasks: dict[str, TaskFigures]
     misses: Misses
-    gallery: tuple[Found, ...]
+    gallery: tuple[QueryHits, ...]
     image_size: int  # pixels a side
 
 
 @dataclass(frozen=True, kw_only=True)
-class Results(Settings):
+class QuickstartResults(BaseSettings):
     """`results.json`."""
 
     version: str  # of kiloword and of the weights: other weights are judged anew
-    sizes: Sizes
+    sizes: SampleSizes
     facts: Facts
-    judged: Judged
+    judged: Figures
     format: Literal["kiloword-quickstart-1"] = "kiloword-quickstart-1"

@@ -22,11 +22,11 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.quickstart.contestants import draw_all
 from kiloword.quickstart.judge import judge
 from kiloword.quickstart.page import page
-from kiloword.quickstart.results import Facts, Results, Sizes
+from kiloword.quickstart.results import Facts, QuickstartResults, SampleSizes
 from kiloword.quickstart.words import summary
 from kiloword.terminal import say, warn
 from kiloword.training.log import read_metrics
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.training.setup import with_length
 
 
@@ -51,14 +51,14 @@ def run(out: Path, steps: int | None = None, seed: int = 0) -> None:
     say(*summary(results).splitlines(), "", *files)
 
 
-def quickstart(chosen: Recipe, out: Path, sizes: Sizes | None = None) -> Results:
+def quickstart(chosen: Recipe, out: Path, sizes: SampleSizes | None = None) -> QuickstartResults:
     """A run of a recipe on scenes, judged and reported; what was done before is not done again.
 
     Writes `results.json`, `report.html` and `example.png` beside what `train` writes.
     """
-    sizes = sizes or Sizes()
+    sizes = sizes or SampleSizes()
     start = time.perf_counter()
-    folder = train(chosen, out, options=Options(workers=1))  # two threads of two cores leave room for one
+    folder = train(chosen, out, options=RunOptions(workers=1))  # two threads of two cores leave room for one
     metrics = read_metrics(out / "metrics.jsonl")
     training_s = max(time.perf_counter() - start, _seconds_in_loop(metrics, chosen.batch))
     results = _results(chosen, out, folder, sizes, training_s)
@@ -68,7 +68,7 @@ def quickstart(chosen: Recipe, out: Path, sizes: Sizes | None = None) -> Results
     return results
 
 
-def _results(chosen: Recipe, out: Path, folder: Path, sizes: Sizes, training_s: float) -> Results:
+def _results(chosen: Recipe, out: Path, folder: Path, sizes: SampleSizes, training_s: float) -> QuickstartResults:
     """The figures of these very weights, from an earlier call where there was one."""
     weights = hashlib.blake2b((folder / "model.safetensors").read_bytes(), digest_size=16).hexdigest()
     version = f"{__version__}-{weights}"
@@ -80,16 +80,16 @@ def _results(chosen: Recipe, out: Path, folder: Path, sizes: Sizes, training_s: 
     matcher = load(folder)
     judged = judge(matcher, chosen.data.sources, sizes)
     facts = _facts(chosen, matcher, training_s, time.perf_counter() - start)
-    results = Results(version=version, sizes=sizes, facts=facts, judged=judged)
+    results = QuickstartResults(version=version, sizes=sizes, facts=facts, judged=judged)
     write_json(out / "results.json", asdict(results))
     return results
 
 
-def _read(path: Path) -> Results | None:
+def _read(path: Path) -> QuickstartResults | None:
     if not path.is_file():
         return None
     try:
-        return read_config(path, Results)
+        return read_config(path, QuickstartResults)
     except ValueError as e:
         warn(f"{e} The model is judged again.")
         return None

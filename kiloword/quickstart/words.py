@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kiloword.quickstart.results import Compared, Judged, Metrics, Misses, Results, Task
+from kiloword.quickstart.results import Compared, Figures, Metrics, Misses, QuickstartResults, TaskFigures
 from kiloword.report.words import duration, percent
 
 BLIND, SURE = 0.15, 0.95  # share of the way from chance to perfect: below, hardly better than luck; above, not an error
 SIDES = {"image_retrieval": "caption to image", "text_retrieval": "image to caption"}
 
 
-def weaknesses(judged: Judged) -> list[str]:
+def weaknesses(judged: Figures) -> list[str]:
     """What the model still gets wrong, worst first."""
     found = [(skill(t.compared), _of_task(name, t)) for name, t in judged.tasks.items()]
     found.append((skill(judged.hard, "image_retrieval_recall@1"), _of_hard(judged.hard)))
@@ -29,7 +29,7 @@ def skill(compared: Compared, metric: str = "acc1") -> float:
     return (compared.model[metric] - chance) / (1 - chance)
 
 
-def _of_task(name: str, task: Task) -> str:
+def _of_task(name: str, task: TaskFigures) -> str:
     acc, chance = task.compared.model["acc1"], task.compared.chance["acc1"]
     if skill(task.compared) < BLIND:
         start = f"It can hardly tell the {name}: {percent(acc)} right, where guessing gives {percent(chance)}."
@@ -38,7 +38,7 @@ def _of_task(name: str, task: Task) -> str:
     return " ".join([start, *_confused(task)])
 
 
-def _confused(task: Task) -> Iterator[str]:
+def _confused(task: TaskFigures) -> Iterator[str]:
     """The pair of classes that it takes for each other most often."""
     counts = np.array(task.confusion)
     totals = np.maximum(counts.sum(1), 1)
@@ -74,7 +74,7 @@ def _named(shares: Metrics, best: bool) -> str:
     return " and ".join(f"{name} ({percent(shares[name])})" for name in ordered)
 
 
-def _of_colours(judged: Judged) -> Iterator[str]:
+def _of_colours(judged: Figures) -> Iterator[str]:
     """Where the model has not earned its keep."""
     pairs = {f"the {name}": (t.compared, "acc1") for name, t in judged.tasks.items()}
     pairs |= {f"full captions, {SIDES[s]}": (judged.retrieval, f"{s}_recall@1") for s in SIDES}
@@ -86,7 +86,7 @@ def _of_colours(judged: Judged) -> Iterator[str]:
         yield f"A histogram of colours, which learned from captions or labels, does better at: {'; '.join(ahead)}."
 
 
-def summary(results: Results) -> str:
+def summary(results: QuickstartResults) -> str:
     """What a terminal shows: what was trained, and the main figures as columns."""
     f, j = results.facts, results.judged
     rows: list[tuple[str, ...]] = [("", "kiloword", "colours*", "chance")]

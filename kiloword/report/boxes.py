@@ -8,13 +8,13 @@ from html import escape
 
 from kiloword.report.plot import Axis, linear_axis, scales
 
-Box = tuple[str, Sequence[float]]
+BoxValues = tuple[str, Sequence[float]]
 """A group's name, and five numbers that ascend: ends of the whiskers, of the box, and its middle line."""
 
 WIDE = 0.5  # share of a group's room that its box takes
 
 
-def box_plot(boxes: Sequence[Box], x_label: str, y_label: str) -> str:
+def box_plot(boxes: Sequence[BoxValues], x_label: str, y_label: str) -> str:
     """A box for every group, in their order, its name below.
 
     Errors: ValueError for no group, or for numbers that are not five, do not ascend or are not finite.
@@ -36,7 +36,7 @@ def box_plot(boxes: Sequence[Box], x_label: str, y_label: str) -> str:
     )
 
 
-def _check(boxes: Sequence[Box]) -> None:
+def _check(boxes: Sequence[BoxValues]) -> None:
     if not boxes:
         raise ValueError("a box plot got no groups: it needs at least one")
     for name, five in boxes:

@@ -32,7 +32,7 @@ class Strip:
 
 
 @dataclass(frozen=True)
-class Block:
+class CaptionStrips:
     """One caption and what is shown of it."""
 
     text: str
@@ -40,7 +40,7 @@ class Block:
     strips: Sequence[Strip]
 
 
-def sheet(image: Pixels, title: str, about: str, blocks: Sequence[Block]) -> Image.Image:
+def sheet(image: Pixels, title: str, about: str, blocks: Sequence[CaptionStrips]) -> Image.Image:
     """Draw the whole. Args: image [H, W, 3], square; about: a sentence under the title."""
     nothing = Image.new("RGB", (WIDTH, 1), PAPER)  # drawing outside of an image draws nothing: this measures
     made = Image.new("RGB", (WIDTH, _draw(nothing, image, title, about, blocks) + MARGIN), PAPER)
@@ -48,7 +48,7 @@ def sheet(image: Pixels, title: str, about: str, blocks: Sequence[Block]) -> Ima
     return made
 
 
-def _draw(on: Image.Image, image: Pixels, title: str, about: str, blocks: Sequence[Block]) -> int:
+def _draw(on: Image.Image, image: Pixels, title: str, about: str, blocks: Sequence[CaptionStrips]) -> int:
     """Returns where the sheet ends, in pixels from its top; so do the others."""
     on.paste(square(image, HEAD), (MARGIN, MARGIN))
     x, room = MARGIN + HEAD + GAP, WIDTH - 2 * MARGIN - HEAD - GAP
@@ -60,7 +60,7 @@ def _draw(on: Image.Image, image: Pixels, title: str, about: str, blocks: Sequen
     return y
 
 
-def _block(on: Image.Image, y: int, block: Block) -> int:
+def _block(on: Image.Image, y: int, block: CaptionStrips) -> int:
     room = WIDTH - 2 * MARGIN
     ImageDraw.Draw(on).line((MARGIN, y, WIDTH - MARGIN, y), RULE)
     y = write_lines(on, (MARGIN, y + 12), block.text, room, 19, INK, 6)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.collectives import ranks, sum_over_ranks
-from kiloword.distributed.device import Precision
+from kiloword.distributed.device import PrecisionContext
 from kiloword.distributed.engine import Reducer
 from kiloword.losses.pairs import learns
 from kiloword.training.learner import Learner, Replay
@@ -21,7 +21,7 @@ from kiloword.types import Batch, Features
 
 
 def backward(
-    learner: Learner, micro: list[Batch], precision: Precision = nullcontext, reducer: Reducer | None = None
+    learner: Learner, micro: list[Batch], precision: PrecisionContext = nullcontext, reducer: Reducer | None = None
 ) -> dict[str, Tensor]:
     """The gradient of the mean loss over `micro`, of every rank, in the learner's parameters.
 
@@ -46,7 +46,7 @@ def backward(
 
 
 def _one(
-    learner: Learner, batch: Batch, counts: dict[str, Tensor], precision: Precision, replay: Replay | None = None
+    learner: Learner, batch: Batch, counts: dict[str, Tensor], precision: PrecisionContext, replay: Replay | None = None
 ) -> dict[str, Tensor]:
     """Forward and backward of one micro-batch."""
     with precision():
@@ -67,7 +67,7 @@ def _complete(learner: Learner, piece: dict[str, Tensor], found: dict[str, Tenso
 
 
 def _pair_gradients(
-    learner: Learner, micro: list[Batch], precision: Precision
+    learner: Learner, micro: list[Batch], precision: PrecisionContext
 ) -> tuple[dict[str, Tensor], list[Replay]]:
     """The pair loss (and what is reported with it) over all micro-batches at once, and what each must replay."""
     with torch.no_grad(), precision():

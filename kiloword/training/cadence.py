@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.distributed import collectives, heartbeat
 from kiloword.distributed.device import cores
 from kiloword.training.bad_steps import Guard
@@ -26,7 +26,7 @@ SAVE_SECONDS = 120.0  # without `save_every`, a state at most this often
 class Cadence:
     """Logs, saves, validates and stops a run, each after the steps where it is due, on all ranks alike."""
 
-    def __init__(self, run: Run, saver: Saver, options: Options, stop: Stop) -> None:
+    def __init__(self, run: Run, saver: Saver, options: RunOptions, stop: Stop) -> None:
         self.run, self.saver, self.options, self.stop = run, saver, options, stop
         self.meter = Meter(run, Guard(run, options.max_skipped_steps))
         self._saved = time.perf_counter()

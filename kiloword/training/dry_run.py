@@ -11,7 +11,7 @@ from typing import Any
 
 from kiloword.config import effects
 from kiloword.config.by_device import settle, summary
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
 from kiloword.data.bad import BadRows
 from kiloword.data.sampler import steps_per_epoch
@@ -36,7 +36,7 @@ ALWAYS = {  # settings that are shown also where they are the defaults of their 
 HIDDEN = ("special",)  # ids of the tokenizer
 
 
-def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> None:
+def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> None:
     """Do what comes before the first step, but for what writes and for building large towers, and say what would run.
 
     The first batch is read and decoded, at most MOST images of each rank; two rows of the validation data are evaluated
@@ -51,7 +51,7 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: Options) -> Non
 
 
 def _prepare(
-    recipe: Recipe, source: Source, out: Path, options: Options, device: str
+    recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str
 ) -> tuple[RunFile, Batch, int, list[str]]:
     """What `config.json` would say, this rank's part of the first batch, bad samples in it of all ranks, and notes."""
     cuda_graphs.check(options, micro_batches(recipe), device)
@@ -76,7 +76,7 @@ def _prepare(
     return file, batch, len(bad), [*_wrapped("device", chosen), *(f"note       {note}" for note in loader.notes)]
 
 
-def describe(file: RunFile, source: Source, out: Path, options: Options) -> list[str]:
+def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> list[str]:
     """What a run would do, in a few lines."""
     recipe, model = file.recipe, file.model
     assert model is not None

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kiloword.checkpoint.files import write_atomic
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.terminal import say
 from kiloword.terminal.progress import PLAIN_EVERY_S, Pace, duration, per_second
 from kiloword.watch.alerts import About, Alerts
 from kiloword.watch.mirror import in_training
-from kiloword.watch.rows import Reader
+from kiloword.watch.rows import RowReader
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Log:
             say(sentence, to=self.out, start=start)
 
 
-def open_log(out: Path, recipe: Recipe, step: int, options: Options, log_limit: Tensor | None) -> Log:
+def open_log(out: Path, recipe: Recipe, step: int, options: RunOptions, log_limit: Tensor | None) -> Log:
     """The log of a run from `step` on; of other ranks than 0 it says and writes nothing.
 
     Args: log_limit, of the head's scale.
@@ -170,5 +170,5 @@ def open_log(out: Path, recipe: Recipe, step: int, options: Options, log_limit: 
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a `metrics.jsonl`, as `watch.rows.Reader` takes them; a last line that a crash cut is left out."""
-    return list(Reader(path)())
+    """All rows of a `metrics.jsonl`, as `watch.rows.RowReader` takes them; a last line that a crash cut is left out."""
+    return list(RowReader(path)())

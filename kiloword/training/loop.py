@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kiloword.config.by_device import products
-from kiloword.config.options import Options as Options
+from kiloword.config.options import RunOptions as RunOptions
 from kiloword.config.ranges import check
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, cuda_graphs
@@ -20,14 +20,14 @@ from kiloword.training.validation import check_val
 from kiloword.types import Source
 
 
-def train(recipe: Recipe, out: Path | str, source: Source | None = None, options: Options | None = None) -> Path:
+def train(recipe: Recipe, out: Path | str, source: Source | None = None, options: RunOptions | None = None) -> Path:
     """Train, or continue, a run.
 
     Args: recipe: see `recipes.Recipe`; out: its folder; source: your own map-style data in place of the recipe's.
     Returns: the model folder.
     Raises: ValueError (bad recipe, data or folder; too many bad samples or steps; a rank that ended), Stopped (signal).
     """
-    options = options or Options()
+    options = options or RunOptions()
     device = choose(options.device)
     with stop_signals() as stop, collectives.process_group(device, options.timeout):
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):

@@ -14,7 +14,7 @@ from typing import Any
 from kiloword.addresses import scrubbed
 from kiloword.checkpoint.files import SaveError, utf8, write_json
 from kiloword.checkpoint.states import steps_done
-from kiloword.config.recipes import ModelConfig, Recipe, Settings, read_config
+from kiloword.config.recipes import BaseSettings, ModelConfig, Recipe, read_config
 from kiloword.data.sources.digest import sampled, whole
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
@@ -31,7 +31,7 @@ COMPARED = (*CONTENTS, "features")  # where both runs have them
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFile(Settings):
+class RunFile(BaseSettings):
     """`config.json` of a run: the whole resolved recipe and what it ran on."""
 
     recipe: Recipe

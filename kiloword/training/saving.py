@@ -15,7 +15,7 @@ from typing import Any
 
 from kiloword.checkpoint.files import SaveError, sync, write_json
 from kiloword.checkpoint.model_folder import in_order, not_finite, write_tensors
-from kiloword.checkpoint.state_shards import Host, Part, Stored, write_part
+from kiloword.checkpoint.state_shards import Host, SavedState, StateShard, write_part
 from kiloword.checkpoint.states import drop_old, shards_folder, write_numbers
 from kiloword.config.recipes import ModelFile
 from kiloword.distributed import collectives
@@ -101,7 +101,7 @@ class Saver:
             self.advance()
 
 
-def _write(out: Path, folder: Path, part: Part, rank: int, ranks: int) -> Files:
+def _write(out: Path, folder: Path, part: StateShard, rank: int, ranks: int) -> Files:
     """Write a rank's part of a state whose weights, moments and averages are all finite. Raises: SaveError."""
     if bad := not_finite(part.values):
         first = min(bad, key=lambda name: not name.startswith("learner/"))
@@ -148,13 +148,13 @@ def _commit(run: Run, folder: Path, file: ModelFile, numbers: dict[str, Any], ke
         )
     if (run.out / "metrics.jsonl").exists():
         sync(run.out / "metrics.jsonl")
-    write_model(run, file, Stored([folder / name for name in files], numbers))
+    write_model(run, file, SavedState([folder / name for name in files], numbers))
     write_numbers(folder.parent, file.steps, files, numbers)
     drop_old(folder.parent, keep)
     return files
 
 
-def write_model(run: Run, file: ModelFile, stored: Stored) -> None:
+def write_model(run: Run, file: ModelFile, stored: SavedState) -> None:
     """The model folder of a state: averaged weights where there are some. Weights come last, as in `save_model`."""
     folder = run.out / "model"
     for cut in folder.glob(".model.safetensors.*.tmp"):  # by a crash

@@ -16,7 +16,7 @@ from kiloword.checkpoint.model_folder import check_fit, not_finite, spec_of
 from kiloword.checkpoint.states import drop_old, newest, steps_done
 from kiloword.config import effects
 from kiloword.config.by_device import products, settle, summary, workers_of
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.ranges import check
 from kiloword.config.recipes import Recipe
 from kiloword.data.bad import BadRows
@@ -109,7 +109,7 @@ def with_length(
 def resolve(recipe: Recipe, source: Source, folder: Path, trust_code: bool = False) -> tuple[Recipe, Tokenizer]:
     """Settle what depends on the data: the tokenizer and its vocabulary; from `init`, the model's whole shape.
 
-    Args: trust_code: as of `Options`.
+    Args: trust_code: as of `RunOptions`.
     """
     if recipe.init is not None:
         tokenizer = Tokenizer.load(recipe.init)
@@ -122,7 +122,7 @@ def resolve(recipe: Recipe, source: Source, folder: Path, trust_code: bool = Fal
     return replace(recipe, model=replace(recipe.model, text=text)), tokenizer
 
 
-def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: Options) -> Run:
+def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: RunOptions) -> Run:
     """Everything the loop needs; when `out` holds this recipe's run, where it stopped.
 
     Raises: ValueError when `out` holds another recipe's run (says what differs) or cannot be written.
@@ -165,7 +165,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     return run
 
 
-def _fill(run: Run, started: str, options: Options) -> None:
+def _fill(run: Run, started: str, options: RunOptions) -> None:
     """Weights and all that changes, as the run stopped or as it begins; then its log. Args: started: see `_begin`."""
     resume(run)
     if collectives.rank() == 0 and 0 < run.step == steps_done(run.out / "state"):
@@ -203,7 +203,7 @@ def _begin(run: Run, started: str, notes: list[str]) -> None:
         run.average = Average(run.learner, run.recipe.optim.ema)  # of what was prepared
 
 
-def spread(learner: Learner, recipe: Recipe, options: Options) -> None:
+def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
     """Over ranks and in memory, as the options say; weights and results stay what they are."""
     if options.parallel == "fsdp" and options.compile == "towers":
         raise ValueError("--compile towers and --parallel fsdp exclude each other: with fsdp, compile blocks.")
@@ -219,7 +219,7 @@ def spread(learner: Learner, recipe: Recipe, options: Options) -> None:
 
 
 def make_loader(
-    recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: Options, device: str = "cpu"
+    recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: RunOptions, device: str = "cpu"
 ) -> Loader:
     """This rank's batches. Args: device: that they go to."""
     share = recipe.batch // collectives.ranks() * 3 * recipe.model.image.size**2

@@ -72,7 +72,7 @@ def check_val(recipe: Recipe, val: Source | None, tokenizer: Tokenizer, source: 
     method, small = preset("vqa" if asks else "clip"), sizes()["debug"]
     text = replace(small.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
     matcher = Matcher(build(replace(small, text=text), method), tokenizer)
-    some, train = (_Some(data, _good_rows(data, asks)) for data in (val, source))
+    some, train = (_ValidationRows(data, _good_rows(data, asks)) for data in (val, source))
     _judged(matcher, some, train, asks)
 
 
@@ -93,7 +93,7 @@ def _good_rows(source: Source, asks: bool) -> Sequence[int]:
     return good or tried
 
 
-class _Some:
+class _ValidationRows:
     """Some rows of a source."""
 
     natural = True

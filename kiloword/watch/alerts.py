@@ -31,7 +31,7 @@ class Alerts:
 
     def __init__(self, about: About) -> None:
         self.all: list[Alert] = []
-        self._states = [_State(rule) for rule in _rules(about)]
+        self._states = [_RuleState(rule) for rule in _rules(about)]
 
     def add(self, row: Mapping[str, Any]) -> list[str]:
         """Take the next row; returns the sentences to say: what began with it and what ended."""
@@ -50,7 +50,7 @@ def alerts(rows: Iterable[Mapping[str, Any]], about: About) -> list[Alert]:
     return found.all
 
 
-class _State:
+class _RuleState:
     """One rule and whether it is broken: begins at one threshold, ends only well below it and for some rows."""
 
     def __init__(self, rule: Rule) -> None:

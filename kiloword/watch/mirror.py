@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.checkpoint.files import replacing
-from kiloword.watch.rows import Reader
+from kiloword.watch.rows import RowReader
 from kiloword.watch.rule import number
 from kiloword.watch.runs import Watched
 
@@ -64,7 +64,7 @@ class Mirror:
     def __init__(self, run: Path, folder: Path) -> None:
         check_tensorboard()
         self.folder, self.place = folder, _read(folder / PLACE)
-        self.reader = Reader(run / "metrics.jsonl")
+        self.reader = RowReader(run / "metrics.jsonl")
         self._writer: Any = None
 
     def update(self) -> int:

@@ -24,7 +24,7 @@ STATES = {"waiting": "dim", "running": "green", "finished": "bold green", "stopp
 STATES |= {"silent": "bold red", "failed": "bold red"}
 LEAST, MOST, FREE = 4, 10, 7  # rows of a plot: at least, at most, and where the height is free
 WIDE = 50  # columns that a plot wants
-Part = tuple[str, str]  # words and their style
+StyledText = tuple[str, str]  # words and their style
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def _about(run: Watched, place: int | None, view: View) -> list[Text]:
     return lines
 
 
-def _parts(run: Watched) -> list[Part]:
+def _parts(run: Watched) -> list[StyledText]:
     last, config = run.columns.last, run.config
     state, more = run.state()
-    parts: list[Part] = [
+    parts: list[StyledText] = [
         (run.name, "bold"),
         (" ".join((config.method, config.size)).strip(), ""),
         (state, STATES[state]),
@@ -93,7 +93,7 @@ def _parts(run: Watched) -> list[Part]:
     return [part for part in parts + _counts(run) if part[0]]
 
 
-def _counts(run: Watched) -> list[Part]:
+def _counts(run: Watched) -> list[StyledText]:
     last = run.columns.last
     parts = []
     wait = last.get("slowest_data_wait", last.get("data_wait"))
@@ -113,7 +113,7 @@ def _counts(run: Watched) -> list[Part]:
     return parts
 
 
-def _wrap(parts: Sequence[Part], width: int, indent: str) -> list[Text]:
+def _wrap(parts: Sequence[StyledText], width: int, indent: str) -> list[Text]:
     """Parts with two spaces between them, none cut where it fits a line."""
     lines = [Text(indent)]
     for words, style in parts:

@@ -18,7 +18,7 @@ LINE, NAMES, NAME = 1 << 16, 1000, 200  # bytes of a line, metrics of a run, let
 MOST = 1e100  # of a step or a metric: what is larger is damage, and sums and differences of it would overflow
 
 
-class Reader:
+class RowReader:
     """New rows of a file at each call; a line that is half written waits for its end.
 
     A resumed run rewrites the file from its state on: then everything comes again, and `times` counts the beginnings.

@@ -14,7 +14,7 @@ import numpy as np
 
 from kiloword.terminal.progress import Pace
 from kiloword.watch.alerts import About, Alerts
-from kiloword.watch.rows import Columns, Reader, absurd
+from kiloword.watch.rows import Columns, RowReader, absurd
 
 LEAST_SILENCE = 60.0  # seconds without a row that are no sign of anything
 MAX_JSON = 1 << 24  # bytes of a config.json
@@ -44,7 +44,7 @@ class Watched:
 
     def _begin(self, config: Config) -> None:
         self.config = config
-        self.reader = Reader(self.folder / "metrics.jsonl")
+        self.reader = RowReader(self.folder / "metrics.jsonl")
         self._clear()
 
     def _clear(self) -> None:

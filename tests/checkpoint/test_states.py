@@ -30,16 +30,16 @@ import kiloword.training.saving as saving
 from kiloword.checkpoint import state_shards as shards
 from kiloword.checkpoint.files import SaveError
 from kiloword.checkpoint.model_folder import CODES, in_order, spec_of, write_tensors
-from kiloword.checkpoint.state_shards import Host, Part, Stored, write_part
+from kiloword.checkpoint.state_shards import Host, SavedState, StateShard, write_part
 from kiloword.checkpoint.states import drop_old, newest, shards_folder, steps_done, write_numbers
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
 from kiloword.methods.defaults import default_recipe
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.verify.suite import over_ranks
 from states import load_state
 
-EVERY = Options(log_every=1, save_every=2, quiet=True)
+EVERY = RunOptions(log_every=1, save_every=2, quiet=True)
 SHARD = "shard-00001-of-00001.safetensors"
 
 
@@ -144,7 +144,7 @@ def test_tensors_that_all_ranks_have_are_spread_over_them(tmp_path: Path, monkey
         assert 10 <= len(part.values) <= 16
         files |= write_part(tmp_path, part, rank, 3)
     monkeypatch.undo()
-    stored = Stored([tmp_path / name for name in files], {})
+    stored = SavedState([tmp_path / name for name in files], {})
     assert sum(len(load_file(tmp_path / name)) for name in files) == len(tensors)
     same(dict(zip(tensors, stored.whole(list(tensors)), strict=True)), tensors)
 
@@ -154,9 +154,9 @@ def test_whole_tensors_are_put_together_from_shards(tmp_path: Path) -> None:
     whole = torch.arange(20.0).view(10, 2)
     files: dict[str, str] = {}
     for rank, (start, end) in enumerate(((0, 4), (4, 8), (8, 10))):
-        files |= write_part(tmp_path, Part({"x": whole[start:end]}, {"x": (start, 0)}), rank, 3)
-    write_part(tmp_path, Part({"x": torch.zeros(5, 2)}, {"x": (5, 0)}), 1, 2)
-    stored = Stored([tmp_path / name for name in files], {})
+        files |= write_part(tmp_path, StateShard({"x": whole[start:end]}, {"x": (start, 0)}), rank, 3)
+    write_part(tmp_path, StateShard({"x": torch.zeros(5, 2)}, {"x": (5, 0)}), 1, 2)
+    stored = SavedState([tmp_path / name for name in files], {})
     assert torch.equal(next(stored.whole(["x"])), whole)
 
 
@@ -202,8 +202,8 @@ def test_whole_tensors_are_read_some_at_a_time(
 ) -> None:
     """Of 16, 8 and 12 bytes."""
     tensors = {"a": torch.ones(4), "b": torch.zeros(1, dtype=torch.float64), "c": torch.ones(3)}
-    files = write_part(tmp_path, Part(tensors, dict.fromkeys(tensors, (0,))), 0, 1)
-    stored = Stored([tmp_path / name for name in files], {})
+    files = write_part(tmp_path, StateShard(tensors, dict.fromkeys(tensors, (0,))), 0, 1)
+    stored = SavedState([tmp_path / name for name in files], {})
     monkeypatch.setattr(shards, "AT_ONCE", most)
     assert ["".join(group) for group in stored._groups("abc")] == groups
     same(dict(zip("abc", stored.whole("abc"), strict=True)), tensors)

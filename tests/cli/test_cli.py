@@ -17,7 +17,7 @@ import pytest
 from kiloword import __version__
 from kiloword.cli.main import app, main
 from kiloword.cli.train import Train
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, OptimConfig, sizes
 from kiloword.planning.request import Plan
 from kiloword.training.log import read_metrics
@@ -58,7 +58,7 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_flags_of_train_are_these() -> None:
     assert list(Train.__dataclass_fields__) == FLAGS.split()
-    assert list(Options.__dataclass_fields__) == OPTIONS.split()
+    assert list(RunOptions.__dataclass_fields__) == OPTIONS.split()
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -97,7 +97,7 @@ def names_of(verb: str) -> set[str]:
         plain = [p.name for p in parameters if not re.search("Positional|Options|Trust", str(p.annotation))]
         return {name.strip("_").replace("_", "-") for name in plain}
     names = {f.name for f in dataclasses.fields(taken)}
-    for group, kind in (("options", Options), ("optim", OptimConfig), ("augment", AugmentConfig)):
+    for group, kind in (("options", RunOptions), ("optim", OptimConfig), ("augment", AugmentConfig)):
         names |= {inside[group] + f.name for f in dataclasses.fields(kind)} if group in names else set()
     return {name.replace("_", "-") for name in names - {"model", *inside}}
 
@@ -169,7 +169,7 @@ def test_the_documentation_gives_the_time_limit_of_a_run() -> None:
     docs = Path(__file__).parents[2] / "docs"
     for name in ("data.md", "faults.md"):
         values = re.findall(r"`--timeout` \((\d+) s", (docs / name).read_text())
-        assert values == [str(Options().timeout)]
+        assert values == [str(RunOptions().timeout)]
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from kiloword.evaluation.probe.options import ProbeOptions
 from kiloword.evaluation.vqa.options import VqaOptions
 from kiloword.evaluation.zeroshot.options import PromptOptions
 from kiloword.generation.options import GenerationOptions
-from kiloword.mining.options import Options as MineOptions
+from kiloword.mining.options import MineOptions
 
 OUT = Path("o")
 Words = tuple[str, str, dict[str, Any]]

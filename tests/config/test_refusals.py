@@ -38,7 +38,7 @@ from kiloword.features.teachers import _quiet
 from kiloword.generation import Captioner, GenerationOptions
 from kiloword.generation.command import write_captions
 from kiloword.generation.trie import Trie
-from kiloword.interop.captioners import Ours, open_captioner
+from kiloword.interop.captioners import KilowordCaptioner, open_captioner
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import _check
 from kiloword.interop.prolip import _check_folded
@@ -129,8 +129,8 @@ REFUSED: dict[str, Callable[[], object]] = {
 }  # fmt: skip
 
 
-def describer(method: str) -> Ours:
-    return Ours(Captioner(matcher(method).model, matcher(method).tokenizer), "d")
+def describer(method: str) -> KilowordCaptioner:
+    return KilowordCaptioner(Captioner(matcher(method).model, matcher(method).tokenizer), "d")
 
 
 def recipe() -> Any:

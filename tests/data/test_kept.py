@@ -20,13 +20,13 @@ from kiloword.data.scenes import open_scenes
 from kiloword.data.sources import digest
 from kiloword.data.sources.extra_captions import WithCaptions
 from kiloword.data.sources.folder import Folder
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.own import Own
-from kiloword.data.sources.tables import Table
+from kiloword.data.sources.tables import TableSource
 from kiloword.data.tars import catalogue
 from kiloword.data.tars.index import open_index
 from kiloword.data.tars.index_file import COLUMNS, Header, make_index, write_index
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.features.store import TableFile
 from kiloword.features.writer import _identity, content_of
 from tars import write_tar
@@ -80,14 +80,14 @@ def sources(tmp_path: Path) -> dict[str, Any]:
     for name, content in (MEMBERS | {"notes.md": b"not read"}).items():
         (folder / name).write_bytes(content)
     (folder / "table.csv").write_bytes(b"image,caption\na.jpg,a dog\nb.png,a cat\na.jpg,a hound\n")
-    shards, table = Shards("shards", tars), Table("table", folder / "table.csv")
+    shards, table = TarSource("shards", tars), TableSource("table", folder / "table.csv")
     extra: Any = type("Extra", (), {"fingerprint": "f" * 32, "path": Path("more.parquet")})()
     arrays = [(np.full((2, 2, 3), n, np.uint8), [f"level {n}", "level"]) for n in range(20)]
     return {
         "shards": shards,
         "folder": Folder("folder", folder),
         "table": table,
-        "mixture": Mixture([shards, table], [2.0, 0.5]),
+        "mixture": MixtureSource([shards, table], [2.0, 0.5]),
         "captions": WithCaptions(shards, [extra]),
         "captions alone": WithCaptions(shards, [extra], own=False),
         "own": Own([(b"encoded", "a dog"), (b"other", []), *arrays]),
@@ -106,7 +106,7 @@ def test_digests_of_what_is_stored(sources: dict[str, Any]) -> None:
     assert {name: digest.sampled(sources[name]) for name in plain} == SAMPLED
     assert (digest.whole(sources["shards"]), sources["shards"].digest) == WHOLE
     assert digest.whole(sources["mixture"]) == "", "a table has no digest of its own"
-    assert digest.whole(Mixture([sources["shards"]] * 2, [1.0, 1.0])) not in ("", digest.whole(sources["shards"]))
+    assert digest.whole(MixtureSource([sources["shards"]] * 2, [1.0, 1.0])) not in ("", digest.whole(sources["shards"]))
 
 
 def test_an_index_is_written_as_ever() -> None:

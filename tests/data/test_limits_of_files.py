@@ -18,7 +18,7 @@ from kiloword.data import cache
 from kiloword.data.sources import embedded
 from kiloword.data.sources.embedded import check_expanded
 from kiloword.data.tars import catalogue
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.data.text import tokenizer_file
 from kiloword.data.text.roles import Roles
 from kiloword.data.text.tokenizer import Tokenizer
@@ -183,11 +183,11 @@ def test_files_are_kept_beside_the_data_or_in_the_cache_folder(tmp_path: Path, m
 def test_a_catalogue_is_kept_from_its_least_number_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tars = [write_tar(tmp_path / f"{n}.tar", pairs(n + 1)) for n in range(3)]
     monkeypatch.setattr(catalogue, "LEAST", 4)
-    first = Shards("x", tars)
+    first = TarSource("x", tars)
     assert not list((tmp_path / "cache").glob("*.kwcatalogue"))
     monkeypatch.setattr(catalogue, "LEAST", 3)
     for _ in range(2):
-        again = Shards("x", tars)
+        again = TarSource("x", tars)
         assert (again.fingerprint, len(again), again._digests) == (first.fingerprint, 6, first._digests)
         (file,) = (tmp_path / "cache").glob("*.kwcatalogue")
     assert file.name.startswith(cache.fallback(str(tars[0]), "", "").lstrip("/")[:24])
@@ -209,4 +209,4 @@ def test_a_catalogue_is_kept_from_its_least_number_on(tmp_path: Path, monkeypatc
         file.write_bytes(wrong)
         assert catalogue._read(file) == {}
     assert [header.samples for header in catalogue.headers(tars[::-1])] == [3, 9, 1]
-    assert np.array_equal(Shards("x", tars)._ends, [1, 10, 13])
+    assert np.array_equal(TarSource("x", tars)._ends, [1, 10, 13])

@@ -21,7 +21,7 @@ from kiloword.data.bad import BadRows
 from kiloword.data.loader import ATTEMPTS, Loader
 from kiloword.data.reading import eval_batches
 from kiloword.data.sampler import Order
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.steps import LoaderStopped, in_order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms import Stylistic, StylisticSettings
@@ -305,7 +305,7 @@ def test_bad_rows_are_counted_once_and_stop_a_run() -> None:
 
 
 def test_part_weights_move_on_with_the_epoch() -> None:
-    source = Mixture([Images(), Images(rows=20)], [1.0, 0.5])
+    source = MixtureSource([Images(), Images(rows=20)], [1.0, 0.5])
     loader = Loader(source, Order(50, 10), DataConfig(captions="all"), TEXT, SIZE, TOKENIZER)
     for epoch in range(3):
         seen = [c for b in loader.batches(epoch * 5, epoch * 5 + 5) for c in captions_of(b)]

@@ -12,7 +12,7 @@ import torch
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data import loader as module
-from kiloword.data.loader import ATTEMPTS, Loader, Reader, _changes, _join
+from kiloword.data.loader import ATTEMPTS, BatchReader, Loader, _changes, _join
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.randomness import Draw
@@ -91,7 +91,7 @@ def test_what_replaces_a_bad_row_lies_outside_the_batch_where_it_can() -> None:
     """Of a batch of half the rows; a larger one leaves too few."""
     rows = np.arange(6)
     for n, outside in ((12, True), (11, False)):
-        reader = Reader(make(Rows(n, bad=(0,))), Rows(n, bad=(0,)), rows)
+        reader = BatchReader(make(Rows(n, bad=(0,))), Rows(n, bad=(0,)), rows)
         found = {reader.readable(0, Draw(2, epoch, 0))[0].row for epoch in range(60)}
         assert (min(found) >= 6) == outside
         assert len(found) > 4
@@ -101,7 +101,7 @@ def test_what_replaces_a_bad_row_lies_outside_the_batch_where_it_can() -> None:
 
 def test_as_many_rows_are_tried_as_the_limit_says() -> None:
     source = Rows(500, bad=tuple(range(500)))
-    reader = Reader(make(source), source, np.arange(4))
+    reader = BatchReader(make(source), source, np.arange(4))
     said = rf"rows: {ATTEMPTS + 1} rows in a row are bad: bad \d \(\d+, such as row \d+\); bad \d"
     with pytest.raises(ValueError, match=said):
         reader.example(3, Draw(2, 0, 3))
@@ -109,7 +109,7 @@ def test_as_many_rows_are_tried_as_the_limit_says() -> None:
 
 
 def test_a_draw_moves_with_its_own_row_alone() -> None:
-    reader = Reader(make(Rows(50, bad=(3,))), Rows(50, bad=(3,)), np.arange(4))
+    reader = BatchReader(make(Rows(50, bad=(3,))), Rows(50, bad=(3,)), np.arange(4))
     own, drawn = reader.readable(3, Draw(2, 0, 3))
     assert (drawn.row, drawn.seed, drawn.epoch) == (own.row, 2, 0)
     partner, other = reader.readable(3, Draw(2, 0, 9))
@@ -151,7 +151,7 @@ def test_images_that_need_no_change_are_not_touched(monkeypatch: pytest.MonkeyPa
     changes = ({"crop": 0.9}, {"flip": 0.1}, {"jitter": 0.1}, {"grayscale": 0.1}, {"blur": 0.1})
     assert [_changes(replace(still, **change), True) for change in ({}, *changes)] == [False, *[True] * 5]
     assert [_changes(replace(still, **change), False) for change in ({}, *changes)] == [*[False] * 3, *[True] * 3]
-    reader = Reader(make(Rows(4), augment=AugmentConfig(crop=0.5)), Rows(4), np.arange(4))
+    reader = BatchReader(make(Rows(4), augment=AugmentConfig(crop=0.5)), Rows(4), np.arange(4))
     assert reader.crops
     reader.loader.train = False
     assert not reader.crops

@@ -34,7 +34,7 @@ from kiloword.data.sources.question_tables import open_table
 from kiloword.data.tars import index as index_module
 from kiloword.data.tars.index_file import COLUMNS, Header, make_index, open_file, write_index
 from kiloword.data.tars.shard_sets import text_lines
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.cleaning import siglip
 from kiloword.data.text.roles import Roles
 from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
@@ -141,7 +141,7 @@ def test_a_long_first_line_of_an_index(tmp_path: Path) -> None:
 
 
 def test_an_index_that_stays_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source: Any = Shards("x", [write_tar(tmp_path / "0.tar", pairs(2))])
+    source: Any = TarSource("x", [write_tar(tmp_path / "0.tar", pairs(2))])
 
     class Damaged:
         header = source._index(0).header

@@ -13,9 +13,9 @@ import torch
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig, sizes
 from kiloword.data.images import augmentation
-from kiloword.data.loader import Loader, Reader
+from kiloword.data.loader import BatchReader, Loader
 from kiloword.data.sampler import Order
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.text import captions
 from kiloword.data.text.eda import eda
 from kiloword.data.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ def orders() -> Any:
 
 
 def mixtures() -> Any:
-    mixture = Mixture([Plain(10), Plain(7, name="b", fingerprint="b")], [1.3, 0.5])
+    mixture = MixtureSource([Plain(10), Plain(7, name="b", fingerprint="b")], [1.3, 0.5])
     return [[mixture.at(epoch).locate(row)[1] for row in range(len(mixture))] for epoch in (0, 1, 3, 5)]
 
 
@@ -138,7 +138,7 @@ def shown() -> Any:
 def replaced() -> Any:
     made = loader(Plain(40, bad=(3, 4, 5, 11, 12, 30)), 8)
     rows = [[e.row for e in made.examples(step)[0]] for step in range(5)]
-    reader = Reader(made, made.source, np.arange(30))
+    reader = BatchReader(made, made.source, np.arange(30))
     return rows, [reader.example(3, Draw(1, epoch, 3)).row for epoch in range(6)]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kiloword.cli.main import main
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import OptimConfig, Recipe
 from kiloword.distributed import cuda_graphs
 from kiloword.training import setup
@@ -93,7 +93,7 @@ class Compiler:
 
 def made(method: str) -> Learner:
     found = learner(method)
-    setup.spread(found, Recipe(method=method, batch=IMAGES), Options(compile="cudagraphs"))
+    setup.spread(found, Recipe(method=method, batch=IMAGES), RunOptions(compile="cudagraphs"))
     return found
 
 
@@ -176,9 +176,9 @@ def test_what_a_graph_cannot_do_is_refused(
     options: dict[str, Any], micro_batches: int, device: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"--compile cudagraphs {message}"):
-        cuda_graphs.check(Options(compile="cudagraphs", **options), micro_batches, device)
-    cuda_graphs.check(Options(compile="cudagraphs"), 1, "cuda")
-    cuda_graphs.check(Options(**options), micro_batches, device)
+        cuda_graphs.check(RunOptions(compile="cudagraphs", **options), micro_batches, device)
+    cuda_graphs.check(RunOptions(compile="cudagraphs"), 1, "cuda")
+    cuda_graphs.check(RunOptions(**options), micro_batches, device)
 
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])

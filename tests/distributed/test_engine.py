@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import plan_allocated
-from kiloword.config.options import Options, Parallel
+from kiloword.config.options import Parallel, RunOptions
 from kiloword.config.recipes import OptimConfig, Recipe
 from kiloword.distributed import activations, collectives, engine
 from kiloword.methods.defaults import MUON, default_recipe
@@ -94,7 +94,7 @@ def recipe(**changes: Any) -> Recipe:
 def prepared(own: Recipe, way: Parallel) -> Learner:
     """A learner as training begins with it."""
     found, _ = make_learner(own, preset(own.method), bare=way == "fsdp")
-    spread(found, own, Options(parallel=way))
+    spread(found, own, RunOptions(parallel=way))
     return found
 
 
@@ -128,7 +128,7 @@ def sharded_otherwise(way: str) -> str:
     own = recipe(seed=collectives.rank() // 2)
     made, _ = make_learner(own, preset("sycoca"), bare=way == "built bare")
     with pytest.raises(ValueError, match="is not the same on all ranks") as said:
-        spread(made, own, Options(parallel="fsdp"))
+        spread(made, own, RunOptions(parallel="fsdp"))
     return str(said.value)
 
 

@@ -27,7 +27,7 @@ from kiloword.data import cache, reading, steps
 from kiloword.data.loader import Loader
 from kiloword.data.reading import read
 from kiloword.data.sources.open import open_source
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
 from kiloword.features.store import SideTable
@@ -302,7 +302,7 @@ def test_workers(tmp_path: Path, does: Callable[[], None], timeout: int, says: s
     source: Any = Trouble(does)
     source.captions = lambda row: ["a red circle"]
     with pytest.raises((ValueError, RuntimeError)) as error:
-        loop.train(recipe, tmp_path, source, loop.Options(workers=1, timeout=timeout, quiet=True, save_every=1))
+        loop.train(recipe, tmp_path, source, loop.RunOptions(workers=1, timeout=timeout, quiet=True, save_every=1))
     said = sentence_of(error.value) or ""
     print(said)
     assert re.match(says, said)
@@ -382,8 +382,10 @@ def test_a_shard_that_changes(
     shards: list[Path], change: Callable[[Path], None], reason: str, bad: int, opened: bool
 ) -> None:
     """What was read before and is read again is the same or bad, never another image."""
-    source = Shards("data", shards)
-    before = [read(source, row) for row in range(200)] if opened else [read(Shards("d", shards), n) for n in range(200)]
+    source = TarSource("data", shards)
+    before = (
+        [read(source, row) for row in range(200)] if opened else [read(TarSource("d", shards), n) for n in range(200)]
+    )
     change(shards[7])
     reasons = []
     for row, expected in enumerate(before):
@@ -444,7 +446,7 @@ def test_between_two_runs_of_the_same_command(
 
 @pytest.mark.parametrize(("times", "bad"), [(2, 0), (99, 1)])
 def test_a_read_error_that_passes(shards: list[Path], monkeypatch: pytest.MonkeyPatch, times: int, bad: int) -> None:
-    source, failures = Shards("data", shards), iter(range(times))
+    source, failures = TarSource("data", shards), iter(range(times))
     real = cache.PositionlessFile.read
 
     def stutter(file: cache.PositionlessFile, offset: int, size: int) -> bytes:

@@ -27,11 +27,11 @@ from kiloword.evaluation import evaluate
 from kiloword.evaluation.caption.options import CaptionOptions
 from kiloword.evaluation.features import encode_texts
 from kiloword.evaluation.probe.options import ProbeOptions
-from kiloword.features.extract import Report, _embed, _file
+from kiloword.features.extract import ProgressReport, _embed, _file
 from kiloword.features.store import SideTable
-from kiloword.features.teachers import Ours as Teacher
+from kiloword.features.teachers import KilowordTeacher as Teacher
 from kiloword.generation import Captioner, GenerationOptions, command
-from kiloword.interop.captioners import Ours as Describer
+from kiloword.interop.captioners import KilowordCaptioner as Describer
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.mining.pairs import search
@@ -170,9 +170,9 @@ def write_files(folder: Path) -> None:
     )
     source: Any = Repeats()
     file = _file(teacher, source, "t", "teacher", "fp32", "fp32", part=6)
-    _embed(teacher, source, folder / "side", file, 2, 0, Report(None))
+    _embed(teacher, source, folder / "side", file, 2, 0, ProgressReport(None))
     told = command._file(describer, source, SHORT, "d", "fp32", part=6)
-    command._write(describer, source, folder / "captions.parquet", told, 2, 0, Report(None))
+    command._write(describer, source, folder / "captions.parquet", told, 2, 0, ProgressReport(None))
 
 
 def _write_together(folder: Path) -> None:

@@ -23,7 +23,7 @@ from kiloword.evaluation import evaluate
 from kiloword.evaluation.probe import data as probe_data
 from kiloword.evaluation.probe import task as probe
 from kiloword.evaluation.probe.data import Split, encoded, held_out, order, shots, split
-from kiloword.evaluation.probe.fit import Linear, Rows, logistic, shuffled, start, steps, sweep
+from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, logistic, shuffled, start, steps, sweep
 from kiloword.evaluation.probe.options import COUNT, RECIPES, ProbeOptions, Sweep
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -31,19 +31,21 @@ from kiloword.types import BadSample, Record, Skipped
 from tars import photo, write_tar
 
 
-def gaussians(n: int, classes: int, width: int, seed: int, spread: float = 1.0) -> Rows:
+def gaussians(n: int, classes: int, width: int, seed: int, spread: float = 1.0) -> LabelledFeatures:
     """Classes around fixed centres."""
     centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(99))
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(n) % classes
-    return Rows(centres[y] + spread * torch.randn(n, width, generator=generator), y)
+    return LabelledFeatures(centres[y] + spread * torch.randn(n, width, generator=generator), y)
 
 
 def resolved(**given: object) -> ProbeOptions:
     return ProbeOptions(**given).resolved(val=False)  # type: ignore[arg-type]
 
 
-def loop_of_sgd(rows: Rows, first: Linear, epochs: int, batch: int, lr: float, decay: float, seed: int) -> Linear:
+def loop_of_sgd(
+    rows: LabelledFeatures, first: Linear, epochs: int, batch: int, lr: float, decay: float, seed: int
+) -> Linear:
     """Row by row, class by class: softmax, its gradient, momentum 0.9, a cosine that reaches 0 after the last step."""
     weight, bias = first.weight.numpy().copy(), first.bias.numpy().copy()
     fast = {"w": np.zeros_like(weight), "b": np.zeros_like(bias)}
@@ -72,7 +74,7 @@ def loop_of_sgd(rows: Rows, first: Linear, epochs: int, batch: int, lr: float, d
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_sgd_is_the_loop(decay: float) -> None:
     rows = gaussians(22, 3, 4, seed=0)
-    rows = Rows(rows.x.double(), rows.y)
+    rows = LabelledFeatures(rows.x.double(), rows.y)
     first = start(4, 3, "sgd", seed=5)
     first = Linear(first.weight.double(), first.bias.double())
     got = steps(rows, first, resolved(recipe="sgd", epochs=4, batch=8, lr=0.2), decay, seed=5)
@@ -92,7 +94,7 @@ def test_first_weights_are_keyed_and_as_each_source_draws_them() -> None:
     assert shuffled(50, 0, 0).tolist() != shuffled(50, 1, 0).tolist() != shuffled(50, 1, 1).tolist()
 
 
-def objective(rows: Rows, weight: Tensor, bias: Tensor, strength: float) -> Tensor:
+def objective(rows: LabelledFeatures, weight: Tensor, bias: Tensor, strength: float) -> Tensor:
     losses = [-(weight @ x + bias).log_softmax(0)[y] for x, y in zip(rows.x.to(weight), rows.y.tolist(), strict=True)]
     return torch.stack(losses).mean() + strength / 2 * (weight**2).sum() / len(rows)
 
@@ -146,7 +148,7 @@ def test_a_sweep_regularises_what_must_be() -> None:
     y = torch.arange(2040) % 2
     x = torch.randn(2040, 60, generator=g)
     x[:, :2] += 0.8 * (2 * y[:, None] - 1)
-    rows, val, test = (Rows(x[a:b], y[a:b]) for a, b in ((0, 40), (40, 1040), (1040, 2040)))
+    rows, val, test = (LabelledFeatures(x[a:b], y[a:b]) for a, b in ((0, 40), (40, 1040), (1040, 2040)))
     best, tried = sweep(Sweep(-6, 6).values(), lambda value: logistic(rows, 2, value, 100).accuracy(val))
     assert tried[best] == max(tried.values())
     assert best > 1
@@ -177,7 +179,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> object:
 class Keyed:
     """A loader with our batches."""
 
-    def __init__(self, rows: Rows, batch: int, seed: int) -> None:
+    def __init__(self, rows: LabelledFeatures, batch: int, seed: int) -> None:
         self.rows, self.batch, self.seed, self.epoch = rows, batch, seed, 0
 
     def __len__(self) -> int:
@@ -217,7 +219,7 @@ def test_accuracy_is_clip_benchmarks(theirs: object, tmp_path: Path, swept: bool
         for _ in range(3)
     ]
     found = Split({}, train.y, torch.arange(400), [])
-    data = probe.Data(train, test, val if swept else None, "abcdefgh", found, "toy")
+    data = probe.ProbeData(train, test, val if swept else None, "abcdefgh", found, "toy")
     wanted = ProbeOptions(shots=shots_).resolved(val=swept)
     ours = [dict(probe._once(data, wanted, seed)) for seed in range(3)]
     assert [one["train_rows"] for one in ours] == [6 * 8 if shots_ else 600 if swept else 400] * 3
@@ -411,7 +413,7 @@ def test_a_probe_of_scenes(debug: Matcher, tmp_path: Path, caplog: pytest.LogCap
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_learns_and_is_deterministic(name: str) -> None:
     train, test = (gaussians(n, 5, 16, seed=n, spread=1.0) for n in (300, 200))
-    data = probe.Data(train, test, None, "abcde", of(train.y.tolist()), "toy")
+    data = probe.ProbeData(train, test, None, "abcde", of(train.y.tolist()), "toy")
     options = resolved(recipe=name, max_iter=30 if name == "lbfgs" else None)
     found = dict(probe._once(data, options, seed=0))
     assert found["acc1"] > 0.95

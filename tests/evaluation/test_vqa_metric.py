@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kiloword.evaluation.vqa.metric import CONTRACTIONS, Judged, accuracy, means, normalise
+from kiloword.evaluation.vqa.metric import CONTRACTIONS, JudgedAnswer, accuracy, means, normalise
 
 MARKS = [";", "/", "[", "]", '"', "{", "}", "(", ")", "=", "+", "\\", "_", "-", ">", "<", "@", "`", ",", "?", "!"]
 DIGITS = {
@@ -127,7 +127,11 @@ def test_other_numbers_of_annotators() -> None:
 
 
 def test_means() -> None:
-    rows = [Judged(1.0, "colour", "other"), Judged(0.0, "colour", "other"), Judged(1.0, "count", "number")]
+    rows = [
+        JudgedAnswer(1.0, "colour", "other"),
+        JudgedAnswer(0.0, "colour", "other"),
+        JudgedAnswer(1.0, "count", "number"),
+    ]
     assert dict(means(rows)) == pytest.approx(
         {
             "accuracy": 2 / 3,
@@ -137,5 +141,5 @@ def test_means() -> None:
             "accuracy/answer/other": 0.5,
         }
     )
-    assert dict(means([Judged(0.25)])) == {"accuracy": 0.25}
+    assert dict(means([JudgedAnswer(0.25)])) == {"accuracy": 0.25}
     assert math.isnan(dict(means([]))["accuracy"])

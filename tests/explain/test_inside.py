@@ -26,7 +26,7 @@ from kiloword.methods.coca import masked_images
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.report.overlay import font_for, overlay, square, wrap
-from kiloword.report.sheet import HEAD, WIDTH, Block, Panel, Strip, sheet
+from kiloword.report.sheet import HEAD, WIDTH, CaptionStrips, Panel, Strip, sheet
 from sheets import holds
 
 CAPTIONS = ["a red circle", "two blue squares", ""]
@@ -173,11 +173,13 @@ def test_every_way_of_painting(settings: dict[str, Any], tmp_path: Path) -> None
 def test_sheet_wraps_and_has_room_for_all() -> None:
     grey = np.full((64, 64, 3), 120, np.uint8)
     panel = Panel(Image.new("RGB", (94, 94)), "word " * 9, "50%")
-    few = sheet(grey, "a.png", "about", [Block("a dog", "score", [Strip("Words", "about", [panel] * 3)])])
-    many = sheet(grey, "a.png", "about", [Block("a dog", "score", [Strip("Words", "about", [panel] * 33)])])
+    few = sheet(grey, "a.png", "about", [CaptionStrips("a dog", "score", [Strip("Words", "about", [panel] * 3)])])
+    many = sheet(grey, "a.png", "about", [CaptionStrips("a dog", "score", [Strip("Words", "about", [panel] * 33)])])
     assert few.width == many.width == WIDTH
     assert many.height > few.height + 3 * 94
-    beside = sheet(grey, "a.png", "", [Block("a dog", "score", [Strip("A", "", [panel] * 3), Strip("B", "", [panel])])])
+    beside = sheet(
+        grey, "a.png", "", [CaptionStrips("a dog", "score", [Strip("A", "", [panel] * 3), Strip("B", "", [panel])])]
+    )
     assert beside.height < few.height + 20
     black = (np.asarray(many) == 0).all(-1)
     assert black.sum() >= 33 * 94 * 94

@@ -28,10 +28,10 @@ from kiloword.data.sources.open import open_source
 from kiloword.distributed import collectives, sharing
 from kiloword.features.extract import _dim, embed
 from kiloword.features.store import SideTable
-from kiloword.features.teachers import Foreign, Ours, open_teacher
+from kiloword.features.teachers import Foreign, KilowordTeacher, open_teacher
 from kiloword.interop.compat import torchvision_ready
 from kiloword.methods.defaults import default_recipe
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from tars import pairs, write_tar
 
 SCENES = "scenes?n=48&captions=3"
@@ -45,7 +45,7 @@ def small(method: str = "siglip", **changes: Any) -> Recipe:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder of a short run."""
-    return train(small(), tmp_path_factory.mktemp("run"), options=Options(quiet=True, device="cpu"))
+    return train(small(), tmp_path_factory.mktemp("run"), options=RunOptions(quiet=True, device="cpu"))
 
 
 def run(*words: object) -> None:
@@ -154,7 +154,7 @@ def test_a_run_takes_the_table_and_goes_on_exactly(model: Path, tmp_path: Path) 
     run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--device", "cpu")
     base = small("siglip+mined")
     recipe = replace(base, data=replace(base.data, side=(str(tmp_path / "t"),), captions=2))
-    options = Options(quiet=True, device="cpu", save_every=2)
+    options = RunOptions(quiet=True, device="cpu", save_every=2)
     whole = load_file(train(recipe, tmp_path / "run", options=options) / "model.safetensors")
     for file in (tmp_path / "run" / "state").glob("step-000000004.*"):
         file.unlink()
@@ -204,7 +204,7 @@ def test_open_clip(open_clip: ModuleType, name: str, tmp_path: Path) -> None:
     theirs.eval()
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
     teacher = open_teacher(f"open_clip:{name}:{tmp_path / 'w.pt'}", "cpu")
-    assert isinstance(teacher, Ours if name == "kw-vit" else Foreign)
+    assert isinstance(teacher, KilowordTeacher if name == "kw-vit" else Foreign)
     rng = np.random.default_rng(0)
     path = tmp_path / "data"
     path.mkdir()

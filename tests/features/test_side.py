@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from holding import held_by_another
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data import keyed
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.features.extract import Report, embed
-from kiloword.features.store import Part, SideTable, checksum
+from kiloword.features.extract import ProgressReport, embed
+from kiloword.features.store import SideTable, StorePart, checksum
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw, key
 from kiloword.training.loop import train
@@ -316,8 +316,8 @@ def test_check_wants_the_data_it_was_made_from(table: SideTable) -> None:
     ):
         table.check(Images(name="others", fingerprint="o"))
     with pytest.raises(ValueError, match="was made from images"):
-        table.check(Mixture([Images(), Images(fingerprint="o")], [1.0, 1.0]))
-    table.check(Mixture([Images()], [2.5]))
+        table.check(MixtureSource([Images(), Images(fingerprint="o")], [1.0, 1.0]))
+    table.check(MixtureSource([Images()], [2.5]))
 
 
 @dataclass
@@ -332,12 +332,12 @@ class Second(Images):
 
 
 def test_a_mixture_is_embedded_once_whatever_its_weights(tmp_path: Path) -> None:
-    mixed = Mixture([Images(), Second()], [2.0, 0.5])
+    mixed = MixtureSource([Images(), Second()], [2.0, 0.5])
     table = embed(Fake(), mixed, tmp_path / "t", part=PART)
     assert len(table) == 2 * (ROWS - 1)
-    for source in (mixed, Mixture([Second(), Images()], [1.0, 3.25]), Images(), Second()):
+    for source in (mixed, MixtureSource([Second(), Images()], [1.0, 3.25]), Images(), Second()):
         table.check(source)
-    assert embed(Fake(), Mixture([Images(), Second()], [1.0, 1.0]), tmp_path / "t").keys == table.keys
+    assert embed(Fake(), MixtureSource([Images(), Second()], [1.0, 1.0]), tmp_path / "t").keys == table.keys
 
 
 @dataclass
@@ -361,7 +361,7 @@ class Twice(Images):
 @pytest.mark.parametrize("part", [4, 64])
 def test_repeated_keys(tmp_path: Path, part: int) -> None:
     lines = Lines()
-    table = embed(Fake(), Twice(), tmp_path / "t", part=part, report=Report(lines))  # type: ignore[arg-type]
+    table = embed(Fake(), Twice(), tmp_path / "t", part=part, report=ProgressReport(lines))  # type: ignore[arg-type]
     assert table.keys == [f"k{row}" for row in range(20)]
     assert len(table.images()) == len(table.text_means()) == len(table.starts) - 1 == 20  # some parts are empty
     assert len(table.texts()) == len(table.captions) == table.starts[-1]
@@ -389,7 +389,7 @@ class Lines:
 def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
     lines = Lines()
     for _ in range(2):  # also when they come from the parts
-        embed(Fake(), Images(), tmp_path / "t", report=Report(lines))  # type: ignore[arg-type]
+        embed(Fake(), Images(), tmp_path / "t", report=ProgressReport(lines))  # type: ignore[arg-type]
         assert "1 of 40 rows are bad, and not in the table." in lines.text
     assert "skipped k005: truncated image\n" in lines.text
     assert "row 40/40" in lines.text
@@ -465,7 +465,7 @@ def test_a_strangers_part(tmp_path: Path, table: SideTable, what: str) -> None:
 def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: SideTable) -> None:
     os.mkfifo(tmp_path / "part.arrow")
     with pytest.raises(ValueError, match="is damaged"):
-        Part(tmp_path / "part.arrow", table.file.schema())
+        StorePart(tmp_path / "part.arrow", table.file.schema())
 
 
 def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: 
     def go_on(steps: int, teacher: Fake) -> None:
         shutil.rmtree(tmp_path / "t", ignore_errors=True)
         embed(teacher, open_source("scenes?n=16", SIZE), tmp_path / "t")
-        train(replace(recipe, steps=steps), tmp_path / "run", options=Options(extend=True, quiet=True))
+        train(replace(recipe, steps=steps), tmp_path / "run", options=RunOptions(extend=True, quiet=True))
 
     go_on(1, Fake())
     go_on(2, Fake())

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kiloword.data.transforms.partner import similar
-from kiloword.features.store import INDEX, Part, SideTable, TableFile, checksum, part_path
-from kiloword.features.writer import Rows, SideWriter
+from kiloword.features.store import INDEX, SideTable, StorePart, TableFile, checksum, part_path
+from kiloword.features.writer import FeatureRows, SideWriter
 from kiloword.types import BadSample, Example, Record, Skipped
 
 
@@ -25,9 +25,9 @@ def about(**changes: Any) -> TableFile:
     return TableFile(**given | changes)  # type: ignore[arg-type]
 
 
-def rows(writer: SideWriter, number: int, captions: int = 2) -> Rows:
+def rows(writer: SideWriter, number: int, captions: int = 2) -> FeatureRows:
     """Row n has the features (n, 1) and captions (n, 2), (n, 3)."""
-    made = Rows()
+    made = FeatureRows()
     for row in writer.rows_of(number):
         key = f"k{row}".encode()
         writer.is_new(key.decode(), bytes([row] * 16))
@@ -94,7 +94,7 @@ def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> No
 
 def test_no_features_are_no_table(tmp_path: Path) -> None:
     writer = SideWriter(tmp_path, about(rows=2))
-    writer.write(0, Rows(skipped=[Skipped(0, "k", "first"), Skipped(1, "k", "second")]))
+    writer.write(0, FeatureRows(skipped=[Skipped(0, "k", "first"), Skipped(1, "k", "second")]))
     with pytest.raises(ValueError, match="d: none of its 2 rows is a usable image, the first because: first"):
         writer.finish()
     writer.skipped.clear()
@@ -136,18 +136,18 @@ def test_parts_that_are_none(tmp_path: Path) -> None:
     ):
         written(path, change)
         with pytest.raises(ValueError, match=said):
-            Part(path, schema)
+            StorePart(path, schema)
     path.unlink()
     with pytest.raises(ValueError, match="is missing"):
-        Part(path, schema)
+        StorePart(path, schema)
     path.mkdir()
     with pytest.raises(ValueError, match="is damaged"):
-        Part(path, schema)
+        StorePart(path, schema)
     path.rmdir()
     path.write_bytes(whole)
-    assert Part(path, schema).whole()
+    assert StorePart(path, schema).whole()
     written(path, lambda batch, meta: (meta.update(crc=meta["crc"] + 1), batch)[1])
-    assert not Part(path, schema).whole()
+    assert not StorePart(path, schema).whole()
     again = SideTable(tmp_path / "t")
     with pytest.raises(ValueError, match=r"part-00000\.arrow is damaged"):
         again.images()

@@ -34,7 +34,7 @@ from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.features.extract import Report
+from kiloword.features.extract import ProgressReport
 from kiloword.generation import GenerationOptions
 from kiloword.generation.command import write_captions
 from kiloword.generation.table import CaptionWriter, columns
@@ -42,7 +42,7 @@ from kiloword.interop.captioners import Scored, arguments, open_captioner
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.types import BadSample
 from tars import pairs, photo, write_tar
 
@@ -107,7 +107,7 @@ def test_training_reads_the_table(model: Path, tmp_path: Path) -> None:
     run("caption", model, "--data", SCENES, "--out", out, "--num", 2, "--device", "cpu")
     recipe = default_recipe("clip", "debug", (SCENES,))
     data = replace(recipe.data, extra_captions=(str(out),), raw_captions=False, tokenizer_vocab=300)
-    train(replace(recipe, steps=2, batch=8, data=data), tmp_path / "run", options=Options(quiet=True, device="cpu"))
+    train(replace(recipe, steps=2, batch=8, data=data), tmp_path / "run", options=RunOptions(quiet=True, device="cpu"))
     assert len(CaptionTable(out).captions(open_source(SCENES).record(3).key)) == 2
 
 
@@ -163,7 +163,7 @@ class Failing(Slow):
 def test_a_failed_command_says_that_its_parts_stay_and_it_goes_on(photos: Path, tmp_path: Path) -> None:
     said, out = io.StringIO(), tmp_path / "c.parquet"
     with pytest.raises(RuntimeError, match="out of memory"):
-        made(Failing(wait_at=4), photos, out, report=Report(said))
+        made(Failing(wait_at=4), photos, out, report=ProgressReport(said))
     assert f"2 of 4 parts stay in {out}.parts: the same command goes on." in said.getvalue()
     again = Slow()
     made(again, photos, out)
@@ -175,10 +175,10 @@ def test_a_failed_command_says_that_its_parts_stay_and_it_goes_on(photos: Path, 
 def test_a_failed_command_without_a_caption_leaves_nothing(photos: Path, tmp_path: Path) -> None:
     said, out = io.StringIO(), tmp_path / "c.parquet"
     with pytest.raises(RuntimeError, match="out of memory"):
-        made(Failing(wait_at=0), photos, out, report=Report(said))
+        made(Failing(wait_at=0), photos, out, report=ProgressReport(said))
     bad = write_tar(tmp_path / "bad" / "0.tar", {f"{n}.png": b"no image" for n in range(4)})
     with pytest.raises(ValueError, match="none of its 4 rows is a usable image"):
-        made(Slow(), bad, tmp_path / "d.parquet", report=Report(said))
+        made(Slow(), bad, tmp_path / "d.parquet", report=ProgressReport(said))
     assert "stay in" not in said.getvalue()
     assert not list(tmp_path.glob("*.parquet*"))
 
@@ -276,10 +276,10 @@ def test_another_command_over_the_same_table_is_refused(photos: Path, tmp_path: 
 
 
 def test_bad_rows_are_counted_and_named(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kiloword.features.extract import Report
+    from kiloword.features.extract import ProgressReport
 
     out = tmp_path / "c.parquet"
-    made(Slow(), photos, out, report=Report(sys.stderr))
+    made(Slow(), photos, out, report=ProgressReport(sys.stderr))
     said = capsys.readouterr().err
     assert "skipped 0003: " in said
     assert "skipped 0007: the image has zero bytes" in said

@@ -18,7 +18,7 @@ from kiloword.generation import captioner as captioner_module
 from kiloword.generation.captioner import Caption, Captioner
 from kiloword.generation.decoding import ModelDecoding, WholeDecoding
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.rules import Found, Rules
+from kiloword.generation.rules import FinishedTexts, Rules
 from kiloword.generation.search import nucleus, search
 from kiloword.generation.trie import Trie
 from kiloword.methods.defaults import default_recipe
@@ -69,7 +69,7 @@ def rules(longest: int = 4, **more: Any) -> Rules:
     return Rules(start=START, end=END, never=never, longest=longest, **more)
 
 
-def texts(found: Found, image: int) -> dict[Text, float]:
+def texts(found: FinishedTexts, image: int) -> dict[Text, float]:
     """The texts found for an image with their scores, best first."""
     rows = zip(found.ids[image].tolist(), found.lengths[image].tolist(), found.score[image].tolist(), strict=True)
     return {tuple(ids[:n]): score for ids, n, score in rows if n}
@@ -81,7 +81,7 @@ def every_text(longest: int, shortest: int = 0) -> list[Text]:
     return whole + list(itertools.product(WORDS, repeat=longest))
 
 
-def run(options: GenerationOptions, images: list[int], seeds: Tensor | None = None, **more: Any) -> Found:
+def run(options: GenerationOptions, images: list[int], seeds: Tensor | None = None, **more: Any) -> FinishedTexts:
     return search(Table(images), len(images), rules(**more), options, seeds)
 
 
@@ -458,7 +458,7 @@ def test_where_texts_read_the_same_more_are_searched(
     searched: list[list[list[Caption]]] = []
     made = captioner._texts
 
-    def watch(found: Found) -> list[list[Caption]]:
+    def watch(found: FinishedTexts) -> list[list[Caption]]:
         searched.append(made(found))
         return searched[-1]
 

@@ -27,7 +27,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.types import Batch, Positives, Record, Total
 from kiloword.verify.batch import batch as fixed_batch
 from kiloword.verify.suite import _views
@@ -174,7 +174,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_training_logs_plain_and_composed_examples_apart(tmp_path: Path) -> None:
     apart = {f"{what}_{kind}" for what in ("pair", "score") for kind in ("plain", "composed")}
-    train(recipe("clip-c", rho=0.2), tmp_path / "c", options=Options(log_every=1, quiet=True))
+    train(recipe("clip-c", rho=0.2), tmp_path / "c", options=RunOptions(log_every=1, quiet=True))
     rows = rows_of(tmp_path / "c")
     assert len(rows) == 8
     assert all(math.isfinite(v) for row in rows for v in row.values())
@@ -184,8 +184,8 @@ def test_training_logs_plain_and_composed_examples_apart(tmp_path: Path) -> None
     for row in (r for r, has in zip(rows, composed, strict=True) if has):
         low, high = sorted((row["pair_plain"], row["pair_composed"]))
         assert low <= row["pair"] <= high
-    train(recipe("clip-c", rho=0.0), tmp_path / "none", options=Options(log_every=1, quiet=True))
-    train(recipe("clip"), tmp_path / "clip", options=Options(log_every=1, quiet=True))
+    train(recipe("clip-c", rho=0.0), tmp_path / "none", options=RunOptions(log_every=1, quiet=True))
+    train(recipe("clip"), tmp_path / "clip", options=RunOptions(log_every=1, quiet=True))
     none, clip = rows_of(tmp_path / "none"), rows_of(tmp_path / "clip")
     assert [r["pair"] for r in none] == [r["pair"] for r in clip], "rho 0 is CLIP"
     assert all("pair_composed" not in r for r in none)
@@ -219,7 +219,9 @@ def test_both_kinds_together_are_the_pair_loss(name: str) -> None:
 
 def test_a_fixed_scale_does_not_learn(tmp_path: Path) -> None:
     for method, settings in (("clip-c", {"rho": 0.5}), ("clip+mixup", {})):
-        train(recipe(method, fixed_scale=True, scale=20.0, **settings), tmp_path / method, options=Options(quiet=True))
+        train(
+            recipe(method, fixed_scale=True, scale=20.0, **settings), tmp_path / method, options=RunOptions(quiet=True)
+        )
         assert rows_of(tmp_path / method)[-1]["scale"] == pytest.approx(20.0)
     for name, piece in (("clip", ""), ("siglip+softmax", "softmax"), ("siglip+supcon", "supcon")):
         given = [{"fixed_scale": f, "scale": 5.0} for f in (False, True)]

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 from kiloword.config.recipes import sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss
 from kiloword.methods.llip import scores as mixing
-from kiloword.methods.llip.pooling import Contextual, Mixture, tokens
-from kiloword.methods.llip.scores import Form, Sizes, block, choose, cosine
+from kiloword.methods.llip.pooling import Contextual, ContextualSettings, tokens
+from kiloword.methods.llip.scores import PairSizes, ScoreForm, block, choose, cosine
 from kiloword.methods.method import annotated
 from kiloword.model.heads import Head
 from kiloword.model.model import initialise
 
-FORMS: tuple[Form, ...] = ("direct", "gram")
+FORMS: tuple[ScoreForm, ...] = ("direct", "gram")
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -63,7 +63,7 @@ def with_gradients(f: Callable[..., Tensor], given: Inputs, *more: Any) -> list[
     st.integers(1, 4), st.integers(1, 9), st.integers(1, 5), st.sampled_from([1, 2, 4]), st.integers(1, 4),
     st.sampled_from([1, 40, 1 << 18]), st.sampled_from(FORMS),
 )  # fmt: skip
-def test_both_forms_are_the_equation(i: int, t: int, n: int, m: int, d: int, tile: int, form: Form) -> None:
+def test_both_forms_are_the_equation(i: int, t: int, n: int, m: int, d: int, tile: int, form: ScoreForm) -> None:
     """In double precision to 1e-12, gradients by everything too, however the tiles are cut; where the parts of a
     mixture cancel, to rounding times the cube of that: gradients divide by |z|^3."""
     some = inputs(i, t, n, m, d)
@@ -78,7 +78,7 @@ def test_both_forms_are_the_equation(i: int, t: int, n: int, m: int, d: int, til
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_single_precision(form: Form) -> None:
+def test_single_precision(form: ScoreForm) -> None:
     exact, single = inputs(6, 50, 8, 4, 8), inputs(6, 50, 8, 4, 8, torch.float32)
     expected, found = with_gradients(literal, exact, 1.0), with_gradients(cosine, single, 1.0, form)
     for got, right in zip(found, expected, strict=True):
@@ -87,7 +87,7 @@ def test_single_precision(form: Form) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_vanishing_mixture_gives_finite_numbers(form: Form, dtype: torch.dtype) -> None:
+def test_a_vanishing_mixture_gives_finite_numbers(form: ScoreForm, dtype: torch.dtype) -> None:
     """Values that are zero, that cancel, or that W_O sends to zero: |z|^2 is then nothing but rounding."""
     keys, values, query, target, out = (x.detach() for x in inputs(3, 5, 2, 2, 4, dtype))
     values[0] = 0
@@ -101,7 +101,7 @@ def test_a_vanishing_mixture_gives_finite_numbers(form: Form, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_without_gradient_nothing_is_kept(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradient_nothing_is_kept(form: ScoreForm, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Any]] = []
     tile = getattr(mixing, f"_{form}_tile")
 
@@ -146,8 +146,8 @@ def features(pooling: Contextual, i: int, t: int, n: int) -> tuple[dict[str, Ten
     return images | {"position": torch.arange(i)}, texts | {"position": torch.arange(t) % i}
 
 
-def made(form: Form | str = "auto", heads: int = 8, k: int = 16) -> tuple[Head, Contextual]:
-    mixture = Mixture(form=form, heads=heads, k=k)  # type: ignore[arg-type]
+def made(form: ScoreForm | str = "auto", heads: int = 8, k: int = 16) -> tuple[Head, Contextual]:
+    mixture = ContextualSettings(form=form, heads=heads, k=k)  # type: ignore[arg-type]
     pooling = Contextual(tokens(sizes()["tiny"], mixture), mixture)
     head = Head(pooling, scale=10.0, bias=-10.0)
     initialise(head, 0)
@@ -155,7 +155,7 @@ def made(form: Form | str = "auto", heads: int = 8, k: int = 16) -> tuple[Head, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nothing_of_pairs_times_dimensions_is_ever_made(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_pairs_times_dimensions_is_ever_made(form: ScoreForm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss with gradients, forward and backward: no tensor near [I, T, D], [I, T, N] or even [I, T, M]."""
     monkeypatch.setitem(mixing.KEPT, "cpu", 1 << 20)
     monkeypatch.setattr(mixing, "TILE", 1 << 16)
@@ -176,7 +176,7 @@ def test_nothing_of_pairs_times_dimensions_is_ever_made(form: Form, monkeypatch:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_blocks_do_not_change_the_loss(form: Form) -> None:
+def test_blocks_do_not_change_the_loss(form: ScoreForm) -> None:
     """Three ways to cut the same pairs, against autograd through the whole score."""
     head, pooling = made(form)
     head.double()
@@ -199,10 +199,10 @@ def _leaf(x: Tensor) -> Tensor:
 
 def test_many_texts_are_for_the_gram_form() -> None:
     """And a block is bounded whatever comes: on a GPU with 32k texts too."""
-    base = Sizes(32, 8, 512)
+    base = PairSizes(32, 8, 512)
     assert choose(base, 32) == "direct"
     assert choose(base, 1024) == "gram"
-    for size in (base, Sizes(64, 8, 512), Sizes(128, 8, 1024), Sizes(1, 1, 16)):
+    for size in (base, PairSizes(64, 8, 512), PairSizes(128, 8, 1024), PairSizes(1, 1, 16)):
         for form in FORMS:
             for device in ("cpu", "cuda"):
                 down, across = block(size, form, device)

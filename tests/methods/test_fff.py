@@ -29,7 +29,7 @@ from kiloword.model.heads import Head, Single
 from kiloword.model.model import initialise
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.types import Features, Pairs
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import EXACT, Way, gradients, learner, over_ranks, verify
@@ -339,9 +339,9 @@ def test_a_run_searches_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     base = default_recipe("fff", "debug", ("scenes?n=32&captions=3",))
     run = replace(base, data=replace(base.data, tokenizer_vocab=300), settings={"positives": "annotated"}, batch=8)
     assert run.data.captions == "all"
-    train(replace(run, steps=2), tmp_path / "run", options=Options(save_every=1))
+    train(replace(run, steps=2), tmp_path / "run", options=RunOptions(save_every=1))
     assert re.search(r"bias -10 -> -\S+ \(grid over 4 batches", capsys.readouterr().err)
-    train(replace(run, steps=2), tmp_path / "run", options=Options(save_every=1))
+    train(replace(run, steps=2), tmp_path / "run", options=RunOptions(save_every=1))
     assert "bias" not in capsys.readouterr().err
     bias = read_tensors(tmp_path / "run" / "model" / "model.safetensors")["head.bias"]
     assert -9.5 < float(bias) < 0

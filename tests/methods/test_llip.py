@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import HeadConfig, ModelConfig, sizes
 from kiloword.losses.pairs import Blocks, sigmoid_loss
-from kiloword.methods.llip.pooling import Attention, Contextual, Mixture
+from kiloword.methods.llip.pooling import Attention, Contextual, ContextualSettings
 from kiloword.methods.method import annotated
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
@@ -276,4 +276,4 @@ def test_refusals() -> None:
         model(temperature=0.0)
     with pytest.raises(ValueError, match="llip has a pooling that contextual"):
         preset("llip+contextual")
-    assert Mixture().pool == "contextual"
+    assert ContextualSettings().pool == "contextual"

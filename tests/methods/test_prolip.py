@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import parse, sizes
 from kiloword.data.reading import captions_of
 from kiloword.data.text.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def test_training_captions_end_with_the_tokens_that_are_read() -> None:
     recipe = replace(default_recipe("prolip", "debug", ("scenes?n=16",)), batch=8)
     source = open_sources(recipe)
     tokenizer = Tokenizer.train(captions_of(source), 300)
-    loader = make_loader(recipe, source, preset("prolip"), tokenizer, Options())
+    loader = make_loader(recipe, source, preset("prolip"), tokenizer, RunOptions())
     texts = next(loader.batches()).texts
     last = torch.stack([texts.ids[texts.starts[1:] - place] for place in (3, 2, 1)])
     assert torch.equal(last, torch.tensor([[tokenizer.special(n)] * 8 for n in ("end", "unc", "cls")]))

@@ -34,7 +34,7 @@ from kiloword.model.model import Model, build
 from kiloword.randomness import key
 from kiloword.training.learner import Learner
 from kiloword.training.log import read_metrics
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.training.setup import resolve
 from kiloword.types import BadSample, Batch, Record, Texts
 from kiloword.verify import batch as verify_batch
@@ -42,7 +42,7 @@ from kiloword.verify import suite as verify
 
 STEPS = 80
 DATA = "scenes:train?task=vqa&objects=1"
-QUIET = Options(quiet=True)
+QUIET = RunOptions(quiet=True)
 
 
 def norm(x: Tensor, layer: torch.nn.LayerNorm) -> Tensor:
@@ -387,7 +387,7 @@ def test_options_that_make_no_sense(options: VqaOptions, reason: str) -> None:
 def test_validation_is_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of("vqa", 1, DATA + "&n=64")
     data = replace(recipe.data, val="scenes:val?task=vqa&objects=1&n=20")
-    train(replace(recipe, data=data), tmp_path, options=Options())
+    train(replace(recipe, data=data), tmp_path, options=RunOptions())
     assert "val at step 1: accuracy 0." in capsys.readouterr().err
     row = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "val/accuracy" in row]
     assert [r["step"] for r in row] == [1]

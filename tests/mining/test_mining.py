@@ -24,13 +24,13 @@ from holding import held_by_another
 from kiloword.config.recipes import DataConfig
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.open import open_data
-from kiloword.features.extract import Report, embed
+from kiloword.features.extract import ProgressReport, embed
 from kiloword.methods.fff.preset import Mined
 from kiloword.mining import analyses, images, main, output, results
 from kiloword.mining import page as mining_page
-from kiloword.mining.calibrate import Sample, calibrate, candidates, compare, exceeded_by, random_pairs
+from kiloword.mining.calibrate import RandomPairs, calibrate, candidates, compare, exceeded_by, random_pairs
 from kiloword.mining.corpus import Corpus
-from kiloword.mining.options import Options
+from kiloword.mining.options import MineOptions
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.pairs import TERMS, by_term, search
 from kiloword.report.words import percent
@@ -181,31 +181,31 @@ def test_calibration_finds_what_it_says() -> None:
     rng = np.random.default_rng(0)
     annotated = rng.normal(0.5, 0.1, 10_000).astype(np.float32)
     it, ii, tt = (torch.from_numpy(rng.normal(m, 0.05, 100_000).astype(np.float32)) for m in (0.1, 0.3, 0.4))
-    fitted = calibrate(annotated, Sample(it, ii, tt, None), Mined(annotated_always=False), 1e-3)
+    fitted = calibrate(annotated, RandomPairs(it, ii, tt, None), Mined(annotated_always=False), 1e-3)
     assert fitted.p1 == pytest.approx(0.5, abs=0.005)
     assert fitted.p1_text == pytest.approx(0.5 - 1.2816 * 0.1, abs=0.01)
     assert fitted.p2 == pytest.approx(0.3 + 3.09 * 0.05, abs=0.01)
     assert fitted.p3 == pytest.approx(0.4 + 3.09 * 0.05, abs=0.01)
     assert not fitted.annotated_always
-    near = calibrate(annotated, Sample(it + 0.3, ii, tt, None), Mined(), 1e-3)  # a weak teacher: the rate decides
+    near = calibrate(annotated, RandomPairs(it + 0.3, ii, tt, None), Mined(), 1e-3)  # a weak teacher: the rate decides
     assert near.p1 == pytest.approx(0.4 + 3.09 * 0.05, abs=0.01)
     assert float((ii > fitted.p2).float().mean()) <= 1e-3
 
 
 def test_calibration_lets_copies_match_and_refuses_a_teacher_that_knows_nothing() -> None:
     ones = torch.ones(1000)
-    fitted = calibrate(np.full(10, 0.3), Sample(ones * 0.1, ones, ones, None), Mined(), 1e-3)
+    fitted = calibrate(np.full(10, 0.3), RandomPairs(ones * 0.1, ones, ones, None), Mined(), 1e-3)
     assert (fitted.p2, fitted.p3) == (0.999, 0.999)
     with pytest.raises(ValueError, match="train it longer"):
-        calibrate(np.full(10, -0.1), Sample(ones, ones, ones, None), Mined())
+        calibrate(np.full(10, -0.1), RandomPairs(ones, ones, ones, None), Mined())
     with pytest.raises(ValueError, match="--false-rate is 2"):
-        calibrate(np.full(10, 0.1), Sample(ones, ones, ones, None), Mined(), 2)
+        calibrate(np.full(10, 0.1), RandomPairs(ones, ones, ones, None), Mined(), 2)
 
 
 def test_choices_of_p1_tell_what_they_would_mine() -> None:
     it = torch.tensor([0.1, 0.3, 0.5, 0.7])
     true = torch.tensor([False, True, False, True])
-    sample = Sample(it, torch.zeros(4), torch.zeros(4), true)
+    sample = RandomPairs(it, torch.zeros(4), torch.zeros(4), true)
     annotated = np.array([0.2, 0.4, 0.6, 0.8], np.float32)
     c = random_corpus(0)
     choice, none = compare(c, annotated, sample, Mined(text_text=False), [0.4, 0.9])
@@ -273,7 +273,7 @@ def test_truth_is_unknown_where_somebody_else_wrote_the_captions() -> None:
     assert origin.truth(["a dog on a beach"]) is None
 
 
-def check_page(page: dict[str, Section], judged: results.Results, drawn: list[Any]) -> None:
+def check_page(page: dict[str, Section], judged: results.MiningResults, drawn: list[Any]) -> None:
     """Tables, figures and plots against the results themselves."""
     c = judged.corpus
     found, terms = judged.found, results.terms(judged.found)
@@ -359,7 +359,7 @@ def check_page(page: dict[str, Section], judged: results.Results, drawn: list[An
 def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c, origin, truths = perfect()
     pieces = plots(monkeypatch, mining_page.report, "histogram", "line_plot")
-    options = Options(calibrate=True, p1=0.2, gallery=2, batch=100, most=3, device="cpu")
+    options = MineOptions(calibrate=True, p1=0.2, gallery=2, batch=100, most=3, device="cpu")
     judged = results.judge(c, {"captions": c}, options.over(Mined()), options, ("drawn <scenes>", "oracle"), truths)
     output.write(tmp_path, judged, origin)
     check_page(sections((tmp_path / "report.html").read_text()), judged, pieces)
@@ -391,7 +391,7 @@ def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def judged_page(c: Corpus, mined: Mined, **options: Any) -> tuple[str, dict[str, Section]]:
     """What a search of a corpus says on the terminal, and its page."""
-    some = Options(gallery=0, batch=9, device="cpu", **options)
+    some = MineOptions(gallery=0, batch=9, device="cpu", **options)
     judged = results.judge(c, {"captions": c}, some.over(mined), some, ("drawn", "oracle"), None)
     page = mining_page.page(judged, output.chosen(judged, None), lambda row: b"")
     return "\n".join(output.summary(judged)), sections(page)
@@ -438,7 +438,7 @@ def test_a_corpus_without_pairs_is_refused() -> None:
 @pytest.mark.parametrize("bad", [{"batch": 1}, {"most": 0}, {"gallery": -1}, {"chunk": 0}, {"false_rate": 0.0}])
 def test_options_out_of_range_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="Expected"):
-        Options(**bad).check()  # type: ignore[arg-type]
+        MineOptions(**bad).check()  # type: ignore[arg-type]
 
 
 def test_some_captions_of_some_images() -> None:
@@ -470,7 +470,7 @@ def test_time_left_is_said_as_training_says_it(seconds: int, said: str, monkeypa
     """Half is done after the given seconds, by mining and by `embed`."""
     screen, now = io.StringIO(), 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    bar, report = Bar("pairs", "pairs", screen), Report(screen)
+    bar, report = Bar("pairs", "pairs", screen), ProgressReport(screen)
     report.start(10, 10)
     now = float(seconds)
     bar(5, 10)
@@ -499,7 +499,7 @@ def test_from_side_table_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[
     pyarrow.parquet.write_table(pyarrow.table({"key": keys, "caption": [f"bead {n % 4}" for n in range(30)]}), extra)
     data = open_data(DataConfig(sources=(src,), extra_captions=(str(extra),)))
     embed(Colours(), data, tmp_path / "side", name="hues")
-    options = Options(calibrate=True, false_rate=0.05, batch=8, gallery=1, device="cpu")
+    options = MineOptions(calibrate=True, false_rate=0.05, batch=8, gallery=1, device="cpu")
 
     main([src], tmp_path / "side", tmp_path / "own", options)  # the table knows more captions than are asked for
     own = json.loads((tmp_path / "own" / "mine.json").read_text())
@@ -535,7 +535,7 @@ def test_numbers_of_the_file_from_their_definitions(monkeypatch: pytest.MonkeyPa
     c.captions[3] = c.captions[0]  # type: ignore[index]
     clock = iter([10.0, 11.0, 13.0, 17.0])
     monkeypatch.setattr(results, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    options = Options(gallery=0, batch=20, device="cpu")
+    options = MineOptions(gallery=0, batch=20, device="cpu")
     judged = results.judge(c, {"captions": c}, Mined(p1=0.1), options, ("data", "oracle"), truths)
     assert judged is not None
     said = results.as_json(judged)
@@ -567,7 +567,7 @@ def test_numbers_of_the_file_from_their_definitions(monkeypatch: pytest.MonkeyPa
 
 def test_examples_are_pairs_that_their_term_accepts() -> None:
     c, _, truths = perfect("scenes?n=60&captions=2")
-    options = Options(gallery=5, batch=20, device="cpu")
+    options = MineOptions(gallery=5, batch=20, device="cpu")
     judged = results.judge(c, {"captions": c}, Mined(p1=0.1), options, ("data", "oracle"), truths)
     assert judged is not None
     shown = output.chosen(judged, truths)
@@ -621,9 +621,11 @@ def test_candidates_of_p1_stand_around_the_mean_and_where_few_random_pairs_are()
     deviation = float(np.std(annotated))
     wanted = {0.4 + step * deviation for step in (-1, -0.5, 0, 0.5, 1)}
     wanted |= {float(it[20_000 - 1 - int(rate * 20_000)]) for rate in (1e-2, 1e-3, 1e-4)} | {0.123}
-    found = candidates(annotated, Sample(it, it, it, None), 0.123)
+    found = candidates(annotated, RandomPairs(it, it, it, None), 0.123)
     assert found == pytest.approx(sorted(wanted), abs=1.1e-4)
-    assert candidates(annotated, Sample(it, it, it, None), 1.0) == pytest.approx(sorted(wanted - {0.123}), abs=1.1e-4)
+    assert candidates(annotated, RandomPairs(it, it, it, None), 1.0) == pytest.approx(
+        sorted(wanted - {0.123}), abs=1.1e-4
+    )
 
 
 class Window(io.StringIO):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from kiloword.config import by_device, effects
-from kiloword.config.options import Compile, Options
+from kiloword.config.options import Compile, RunOptions
 from kiloword.config.recipes import Recipe, sizes
 from kiloword.distributed import activations, launch
 from kiloword.distributed.device import choose
@@ -153,7 +153,7 @@ def test_a_run_keeps_its_precision_and_leaves_torchs_as_it_was(tmp_path: Path) -
     source = open_sources(recipe)
     real = source.record
     source.record = lambda row: seen.append(torch.get_float32_matmul_precision()) or real(row)  # type: ignore[func-returns-value, method-assign]
-    for options in (Options(), Options(extend=True)):
+    for options in (RunOptions(), RunOptions(extend=True)):
         train(replace(recipe, steps=1 + options.extend), tmp_path, source, options)
         recipe = replace(recipe, matmul="auto")
         assert torch.get_float32_matmul_precision() == "highest"
@@ -190,7 +190,7 @@ def test_texts_are_padded_where_a_card_or_a_width_has_no_variable_length_kernel(
     assert attention.attention(q, q, q, packing, packing) == ("varlen" if note is None else "padded")
     model = sizes()["s16"]
     model = replace(model, text=replace(model.text, width=2 * width, heads=2))
-    said = effects.notes(replace(default_recipe("clip", "s16"), model=model, precision="bf16"), Options())
+    said = effects.notes(replace(default_recipe("clip", "s16"), model=model, precision="bf16"), RunOptions())
     expected = (
         [] if note is None else [f"captions are padded to the longest of a batch, which costs time and memory: {note}."]
     )

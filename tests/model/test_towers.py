@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.config.recipes import HeadConfig, ImageConfig, ModelConfig, TextConfig, sizes
-from kiloword.model.attention import Cache, Packing, attention
+from kiloword.model.attention import KeyValueCache, Packing, attention
 from kiloword.model.blocks import Init, activate
 from kiloword.model.decoder import ImageDecoder
 from kiloword.model.heads import Head, Single
@@ -105,7 +105,7 @@ def test_half_precision_is_near(causal: bool, ls: list[int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_cached_decoding_is_causal_attention(dtype: torch.dtype) -> None:
     q, k, v = (numbers(2, 6, 2, 4, seed=s).to(dtype) for s in range(3))
-    cache, parts = Cache(), []
+    cache, parts = KeyValueCache(), []
     for start, stop in ((0, 3), (3, 5), (5, 6)):
         some = [x[:, start:stop] for x in (q, k, v)]
         parts.append(attention(some[0], some[1], some[2], causal=True, cache=cache))

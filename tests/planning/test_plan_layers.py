@@ -22,7 +22,7 @@ from kiloword.model.image import ImageTower, extra
 from kiloword.model.model import build
 from kiloword.model.text import TextTower
 from kiloword.planning.heads import image_head, text_head
-from kiloword.planning.layers import Memory, block, cross_block
+from kiloword.planning.layers import AttendedTokens, block, cross_block
 from kiloword.planning.shapes import Kernels, Lengths, Sequences
 from kiloword.planning.towers import image_tower, patches, text_tower
 from kiloword.types import Batch, Features, Texts
@@ -87,7 +87,7 @@ def test_a_block_of_which_some_tokens_go_on() -> None:
 
 def test_a_block_that_looks_at_a_memory() -> None:
     module, x, memory = CrossBlock(WIDTH, HEADS, MLP, "gelu", 1e-5, 2, 12), rows(3, 5, WIDTH), rows(3, 7, 12)
-    seen = Memory(tokens=21, slots=21, copied=False, pairs=3 * 5 * 7, width=12)
+    seen = AttendedTokens(tokens=21, slots=21, copied=False, pairs=3 * 5 * 7, width=12)
     work = cross_block(WIDTH, HEADS, MLP, Sequences.dense(3, 5), seen, KERNELS)
     assert (work.forward, work.backward) == flops(lambda: module(x, module.keys(memory)))
     assert work.kept + memory.nbytes == kept(module, lambda: module(x, module.keys(memory)))

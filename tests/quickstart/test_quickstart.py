@@ -31,12 +31,12 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.quickstart import run as module
 from kiloword.quickstart.contestants import Chance, Scenes, draw_all
 from kiloword.quickstart.judge import QUERIES, misses, within_groups
-from kiloword.quickstart.results import Compared, Results, Sizes
+from kiloword.quickstart.results import Compared, QuickstartResults, SampleSizes
 from kiloword.quickstart.run import quickstart, recipe
 from kiloword.quickstart.words import summary, weaknesses
 from kiloword.report.words import percent
 
-SIZES = Sizes(retrieval=60, classes=80, hard=24, baseline=50)
+SIZES = SampleSizes(retrieval=60, classes=80, hard=24, baseline=50)
 TASKS = ("colour", "shape", "fill", "count")
 
 
@@ -54,8 +54,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(out: Path) -> Results:
-    return read_config(out / "results.json", Results)
+def results(out: Path) -> QuickstartResults:
+    return read_config(out / "results.json", QuickstartResults)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def matcher(out: Path) -> Matcher:
     return load(out / "model")
 
 
-def test_retrieval_equals_eval_and_the_baseline(results: Results, matcher: Matcher) -> None:
+def test_retrieval_equals_eval_and_the_baseline(results: QuickstartResults, matcher: Matcher) -> None:
     source = parse_scenes(f"scenes:test?n={SIZES.retrieval}")
     ours = results.judged.retrieval
     judged = evaluation.evaluate(matcher, "retrieval", source)
@@ -73,7 +73,7 @@ def test_retrieval_equals_eval_and_the_baseline(results: Results, matcher: Match
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_class_tasks_equal_eval_and_the_baseline(results: Results, matcher: Matcher, name: str) -> None:
+def test_class_tasks_equal_eval_and_the_baseline(results: QuickstartResults, matcher: Matcher, name: str) -> None:
     source = parse_scenes(f"scenes:test?task={name}&n={SIZES.classes}")
     task = results.judged.tasks[name]
     judged = evaluation.evaluate(matcher, "zeroshot", source)
@@ -86,7 +86,7 @@ def test_class_tasks_equal_eval_and_the_baseline(results: Results, matcher: Matc
     assert np.trace(task.confusion) / SIZES.classes == pytest.approx(task.compared.model["acc1"])
 
 
-def test_general_captions_count_every_true_image(results: Results, matcher: Matcher) -> None:
+def test_general_captions_count_every_true_image(results: QuickstartResults, matcher: Matcher) -> None:
     source = parse_scenes(f"scenes:test?n={SIZES.retrieval}&levels=2")
     captions = [source.record(row).captions[0] for row in range(len(source))]
     truth = [[matches(parse(c), source.scene(row)) for row in range(len(source))] for c in captions]
@@ -96,7 +96,7 @@ def test_general_captions_count_every_true_image(results: Results, matcher: Matc
     assert results.judged.general["2"].model["image_retrieval_true_map"] == pytest.approx(expected)
 
 
-def test_gallery_holds_the_best_images_and_the_truth(results: Results, matcher: Matcher) -> None:
+def test_gallery_holds_the_best_images_and_the_truth(results: QuickstartResults, matcher: Matcher) -> None:
     scenes = draw_all(f"scenes:test?n={SIZES.retrieval}", 64)
     images = matcher.encode_image(scenes.pixels)
     for found in results.judged.gallery:
@@ -197,7 +197,7 @@ def test_another_length_is_refused(out: Path) -> None:
         module.run(out, steps=0)
 
 
-def test_report_is_whole_and_self_contained(out: Path, results: Results) -> None:
+def test_report_is_whole_and_self_contained(out: Path, results: QuickstartResults) -> None:
     html = (out / "report.html").read_text()
     assert html.count("<section") == 9
     assert "http" not in html.replace("http-equiv", "")
@@ -227,7 +227,7 @@ def test_commands_of_the_report_run(out: Path, capsys: pytest.CaptureFixture[str
     assert names["scores"].shape == (1, 2)
 
 
-def test_sentences_follow_the_figures(results: Results) -> None:
+def test_sentences_follow_the_figures(results: QuickstartResults) -> None:
     judged = results.judged
     sure = dict.fromkeys(judged.hard.model, 1.0)
     perfect_tasks = {}
@@ -280,7 +280,7 @@ def test_quickstart_reaches_its_figures(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1400, check=False)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    judged = read_config(tmp_path / "run" / "results.json", Results).judged
+    judged = read_config(tmp_path / "run" / "results.json", QuickstartResults).judged
     for side in ("text", "image"):
         assert judged.retrieval.model[f"{side}_retrieval_recall@1"] >= 0.70
         assert judged.retrieval.model[f"{side}_retrieval_recall@5"] >= 0.97

@@ -14,14 +14,14 @@ from kiloword.evaluation import spectrum as spectrum_page
 from kiloword.evaluation.calibration import Bins
 from kiloword.evaluation.caption import page as caption_page
 from kiloword.evaluation.caption.page import Told
-from kiloword.evaluation.caption.truth import Judged, Statement
+from kiloword.evaluation.caption.truth import JudgedCaption, Statement
 from kiloword.evaluation.hierarchy import page as hierarchy_page
 from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.evaluation.reconstruction import page as reconstruction_page
-from kiloword.evaluation.reconstruction.page import Example
+from kiloword.evaluation.reconstruction.page import PaintedExample
 from kiloword.evaluation.uncertainty import page as uncertainty_page
 from kiloword.evaluation.uncertainty.data import Levelled
-from kiloword.evaluation.uncertainty.inclusion import Answer
+from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
 from kiloword.evaluation.uncertainty.shown import Plane
 from kiloword.evaluation.zeroshot import page as prompts_page
 from kiloword.evaluation.zeroshot.page import Class
@@ -137,7 +137,7 @@ def test_plots_of_uncertainty_hold_their_values(monkeypatch: pytest.MonkeyPatch)
 
 def test_inclusion_on_the_page_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = plots(monkeypatch, uncertainty_page, "histogram")
-    answer = Answer(
+    answer = InclusionAnswers(
         doubles(1, -1, 1, 1), doubles(0, 0, 0, 0), torch.tensor([True, True, False, True]), torch.ones(4) > 0
     )
     answers = dict.fromkeys(("chain_3_in_2", "chain", "unrelated"), answer)
@@ -202,8 +202,8 @@ def test_the_page_of_captions(monkeypatch: pytest.MonkeyPatch) -> None:
         Told(n, f"k{n}", "the same" if n % 2 else f"said {n}", [f"people {n} {i}" for i in range(7)]) for n in range(8)
     ]
     told[0] = Told(0, "k0", "", ["people"])
-    judged = [Judged(n != 1, (Statement("colour", "is red", n % 2 == 0),) if n else (), n, 9) for n in range(8)]
-    shown = caption_page.Shown(Drawn(bad=(2,)), told, np.arange(8) / 4, judged)
+    judged = [JudgedCaption(n != 1, (Statement("colour", "is red", n % 2 == 0),) if n else (), n, 9) for n in range(8)]
+    shown = caption_page.CaptionPageData(Drawn(bad=(2,)), told, np.arange(8) / 4, judged)
     values = {"cider": 0.875, "vocabulary": 12.0, "parsable": 0.75, "statements_true@colour": 0.5}
     page = sections(caption_page.report({"a": values, "b": {"cider": 0.25}}, "d", {"a": {"captions": shown}, "b": {}}))
     assert page["Figures"].tables == [[["", "a", "b"], ["CIDEr-D", "0.875", "0.250"], ["different words", "12", "–"]]]
@@ -293,7 +293,9 @@ def test_the_page_of_reconstruction() -> None:
     }
     image = noise(16, 16)
     losses = {"right": 0.125, "wrong": 0.25, "none": 0.375}
-    example = Example("random", image, np.eye(2, dtype=bool), dict.fromkeys(losses, image), losses, "a cat", "a dog")
+    example = PaintedExample(
+        "random", image, np.eye(2, dtype=bool), dict.fromkeys(losses, image), losses, "a cat", "a dog"
+    )
     shown = {"examples": [example], "truth": True, "norm_pix": True}
     found = {"a": read, "b": {"reconstruction_l1_none@random": 1.0}}
     other = {"examples": [], "truth": False, "norm_pix": False}

@@ -19,7 +19,7 @@ from kiloword.training import bad_steps as guarding
 from kiloword.training import saving, setup, validation
 from kiloword.training.bad_steps import Guard, is_bad
 from kiloword.training.log import read_metrics
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Source
 
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, opened: list[str]) -> tuple[Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving.Saver, "save", noted)
         patch.setattr(setup, "open_source", noted_source)
-        train(recipe(), out, options=Options(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
+        train(recipe(), out, options=RunOptions(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
     return out, saved
 
 
@@ -106,7 +106,7 @@ def test_a_finished_run_validates_no_more(run: tuple[Path, list[int]], monkeypat
     before = (out / "metrics.jsonl").read_bytes()
     monkeypatch.setattr(validation, "validate", lambda run: pytest.fail("validated again"))
     same = replace(recipe(), optim=replace(recipe().optim, warmup=4))
-    train(same, out, options=Options(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
+    train(same, out, options=RunOptions(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
     assert (out / "metrics.jsonl").read_bytes() == before
 
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 
 from kiloword.cli.main import main
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, OptimConfig
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names
@@ -213,6 +213,6 @@ def test_lines_of_a_dry_run_that_are_not_always_there(tmp_path: Path, capsys: py
     recipe = default_recipe("clip", "debug", ("scenes?n=64",))
     source = open_sources(recipe)
     file = run_file(recipe, source)
-    said = dry_run.describe(replace(file, model=recipe.model), source, out, Options())
+    said = dry_run.describe(replace(file, model=recipe.model), source, out, RunOptions())
     assert f"out        {out} (resumes)" in said
     assert not any(line.startswith("val ") for line in said)

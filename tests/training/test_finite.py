@@ -19,19 +19,19 @@ from torch.multiprocessing.spawn import spawn
 
 import kiloword
 from kiloword.checkpoint.model_folder import not_finite
-from kiloword.checkpoint.state_shards import Part, write_part
+from kiloword.checkpoint.state_shards import StateShard, write_part
 from kiloword.checkpoint.states import newest, shards_folder, steps_done, write_numbers
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
 from kiloword.methods.defaults import default_recipe
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.training.optimizer import Optimizer
 from states import load_state
 from tars import photo
 
 SCENES = "scenes?n=64"
-EVERY = Options(log_every=1, save_every=2, quiet=True)
+EVERY = RunOptions(log_every=1, save_every=2, quiet=True)
 WEIGHT = "text_tower.blocks.1.mlp.proj.weight"
 BAD = f"weights in .* cannot be used: {WEIGHT} is NaN or infinite \\(1 of"
 
@@ -132,7 +132,7 @@ def test_a_state_with_nan_is_not_resumed(tmp_path: Path) -> None:
     assert stored is not None
     tensors = dict(zip(stored.specs, stored.whole(list(stored.specs)), strict=True))
     tensors[f"optimizer/momentum_buffer:model.{WEIGHT}"][0, 0] = math.inf
-    part = Part(tensors, {name: (0,) * x.dim() for name, x in tensors.items()})
+    part = StateShard(tensors, {name: (0,) * x.dim() for name, x in tensors.items()})
     numbers = {k: v for k, v in stored.numbers.items() if k not in ("step", "files")}
     write_numbers(tmp_path / "state", 4, write_part(shards_folder(tmp_path / "state", 4), part, 0, 1), numbers)
     longer = replace(EVERY, extend=True)

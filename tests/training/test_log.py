@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import OptimConfig
 from kiloword.data.sampler import Order
 from kiloword.distributed import collectives
@@ -153,7 +153,7 @@ def test_rank_0_alone_keeps_a_log(
     base = default_recipe("siglip", "debug")
     recipe = replace(base, batch=24, steps=70, data=replace(base.data, bad_share=0.25))
     limit = None if scale is None else torch.tensor(scale).log()
-    log = open_log(tmp_path, recipe, 3, Options(log_to=to, quiet=scale is None), limit)
+    log = open_log(tmp_path, recipe, 3, RunOptions(log_to=to, quiet=scale is None), limit)
     log.row(row(4))
     assert log.steps == 70
     assert log.quiet == (rank == 1 or scale is None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kiloword.training.loop as loop
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.training import cadence
 from kiloword.training.signals import Stop, Stopped
 
@@ -38,7 +38,7 @@ class Some:
 class World:
     """A run of 6 steps and all that the loop calls: `calls` by name, each with the number of steps done."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, options: Options, step: int = 0, val: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, options: RunOptions, step: int = 0, val: bool = False) -> None:
         self.calls: list[tuple[str, int]] = []
         self.said: list[str] = []
         self.inside: list[str] = []
@@ -144,8 +144,8 @@ class World:
         return found
 
 
-def options(**changes: Any) -> Options:
-    return Options(**{"log_every": 4, "save_every": 4, "workers": 3, **changes})
+def options(**changes: Any) -> RunOptions:
+    return RunOptions(**{"log_every": 4, "save_every": 4, "workers": 3, **changes})
 
 
 def test_what_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from counting import opened_in
 from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.model_folder import read_tensors
-from kiloword.config.options import Options
+from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import activations, collectives, engine, launch
 from kiloword.methods.defaults import default_recipe
@@ -72,15 +72,15 @@ def test_options_reach_towers_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None
         )
     monkeypatch.setattr(engine, "check_same", lambda learner: calls.append(("check_same", None)))
     learner: Any = SimpleNamespace(model="model")
-    setup.spread(learner, recipe(), Options(checkpointing="blocks", compile="towers"))
+    setup.spread(learner, recipe(), RunOptions(checkpointing="blocks", compile="towers"))
     assert calls == [("recompute", "blocks"), ("compile", "towers")]
     calls.clear()
-    setup.spread(learner, recipe(precision="bf16"), Options(parallel="fsdp", compile="blocks"))
+    setup.spread(learner, recipe(precision="bf16"), RunOptions(parallel="fsdp", compile="blocks"))
     assert [name for name, _ in calls] == ["recompute", "compile", "check_same", "shard", "materialise"]
     assert dict(calls)["shard"] is True
     assert dict(calls)["materialise"] == 3
     with pytest.raises(ValueError, match="exclude each other"):
-        setup.spread(learner, recipe(), Options(parallel="fsdp", compile="towers"))
+        setup.spread(learner, recipe(), RunOptions(parallel="fsdp", compile="towers"))
 
 
 def test_what_a_loader_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_what_a_loader_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source()
     for name, needs in (("siglip", ()), ("vqa", ("questions",))):
         run, method = recipe(name), preset(name, {})
-        make_loader(run, source, method, "tokenizer", Options(workers=3, timeout=77))  # type: ignore[arg-type]
+        make_loader(run, source, method, "tokenizer", RunOptions(workers=3, timeout=77))  # type: ignore[arg-type]
         found = made.pop()
         given, order, data, text, size, tokenizer = found["args"]
         assert (given, data, size, tokenizer) == (source, run.data, run.model.image.size, "tokenizer")

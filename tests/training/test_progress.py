@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kiloword.features import extract
-from kiloword.features.extract import Report
+from kiloword.features.extract import ProgressReport
 from kiloword.terminal.progress import PLAIN_EVERY_S
 from kiloword.training import log
 from kiloword.training.log import Log
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_features_are_counted_on_a_terminal(clock: Clock) -> None:
     """A line that rewrites itself, as wide as the one before; a sentence gets a line of its own."""
     screen = Terminal()
-    report = Report(screen)
+    report = ProgressReport(screen)
     report.start(3000, 3000)
     for rows, seconds in ((500, 0.5), (500, 0.25)):
         clock.now += seconds
@@ -64,7 +64,7 @@ def test_features_are_counted_on_a_terminal(clock: Clock) -> None:
 
 def test_elsewhere_lines_are_rare_but_the_last_comes(clock: Clock) -> None:
     file = io.StringIO()
-    report = Report(file)
+    report = ProgressReport(file)
     report.start(100, 4100)
     for seconds in (1.0, PLAIN_EVERY_S - 1.5, 0.5, 9.0, 1.0, 1.0):
         clock.now += seconds
@@ -77,7 +77,7 @@ def test_elsewhere_lines_are_rare_but_the_last_comes(clock: Clock) -> None:
         "row 100/100",
     ]
     assert file.getvalue().endswith("\n")
-    silent = Report(None)
+    silent = ProgressReport(None)
     silent.start(3, 4)
     silent.add(3, 3)
     silent.say("nobody reads this")

@@ -22,12 +22,12 @@ from kiloword.config.recipes import AugmentConfig, Recipe
 from kiloword.methods.defaults import default_recipe
 from kiloword.training import cadence
 from kiloword.training.log import read_metrics
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.training.signals import stop_signals
 from states import load_state
 
 TIMED = ("pairs_per_s", "loader_pairs_per_s", "data_wait", "slowest_data_wait", "save_s", "memory", "time", "restarts")
-EVERY = Options(log_every=1, save_every=4, quiet=True)
+EVERY = RunOptions(log_every=1, save_every=4, quiet=True)
 
 
 class PowerCut(Exception):
@@ -69,7 +69,7 @@ def assert_same(out: Path, reference: Path) -> None:
 
 
 def cut_at(
-    monkeypatch: pytest.MonkeyPatch, step: int, run: Recipe, out: Path, workers: int = 0, options: Options = EVERY
+    monkeypatch: pytest.MonkeyPatch, step: int, run: Recipe, out: Path, workers: int = 0, options: RunOptions = EVERY
 ) -> None:
     """Run until the middle of `step` (from 1, of this call), where the lights go out."""
     real, calls = loop.backward, []
@@ -186,7 +186,7 @@ def test_another_recipe_is_refused(whole: Path) -> None:
 
 def test_rows_of_several_steps_are_those_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state between two rows holds what its steps reported."""
-    often = Options(log_every=5, save_every=3, quiet=True)
+    often = RunOptions(log_every=5, save_every=3, quiet=True)
     train(recipe(), tmp_path / "whole", options=often)
     assert [row["step"] for row in rows(tmp_path / "whole")] == [5, 10, 12]
     for step in (5, 9):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kiloword.checkpoint.files import SaveError
-from kiloword.checkpoint.state_shards import Part, Stored
+from kiloword.checkpoint.state_shards import SavedState, StateShard
 from kiloword.distributed import collectives
 from kiloword.training import saving
 from kiloword.training.saving import LONG_S, Saver, _outcome, _write
@@ -143,14 +143,14 @@ def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "step-000000007"
     bad, good = torch.tensor([1.0, float("nan")]), torch.ones(2)
     values = {"average/a": bad, "learner/b": good, "learner/c": bad, "optimizer/d": bad, "optimizer/e": good}
-    part = Part(values, dict.fromkeys(values, (0,)))
+    part = StateShard(values, dict.fromkeys(values, (0,)))
     with pytest.raises(SaveError, match=r"^learner/c is NaN or infinite \(3 tensors of step-000000007\), which is not"):
         _write(tmp_path, folder, part, 0, 1)
     assert not folder.exists()
-    part = Part(dict.fromkeys(values, good), part.offsets)
+    part = StateShard(dict.fromkeys(values, good), part.offsets)
     (file,) = _write(tmp_path, folder, part, 2, 12)
     assert file == "shard-00003-of-00012.safetensors"
-    stored = Stored([folder / file], {})
+    stored = SavedState([folder / file], {})
     assert {name: x.tolist() for name, x in zip(values, stored.whole(list(values)), strict=True)} == {
         name: [1.0, 1.0] for name in values
     }
@@ -165,7 +165,7 @@ def test_a_state_exists_once_all_of_it_is_on_disk(tmp_path: Path, monkeypatch: p
     if rows:
         (tmp_path / "metrics.jsonl").touch()
     monkeypatch.setattr(saving, "sync", lambda path: calls.append(("sync", path.name)))
-    monkeypatch.setattr(saving, "Stored", lambda files, numbers: (files, numbers))
+    monkeypatch.setattr(saving, "SavedState", lambda files, numbers: (files, numbers))
     monkeypatch.setattr(saving, "write_model", lambda run, file, stored: calls.append(("model", file.steps, stored)))
     monkeypatch.setattr(saving, "write_numbers", lambda *given: calls.append(("numbers", *given)))
     monkeypatch.setattr(saving, "drop_old", lambda *given: calls.append(("drop", *given)))

@@ -52,12 +52,12 @@ def test_rows_that_are_tried_before_a_run(count: int, bad: set[int], good: list[
     source: Any = Rows(count, bad)
     found = validation._good_rows(source, asks=False)
     assert list(found) == good
-    some = validation._Some(source, found)
+    some = validation._ValidationRows(source, found)
     assert (len(some), some.name, some.fingerprint, some.natural) == (len(good), "rows", "r", True)
     assert [some.key(n) for n in range(len(some))] == [f"k{row}" for row in good]
     assert not hasattr(some, "answers")
     source.answers = ("yes", "no")
-    assert validation._Some(source, found).answers == ("yes", "no")
+    assert validation._ValidationRows(source, found).answers == ("yes", "no")
     if not bad:
         assert [some.record(n).key for n in range(len(some))] == [f"k{row}" for row in good]
 

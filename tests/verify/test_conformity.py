@@ -15,7 +15,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.features import extract
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names, preset
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.verify.suite import verify
 
 MIXES = (
@@ -26,7 +26,7 @@ MIXES = (
     *("sycoca+contextual", "siglip+gaussian+caption+mim"),
 )
 DATA = "scenes?n=64&captions=3"
-EVERY = Options(log_every=1, save_every=3, quiet=True)
+EVERY = RunOptions(log_every=1, save_every=3, quiet=True)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from kiloword.watch import command
 from kiloword.watch.command import Runs
 from kiloword.watch.page import View, page
 from kiloword.watch.plot import Series, _labels, _range, plot, short
-from kiloword.watch.rows import NAMES, Reader, smoothed, thinned
+from kiloword.watch.rows import NAMES, RowReader, smoothed, thinned
 from kiloword.watch.runs import Watched, find
 from runs import row, write
 
@@ -37,7 +37,7 @@ def frame(*folders: Path, **view: Any) -> str:
 
 def test_reader_takes_what_is_new_and_waits_for_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    read = Reader(path)
+    read = RowReader(path)
     assert list(read()) == []
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [r["step"] for r in read()] == [1, 2]
@@ -53,7 +53,7 @@ def test_reader_takes_what_is_new_and_waits_for_half_a_line(tmp_path: Path) -> N
 def test_reader_begins_again_when_a_resumed_run_rewrites(tmp_path: Path, kept: int, how: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": n, "loss": 0.5}) + "\n" for n in range(1, 6)))
-    read = Reader(path)
+    read = RowReader(path)
     assert len(list(read())) == 5
     again = [{"step": n, "loss": 0.5} for n in range(1, kept + 1)]
     again += [{"step": n, "loss": 0.25} for n in range(kept + 1, 9)]

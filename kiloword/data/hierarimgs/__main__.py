@@ -8,17 +8,17 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg
 
-from kiloword.data.hierarimgs.writer import Options, build
+from kiloword.data.hierarimgs.writer import BuildOptions, build
 from kiloword.terminal import say, warn
 
-DEFAULTS = Options()
+DEFAULTS = BuildOptions()
 
 
 def run(
     annotations: Annotated[Positional[Path], arg(metavar="ANNOTATIONS.json")],
     images: Annotated[Positional[Path], arg(metavar="IMAGES")],
     out: Annotated[Positional[Path], arg(metavar="OUT")],
-    options: Annotated[Options, arg(name="")] = DEFAULTS,
+    options: Annotated[BuildOptions, arg(name="")] = DEFAULTS,
 ) -> None:
     """HierarImgs: photos by levels, from their largest segment alone to the whole, for `kiloword eval MODEL hierarchy`.
 

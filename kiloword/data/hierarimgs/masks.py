@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from kiloword.types import BadSample
 
-Mask = npt.NDArray[np.bool_]
+RegionMask = npt.NDArray[np.bool_]
 
 
-def decode_mask(segmentation: Any, height: int, width: int) -> Mask:
+def decode_mask(segmentation: Any, height: int, width: int) -> RegionMask:
     """The mask [H, W] of one annotation's `segmentation`.
 
     A list of polygons [x0, y0, x1, y1, ...] (a pixel belongs to a polygon that holds its centre, by the even-odd rule;
@@ -32,7 +32,7 @@ def decode_mask(segmentation: Any, height: int, width: int) -> Mask:
     return mask
 
 
-def _runs(segmentation: dict[str, Any], height: int, width: int) -> Mask:
+def _runs(segmentation: dict[str, Any], height: int, width: int) -> RegionMask:
     size, counts = segmentation.get("size"), segmentation.get("counts")
     if size != [height, width]:
         raise BadSample(f"a mask of size {size} in an image of [{height}, {width}]")
@@ -83,7 +83,7 @@ def _corners(polygon: Any) -> npt.NDArray[np.float64]:
     return corners
 
 
-def _polygon(corners: npt.NDArray[np.float64], height: int, width: int) -> Mask:
+def _polygon(corners: npt.NDArray[np.float64], height: int, width: int) -> RegionMask:
     """Pixels whose centre a polygon holds: along each row, those with an odd number of edges to their left."""
     mask = np.zeros((height, width), np.bool_)
     x, y = corners.T

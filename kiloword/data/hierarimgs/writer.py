@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image
 
 from kiloword.checkpoint.lock import NAME, Lock
-from kiloword.config.recipes import Settings
-from kiloword.data.hierarimgs.masks import Mask, decode_mask
+from kiloword.config.recipes import BaseSettings
+from kiloword.data.hierarimgs.masks import RegionMask, decode_mask
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole
 from kiloword.types import BadSample
@@ -29,7 +29,7 @@ Member = tuple[str, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Settings):
+class BuildOptions(BaseSettings):
     """Which images are taken, and how their parts are drawn."""
 
     segments: int = 3  # that are pasted, the largest ones; an image with fewer is left out
@@ -40,7 +40,7 @@ class Options(Settings):
 
 
 @dataclass
-class Report:
+class BuildReport:
     """What became of the images of an annotation file."""
 
     images: int = 0  # that the file names
@@ -66,7 +66,7 @@ class Segment:
     segmentation: Any
 
 
-def build(annotations: Path, photos: Path, out: Path, options: Options | None = None) -> Report:
+def build(annotations: Path, photos: Path, out: Path, options: BuildOptions | None = None) -> BuildReport:
     """Write a folder of webdataset tars with the levels of every image that qualifies.
 
     With n segments pasted there are levels 0 to n: level k below n shows the k + 1 largest segments at their places on
@@ -77,7 +77,7 @@ def build(annotations: Path, photos: Path, out: Path, options: Options | None = 
     The folder appears when all of it is written. Raises: ValueError when it exists, when the annotations are not COCO's
     json of instances, or when no image qualifies.
     """
-    options = options or Options()
+    options = options or BuildOptions()
     if options.segments < 1:
         raise ValueError(f"{options.segments} segments; expected at least 1")
     if not 0 <= options.least < math.inf:
@@ -85,7 +85,7 @@ def build(annotations: Path, photos: Path, out: Path, options: Options | None = 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists: choose another OUT, or remove it.")
     images, segments = read_annotations(annotations, options.crowd)
-    report = Report(images=len(images))
+    report = BuildReport(images=len(images))
     new = out.with_name(f".{out.name}.tmp")
     lock = Lock(out, "writing", new)
     try:
@@ -138,8 +138,8 @@ def _samples(
     images: Sequence[dict[str, Any]],
     segments: dict[Any, list[Segment]],
     folder: Path,
-    options: Options,
-    report: Report,
+    options: BuildOptions,
+    report: BuildReport,
 ) -> Iterator[list[list[Member]]]:
     """The levels of each image that qualifies, each as the members of a tar."""
     for image in images:
@@ -154,7 +154,7 @@ def _samples(
             yield levels
 
 
-def choose(segments: Sequence[Segment], options: Options, report: Report) -> list[Segment]:
+def choose(segments: Sequence[Segment], options: BuildOptions, report: BuildReport) -> list[Segment]:
     """The segments that are pasted, the largest first; none when the image is left out."""
     ordered = sorted(segments, key=lambda segment: -segment.area)
     pasted = ordered[: options.segments]
@@ -167,7 +167,9 @@ def choose(segments: Sequence[Segment], options: Options, report: Report) -> lis
     return pasted
 
 
-def _levels(image: dict[str, Any], chosen: Sequence[Segment], folder: Path, options: Options) -> list[list[Member]]:
+def _levels(
+    image: dict[str, Any], chosen: Sequence[Segment], folder: Path, options: BuildOptions
+) -> list[list[Member]]:
     """Members of the samples of one image, general to specific."""
     path = folder / image["file_name"]
     try:
@@ -187,7 +189,7 @@ def _levels(image: dict[str, Any], chosen: Sequence[Segment], folder: Path, opti
     return [_members(group, k, chosen[: k + 1], len(chosen), *encoded) for k, encoded in enumerate(drawn)]
 
 
-def paste(pixels: Pixels, masks: Sequence[Mask], canvas: int) -> Pixels:
+def paste(pixels: Pixels, masks: Sequence[RegionMask], canvas: int) -> Pixels:
     """The parts of a photo [H, W, 3] that some masks [H, W] show, on a canvas of one grey.
 
     Parts keep their places, so which is pasted first makes no difference.

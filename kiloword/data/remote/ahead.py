@@ -12,7 +12,7 @@ from typing import Any
 from kiloword.data.remote.config import remote_config
 from kiloword.data.remote.errors import Unreachable
 from kiloword.data.remote.file import Piece
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.types import Source
 
 _SHARE = 0.5  # of the cache that may be filled ahead: the rest is in use now
@@ -22,7 +22,7 @@ def ahead_of(
     source: Source, rows_of: Callable[[int], tuple[Source, Iterable[int]]], batch: int, stop: int | None = None
 ) -> Ahead | None:
     """For a source that is remote, or has a part that is. Args: see `Ahead`; batch: rows a step."""
-    parts = source.sources if isinstance(source, Mixture) else [source]
+    parts = source.sources if isinstance(source, MixtureSource) else [source]
     if not any(getattr(part, "remote", False) for part in parts):
         return None
     return Ahead(rows_of, -(-remote_config().ahead // batch), stop)
@@ -30,7 +30,7 @@ def ahead_of(
 
 def _pieces(source: Source, row: int) -> Iterable[Piece]:
     """What a row needs from the network."""
-    while isinstance(source, Mixture):
+    while isinstance(source, MixtureSource):
         source, row = source.locate(row)
     find: Callable[[int], Iterable[Piece]] | None = getattr(source, "pieces", None)
     return () if find is None else find(row)

@@ -26,7 +26,7 @@ _PATIENCE = 240.0  # seconds
 
 
 @dataclass(frozen=True)
-class Cache:
+class FileCache:
     """A folder of at most `limit` bytes (None: any number), files in the making included."""
 
     folder: Path

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from kiloword.addresses import scrubbed
-from kiloword.config.recipes import Settings
+from kiloword.config.recipes import BaseSettings
 from kiloword.data import cache
 
 VARIABLE = "KILOWORD_REMOTE"
@@ -28,7 +28,7 @@ _MOST = {  # of any setting there has to be a most, so that no sum of them overf
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteConfig(Settings):
+class RemoteConfig(BaseSettings):
     """Of the environment variable KILOWORD_REMOTE: `limit=200GB retries=8 timeout=60 hosts=data.org,*.data.org`."""
 
     limit: float = 50e9  # bytes of shards on the local disk, of all runs and data sets together

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from kiloword.addresses import Address, address_of
-from kiloword.data.remote.cache import Cache
+from kiloword.data.remote.cache import FileCache
 from kiloword.data.remote.config import RemoteConfig, remote_folder
 from kiloword.data.remote.errors import Fault, Patience, Unreachable
 from kiloword.data.remote.fsspec_files import Fsspec
@@ -24,7 +24,7 @@ MOST_SMALL = 1 << 26  # bytes of an index, of checksums, of class names
 T = TypeVar("T")
 
 
-class Times(NamedTuple):
+class RemoteTimes(NamedTuple):
     """As `os.stat` names them; the time is a number that changes with the file."""
 
     st_size: int
@@ -60,8 +60,8 @@ class RemoteFile:
     def __str__(self) -> str:
         return self.url
 
-    def stat(self) -> Times:
-        return Times(self.info.size, int(_digest(self._tag)[:15], 16))
+    def stat(self) -> RemoteTimes:
+        return RemoteTimes(self.info.size, int(_digest(self._tag)[:15], 16))
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""
@@ -89,7 +89,7 @@ class RemoteFile:
         Raises: Unreachable for one that is larger than the limit of the shards.
         """
         self.check_fits()
-        cache, name = Cache(remote_folder("tables")), f"{self._version(0)}-{_kept_name(self.url)}"
+        cache, name = FileCache(remote_folder("tables")), f"{self._version(0)}-{_kept_name(self.url)}"
         with cache.opened(
             name, self.info.size, lambda fd: self._fill_checked(fd, 0, self.info.size, self.info.checksum)
         ):
@@ -123,8 +123,8 @@ class RemoteFile:
         return remote_folder("index") / f"{_digest(self.url)}-{_kept_name(self.url)}.kwindex"
 
     @property
-    def _cache(self) -> Cache:
-        return Cache(remote_folder("pieces"), self.config.limit)
+    def _cache(self) -> FileCache:
+        return FileCache(remote_folder("pieces"), self.config.limit)
 
     @property
     def _tag(self) -> str:

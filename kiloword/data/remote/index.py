@@ -25,7 +25,7 @@ from kiloword.data.tars.index_file import (
     read_index,
     write_index,
 )
-from kiloword.data.tars.stored import Times
+from kiloword.data.tars.stored import FileTimes
 from kiloword.terminal import shown
 
 _BLOCK = 8 << 20  # bytes in memory
@@ -135,7 +135,7 @@ class Whole:
     def __str__(self) -> str:
         return str(self.tar)
 
-    def stat(self) -> Times:
+    def stat(self) -> FileTimes:
         return self.tar.stat()
 
     def read(self, offset: int, size: int) -> bytes:

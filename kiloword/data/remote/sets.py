@@ -21,7 +21,7 @@ from kiloword.data.remote.index import open_remote_index
 from kiloword.data.remote.stat import Checksum
 from kiloword.data.sources.question_tables import open_table
 from kiloword.data.tars.shard_sets import expand, natural, text_lines
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.terminal import warn
 from kiloword.types import Source
 
@@ -51,7 +51,7 @@ def open_remote(src: str) -> Source:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     lines = partial(_lines, found[0], config)
-    return Shards(address.url, tars, lines("classnames.txt"), lines("zeroshot_classification_templates.txt"))
+    return TarSource(address.url, tars, lines("classnames.txt"), lines("zeroshot_classification_templates.txt"))
 
 
 def local(path: Path | str) -> Path:

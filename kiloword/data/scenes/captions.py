@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kiloword.data.scenes.grammar import Choice
+from kiloword.data.scenes.grammar import StyleChoices
 from kiloword.data.scenes.query import ANY, Pattern, Query, Relation
 from kiloword.data.scenes.world import Scene, Thing
 
@@ -32,7 +32,7 @@ def describe(scene: Scene, level: int, choices: int) -> Query:
     fully or nearly, or two things in a relation (about 1%); 3: every thing with all its attributes and its place,
     and the background, the count or a relation. choices: any number from 0 up, names what is said.
     """
-    pick = Choice(choices)
+    pick = StyleChoices(choices)
     return (_anything, _one_fact, _one_thing, _everything)[level](scene, pick)
 
 
@@ -41,7 +41,7 @@ def describe_things(scene: Scene, level: int, choices: int) -> Query:
 
     Args: level 0: true of every scene; 1: one fact; 2: several facts of one thing; 3: every thing with all its facts.
     """
-    pick = Choice(choices)
+    pick = StyleChoices(choices)
     if level == 0:
         return _anything(scene, pick)
     if level == 3:
@@ -50,11 +50,11 @@ def describe_things(scene: Scene, level: int, choices: int) -> Query:
     return Query((_facts(pick(scene.things), facts),))
 
 
-def _anything(scene: Scene, pick: Choice) -> Query:
+def _anything(scene: Scene, pick: StyleChoices) -> Query:
     return pick((Query(), Query((ANY,)), Query((ANY,))))
 
 
-def _one_fact(scene: Scene, pick: Choice) -> Query:
+def _one_fact(scene: Scene, pick: StyleChoices) -> Query:
     fact = pick(_ONE_FACT)
     if fact == "count":
         return Query(count=len(scene.things))
@@ -63,7 +63,7 @@ def _one_fact(scene: Scene, pick: Choice) -> Query:
     return Query((_facts(pick(scene.things), (fact,)),))
 
 
-def _one_thing(scene: Scene, pick: Choice) -> Query:
+def _one_thing(scene: Scene, pick: StyleChoices) -> Query:
     if len(scene.things) > 1 and pick((False, False, True)):
         return _two_things(scene, pick)
     facts = pick(_SEVERAL_FACTS)
@@ -71,13 +71,13 @@ def _one_thing(scene: Scene, pick: Choice) -> Query:
     return Query((_facts(pick(scene.things), facts),), background=background)
 
 
-def _two_things(scene: Scene, pick: Choice) -> Query:
+def _two_things(scene: Scene, pick: StyleChoices) -> Query:
     first, second, relation = _ordered(scene.things, pick)
     facts = pick(_TWO_THINGS).split()
     return Query((_facts(first, facts[:1]), _facts(second, facts[1:])), relation)
 
 
-def _everything(scene: Scene, pick: Choice) -> Query:
+def _everything(scene: Scene, pick: StyleChoices) -> Query:
     things, relation = scene.things, None
     say_background = pick((True, True, True, False))
     other = pick((False, True)) or not say_background
@@ -89,7 +89,7 @@ def _everything(scene: Scene, pick: Choice) -> Query:
     return Query(tuple(Pattern(*t) for t in things), relation, count, scene.background if say_background else None)
 
 
-def _ordered(things: Sequence[Thing], pick: Choice) -> tuple[Thing, Thing, Relation]:
+def _ordered(things: Sequence[Thing], pick: StyleChoices) -> tuple[Thing, Thing, Relation]:
     """Two things and a relation between them; things are at different places, so there is one."""
     relations: list[tuple[Thing, Thing, Relation]] = []
     for a in things:

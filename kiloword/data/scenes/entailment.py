@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kiloword.data.scenes.hierarchy import entails
 from kiloword.data.scenes.query import ANY, Pattern, Query, truth_table
-from kiloword.data.scenes.world import COLOURS, FILLS, MOST, SHAPES, SIZES, Rows
+from kiloword.data.scenes.world import COLOURS, FILLS, MOST, SHAPES, SIZES, SceneRows
 
 BLOCK = 1 << 14  # scenes looked at at once
 _VALUES = {"shape": len(SHAPES), "colour": len(COLOURS), "size": len(SIZES), "fill": len(FILLS)}
@@ -36,7 +36,7 @@ def follows(a: Query, b: Query) -> bool:
     return not any((truth_table([rest], rows) < truth_table([a], rows)).any() for rows in _scenes(a, rest, least))
 
 
-def _scenes(a: Query, b: Query, count: int) -> Iterator[Rows]:
+def _scenes(a: Query, b: Query, count: int) -> Iterator[SceneRows]:
     """Blocks of scenes [n, 16] with so many things, among them every kind of scene of a that b could be false of."""
     said = [*a.things, *[ANY] * (count - len(a.things))]
     options = [_things(pattern, b) for pattern in said]
@@ -51,7 +51,7 @@ def _scenes(a: Query, b: Query, count: int) -> Iterator[Rows]:
 
 
 def _things(pattern: Pattern, b: Query) -> npt.NDArray[np.int8]:
-    """Things that a pattern allows, [n, 5] as in `Rows`: every place, and of each attribute what b tells apart."""
+    """Things that a pattern allows, [n, 5] as in `SceneRows`: every place, and of each attribute what b tells apart."""
     values: list[list[int]] = [list(range(9))]
     for name, n in _VALUES.items():
         own = getattr(pattern, name)
@@ -64,7 +64,7 @@ def _things(pattern: Pattern, b: Query) -> npt.NDArray[np.int8]:
     return np.asarray(grid[fits], np.int8)
 
 
-def _apart(places: Rows) -> npt.NDArray[np.bool_]:
+def _apart(places: SceneRows) -> npt.NDArray[np.bool_]:
     """Whether all things lie at different places, [n] of [n, things]."""
     ordered = np.sort(places, 1)
     return np.asarray((ordered[:, 1:] != ordered[:, :-1]).all(1))

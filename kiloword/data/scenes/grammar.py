@@ -29,7 +29,7 @@ RELATIONS: dict[str, tuple[Relation, bool]] = {  # words: relation, whether the 
 }
 
 
-class Choice:
+class StyleChoices:
     """A number read as a sequence of choices, so that one integer names one way of saying."""
 
     def __init__(self, number: int) -> None:
@@ -45,7 +45,7 @@ def render(query: Query, style: int = 0) -> str:
 
     Args: style, any number from 0 up, chooses words and order; styles below about 2^40 differ.
     """
-    pick = Choice(style)
+    pick = StyleChoices(style)
     if not query.things and query.count is None:
         return _no_things(query, pick)
     sentence = False
@@ -59,7 +59,7 @@ def render(query: Query, style: int = 0) -> str:
     return _framed(said, sentence, plural, query.background, pick)
 
 
-def _no_things(query: Query, pick: Choice) -> str:
+def _no_things(query: Query, pick: StyleChoices) -> str:
     picture = pick(PICTURES)
     if query.background is None:
         return _a(picture)
@@ -68,7 +68,7 @@ def _no_things(query: Query, pick: Choice) -> str:
     return pick(forms)
 
 
-def _framed(said: str, sentence: bool, plural: bool, background: int | None, pick: Choice) -> str:
+def _framed(said: str, sentence: bool, plural: bool, background: int | None, pick: StyleChoices) -> str:
     there = f"there {'are' if plural else 'is'} {said}"
     picture = pick(PICTURES)
     forms = (said, f"{_a(picture)} of {said}", f"{_a(picture)} with {said}", there)
@@ -81,12 +81,12 @@ def _framed(said: str, sentence: bool, plural: bool, background: int | None, pic
     return f"{framed} {pick(('on', 'against'))} {ground}"
 
 
-def _count(count: int, pick: Choice) -> str:
+def _count(count: int, pick: StyleChoices) -> str:
     noun = pick(NOUNS) + ("s" if count > 1 else "")
     return f"{pick(('', 'exactly '))}{NUMBERS[count]} {noun}"
 
 
-def _list(query: Query, pick: Choice) -> tuple[str, bool]:
+def _list(query: Query, pick: StyleChoices) -> tuple[str, bool]:
     """The things, and whether they make a sentence."""
     if query.relation:
         return _related(query, query.relation, pick)
@@ -95,7 +95,7 @@ def _list(query: Query, pick: Choice) -> tuple[str, bool]:
     return " and ".join([*([", ".join(said[:-1])] if said[:-1] else []), said[-1]]), False
 
 
-def _related(query: Query, relation: Relation, pick: Choice) -> tuple[str, bool]:
+def _related(query: Query, relation: Relation, pick: StyleChoices) -> tuple[str, bool]:
     words = pick([w for w, (r, _) in RELATIONS.items() if r == relation])
     first, second = query.things[:2] if RELATIONS[words][1] else (query.things[1], query.things[0])
     sentence = query.count is None and pick((False, True))
@@ -105,14 +105,14 @@ def _related(query: Query, relation: Relation, pick: Choice) -> tuple[str, bool]
     return said, sentence
 
 
-def _shuffled(things: Sequence[Pattern], pick: Choice) -> list[Pattern]:
+def _shuffled(things: Sequence[Pattern], pick: StyleChoices) -> list[Pattern]:
     rest, out = list(things), []
     while rest:
         out.append(rest.pop(pick(range(len(rest)))))
     return out
 
 
-def _thing(p: Pattern, pick: Choice, alone: bool = False) -> str:
+def _thing(p: Pattern, pick: StyleChoices, alone: bool = False) -> str:
     where = _place(p, pick)
     if p == ANY and alone:
         return pick(("something", "an object", "at least one object", "at least one shape", "at least one thing"))
@@ -127,7 +127,7 @@ def _thing(p: Pattern, pick: Choice, alone: bool = False) -> str:
     return _a(" ".join([*words, noun])) + where
 
 
-def _place(p: Pattern, pick: Choice) -> str:
+def _place(p: Pattern, pick: StyleChoices) -> str:
     if p.row is None and p.column is None:
         return ""
     phrase = pick([words for words, place in PLACES.items() if place == (p.row, p.column)])

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kiloword.data.scenes.world import MOST, Rows, Scene, Thing
+from kiloword.data.scenes.world import MOST, Scene, SceneRows, Thing
 
 Bools = npt.NDArray[np.bool_]
 Bits = npt.NDArray[np.int32]
@@ -81,7 +81,7 @@ _OFFSETS = (0, 8, 16, 18, 21, 24)  # first bit of shape, colour, size, fill, row
 _EXISTS = 1 << 27
 
 
-def truth_table(queries: Sequence[Query], rows: Rows) -> Bools:
+def truth_table(queries: Sequence[Query], rows: SceneRows) -> Bools:
     """Which queries are true of which scenes.
 
     Args: T queries; scenes as rows [I, 16] (see `world.to_rows`).
@@ -103,7 +103,7 @@ def truth_table(queries: Sequence[Query], rows: Rows) -> Bools:
     return out
 
 
-def _thing_bits(rows: Rows) -> Bits:
+def _thing_bits(rows: SceneRows) -> Bits:
     """One bit for every attribute's value, [3, I]; 0 where no thing is."""
     v = rows[:, 1:].reshape(-1, MOST, 5).astype(np.int32)
     place, attributes = v[..., 0], (v[..., 1], v[..., 2], v[..., 3], v[..., 4], v[..., 0] // 3, v[..., 0] % 3)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kiloword.data.scenes.questions import ANSWERS, VERSION, Question, ask
 from kiloword.data.scenes.raster import draw
-from kiloword.data.scenes.settings import VQA, Settings, default_rows, parse_settings
+from kiloword.data.scenes.settings import VQA, SceneSettings, default_rows, parse_settings
 from kiloword.data.scenes.source import ScenesSource
 from kiloword.data.sources.questions import majority
 from kiloword.randomness import key
@@ -36,12 +36,12 @@ class SceneQuestions:
     natural = False
     answers = ANSWERS
 
-    def __init__(self, settings: Settings, name: str = "scenes:train?task=vqa") -> None:
+    def __init__(self, settings: SceneSettings, name: str = "scenes:train?task=vqa") -> None:
         self.settings, self.name = settings, name
-        self.fingerprint = f"{VERSION}-{key(repr(replace(settings, size=0))):016x}"
+        self.fingerprint = f"{VERSION}-{key(settings.identity()):016x}"
         self._scenes = ScenesSource(replace(settings, task=None), name)
 
-    def __reduce__(self) -> tuple[type[SceneQuestions], tuple[Settings, str]]:
+    def __reduce__(self) -> tuple[type[SceneQuestions], tuple[SceneSettings, str]]:
         return SceneQuestions, (self.settings, self.name)
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class SceneQuestions:
 
 
 @lru_cache(maxsize=8)
-def _majority(settings: Settings) -> Mapping[str | None, str]:
+def _majority(settings: SceneSettings) -> Mapping[str | None, str]:
     train = SceneQuestions(settings)
     asked = (train.asked(row) for row in range(len(train)))
     return majority((question.kind, question.answer) for question in asked)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from kiloword.data.scenes.grammar import NOUNS, NUMBERS, Choice
+from kiloword.data.scenes.grammar import NOUNS, NUMBERS, StyleChoices
 from kiloword.data.scenes.query import Pattern, Query, matches
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, COLUMNS, FILLS, MOST, ROWS, SHAPES, SIZES, Scene, Thing
 
@@ -49,21 +49,21 @@ class Question:
 
 def ask(scene: Scene, choices: int) -> Question:
     """A question about the scene. Args: choices: any number from 0 up, names what is asked and how."""
-    pick = Choice(choices)
+    pick = StyleChoices(choices)
     kind = pick(_KINDS)
     if kind in WORDS:
         return _attribute(scene, kind, pick)
     return {"place": _place, "background": _background, "count": _count, "yes/no": _yes_no}[kind](scene, pick)
 
 
-def _attribute(scene: Scene, kind: str, pick: Choice) -> Question:
+def _attribute(scene: Scene, kind: str, pick: StyleChoices) -> Question:
     thing = pick(scene.things)
     described = _definite(scene, thing, pick, (kind,))
     assert described is not None, "a place tells every thing"
     return Question(pick(_ASKED[kind]).format(_the(described, pick)), WORDS[kind][getattr(thing, kind)], kind)
 
 
-def _place(scene: Scene, pick: Choice) -> Question:
+def _place(scene: Scene, pick: StyleChoices) -> Question:
     thing = pick(scene.things)
     described = _definite(scene, thing, pick, _PLACE)
     if described is None:  # its like stands elsewhere
@@ -72,12 +72,12 @@ def _place(scene: Scene, pick: Choice) -> Question:
     return Question(words, PLACES[thing.row][thing.column], "place")
 
 
-def _background(scene: Scene, pick: Choice) -> Question:
+def _background(scene: Scene, pick: StyleChoices) -> Question:
     words = pick(("what colour is the background?", "which colour does the background have?"))
     return Question(words, BACKGROUNDS[scene.background], "background")
 
 
-def _count(scene: Scene, pick: Choice) -> Question:
+def _count(scene: Scene, pick: StyleChoices) -> Question:
     """All things, or those of one or two facts; these are some thing's, so that "0" is not the usual answer."""
     pattern = Pattern()
     if pick((True, True, True, False)):
@@ -88,21 +88,21 @@ def _count(scene: Scene, pick: Choice) -> Question:
     return Question(words.format(_some(pattern, pick, "s")), COUNTS[len(_fitting(scene, pattern))], "count")
 
 
-def _yes_no(scene: Scene, pick: Choice) -> Question:
+def _yes_no(scene: Scene, pick: StyleChoices) -> Question:
     yes = pick((True, False))
     form = pick((_exists, _exists, _is, _related, _number))
     words = form(scene, yes, pick) or _exists(scene, yes, pick)
     return Question(words, "yes" if yes else "no", "yes/no")
 
 
-def _exists(scene: Scene, yes: bool, pick: Choice) -> str:
+def _exists(scene: Scene, yes: bool, pick: StyleChoices) -> str:
     pattern = _of(pick(scene.things), pick(_EXISTS))
     pattern = pattern if yes else _changed(scene, pattern, pick)
     assert matches(Query((pattern,)), scene) == yes
     return f"{pick(('is there', 'does the picture show'))} {_some(pattern, pick)}?"
 
 
-def _is(scene: Scene, yes: bool, pick: Choice) -> str:
+def _is(scene: Scene, yes: bool, pick: StyleChoices) -> str:
     """Is the star red?"""
     thing, fact = pick(scene.things), pick(("colour", "fill", "size"))
     described = _definite(scene, thing, pick, (fact,))
@@ -113,7 +113,7 @@ def _is(scene: Scene, yes: bool, pick: Choice) -> str:
     return f"is {_the(described, pick)} {WORDS[fact][value]}?"
 
 
-def _related(scene: Scene, yes: bool, pick: Choice) -> str | None:
+def _related(scene: Scene, yes: bool, pick: StyleChoices) -> str | None:
     """Is the star above the circle? Not told by places, which would answer; None where nothing can be asked so."""
     pairs = [
         (a, b, words)
@@ -133,7 +133,7 @@ def _related(scene: Scene, yes: bool, pick: Choice) -> str | None:
     return f"is {_the(described[0], pick)} {words} {_the(described[1], pick)}?"
 
 
-def _number(scene: Scene, yes: bool, pick: Choice) -> str:
+def _number(scene: Scene, yes: bool, pick: StyleChoices) -> str:
     """Are there two objects?"""
     count = len(scene.things)
     if not yes:
@@ -143,7 +143,7 @@ def _number(scene: Scene, yes: bool, pick: Choice) -> str:
     )
 
 
-def _changed(scene: Scene, pattern: Pattern, pick: Choice) -> Pattern:
+def _changed(scene: Scene, pattern: Pattern, pick: StyleChoices) -> Pattern:
     """Another value for one of the pattern's facts, so that no thing fits; half the time one that another thing has."""
     facts = [f for f in WORDS if getattr(pattern, f) is not None]
     false = {
@@ -159,7 +159,7 @@ def _changed(scene: Scene, pattern: Pattern, pick: Choice) -> Pattern:
     return pick(near if near and other else false[fact])
 
 
-def _definite(scene: Scene, thing: Thing, pick: Choice, but: Sequence[str]) -> Pattern | None:
+def _definite(scene: Scene, thing: Thing, pick: StyleChoices, but: Sequence[str]) -> Pattern | None:
     """A description that fits this thing alone, without some facts; None where there is none."""
     allowed = [_of(thing, facts) for facts in _DESCRIPTIONS if not set(facts) & set(but)]
     alone = [p for p in allowed if len(_fitting(scene, p)) == 1]
@@ -174,12 +174,12 @@ def _fitting(scene: Scene, pattern: Pattern) -> list[Thing]:
     return [t for t in scene.things if matches(Query((pattern,)), Scene(scene.background, (t,)))]
 
 
-def _the(pattern: Pattern, pick: Choice) -> str:
+def _the(pattern: Pattern, pick: StyleChoices) -> str:
     where = "" if pattern.row is None or pattern.column is None else f" in the {PLACES[pattern.row][pattern.column]}"
     return f"the {_noun(pattern, pick, ('object', 'thing'))}{where}"
 
 
-def _some(pattern: Pattern, pick: Choice, plural: str = "") -> str:
+def _some(pattern: Pattern, pick: StyleChoices, plural: str = "") -> str:
     """Things of a kind: "a red star", "red stars"."""
     words = _noun(pattern, pick)
     if plural:
@@ -187,6 +187,6 @@ def _some(pattern: Pattern, pick: Choice, plural: str = "") -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}" if pattern != Pattern() else words
 
 
-def _noun(pattern: Pattern, pick: Choice, nouns: Sequence[str] = NOUNS) -> str:
+def _noun(pattern: Pattern, pick: StyleChoices, nouns: Sequence[str] = NOUNS) -> str:
     said = [WORDS[fact][v] for fact in ("size", "fill", "colour") if (v := getattr(pattern, fact)) is not None]
     return " ".join([*said, pick(nouns) if pattern.shape is None else SHAPES[pattern.shape]])

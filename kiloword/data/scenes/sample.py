@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kiloword.data.scenes.world import MOST, SPLITS, VERSION, Rows, codes, held_out, splits
+from kiloword.data.scenes.world import MOST, SPLITS, VERSION, SceneRows, codes, held_out, splits
 from kiloword.randomness import key
 
 BLOCK = 4096
@@ -36,7 +36,7 @@ class Selection:
 class Drawn:
     """The scenes of a selection, all different."""
 
-    rows: Rows  # [N, 16]
+    rows: SceneRows  # [N, 16]
     twin: npt.NDArray[np.int64]  # [N] the earlier row that a near-duplicate was made from, or -1
 
 
@@ -58,9 +58,9 @@ def _rng(s: Selection, *purpose: int | str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key(VERSION, s.seed, s.split, *purpose)))
 
 
-def _distinct(s: Selection, n: int) -> Rows:
+def _distinct(s: Selection, n: int) -> SceneRows:
     """The first n different scenes of the split (different but for shapes, if hard), [n, 16]."""
-    found: list[Rows] = []
+    found: list[SceneRows] = []
     seen: set[int] = set()
     for block in _blocks(s):
         block = block[_admitted(s, block)]
@@ -77,12 +77,12 @@ def _distinct(s: Selection, n: int) -> Rows:
     )
 
 
-def _admitted(s: Selection, rows: Rows) -> npt.NDArray[np.bool_]:
+def _admitted(s: Selection, rows: SceneRows) -> npt.NDArray[np.bool_]:
     ok = np.asarray(splits(rows) == SPLITS.index(s.split))
     return ok & (held_out(rows) ^ (s.split == "train")) if s.heldout else ok
 
 
-def _blocks(s: Selection) -> Iterator[Rows]:
+def _blocks(s: Selection) -> Iterator[SceneRows]:
     """Endless blocks of scenes [N, 16]; for single things all there are, once, because they run out."""
     if s.objects == (1,):
         yield _every_single(_rng(s, "single"))
@@ -93,14 +93,14 @@ def _blocks(s: Selection) -> Iterator[Rows]:
         number += 1
 
 
-def _every_single(rng: np.random.Generator) -> Rows:
+def _every_single(rng: np.random.Generator) -> SceneRows:
     things = np.indices((6, 9, 8, 8, 2, 3)).reshape(6, -1).T  # [20736, 6]
     rows = np.full((len(things), 1 + 5 * MOST), -1, np.int8)
     rows[:, :6] = things[rng.random(len(things)).argsort()]
     return rows
 
 
-def _block(rng: np.random.Generator, objects: tuple[int, ...]) -> Rows:
+def _block(rng: np.random.Generator, objects: tuple[int, ...]) -> SceneRows:
     count = np.array(objects)[rng.integers(len(objects), size=BLOCK)]
     place = rng.random((BLOCK, 9)).argsort(1)[:, :MOST]
     place[np.arange(MOST) >= count[:, None]] = 9  # sorts last
@@ -115,7 +115,7 @@ def _block(rng: np.random.Generator, objects: tuple[int, ...]) -> Rows:
     return rows
 
 
-def _groups(base: Rows, rng: np.random.Generator) -> Rows:
+def _groups(base: SceneRows, rng: np.random.Generator) -> SceneRows:
     """Eight scenes for each one, [8N, 16]: every thing takes every shape once."""
     rows = base.repeat(GROUP, axis=0)
     for k in range(2, 1 + 5 * MOST, 5):
@@ -124,7 +124,7 @@ def _groups(base: Rows, rng: np.random.Generator) -> Rows:
     return rows
 
 
-def _near_duplicates(s: Selection, rows: Rows, twin: npt.NDArray[np.int64]) -> None:
+def _near_duplicates(s: Selection, rows: SceneRows, twin: npt.NDArray[np.int64]) -> None:
     """Replace about a share `near` of the rows by neighbours of earlier rows, in place."""
     rng = _rng(s, "near")
     seen = set(codes(rows).tolist())
@@ -134,7 +134,7 @@ def _near_duplicates(s: Selection, rows: Rows, twin: npt.NDArray[np.int64]) -> N
             seen.add(int(codes(rows[i : i + 1])[0]))
 
 
-def _neighbour(s: Selection, earlier: Rows, rng: np.random.Generator, seen: set[int]) -> tuple[int, Rows]:
+def _neighbour(s: Selection, earlier: SceneRows, rng: np.random.Generator, seen: set[int]) -> tuple[int, SceneRows]:
     """A new scene of the split that differs from an earlier one in one attribute, each attribute equally often."""
     attribute = int(rng.integers(6))
     for attempt in range(1000):
@@ -147,7 +147,7 @@ def _neighbour(s: Selection, earlier: Rows, rng: np.random.Generator, seen: set[
     raise ValueError(f"scenes: no free near-duplicate left for near={s.near:g}; ask for a smaller rate or n")
 
 
-def _changed(row: Rows, attribute: int, rng: np.random.Generator) -> Rows:
+def _changed(row: SceneRows, attribute: int, rng: np.random.Generator) -> SceneRows:
     """Another value for one attribute (background, place, shape, colour, size, fill) of one thing, [16]."""
     row = row.copy()
     if attribute == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kiloword.data.scenes.sample import GROUP, Selection
@@ -19,7 +19,7 @@ VQA = "vqa"  # the task of questions and answers
 
 
 @dataclass(frozen=True)
-class Settings:
+class SceneSettings:
     """A data set of scenes."""
 
     selection: Selection = field(default_factory=Selection)
@@ -30,8 +30,15 @@ class Settings:
     task: str | None = None  # what labels tell; vqa: questions and answers in place of captions
     inner: bool = field(default=False, repr=False)  # things within the centre half; captions of them alone
 
+    def identity(self) -> str:
+        """Text that fingerprints are made of: all but the size of the drawing, as a photo's size does not count.
 
-def parse_settings(src: str, size: int = 64) -> Settings:
+        Data of one `VERSION` keep their fingerprints, so the text begins with the former name of this class.
+        """
+        return repr(replace(self, size=0)).replace(type(self).__name__, "Settings", 1) + "inner" * self.inner
+
+
+def parse_settings(src: str, size: int = 64) -> SceneSettings:
     """Settings from `scenes`, `scenes:test`, `scenes:test?levels=2,3&captions=3`; ValueError says what is allowed.
 
     `inner=1` draws the same scenes at half the size in the middle of the image, from 1/4 to 3/4 of both sides, and
@@ -63,7 +70,7 @@ def _options(query: str) -> dict[str, Any]:
     return options
 
 
-def _settings(split: str, given: dict[str, Any]) -> Settings:
+def _settings(split: str, given: dict[str, Any]) -> SceneSettings:
     train = split == "train"
     task = TASKS.get(given.get("task", ""))
     hard = "hard" in given
@@ -78,7 +85,7 @@ def _settings(split: str, given: dict[str, Any]) -> Settings:
         hard=hard,
     )
     _check(selection, given)
-    return Settings(
+    return SceneSettings(
         selection,
         captions=given.get("captions", 5 if train else 1),
         levels=given.get("levels", TRAIN_LEVELS if train and not hard else FULL_LEVELS),

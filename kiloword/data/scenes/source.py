@@ -15,9 +15,9 @@ from kiloword.data.scenes.hierarchy import SceneParts, chain
 from kiloword.data.scenes.query import Bools, Query, matches, truth_table
 from kiloword.data.scenes.raster import draw, draw_inner
 from kiloword.data.scenes.sample import GROUP, Drawn, draw_scenes
-from kiloword.data.scenes.settings import VQA, Settings, parse_settings
+from kiloword.data.scenes.settings import VQA, SceneSettings, parse_settings
 from kiloword.data.scenes.tasks import TASKS, label
-from kiloword.data.scenes.world import VERSION, Rows, Scene, to_rows, to_scene
+from kiloword.data.scenes.world import VERSION, Scene, SceneRows, to_rows, to_scene
 from kiloword.randomness import key
 from kiloword.types import Record
 
@@ -30,7 +30,7 @@ def parse_scenes(src: str, size: int | None = None) -> ScenesSource:
     return ScenesSource(parse_settings(src, size or 64), src)
 
 
-def relevance(captions: Sequence[Query | str], scenes: Sequence[Scene] | Rows) -> Bools:
+def relevance(captions: Sequence[Query | str], scenes: Sequence[Scene] | SceneRows) -> Bools:
     """Which captions are true of which scenes.
 
     Args: T queries or captions; I scenes, or rows of numbers [I, 16].
@@ -55,16 +55,14 @@ class ScenesSource:
 
     natural = False
 
-    def __init__(self, settings: Settings | None = None, name: str = "scenes") -> None:
-        self.settings = settings or Settings()
+    def __init__(self, settings: SceneSettings | None = None, name: str = "scenes") -> None:
+        self.settings = settings or SceneSettings()
         if self.settings.task == VQA:
             raise ValueError(f"{name} has questions in place of captions: open it with kiloword.data.sources.open")
         self.name = name
-        # of scenes and captions; the size of the drawing is left out, as a photo's size would be
-        inner = "inner" if self.settings.inner else ""
-        self.fingerprint = f"{VERSION}-{key(repr(replace(self.settings, size=0)) + inner):016x}"
+        self.fingerprint = f"{VERSION}-{key(self.settings.identity()):016x}"
 
-    def __reduce__(self) -> tuple[type[ScenesSource], tuple[Settings, str]]:
+    def __reduce__(self) -> tuple[type[ScenesSource], tuple[SceneSettings, str]]:
         return ScenesSource, (self.settings, self.name)
 
     def __len__(self) -> int:
@@ -75,7 +73,7 @@ class ScenesSource:
         return draw_scenes(self.settings.selection)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> SceneRows:
         """All scenes as numbers [N, 16]."""
         return self._drawn.rows
 

@@ -10,7 +10,7 @@ _OF_ONE = ("something {c}", "a picture of something {c}", "an image with somethi
 
 
 @dataclass(frozen=True)
-class Task:
+class ClassTask:
     """Classes of scenes; every prompt is a caption of the language when `{c}` is one of the names."""
 
     classnames: tuple[str, ...]
@@ -19,10 +19,10 @@ class Task:
 
 
 TASKS = {
-    "colour": Task(COLOURS, _OF_ONE),
-    "fill": Task(FILLS, _OF_ONE),
-    "shape": Task(SHAPES, ("a {c}", "a picture of a {c}", "an image with a {c}", "there is a {c}")),
-    "count": Task(
+    "colour": ClassTask(COLOURS, _OF_ONE),
+    "fill": ClassTask(FILLS, _OF_ONE),
+    "shape": ClassTask(SHAPES, ("a {c}", "a picture of a {c}", "an image with a {c}", "there is a {c}")),
+    "count": ClassTask(
         ("one object", "two objects", "three objects"),
         ("{c}", "exactly {c}", "a picture with {c}", "an image of exactly {c}"),
         (1, 2, 3),

@@ -20,7 +20,7 @@ COLUMNS = ("left", "centre", "right")
 BACKGROUNDS = ("white", "black", "grey", "brown", "beige", "navy")
 MOST = 3  # things in a scene
 
-Rows = npt.NDArray[np.int8]
+SceneRows = npt.NDArray[np.int8]
 """Scenes as numbers, [N, 16]: background, then three times (place, shape, colour, size, fill); -1 where no thing is.
 
 Things are sorted by place, so that equal scenes are equal rows."""
@@ -60,7 +60,7 @@ def _words(t: Thing) -> dict[str, str]:
     }
 
 
-def to_scene(row: Rows) -> Scene:
+def to_scene(row: SceneRows) -> Scene:
     """The scene of one row [16]."""
     v = row.tolist()
     things = [
@@ -71,7 +71,7 @@ def to_scene(row: Rows) -> Scene:
     return Scene(v[0], tuple(things))
 
 
-def to_rows(scenes: Sequence[Scene]) -> Rows:
+def to_rows(scenes: Sequence[Scene]) -> SceneRows:
     """Scenes as numbers [N, 16]; things may come in any order."""
     rows = np.full((len(scenes), 1 + 5 * MOST), -1, np.int8)
     for row, scene in zip(rows, scenes, strict=True):
@@ -81,7 +81,7 @@ def to_rows(scenes: Sequence[Scene]) -> Rows:
     return rows
 
 
-def codes(rows: Rows, shapes: bool = True) -> npt.NDArray[np.uint64]:
+def codes(rows: SceneRows, shapes: bool = True) -> npt.NDArray[np.uint64]:
     """One number a scene, [N]; equal exactly when the scenes are (but for shapes, if those are left out)."""
     code = rows[:, 0].astype(np.uint64)
     for k in range(1, 1 + 5 * MOST, 5):
@@ -94,7 +94,7 @@ def codes(rows: Rows, shapes: bool = True) -> npt.NDArray[np.uint64]:
 SPLITS = ("train", "val", "test")
 
 
-def splits(rows: Rows) -> npt.NDArray[np.int64]:
+def splits(rows: SceneRows) -> npt.NDArray[np.int64]:
     """The split of every scene, [N] index into SPLITS: 80% train, 10% val, 10% test.
 
     A hash of the content decides, so no two splits share a scene whatever the seed. Shapes are left out of the
@@ -107,7 +107,7 @@ def splits(rows: Rows) -> npt.NDArray[np.int64]:
     return np.where(part == 0, 2, np.where(part == 1, 1, 0))
 
 
-def held_out(rows: Rows) -> npt.NDArray[np.bool_]:
+def held_out(rows: SceneRows) -> npt.NDArray[np.bool_]:
     """Whether a scene has a thing of a held-out colour and shape, [N]: 8 of 64 pairs, each colour and shape once."""
     shape, colour = rows[:, 2::5].astype(int), rows[:, 3::5].astype(int)
     return np.asarray(((shape >= 0) & (shape == (3 * colour + 1) % 8)).any(1))

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from kiloword.data.reading import patiently
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.randomness import key
 from kiloword.types import BadSample, Source
 
@@ -48,7 +48,7 @@ def whole(source: Source) -> str:
 
 
 def _parts(source: Source) -> list[Source]:
-    return source.sources if isinstance(source, Mixture) else [source]
+    return source.sources if isinstance(source, MixtureSource) else [source]
 
 
 def _sampled(source: StoredSource) -> str:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 
 from kiloword.data import keyed
 from kiloword.data.sources.embedded import arrow_errors, check_expanded
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.sample import clean
 from kiloword.data.sources.tables import check_once, fingerprint
 from kiloword.terminal import shown
@@ -87,7 +87,7 @@ class WithCaptions:
     """
 
     def __init__(self, source: Source, tables: Sequence[CaptionTable], own: bool = True) -> None:
-        assert not isinstance(source, Mixture), "its rows change from epoch to epoch: wrap the parts"
+        assert not isinstance(source, MixtureSource), "its rows change from epoch to epoch: wrap the parts"
         self.source, self.tables, self.own = source, list(tables), own
         self.name = " + ".join([source.name, *(str(table.path) for table in tables)])
         lines = "\n".join(sorted(self.contents))
@@ -160,8 +160,8 @@ def with_captions(source: Source, paths: Sequence[Path | str], own: bool = True)
 
 
 def _wrap(source: Source, tables: Sequence[CaptionTable], own: bool) -> Source:
-    if isinstance(source, Mixture):
-        return Mixture([_wrap(part, tables, own) for part in source.sources], source.weights, source.epoch)
+    if isinstance(source, MixtureSource):
+        return MixtureSource([_wrap(part, tables, own) for part in source.sources], source.weights, source.epoch)
     return WithCaptions(source, tables, own)
 
 

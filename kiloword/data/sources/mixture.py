@@ -17,7 +17,7 @@ from kiloword.randomness import key as draw_key
 from kiloword.types import Record, Source
 
 
-class Mixture:
+class MixtureSource:
     """Sources one after the other; a weight says how often a source's rows come in an epoch.
 
     A weight of 2.3 is two whole passes and a part of round(0.3 N) rows, chosen by a keyed permutation. Every pass has
@@ -40,9 +40,9 @@ class Mixture:
         lengths = [int(w) * len(s) + len(p) for s, w, p in zip(sources, weights, self._parts, strict=True)]
         self._ends = list(accumulate(lengths))
 
-    def at(self, epoch: int) -> Mixture:
+    def at(self, epoch: int) -> MixtureSource:
         """The same mixture with the parts of another epoch."""
-        return Mixture(self.sources, self.weights, epoch)
+        return MixtureSource(self.sources, self.weights, epoch)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -89,7 +89,7 @@ def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
     for source, weight in zip(sources, weights, strict=True):
         if not (math.isfinite(weight) and round(weight * len(source)) >= 1):
             raise ValueError(f"weight {weight:g} of {source.name} takes none of its {len(source):,} rows.")
-    return sources[0] if weights == [1.0] else Mixture(sources, weights)
+    return sources[0] if weights == [1.0] else MixtureSource(sources, weights)
 
 
 def _part(source: Source, share: float, epoch: int) -> NDArray[np.integer[Any]]:

@@ -15,7 +15,7 @@ from kiloword.data.sources.mixture import mix
 from kiloword.data.sources.question_tables import open_table
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.tars.shard_sets import RANGE, expand, natural, text_lines
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.types import Source
 
 __all__ = ["expand", "mix", "open_data", "open_source"]
@@ -97,8 +97,8 @@ def _tars(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names, key=natural)]
 
 
-def _shards(src: str, tars: list[Path]) -> Shards:
-    return Shards(src, tars, *_class_data(tars[0].parent))
+def _shards(src: str, tars: list[Path]) -> TarSource:
+    return TarSource(src, tars, *_class_data(tars[0].parent))
 
 
 def _class_data(folder: Path) -> tuple[list[str] | None, list[str] | None]:

@@ -20,7 +20,7 @@ from kiloword.data.sources.questions import ANSWERS, QUESTION, parse_answers
 from kiloword.data.sources.sample import clean, decode_text
 from kiloword.data.sources.tables import (
     IMAGE_COLUMNS,
-    Table,
+    TableSource,
     check_once,
     column_names,
     fingerprint,
@@ -34,11 +34,11 @@ ANSWER_COLUMNS = (ANSWERS, "answer")
 MORE = ("question_type", "answer_type")
 
 
-def open_table(name: str, path: Path) -> Table | QuestionTable:
+def open_table(name: str, path: Path) -> TableSource | QuestionTable:
     """A table of questions where it has the columns, else of captions."""
     names = column_names(path)
     asks = QUESTION in names and any(column in names for column in ANSWER_COLUMNS)
-    return QuestionTable(name, path) if asks else Table(name, path)
+    return QuestionTable(name, path) if asks else TableSource(name, path)
 
 
 class QuestionTable:

@@ -47,7 +47,7 @@ def fingerprint(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-class Table:
+class TableSource:
     """Samples of one csv, tsv or parquet file, in order of first appearance; lines that are no rows come last, as bad.
 
     The fingerprint is of the table's own bytes; of images that it names by path, `stored` has the bytes.

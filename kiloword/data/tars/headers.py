@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kiloword.data.cache import PositionlessFile
-from kiloword.data.tars.stored import Stored
+from kiloword.data.tars.stored import ReadableFile
 
 BLOCK = 512
 _PADDING = 1 << 20  # zeros that may stand behind the end; tar itself writes at most 10 kB
@@ -52,7 +52,7 @@ class Tar:
     Errors: ValueError when the file does not begin as a plain tar; OSError when it cannot be read.
     """
 
-    def __init__(self, path: Path | Stored) -> None:
+    def __init__(self, path: Path | ReadableFile) -> None:
         self.path, self.note = path, ""
         self._file = PositionlessFile(path) if isinstance(path, Path) else path
         self._end = path.stat().st_size

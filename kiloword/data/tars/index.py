@@ -26,7 +26,7 @@ from kiloword.data.tars.index_file import (
     read_index,
     write_index,
 )
-from kiloword.data.tars.stored import Stored, Times
+from kiloword.data.tars.stored import FileTimes, ReadableFile
 
 _BLOCK = 1 << 23  # bytes that are read at once
 # Key: up to the first dot of the base name, folders included.
@@ -78,7 +78,7 @@ def _contents(tar: Path, index: Index) -> str:
     return digest.hexdigest()
 
 
-def scan(tar: Path | Stored) -> Index:
+def scan(tar: Path | ReadableFile) -> Index:
     """Reads every header of a tar once. Samples are in order of their first member."""
     stat = tar.stat()
     rows: list[list[int]] = []
@@ -113,7 +113,7 @@ def _split(name: str) -> tuple[str, str] | None:
     return (match[1], suffix) if suffix in (*IMAGE_SUFFIXES, *PARTS[1:]) else None
 
 
-def _build(stat: Times, rows: list[list[int]], keys: list[str], note: str) -> Index:
+def _build(stat: FileTimes, rows: list[list[int]], keys: list[str], note: str) -> Index:
     raw = [key.encode("utf-8", "surrogateescape") for key in keys]
     table = np.empty((len(rows), COLUMNS), np.int64)
     table[:, :-1] = rows

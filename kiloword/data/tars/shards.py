@@ -32,7 +32,7 @@ _BLOCKS = 512  # of indexes that it keeps in memory, 50 kB each: more than the o
 log = logging.getLogger(__name__)
 
 
-class Shards:
+class TarSource:
     """Samples of one or more tars, in order of the tars.
 
     `notes` says what is wrong with whole tars (cut, damaged). `classnames`, `templates`: of class data, else None.

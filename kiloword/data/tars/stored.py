@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Times(Protocol):
+class FileTimes(Protocol):
     """The part of `os.stat` that decides whether an index still holds."""
 
     @property
@@ -14,9 +14,9 @@ class Times(Protocol):
     def st_mtime_ns(self) -> int: ...
 
 
-class Stored(Protocol):
+class ReadableFile(Protocol):
     """A file that is no path of this machine."""
 
-    def stat(self) -> Times: ...
+    def stat(self) -> FileTimes: ...
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from kiloword.data.sources.extra_captions import key_of
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import check_once
 from kiloword.types import BadSample, Source
@@ -45,7 +45,7 @@ def keys(source: Source) -> list[str | None]:
 
 
 def _key(source: Source, row: int) -> str | None:
-    if isinstance(source, Mixture):
+    if isinstance(source, MixtureSource):
         return _key(*source.locate(row))
     try:
         return key_of(source, row)

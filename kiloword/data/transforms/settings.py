@@ -9,7 +9,7 @@ from kiloword.config import recipes
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixingSettings(recipes.Settings):
+class MixingSettings(recipes.BaseSettings):
     rho: float | None = None  # share of composed examples; default: 0.3, 0.15 from 3.5 million images
     merge: str = " and "  # what stands between two captions; " " leaves the word out
     parts: Literal["both", "images", "captions"] = "both"  # what is composed; the other stays the example's own
@@ -24,7 +24,7 @@ class PartnerSettings(MixingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HalfSettings(recipes.Settings):
+class HalfSettings(recipes.BaseSettings):
     crop: Literal["centre", "squash"] = "centre"  # centre half of each image, or the whole image squeezed to a half
     image_order: Literal["fixed", "follows_caption"] = "fixed"  # fixed: the example's own image is left or above
 

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kiloword.config.recipes import Settings
+from kiloword.config.recipes import BaseSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptionOptions(Settings):
+class CaptionOptions(BaseSettings):
     """How captions are compared with those that people wrote."""
 
     tokenizer: Literal["own", "ptb"] = "own"  # own; ptb: pycocoevalcap's, in Java; on COCO figures differ by 0.0003

@@ -15,7 +15,7 @@ from PIL import Image
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
 from kiloword.evaluation.caption.scorers import Floats
-from kiloword.evaluation.caption.truth import KINDS, Judged
+from kiloword.evaluation.caption.truth import KINDS, JudgedCaption
 from kiloword.randomness import key
 from kiloword.report import card, grid, histogram, page, paragraph, table
 from kiloword.report.histogram import bins
@@ -68,13 +68,13 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Shown:
+class CaptionPageData:
     """What the page draws of one model."""
 
     source: Source
     told: Sequence[Told]
     cider: Floats  # of each
-    judged: Sequence[Judged] | None  # of each, where the truth is known
+    judged: Sequence[JudgedCaption] | None  # of each, where the truth is known
 
 
 def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
@@ -83,7 +83,7 @@ def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[s
     if any("parsable" in values for values in found.values()):
         note = paragraph("Of another image: the same captions judged on the image half the set further on.")
         sections.append(("What is true", _figures(found, _TRUTH) + note + _kinds(found)))
-    drawn: dict[str, Shown] = {model: more["captions"] for model, more in shown.items() if "captions" in more}
+    drawn: dict[str, CaptionPageData] = {model: more["captions"] for model, more in shown.items() if "captions" in more}
     sections.append(("CIDEr-D of single images", _spread(drawn)))
     sections += [(f"Captions of {model}", _examples(one)) for model, one in drawn.items()]
     return page("Captions", f"On {data}. {_INTRO}", sections)
@@ -113,14 +113,14 @@ def _kinds(found: Mapping[str, Mapping[str, float]]) -> str:
     return table(rows, ["statements true, of those about", *found]) if rows else ""
 
 
-def _spread(drawn: Mapping[str, Shown]) -> str:
+def _spread(drawn: Mapping[str, CaptionPageData]) -> str:
     """How many images score how much."""
     edges = bins([v for one in drawn.values() for v in one.cider.tolist()] + [0.0], 30)
     counts = {model: np.histogram(one.cider, edges)[0].tolist() for model, one in drawn.items()}
     return histogram(counts, edges, "CIDEr-D", "images")
 
 
-def _examples(one: Shown) -> str:
+def _examples(one: CaptionPageData) -> str:
     """Images chosen blindly, the best and the worst, and what is said most often."""
     order = np.argsort(-one.cider, kind="stable").tolist()
     some = sorted(order, key=lambda i: key(one.source.fingerprint, "captions", one.told[i].row))
@@ -133,7 +133,7 @@ def _examples(one: Shown) -> str:
     return "".join([*shown, _frequent(one)])
 
 
-def _cards(one: Shown, places: Sequence[int]) -> str:
+def _cards(one: CaptionPageData, places: Sequence[int]) -> str:
     """Images that cannot be read any more are left out."""
     cards = []
     for place in places:
@@ -142,7 +142,7 @@ def _cards(one: Shown, places: Sequence[int]) -> str:
     return grid(cards, narrow=True)
 
 
-def _card(one: Shown, place: int) -> str:
+def _card(one: CaptionPageData, place: int) -> str:
     """One image with its caption. Raises BadSample."""
     told = one.told[place]
     lines = [f"CIDEr-D {one.cider[place]:.2f}"]
@@ -161,7 +161,7 @@ def _small(source: Source, row: int) -> npt.NDArray[np.uint8]:
     return np.asarray(image)
 
 
-def _verdict(judged: Judged) -> str:
+def _verdict(judged: JudgedCaption) -> str:
     """Every statement with a mark."""
     if not judged.parsable:
         return "✗ outside the language"
@@ -169,7 +169,7 @@ def _verdict(judged: Judged) -> str:
     return ", ".join([*(marks or ["states nothing"]), f"{judged.mentioned} of {judged.objects} objects mentioned"])
 
 
-def _frequent(one: Shown) -> str:
+def _frequent(one: CaptionPageData) -> str:
     """The captions that most images get: a model that has collapsed says one of all."""
     counts = Counter(told.caption for told in one.told)
     rows: list[list[Cell]] = [

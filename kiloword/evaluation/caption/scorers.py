@@ -41,14 +41,14 @@ class Captions:
         return said, np.array([len(r.split()) for own in self.references for r in own], np.int64)
 
     @cached_property
-    def shared(self) -> list[Shared]:
+    def shared(self) -> list[SharedNgrams]:
         """The n-grams of 1 to LONGEST words."""
         texts = [*self.candidates, *(r for own in self.references for r in own)]
         return [_share(counts, self.owner, len(self)) for counts in _grams(texts)]
 
 
 @dataclass(frozen=True)
-class Counts:
+class NgramCounts:
     """How often n-grams stand in captions; rows in the order of captions, then of n-grams."""
 
     caption: Ints  # [N]
@@ -57,17 +57,17 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedNgrams:
     """The n-grams of one length of all candidates and references."""
 
     kinds: int  # different ones
-    said: Counts  # of candidates
-    known: Counts  # of references
+    said: NgramCounts  # of candidates
+    known: NgramCounts  # of references
     row: Ints  # [H] rows of `known` whose n-gram the image's candidate says too
     by: Ints  # [H] the rows of `said` where it does
 
 
-def _grams(texts: Sequence[str]) -> Iterator[Counts]:
+def _grams(texts: Sequence[str]) -> Iterator[NgramCounts]:
     """The n-grams of 1 to LONGEST words of C texts."""
     words = [text.split() for text in texts]
     caption = np.repeat(np.arange(len(words)), [len(own) for own in words])  # [S]
@@ -83,20 +83,20 @@ def _grams(texts: Sequence[str]) -> Iterator[Counts]:
             gram = np.unique(gram * len(numbers) + word[start + n], return_inverse=True)[1]
         kinds = int(gram.max(initial=0)) + 1
         place, count = np.unique(caption[start] * kinds + gram, return_counts=True)
-        yield Counts(place // kinds, place % kinds, count)
+        yield NgramCounts(place // kinds, place % kinds, count)
 
 
-def _share(counts: Counts, owner: Ints, images: int) -> Shared:
+def _share(counts: NgramCounts, owner: Ints, images: int) -> SharedNgrams:
     """Candidates, which are the first texts, against references."""
     split = int(np.searchsorted(counts.caption, images))
-    said = Counts(counts.caption[:split], counts.gram[:split], counts.count[:split])
-    known = Counts(counts.caption[split:] - images, counts.gram[split:], counts.count[split:])
+    said = NgramCounts(counts.caption[:split], counts.gram[:split], counts.count[:split])
+    known = NgramCounts(counts.caption[split:] - images, counts.gram[split:], counts.count[split:])
     kinds = int(counts.gram.max(initial=0)) + 1
     keys = np.append(said.caption * kinds + said.gram, -1)  # ascending, but for the end, which nothing equals
     wanted = owner[known.caption] * kinds + known.gram
     by = np.searchsorted(keys[:-1], wanted)
     row = np.flatnonzero(keys[by] == wanted)
-    return Shared(kinds, said, known, row, by[row])
+    return SharedNgrams(kinds, said, known, row, by[row])
 
 
 def bleu(captions: Captions) -> list[float]:
@@ -148,13 +148,13 @@ def cider(captions: Captions) -> Floats:
     return np.asarray(10 * means)
 
 
-def _rarity(shared: Shared, owner: Ints, images: int) -> Floats:
+def _rarity(shared: SharedNgrams, owner: Ints, images: int) -> Floats:
     """The logarithm of images over those whose references hold an n-gram, [kinds]; unknown ones count as in one."""
     held = np.unique(owner[shared.known.caption] * shared.kinds + shared.known.gram) % shared.kinds
     return np.asarray(math.log(images) - np.log(np.maximum(np.bincount(held, minlength=shared.kinds), 1)))
 
 
-def _norms(counts: Counts, rarity: Floats, captions: int) -> Floats:
+def _norms(counts: NgramCounts, rarity: Floats, captions: int) -> Floats:
     return np.sqrt(np.bincount(counts.caption, (counts.count * rarity[counts.gram]) ** 2, captions))
 
 

@@ -16,7 +16,7 @@ from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.caption import java
 from kiloword.evaluation.caption.metrics import Scored, check_programs, score, variety
 from kiloword.evaluation.caption.options import CaptionOptions
-from kiloword.evaluation.caption.page import Shown, Told, report
+from kiloword.evaluation.caption.page import CaptionPageData, Told, report
 from kiloword.evaluation.caption.truth import elsewhere, judge_caption, summary
 from kiloword.evaluation.features import IMAGES, batches_in_turns
 from kiloword.generation.options import GenerationOptions
@@ -96,7 +96,7 @@ def score_source(
         yield from summary(judged).items()
         yield from elsewhere(captions, scenes).items()
     if shown is not None:
-        shown["captions"] = Shown(source, told, scored.cider, judged)
+        shown["captions"] = CaptionPageData(source, told, scored.cider, judged)
 
 
 def _scenes(source: Source, told: Sequence[Told]) -> list[Scene] | None:

@@ -26,7 +26,7 @@ class Statement(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedCaption:
     """One caption of one scene."""
 
     parsable: bool
@@ -60,7 +60,7 @@ def judge(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float]:
     return summary([judge_caption(caption, scene) for caption, scene in zip(captions, scenes, strict=True)])
 
 
-def summary(judged: Sequence[Judged]) -> dict[str, float]:
+def summary(judged: Sequence[JudgedCaption]) -> dict[str, float]:
     """The values of `judge` of captions that are judged one by one."""
     known = [one for one in judged if one.parsable]
     said = [statement for one in known for statement in one.statements]
@@ -95,7 +95,7 @@ def elsewhere(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, flo
     return {f"{name}_elsewhere": found[name] for name in OVERALL if name in found}
 
 
-def judge_caption(caption: str, scene: Scene) -> Judged:
+def judge_caption(caption: str, scene: Scene) -> JudgedCaption:
     """What one caption says of a scene.
 
     Its statements are: each attribute of each thing (shape, colour, size, fill, row, column); of a thing without any
@@ -110,11 +110,11 @@ def judge_caption(caption: str, scene: Scene) -> Judged:
     """
     query = parse(caption)
     if query is None:
-        return Judged(False, (), 0, len(scene.things))
+        return JudgedCaption(False, (), 0, len(scene.things))
     found = [(tuple(_about_things(query, a)), _mentioned(query, a)) for a in _assignments(query, scene)]
     best, _ = max(found, key=lambda one: (sum(s.true for s in one[0]), one[1]))  # the first of equals
     mentioned = max(count for _, count in found)
-    return Judged(True, (*best, *_about_all(query, scene)), mentioned, len(scene.things))
+    return JudgedCaption(True, (*best, *_about_all(query, scene)), mentioned, len(scene.things))
 
 
 def _assignments(query: Query, scene: Scene) -> Iterator[Assignment]:

@@ -42,7 +42,7 @@ def gather(chains: Sequence[tuple[int, list[list[str]]]]) -> Chains:
 
 
 @dataclass
-class Stored:
+class SourceLevels:
     """What a source's rows say of levels."""
 
     chains: dict[int, list[list[str]]]  # by row
@@ -50,13 +50,13 @@ class Stored:
     groups: dict[str, dict[int, int]]  # of images of several levels: group -> level -> row
 
 
-def read(source: Source) -> Stored:
+def read(source: Source) -> SourceLevels:
     """Chains and levels of every readable row: the source's own `hierarchies(row)`, else its json.
 
     The json has `hierarchies` (lists of texts, general to specific) or `group` and `level` (a name that the levels of
     one image share, and a number from 0, the most general). All chains have as many texts as the first.
     """
-    stored, length = Stored({}, {}, {}), None
+    stored, length = SourceLevels({}, {}, {}), None
     for row, info in _infos(source):
         if "hierarchies" in info:
             try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.features import IMAGES, join, seen
-from kiloword.evaluation.hierarchy.chains import Chains, Stored, complete, gather, read
+from kiloword.evaluation.hierarchy.chains import Chains, SourceLevels, complete, gather, read
 from kiloword.evaluation.hierarchy.levels import (
     included,
     inclusion_by_level,
@@ -96,7 +96,7 @@ def run(
 
 
 def _encode(
-    matcher: Matcher, source: Source, stored: Stored, batch: int, workers: int, skipped: list[Skipped]
+    matcher: Matcher, source: Source, stored: SourceLevels, batch: int, workers: int, skipped: list[Skipped]
 ) -> tuple[Chains, Features]:
     """The images that have chains; the others are named as skipped."""
     parts, chains = [], []
@@ -172,7 +172,7 @@ def _text_levels(texts: Features, chains: Chains, truth: Truth | None, page: dic
     yield from _named("text_", inclusion_by_level(some, chains.places, wrong_texts(chains, truth)))
 
 
-def _levelled(source: Source, stored: Stored) -> Source | None:
+def _levelled(source: Source, stored: SourceLevels) -> Source | None:
     """The source whose images have several levels."""
     make: Callable[[], Source] | None = getattr(source, "image_levels", None)
     if make is not None:

@@ -25,7 +25,7 @@ STEPS = (8, 4, 2, 1)  # of a sweep around the best of every 16th
 
 
 @dataclass
-class Rows:
+class LabelledFeatures:
     """Features with classes."""
 
     x: Tensor  # [N, D] float32
@@ -34,13 +34,13 @@ class Rows:
     def __len__(self) -> int:
         return len(self.x)
 
-    def of(self, places: Tensor) -> Rows:
+    def of(self, places: Tensor) -> LabelledFeatures:
         """Some of them."""
-        return Rows(self.x[places], self.y[places])
+        return LabelledFeatures(self.x[places], self.y[places])
 
-    def and_(self, other: Rows) -> Rows:
+    def and_(self, other: LabelledFeatures) -> LabelledFeatures:
         """Both, one after the other."""
-        return Rows(torch.cat([self.x, other.x]), torch.cat([self.y, other.y]))
+        return LabelledFeatures(torch.cat([self.x, other.x]), torch.cat([self.y, other.y]))
 
 
 @dataclass
@@ -54,13 +54,13 @@ class Linear:
         """[N, D] -> logits [N, C]."""
         return F.linear(x, self.weight, self.bias)
 
-    def accuracy(self, rows: Rows) -> float:
+    def accuracy(self, rows: LabelledFeatures) -> float:
         """Share of rows whose class is the first, in [0, 1]; 0 of a fit that diverged."""
         logits = self(rows.x)
         return float((logits.argmax(1) == rows.y).double().mean()) if bool(logits.isfinite().all()) else 0.0
 
 
-def fit(rows: Rows, classes: int, options: ProbeOptions, decay: float, seed: int) -> Linear:
+def fit(rows: LabelledFeatures, classes: int, options: ProbeOptions, decay: float, seed: int) -> Linear:
     """The classifier that a recipe makes of rows.
 
     Args: options: with their numbers filled in; decay: weight decay, of lbfgs the strength; seed: of what is random.
@@ -88,7 +88,7 @@ def shuffled(n: int, epoch: int, seed: int) -> Tensor:
     return torch.from_numpy(rng.permutation(n))
 
 
-def steps(rows: Rows, first: Linear, options: ProbeOptions, decay: float, seed: int) -> Linear:
+def steps(rows: LabelledFeatures, first: Linear, options: ProbeOptions, decay: float, seed: int) -> Linear:
     """Cross-entropy in shuffled batches, the last of an epoch smaller; a cosine from `lr` to 0, no warm-up."""
     assert options.lr is not None
     assert options.epochs is not None
@@ -117,7 +117,7 @@ def _batches(n: int, epochs: int, batch: int, seed: int) -> Iterator[Tensor]:
         yield from (order[part] for part in chunks(n, batch))
 
 
-def logistic(rows: Rows, classes: int, strength: float, max_iter: int) -> Linear:
+def logistic(rows: LabelledFeatures, classes: int, strength: float, max_iter: int) -> Linear:
     """Multinomial logistic regression: least mean cross-entropy + strength |W|^2 / (2 N), no price on biases.
 
     N times that, with strength 1 / C, is scikit-learn's; with two classes it has one weight vector, at half the price.
@@ -127,7 +127,7 @@ def logistic(rows: Rows, classes: int, strength: float, max_iter: int) -> Linear
     """
     x, mean = rows.x.double(), rows.x.double().mean(0)
     basis = _coordinates(x - mean, classes, strength)  # [D, D]
-    turned = Rows((x - mean) @ basis, rows.y)
+    turned = LabelledFeatures((x - mean) @ basis, rows.y)
     inner = torch.zeros(classes, x.shape[1], dtype=torch.float64, requires_grad=True)  # weight = inner @ basis.T
     bias = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.LBFGS(

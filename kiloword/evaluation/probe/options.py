@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from kiloword.config.recipes import Settings
+from kiloword.config.recipes import BaseSettings
 
 Name = Literal["clip_benchmark", "adamw", "sgd", "lbfgs"]
 Kind = Literal["vec", "pooled"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions(Settings):
+class ProbeOptions(BaseSettings):
     """What the probe may be told; None: as the recipe has it."""
 
     recipe: Name = "clip_benchmark"  # adamw: as FFF; sgd: as SLIP and CLIP-C; lbfgs: logistic regression, as CLIP
@@ -52,7 +52,7 @@ class ProbeOptions(Settings):
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"--probe.seeds names one twice: {' '.join(map(str, self.seeds))}.")
 
-    def _check_sweep(self, recipe: Recipe, val: bool) -> None:
+    def _check_sweep(self, recipe: ProbeRecipe, val: bool) -> None:
         given = "--val" if val else "--probe.val-share" if self.val_share else ""
         if given and not recipe.sweep:
             raise ValueError(
@@ -96,7 +96,7 @@ class Sweep(NamedTuple):
 COUNT = 97
 
 
-class Recipe(NamedTuple):
+class ProbeRecipe(NamedTuple):
     """What a paper does. Images are seen once and un-augmented, as in all of them but SLIP."""
 
     optimiser: Literal["adamw", "sgd", "lbfgs"]
@@ -109,14 +109,14 @@ class Recipe(NamedTuple):
     val_share: float = 0.0
 
 
-RECIPES: dict[Name, Recipe] = {
+RECIPES: dict[Name, ProbeRecipe] = {
     # CLIP_benchmark's `linear_probe` and its defaults: without a validation split the decay is 0
-    "clip_benchmark": Recipe("adamw", "vec", epochs=10, sweep=Sweep(-6, 2)),
+    "clip_benchmark": ProbeRecipe("adamw", "vec", epochs=10, sweep=Sweep(-6, 2)),
     # arXiv:2405.10286, appendix A.2, by CLIP_benchmark's code, whose batch it does not change
-    "adamw": Recipe("adamw", "vec", epochs=20),
+    "adamw": ProbeRecipe("adamw", "vec", epochs=20),
     # arXiv:2407.01408 drops the projection, tunes rate and batch for each data set: these are SLIP's, 0.1 for a batch
     # of 256 (arXiv:2112.12750)
-    "sgd": Recipe("sgd", "pooled", epochs=50, batch=256),
+    "sgd": ProbeRecipe("sgd", "pooled", epochs=50, batch=256),
     # arXiv:2103.00020, appendix A.3
-    "lbfgs": Recipe("lbfgs", "pooled", None, None, None, max_iter=1000, sweep=Sweep(-6, 6), val_share=0.1),
+    "lbfgs": ProbeRecipe("lbfgs", "pooled", None, None, None, max_iter=1000, sweep=Sweep(-6, 6), val_share=0.1),
 }

@@ -14,7 +14,7 @@ import torch
 from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.features import IMAGES, chunks
 from kiloword.evaluation.probe.data import Split, held_out, log, order, shots, split
-from kiloword.evaluation.probe.fit import Linear, Rows, fit, sweep
+from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, fit, sweep
 from kiloword.evaluation.probe.options import RECIPES, ProbeOptions
 from kiloword.evaluation.zeroshot.task import zeroshot
 from kiloword.types import Features, Skipped, Source
@@ -80,18 +80,18 @@ def brief(name: str) -> bool:
 
 
 @dataclass
-class Data:
+class ProbeData:
     """What a probe is fitted and judged on."""
 
-    train: Rows
-    test: Rows
-    val: Rows | None
+    train: LabelledFeatures
+    test: LabelledFeatures
+    val: LabelledFeatures | None
     names: Sequence[str]  # of all classes
     split: Split  # train's
     fingerprint: str  # train's
 
 
-def _once(data: Data, options: ProbeOptions, seed: int) -> Iterator[tuple[str, float]]:
+def _once(data: ProbeData, options: ProbeOptions, seed: int) -> Iterator[tuple[str, float]]:
     """One draw: choose the decay, fit again on all that was drawn, judge."""
     own = order(data.split, data.fingerprint, seed)
     if options.shots:
@@ -120,14 +120,14 @@ def _flat(own: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def _choose(
-    fitted: Rows, chosen: Rows, classes: int, options: ProbeOptions, seed: int
+    fitted: LabelledFeatures, chosen: LabelledFeatures, classes: int, options: ProbeOptions, seed: int
 ) -> tuple[float, dict[float, float]]:
     values = RECIPES[options.recipe].sweep
     assert values is not None
     return sweep(values.values(), lambda decay: fit(fitted, classes, options, decay, seed).accuracy(chosen))
 
 
-def judged(layer: Linear, test: Rows) -> Iterator[tuple[str, float]]:
+def judged(layer: Linear, test: LabelledFeatures) -> Iterator[tuple[str, float]]:
     """`zeroshot`'s metrics of a classifier. Raises: ValueError when it diverged."""
     if not bool(layer.weight.isfinite().all() and layer.bias.isfinite().all()):
         raise ValueError("the probe's weights are no numbers any more: a smaller --probe.lr or --probe.weight-decay")
@@ -147,7 +147,7 @@ def _read(
     batch: int,
     workers: int,
     skipped: list[Skipped] | None,
-) -> Data:
+) -> ProbeData:
     """Features of all splits, checked."""
     splits: dict[str, Split] = {}
     for what, source in sources.items():
@@ -157,7 +157,7 @@ def _read(
     names = _classes(sources, splits)
     found = {what: _rows(sources[what].name, splits[what], options) for what in splits}
     train = splits["train"]
-    return Data(found["train"], found["test"], found.get("val"), names, train, sources["train"].fingerprint)
+    return ProbeData(found["train"], found["test"], found.get("val"), names, train, sources["train"].fingerprint)
 
 
 def _told(one: Skipped, what: str) -> Skipped:
@@ -165,7 +165,7 @@ def _told(one: Skipped, what: str) -> Skipped:
     return one if what == "test" else Skipped(one.row, one.key, f"{one.reason} ({what})")
 
 
-def _rows(name: str, found: Split, options: ProbeOptions) -> Rows:
+def _rows(name: str, found: Split, options: ProbeOptions) -> LabelledFeatures:
     assert options.features is not None
     x = found.features.get(options.features)
     if x is None:
@@ -177,7 +177,7 @@ def _rows(name: str, found: Split, options: ProbeOptions) -> Rows:
     if len(bad):
         row = int(found.rows[bad[0]])
         raise ValueError(f"{name}: features of {len(bad)} of {len(x)} images are no numbers, first of row {row}.")
-    return Rows(x, found.labels)
+    return LabelledFeatures(x, found.labels)
 
 
 def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:

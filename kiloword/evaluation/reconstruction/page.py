@@ -27,7 +27,7 @@ FLAT = {"own_mean": "each patch's true mean", "mean_colour": "the mean of the pa
 
 
 @dataclass(frozen=True)
-class Example:
+class PaintedExample:
     """One image with hidden patches, painted from several guides."""
 
     mask: str
@@ -116,7 +116,7 @@ def _about(drawn: Mapping[str, Any]) -> str:
     return paragraph(said)
 
 
-def _card(example: Example) -> str:
+def _card(example: PaintedExample) -> str:
     images = [(example.original, "original"), (covered(example.original, example.hidden), "hidden")]
     images += [(one, f"{NAMES[name]}: {example.losses[name]:.3f}") for name, one in example.painted.items()]
     return card(images, [f"a wrong caption: “{example.wrong}”"], strong=f"“{example.right}”")

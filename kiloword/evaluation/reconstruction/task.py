@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
 from kiloword.evaluation.features import IMAGES, batches_in_turns, inference
-from kiloword.evaluation.reconstruction.page import SHOWN, Example, report, worse_than_flat
+from kiloword.evaluation.reconstruction.page import SHOWN, PaintedExample, report, worse_than_flat
 from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
 from kiloword.explain.reconstruct import fill, mean_colour, mim_settings, reconstruct, speaks_of
 from kiloword.methods.coca import masked_images, masking
@@ -67,7 +67,7 @@ def run(
     bad = [] if skipped is None else skipped
     wrong, mean = _known(judge, source, batch, workers, bad)
 
-    def judged(part: EvalBatch) -> Judged | None:
+    def judged(part: EvalBatch) -> JudgedImages | None:
         places = [n for n, row in enumerate(part.rows) if row in wrong]
         return judge.judged(source, part, places, [wrong[part.rows[n]] for n in places], mean) if places else None
 
@@ -137,11 +137,11 @@ class Painted:
 
 
 @dataclass
-class Judged:
+class JudgedImages:
     """What a batch of images lost, by mask, then guide, and a few of them."""
 
     losses: dict[str, dict[str, list[float]]]
-    examples: list[Example]
+    examples: list[PaintedExample]
 
 
 class Judge:
@@ -151,9 +151,9 @@ class Judge:
         self.settings = mim_settings(matcher)
         self.matcher, self.model = matcher, matcher.model
         self.losses: dict[str, dict[str, list[float]]] = {mask: {} for mask in MASKS}  # by mask, then guide: [images]
-        self.examples: list[Example] = []
+        self.examples: list[PaintedExample] = []
 
-    def add(self, found: Judged) -> None:
+    def add(self, found: JudgedImages) -> None:
         """Count a batch."""
         for mask, losses in found.losses.items():
             for name, values_ in losses.items():
@@ -164,12 +164,14 @@ class Judge:
     def _room(self, mask: str) -> int:
         return SHOWN - sum(example.mask == mask for example in self.examples)
 
-    def judged(self, source: Source, part: EvalBatch, places: list[int], wrong: list[str], mean: Tensor) -> Judged:
+    def judged(
+        self, source: Source, part: EvalBatch, places: list[int], wrong: list[str], mean: Tensor
+    ) -> JudgedImages:
         """Paint some images of a batch, each from its right caption, a wrong one and none."""
         device = next(self.model.parameters()).device
         right = [part.captions[n][0] for n in places]
         seeds = torch.tensor([key(source.fingerprint, "reconstruction", part.rows[n]) for n in places])
-        found = Judged({}, [])
+        found = JudgedImages({}, [])
         for mask in self.losses:
             with inference(self.model):
                 done = self.paint(part.images[places].to(device), right, wrong, seeds.to(device), mask, mean.to(device))
@@ -208,7 +210,7 @@ class Judge:
         }
         return {**found, "own_mean": target.mean(-1, keepdim=True)} if self.settings.norm_pix else found
 
-    def example(self, done: Painted, n: int, mask: str, right: str, wrong: str) -> Example:
+    def example(self, done: Painted, n: int, mask: str, right: str, wrong: str) -> PaintedExample:
         """Image n of a batch, as the page shows it."""
         one = slice(n, n + 1)
         filled = {
@@ -219,4 +221,4 @@ class Judge:
         losses = {name: float(done.losses[name][n]) for name in done.pixels}
         side = self.model.config.image.size // self.model.config.image.patch
         hidden = masking.as_bool(done.hidden[one], side * side)[0].view(side, side).cpu().numpy()
-        return Example(mask, original, hidden, filled, losses, right, wrong)
+        return PaintedExample(mask, original, hidden, filled, losses, right, wrong)

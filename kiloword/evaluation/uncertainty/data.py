@@ -26,7 +26,7 @@ Chain = tuple[int, list[str]]
 
 
 @dataclass
-class Data:
+class EncodedData:
     """I encoded images of a source and their T captions."""
 
     source: Source
@@ -49,7 +49,7 @@ class Levelled:
     captions: bool  # these are the data's different captions, in their order; else texts of chains
 
 
-def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> Data:
+def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> EncodedData:
     """Encode a source, a batch at a time; what has no caption stays, as an image."""
     rows: list[int] = []
     images: list[Features] = []
@@ -65,7 +65,7 @@ def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: 
         one = part.labels is not None and part.labels.ndim == 1  # many labels an image are neither right nor wrong
         labels.append(part.labels if part.labels is not None and one else torch.full((len(part.rows),), -1))
     joined, texts = join(images), matcher.encode_text(captions) if captions else None
-    return Data(
+    return EncodedData(
         source=source,
         rows=rows,
         images=joined,
@@ -127,13 +127,13 @@ def level(query: Query) -> int:
     return 3 if query.things and said == len(query.things) * len(ANY) else 2
 
 
-def chains(data: Data) -> list[Chain]:
+def chains(data: EncodedData) -> list[Chain]:
     """The chains of every encoded image, all of one length: the source's own, or HierarCaps' from its json."""
     found = read(data.source).chains
     return [(i, texts) for i, row in enumerate(data.rows) for texts in found.get(row, [])]
 
 
-def levelled(matcher: Matcher, data: Data, found: Sequence[Chain]) -> Levelled | None:
+def levelled(matcher: Matcher, data: EncodedData, found: Sequence[Chain]) -> Levelled | None:
     """Captions of scenes where they are of several levels, else the texts of chains; None where nothing has levels."""
     levels = caption_levels(data.source, data.captions)
     if levels is not None and (len(set(levels)) > 1 or not found):

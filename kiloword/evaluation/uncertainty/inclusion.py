@@ -15,7 +15,7 @@ from kiloword.data.scenes.entailment import follows
 from kiloword.data.scenes.grammar import parse
 from kiloword.evaluation.calibration import groups
 from kiloword.evaluation.features import chunks
-from kiloword.evaluation.uncertainty.data import Chain, Data
+from kiloword.evaluation.uncertainty.data import Chain, EncodedData
 from kiloword.methods.prolip.gaussian import csd, inclusion
 from kiloword.randomness import key
 from kiloword.types import Features
@@ -47,7 +47,7 @@ def _rows(features: Features, which: Tensor) -> Features:
     return {name: features[name][which.to(features[name].device)] for name in ("vec", "log_var")}
 
 
-def matched(data: Data) -> Tensor:
+def matched(data: EncodedData) -> Tensor:
     """H(image in caption) of every caption with its own image, [T]; its negative is H(caption in image)."""
     assert data.texts is not None
     return pairwise(data.images, data.texts, data.image, torch.arange(len(data.image)))[0]
@@ -103,7 +103,7 @@ def _follows(a: str, b: str) -> bool:
 
 
 @dataclass
-class Answer:
+class InclusionAnswers:
     """What a model says of n pairs, and the truth. All [n]."""
 
     h: Tensor  # double, H(first in second)
@@ -116,7 +116,7 @@ class Answer:
         return (self.h > 0) & (self.distance < overlap)
 
 
-def answers(matcher: Matcher, tested: Links) -> dict[str, Answer]:
+def answers(matcher: Matcher, tested: Links) -> dict[str, InclusionAnswers]:
     """Every list of pairs that holds any."""
     features = matcher.encode_text(tested.texts)
     found = {}
@@ -124,11 +124,11 @@ def answers(matcher: Matcher, tested: Links) -> dict[str, Answer]:
         if pairs:
             a, b, n = torch.tensor(pairs).T
             h, distance = pairwise(features, features, a, b)
-            found[name] = Answer(h, distance, tested.right(pairs), n % 2 == 0)
+            found[name] = InclusionAnswers(h, distance, tested.right(pairs), n % 2 == 0)
     return found
 
 
-def inclusion_tests(found: Mapping[str, Answer]) -> Iterator[tuple[str, float]]:
+def inclusion_tests(found: Mapping[str, InclusionAnswers]) -> Iterator[tuple[str, float]]:
     """Rates of right answers, in [0, 1], to the question whether one text includes another; yes where H > 0.
 
     `inclusion_chain_K_in_J`: a text of level K in that of level J of one chain; `inclusion_chain`: over all of these;
@@ -149,7 +149,7 @@ def inclusion_tests(found: Mapping[str, Answer]) -> Iterator[tuple[str, float]]:
             yield f"inclusion_{name}_overlap", _rate(answer.says(overlap)[~answer.held], answer.truth[~answer.held])
 
 
-def best_overlap(found: Sequence[Answer]) -> float:
+def best_overlap(found: Sequence[InclusionAnswers]) -> float:
     """The distance below which to believe H > 0, so that most answers about the held pairs are right; 4 for any.
 
     4 is the distance of opposite means without variance.

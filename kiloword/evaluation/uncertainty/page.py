@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kiloword.evaluation.calibration import Bins
 from kiloword.evaluation.uncertainty.data import Levelled, buckets
-from kiloword.evaluation.uncertainty.inclusion import Answer
+from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
 from kiloword.evaluation.uncertainty.shown import Plane
 from kiloword.report import box_plot, grid, histogram, page, paragraph, scatter, table, tiles
 from kiloword.report.histogram import bins
@@ -203,7 +203,7 @@ def _matched(values: Values, h: Tensor) -> str:
     return paragraph(said) + _bars({"pairs": h}, "H(image in its caption)", "share of the pairs")
 
 
-def _chains(values: Values, found: Mapping[str, Answer], exact: bool) -> str:
+def _chains(values: Values, found: Mapping[str, InclusionAnswers], exact: bool) -> str:
     """Histograms of H of the links of chains, and the rates of right answers."""
     links = [name for name in found if name.startswith("chain_")][:LINKS]
     some = {_link(name): found[name].h for name in [*links, "unrelated"] if name in found}

@@ -15,8 +15,8 @@ from torch import Tensor
 from kiloword.data.images.augmentation import fit
 from kiloword.data.images.decode import decode
 from kiloword.evaluation.calibration import Bins
-from kiloword.evaluation.uncertainty.data import Data, Levelled, different
-from kiloword.evaluation.uncertainty.inclusion import Answer
+from kiloword.evaluation.uncertainty.data import EncodedData, Levelled, different
+from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
 from kiloword.randomness import key
 from kiloword.types import Features
 
@@ -33,11 +33,11 @@ SIDE = 128  # pixels a side of an image on the page, at most
 class Findings:
     """What `run` found, beside its values."""
 
-    data: Data
+    data: EncodedData
     matched: Tensor | None = None  # [T] H(image in caption) of matched pairs
     true_of: Tensor | None = None  # [N] images that each different caption is true of
     levelled: Levelled | None = None
-    answers: dict[str, Answer] = field(default_factory=dict)
+    answers: dict[str, InclusionAnswers] = field(default_factory=dict)
     exact: bool = False  # whether the truth of these is known
     bins: dict[str, Bins] = field(default_factory=dict)
 
@@ -83,18 +83,18 @@ def drawn(found: Findings) -> dict[str, Any]:
     }
 
 
-def _images(data: Data, which: Sequence[int]) -> list[tuple[Pixels, float]]:
+def _images(data: EncodedData, which: Sequence[int]) -> list[tuple[Pixels, float]]:
     return [(pixels(data, i), float(data.image_uncertainty[i])) for i in which]
 
 
-def pixels(data: Data, image: int) -> Pixels:
+def pixels(data: EncodedData, image: int) -> Pixels:
     """The centre of an image, at most SIDE pixels a side: uint8 [H, W, 3]."""
     whole = decode(data.source.record(data.rows[image]).image)
     square: Pixels = fit(Image.fromarray(whole), min(SIDE, *whole.shape[:2])).permute(1, 2, 0).numpy()
     return square
 
 
-def plane(data: Data) -> Plane | None:
+def plane(data: EncodedData) -> Plane | None:
     """Some images with captions, the same ones for every model; None below two points.
 
     The projection is linear, so a Gaussian stays one: its covariance becomes P diag(variances) P^T (appendix A.1 uses

@@ -21,7 +21,7 @@ from kiloword.evaluation.metrics import hit, standing
 from kiloword.evaluation.retrieval.relevance import PANEL
 from kiloword.evaluation.retrieval.task import standings
 from kiloword.evaluation.uncertainty.data import (
-    Data,
+    EncodedData,
     Levelled,
     buckets,
     caption_levels,
@@ -99,7 +99,7 @@ def spread(name: str, uncertainties: Tensor) -> Values:
         yield f"{name}_q{q:02d}", value
 
 
-def _of_texts(data: Data, found: Findings) -> Values:
+def _of_texts(data: EncodedData, found: Findings) -> Values:
     """What captions alone, and with their own images, say."""
     assert data.texts is not None
     yield from spread("text_uncertainty", data.text_uncertainty)
@@ -129,7 +129,7 @@ def by_level(texts: Levelled) -> Values:
         yield f"text_uncertainty_level@{k}", float(texts.uncertainty[texts.level == k].mean())
 
 
-def true_of(data: Data, which: Sequence[int]) -> Tensor:
+def true_of(data: EncodedData, which: Sequence[int]) -> Tensor:
     """How many of the images some captions are true of: [n] int64, a block of captions at a time."""
     truth = data.source.relevance  # type: ignore[attr-defined]
     texts = [data.captions[i] for i in which]
@@ -137,7 +137,7 @@ def true_of(data: Data, which: Sequence[int]) -> Tensor:
     return torch.cat(list(in_turns(parts, lambda part: torch.as_tensor(truth(texts[part], data.rows)).sum(1))))
 
 
-def of_truth(data: Data, which: Sequence[int], count: Tensor) -> Values:
+def of_truth(data: EncodedData, which: Sequence[int], count: Tensor) -> Values:
     """Spearman's correlation of uncertainty and the (logarithm of the) number of images that a caption is true of.
 
     `truth_spearman`: over the captions that differ and are true of some image, `truth_captions` of them, those true
@@ -155,7 +155,7 @@ def of_truth(data: Data, which: Sequence[int], count: Tensor) -> Values:
 
 
 def _judged(
-    matcher: Matcher, data: Data, classnames: Sequence[str] | None, templates: Templates | None, chunk: int
+    matcher: Matcher, data: EncodedData, classnames: Sequence[str] | None, templates: Templates | None, chunk: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """What may be right or wrong: its name, uncertainties [N] and chances of being right [N].
 
@@ -176,7 +176,7 @@ def _judged(
 
 
 def _classified(
-    matcher: Matcher, data: Data, kept: Tensor, names: Sequence[str], templates: Templates, chunk: int
+    matcher: Matcher, data: EncodedData, kept: Tensor, names: Sequence[str], templates: Templates, chunk: int
 ) -> Tensor:
     """Chance that the class of some images [n] stands first, [n]."""
     classes = classifier(matcher.model, matcher.tokenizer, names, templates)

@@ -39,7 +39,7 @@ CONTRACTIONS = _contractions()
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedAnswer:
     """One question's accuracy, and what kind of question it is, where the data says so."""
 
     accuracy: float  # in [0, 1]
@@ -74,7 +74,7 @@ def normalise(answer: str) -> str:
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 
 
-def means(judged: Iterable[Judged]) -> Iterator[tuple[str, float]]:
+def means(judged: Iterable[JudgedAnswer]) -> Iterator[tuple[str, float]]:
     """The mean accuracy over all questions, then by question type and by answer type, in order of their names.
 
     Names: "accuracy", "accuracy/question/NAME", "accuracy/answer/NAME".

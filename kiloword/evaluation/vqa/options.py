@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kiloword.config.recipes import Settings
+from kiloword.config.recipes import BaseSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class VqaOptions(Settings):
+class VqaOptions(BaseSettings):
     """What answers there are, and how one is chosen."""
 
     answers: Path | None = None  # the closed list, an answer a line; without: those of --train, or the data's own

@@ -17,7 +17,7 @@ from kiloword.data.sources.questions import ANSWERS, check_asks, question_in
 from kiloword.data.sources.sample import check_regular
 from kiloword.distributed.sharing import alone, lockstep
 from kiloword.evaluation.features import IMAGES, batches_in_turns
-from kiloword.evaluation.vqa.metric import Judged, accuracy, means
+from kiloword.evaluation.vqa.metric import JudgedAnswer, accuracy, means
 from kiloword.evaluation.vqa.options import VqaOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import BadSample, Skipped, Source
@@ -80,10 +80,10 @@ class _Given:
     answer: str
     info: Mapping[str, Any]
 
-    def judged(self, answer: str) -> Judged:
+    def judged(self, answer: str) -> JudgedAnswer:
         """How right an answer to this question is."""
         kinds = (self.info.get("question_type"), self.info.get("answer_type"))
-        return Judged(accuracy(answer, self.info[ANSWERS]), *kinds)
+        return JudgedAnswer(accuracy(answer, self.info[ANSWERS]), *kinds)
 
 
 @dataclass(frozen=True)

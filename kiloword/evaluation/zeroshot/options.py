@@ -9,13 +9,13 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from kiloword.config.recipes import Settings
+from kiloword.config.recipes import BaseSettings
 
 Way = Literal["ensemble", "filter", "topk", "bprw"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions(Settings):
+class PromptOptions(BaseSettings):
     """What filter, topk and bprw may be told."""
 
     coeff: float = 1.0  # filter: prompts up to so many standard deviations above their class's mean uncertainty stay

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kiloword.config import recipes
 from kiloword.config.ranges import DEPTH
 from kiloword.config.recipes import ModelConfig
-from kiloword.generation.decoding import Memory
+from kiloword.generation.decoding import DecoderMemory
 from kiloword.methods.coca.captioning import (
     CaptionSettings,
     caption_loss,
@@ -30,7 +30,7 @@ from kiloword.types import Batch, Encoded, Texts
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerSettings(recipes.Settings):
+class AnswerSettings(recipes.BaseSettings):
     """How answers are predicted."""
 
     smoothing: float = 0.0  # label smoothing: share of each target's probability spread over the vocabulary
@@ -67,7 +67,7 @@ def answering(method: Method, settings: AnswerSettings) -> Method:
             "text_decoder": lambda config: text_decoder(config, decoding),
             "fuser": lambda config: fuser(config, settings),
         },
-        terms={**method.terms, "answer": (1.0, lambda config: Answer(settings, config))},
+        terms={**method.terms, "answer": (1.0, lambda config: AnswerLoss(settings, config))},
     )
 
 
@@ -77,7 +77,7 @@ def fuser(config: ModelConfig, settings: AnswerSettings) -> Fuser:
     return Fuser(config.text, width, width, causal=settings.question_sees == "before")
 
 
-class Answer(nn.Module):
+class AnswerLoss(nn.Module):
     """-log probability of each next token of an answer (words and end); mean over those tokens."""
 
     def __init__(self, settings: AnswerSettings, config: ModelConfig) -> None:
@@ -101,7 +101,7 @@ class Answer(nn.Module):
         return caption_loss(decoder, model, texts, tokens, memory.keys, self.extra, self.smoothing, memory.packing())
 
 
-def fused(model: Model, questions: Texts, image_tokens: Tensor) -> Memory:
+def fused(model: Model, questions: Texts, image_tokens: Tensor) -> DecoderMemory:
     """Memory of the text decoder for I questions about I images. Args: image_tokens [I, E + P, W].
 
     Raises: ValueError for a model without a fuser.
@@ -112,6 +112,6 @@ def fused(model: Model, questions: Texts, image_tokens: Tensor) -> Memory:
     assert isinstance(decoder, TextDecoder)
     tokens = model.more["fuser"](model.text_tower, questions, model.memory(image_tokens))
     keys = decoder.remember(tokens)
-    return Memory(
+    return DecoderMemory(
         [(k[: len(questions.ids)], v[: len(questions.ids)]) for k, v in keys], questions.starts, questions.longest
     )

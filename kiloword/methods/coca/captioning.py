@@ -73,7 +73,7 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
         method,
         shape=shape,
         towers={**method.towers, "text_decoder": lambda config: text_decoder(config, settings)},
-        terms={**method.terms, "caption": (settings.caption_weight, lambda config: Caption(settings, config))},
+        terms={**method.terms, "caption": (settings.caption_weight, lambda config: CaptionLoss(settings, config))},
     )
 
 
@@ -105,14 +105,14 @@ def check_causal(config: TextConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedRows:
     """Which row of a memory each text attends to, where several texts share one."""
 
     of: Tensor  # [T] int64, ascending: the row of each text
     longest: int  # largest number of tokens of the texts of one row
 
 
-class Caption(nn.Module):
+class CaptionLoss(nn.Module):
     """-log probability of each next token of a caption (words and end); mean over those tokens.
 
     The text tower's output is shared with the pair loss. So is the image tower's without a mask; with a mask, a second
@@ -135,7 +135,7 @@ class Caption(nn.Module):
         assert isinstance(decoder, TextDecoder)
         keys = self._keys(model, decoder, batch, encoded)
         row_per_text = len(keys[0][0]) == len(batch.texts)
-        shared = None if row_per_text else Shared(batch.image_of_text, longest_row(batch, 1 + self.extra))
+        shared = None if row_per_text else SharedRows(batch.image_of_text, longest_row(batch, 1 + self.extra))
         texts, tokens = batch.texts, encoded.text_tokens
         return caption_loss(decoder, model, texts, tokens, keys, self.extra, self.settings.smoothing, shared=shared)
 
@@ -167,7 +167,7 @@ def caption_loss(
     extra: int,
     smoothing: float,
     packing_k: Packing | None = None,
-    shared: Shared | None = None,
+    shared: SharedRows | None = None,
 ) -> Tensor:
     """Sum of -log probability over all next tokens. Args: see `decoded`."""
     x, targets = decoded(decoder, model, texts, tokens, keys, extra, packing_k, shared)
@@ -182,7 +182,7 @@ def decoded(
     keys: list[Keys],
     extra: int,
     packing_k: Packing | None = None,
-    shared: Shared | None = None,
+    shared: SharedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Decoder outputs [N, W] of every token that has a next one, and the ids of the next tokens [N], -1 for padding.
 
@@ -203,7 +203,7 @@ def next_tokens(texts: Texts, extra: int) -> Tensor:
     return texts.ids.new_full((), len(texts.ids) - len(texts) * (1 + extra))
 
 
-def joined(texts: Texts, shared: Shared, rows: int) -> Texts:
+def joined(texts: Texts, shared: SharedRows, rows: int) -> Texts:
     """The same tokens, with all texts of one memory row joined into one text."""
     starts = texts.starts[torch.searchsorted(shared.of, torch.arange(rows + 1, device=shared.of.device))]
     return Texts(texts.ids, starts, shared.longest)

@@ -24,7 +24,7 @@ CAPTIONS = 256  # captions scored at once: each copies the patches of its image
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskSettings(recipes.Settings):
+class MaskSettings(recipes.BaseSettings):
     """How attentive masks compare patches with a caption."""
 
     similarity: Literal["cosine", "dot"] = "cosine"  # of a patch and a token, both projected to the shared dimension

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mined(recipes.Settings):
+class Mined(recipes.BaseSettings):
     """Which pairs of image and text match, by cosines of teacher features: eq. 2."""
 
     image_text: bool = True  # the term S_it > p1
@@ -53,14 +53,14 @@ class Mining(Mined):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact(recipes.Settings):
+class Exact(recipes.BaseSettings):
     """Positives of data with complete ground truth (scenes)."""
 
     balance: bool = False  # divide the positives of each text by their sum, so that every text has the same weight
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiasSearch(recipes.Settings):
+class BiasSearch(recipes.BaseSettings):
     """Initial value of the bias."""
 
     bias_search: Literal["grid", "gradient", "none"] = "grid"  # the bias of least loss of the untrained model
@@ -87,7 +87,7 @@ class SupCon(clip.Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nothing(recipes.Settings):
+class Nothing(recipes.BaseSettings):
     """A component without settings."""
 
 

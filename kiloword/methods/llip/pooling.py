@@ -20,7 +20,7 @@ from kiloword.types import Features, Texts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture(recipes.Settings):
+class ContextualSettings(recipes.BaseSettings):
     """How mixture tokens become an image's features."""
 
     k: int = 16  # number of mixture tokens; the paper uses 1 to 128, mostly 64, class token included
@@ -37,7 +37,7 @@ class Mixture(recipes.Settings):
     )
 
 
-def tokens(config: ModelConfig, settings: Mixture) -> ModelConfig:
+def tokens(config: ModelConfig, settings: ContextualSettings) -> ModelConfig:
     """The configuration with K mixture tokens in place of the class token and of attentional pooling queries."""
     if settings.k < 1:
         raise ValueError(f"k is {settings.k}: expected at least one mixture token")
@@ -46,7 +46,7 @@ def tokens(config: ModelConfig, settings: Mixture) -> ModelConfig:
     return replace(config, image=image, head=head)
 
 
-def pooling(config: ModelConfig, settings: Mixture) -> Pooling:
+def pooling(config: ModelConfig, settings: ContextualSettings) -> Pooling:
     """The pooling selected by `settings.pool`, for towers configured by `tokens`."""
     if settings.pool == "contextual":
         return Contextual(config, settings)
@@ -58,7 +58,7 @@ def pooling(config: ModelConfig, settings: Mixture) -> Pooling:
 class OneVector(Single):
     """Baselines of the paper: the tower has K extra tokens; the first one, or the mean of all, is the image vector."""
 
-    def __init__(self, config: ModelConfig, settings: Mixture) -> None:
+    def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__(replace(config, head=replace(config.head, image_pool="mean")))  # unused; has no parameters
         self.read = 1 if settings.pool == "first" else settings.k
 
@@ -72,7 +72,7 @@ class Attention(nn.Module):
     No layer has a bias: softmax would give a bias of the keys no gradient.
     """
 
-    def __init__(self, config: ModelConfig, settings: Mixture) -> None:
+    def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__()
         self.dim, self.width, self.settings = config.head.dim, config.image.width, settings
         if settings.heads < 1 or self.dim % settings.heads:
@@ -150,7 +150,7 @@ class Contextual(Attention):
     in training. The query is computed from the text feature before projection.
     """
 
-    def __init__(self, config: ModelConfig, settings: Mixture) -> None:
+    def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__(config, settings)
         self.query = nn.Linear(config.text.width, self.dim, bias=False)  # W_Q
 
@@ -184,10 +184,10 @@ class Contextual(Attention):
         device = images["keys"].device.type
         return mixing.block(self._sizes(images), self._form(images, texts), device)
 
-    def _sizes(self, images: Features) -> mixing.Sizes:
-        return mixing.Sizes(images["keys"].shape[1], self.settings.heads, self.dim)
+    def _sizes(self, images: Features) -> mixing.PairSizes:
+        return mixing.PairSizes(images["keys"].shape[1], self.settings.heads, self.dim)
 
-    def _form(self, images: Features, texts: Features) -> mixing.Form:
+    def _form(self, images: Features, texts: Features) -> mixing.ScoreForm:
         form = self.settings.form
         return mixing.choose(self._sizes(images), len(texts["vec"])) if form == "auto" else form
 
@@ -214,7 +214,7 @@ class Contextual(Attention):
 class LearnedAverage(Attention):
     """One learned query for all texts, so that an image is one vector (arXiv:2405.00740, section 5)."""
 
-    def __init__(self, config: ModelConfig, settings: Mixture) -> None:
+    def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__(config, settings)
         self.query = nn.Parameter(torch.empty(self.dim))
 

@@ -7,20 +7,22 @@ from dataclasses import dataclass, replace
 from kiloword.config.recipes import ModelConfig, only, sizes
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.llip import pooling
-from kiloword.methods.llip.pooling import Mixture
+from kiloword.methods.llip.pooling import ContextualSettings
 from kiloword.methods.method import Method, Piece
 from kiloword.model.heads import Head, Single
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Mixture):
+class Settings(ContextualSettings):
     scale: float = 10.0  # initial scale of the cosine
     bias: float = -10.0  # initial; the logit is scale * cosine + bias
 
 
 def preset(settings: Settings) -> Method:
     def head(config: ModelConfig) -> Head:
-        return Head(pooling.pooling(config, only(settings, Mixture)), scale=settings.scale, bias=settings.bias)
+        return Head(
+            pooling.pooling(config, only(settings, ContextualSettings)), scale=settings.scale, bias=settings.bias
+        )
 
     return Method(
         name="llip",
@@ -32,7 +34,7 @@ def preset(settings: Settings) -> Method:
     )
 
 
-def mixed(method: Method, settings: Mixture) -> Method:
+def mixed(method: Method, settings: ContextualSettings) -> Method:
     """Replace the pooling of a method by mixture tokens and theirs; scale, bias and uncertainty stay.
 
     Raises: ValueError for a method that does not pool each image and each text into one vector.
@@ -54,6 +56,9 @@ def mixed(method: Method, settings: Mixture) -> Method:
 
 PIECES = {
     "contextual": Piece(
-        slot="pooling", summary="mixture tokens, mixed separately for every text", settings=Mixture, apply=mixed
+        slot="pooling",
+        summary="mixture tokens, mixed separately for every text",
+        settings=ContextualSettings,
+        apply=mixed,
     )
 }

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Form = Literal["direct", "gram"]
+ScoreForm = Literal["direct", "gram"]
 
 TILE = 1 << 18  # mixing weights per tile on a CPU: 1 MB in single precision, which stays in the cache
 KEPT = {"cpu": 1 << 26, "cuda": 1 << 28}  # saved activations per block, in numbers: 256 MB and 1 GB
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PairSizes:
     """The sizes that determine the cost of a pair."""
 
     tokens: int  # N, mixture tokens (and patches) of an image
@@ -39,7 +39,7 @@ class Sizes:
         return self.tokens * self.heads
 
 
-def choose(sizes: Sizes, texts: int) -> Form:
+def choose(sizes: PairSizes, texts: int) -> ScoreForm:
     """The faster form for a number of texts per image.
 
     Counts multiplications, forward and backward: a pair costs 4 (D^2 - (M N)^2) more in the direct form; the Gram
@@ -50,7 +50,7 @@ def choose(sizes: Sizes, texts: int) -> Form:
     return "gram" if 4 * (d * d - w * w) * texts > once else "direct"
 
 
-def block(sizes: Sizes, form: Form, device: str) -> tuple[int, int]:
+def block(sizes: PairSizes, form: ScoreForm, device: str) -> tuple[int, int]:
     """Rows and columns of a block, chosen such that the memory saved for backward is bounded.
 
     A Gram matrix is computed per image and y per text; the ratio of columns to rows makes both cost the same.
@@ -63,7 +63,7 @@ def block(sizes: Sizes, form: Form, device: str) -> tuple[int, int]:
 
 
 def cosine(
-    keys: Tensor, values: Tensor, query: Tensor, target: Tensor, out: Tensor, factor: float, form: Form
+    keys: Tensor, values: Tensor, query: Tensor, target: Tensor, out: Tensor, factor: float, form: ScoreForm
 ) -> Tensor:
     """Cosine of every image, mixed for every text, with the text's target: [i, t].
 
@@ -110,7 +110,7 @@ class _Cosine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor, form: Form, keep: bool
+        ctx: Any, keys: Tensor, values: Tensor, query: Tensor, y: Tensor, square: Tensor, form: ScoreForm, keep: bool
     ) -> Tensor:
         ctx.save_for_backward(keys, values, query, y, square)
         ctx.form, ctx.kept = form, []

@@ -18,7 +18,7 @@ from kiloword.model.heads import Head, Single
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matching(recipes.Settings):
+class Matching(recipes.BaseSettings):
     """Logit of a pair: -scale * CSD + bias."""
 
     scale: float = 5.0  # initial; its logarithm is trained, so it stays positive (the authors' code: the scale)
@@ -35,7 +35,7 @@ class Settings(GaussianSettings, Matching):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deterministic(recipes.Settings):
+class Deterministic(recipes.BaseSettings):
     """An auxiliary loss on the means of Gaussians."""
 
     loss: Literal["softmax", "sigmoid"] = "softmax"  # CLIP's or SigLIP's, with separate scale (and bias)

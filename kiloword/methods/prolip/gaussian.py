@@ -142,7 +142,7 @@ def vib(features: Features, form: Literal["textbook", "released"] = "textbook") 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaussianSettings(recipes.Settings):
+class GaussianSettings(recipes.BaseSettings):
     """Initial variance, and how variances of prompts are combined."""
 
     log_var: float = -10.0  # initial value

@@ -22,7 +22,7 @@ from kiloword.types import Batch, Encoded, Features, Texts
 
 
 @dataclass(frozen=True, kw_only=True)
-class InclusionSettings(recipes.Settings):
+class InclusionSettings(recipes.BaseSettings):
     """Weights and form of the inclusion terms, and how masked copies are made."""
 
     image_in_text: float = 1e-7  # weight of: an image lies within its caption; 0: off

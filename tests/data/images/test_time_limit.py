@@ -20,7 +20,7 @@ from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.steps import in_order
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.tokenizer import Tokenizer
 from tars import pairs, write_tar
 
@@ -28,7 +28,7 @@ ROWS, SLOW = 12, 5
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TarSource:
     """Decoding its row 5 takes 1 s, in one call of libjpeg; the limit is 0.2 s."""
     monkeypatch.setattr(time_limit, "SECONDS", 0.2)
     monkeypatch.setattr(time_limit, "POLL_S", 0.05)
@@ -36,10 +36,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
     members = pairs(ROWS)
     slow = scans(80, Image.new("L", (4200, 4200)))
     members = {name: slow if name == f"{SLOW:04d}.png" else body for name, body in members.items()}
-    return Shards("x", [write_tar(tmp_path / "x.tar", members)])
+    return TarSource("x", [write_tar(tmp_path / "x.tar", members)])
 
 
-def loader(source: Shards, workers: int, given_up: set[time_limit.Row]) -> Loader:
+def loader(source: TarSource, workers: int, given_up: set[time_limit.Row]) -> Loader:
     tokenizer = Tokenizer.train(["image 0123456789"] * 20, 300)
     return Loader(
         source,
@@ -54,7 +54,7 @@ def loader(source: Shards, workers: int, given_up: set[time_limit.Row]) -> Loade
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_slow_row_is_replaced(source: Shards, workers: int) -> None:
+def test_a_slow_row_is_replaced(source: TarSource, workers: int) -> None:
     pytest.importorskip("simplejpeg")
     given_up: set[time_limit.Row] = set()
     batches = list(loader(source, workers, given_up).batches(0, 3))
@@ -71,7 +71,7 @@ def test_a_slow_row_is_replaced(source: Shards, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_evaluation_leaves_it_out(source: Shards, workers: int) -> None:
+def test_evaluation_leaves_it_out(source: TarSource, workers: int) -> None:
     batches = list(eval_batches(source, 32, batch=4, workers=workers))
     assert [row for batch in batches for row in batch.rows] == [row for row in range(ROWS) if row != SLOW]
     assert [(s.row, s.reason) for b in batches for s in b.skipped] == [
@@ -79,7 +79,7 @@ def test_evaluation_leaves_it_out(source: Shards, workers: int) -> None:
     ]
 
 
-def test_waiting_is_not_late(source: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_not_late(source: TarSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only processor time counts: a process that stands still, or waits for a core, loses no row."""
     call = EvalTransform.__call__
 
@@ -92,7 +92,7 @@ def test_waiting_is_not_late(source: Shards, monkeypatch: pytest.MonkeyPatch) ->
     assert [row for batch in batches for row in batch.rows] == [0, 1]
 
 
-def test_the_thread_ends_with_the_batches(source: Shards) -> None:
+def test_the_thread_ends_with_the_batches(source: TarSource) -> None:
     before = threading.active_count()
     batches = eval_batches(source, 32, batch=4)
     next(batches)
@@ -103,7 +103,7 @@ def test_the_thread_ends_with_the_batches(source: Shards) -> None:
     assert threading.active_count() == before
 
 
-def test_errors_come_out_as_they_are(source: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_come_out_as_they_are(source: TarSource, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: EvalTransform, image: bytes) -> object:
         raise KeyError("bug")
 

@@ -34,7 +34,7 @@ from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches
 from kiloword.data.remote import cache as remote_cache
 from kiloword.data.remote import index as remote_index
-from kiloword.data.remote.cache import Cache
+from kiloword.data.remote.cache import FileCache
 from kiloword.data.remote.config import RemoteConfig, remote_config
 from kiloword.data.remote.errors import Unreachable
 from kiloword.data.sampler import Order
@@ -43,7 +43,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw
 from kiloword.training.log import read_metrics
-from kiloword.training.loop import Options, train
+from kiloword.training.loop import RunOptions, train
 from kiloword.types import Source
 from servers import Server
 from tars import pairs, photo, write_tar
@@ -629,7 +629,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("user", ["reader", "maker"])
 def test_a_full_disk_waits_for_files_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str) -> None:
-    cache, contents = Cache(tmp_path, limit=1000), {"a": b"a" * 100, "b": b"b" * 100}
+    cache, contents = FileCache(tmp_path, limit=1000), {"a": b"a" * 100, "b": b"b" * 100}
     disk = Disk(tmp_path, 150, monkeypatch)
     monkeypatch.setattr(remote_cache, "time", SimpleNamespace(monotonic=time.monotonic, sleep=disk.sleep))
     with ExitStack() as use:
@@ -655,7 +655,10 @@ def test_a_full_disk_with_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(remote_cache, "time", SimpleNamespace(monotonic=time.monotonic, sleep=disk.sleep))
     with (tmp_path / "a.part").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(Unreachable, match="No space left on device"), Cache(tmp_path, 1000).opened("b", 100, print):
+        with (
+            pytest.raises(Unreachable, match="No space left on device"),
+            FileCache(tmp_path, 1000).opened("b", 100, print),
+        ):
             pass
     assert not (tmp_path / "b.part").exists()
 
@@ -667,7 +670,7 @@ def test_a_lock_ends_although_a_process_forked_meanwhile_lives(tmp_path: Path, l
     over = context.Event()
     worker = context.Process(target=over.wait)
     if lock == "piece":
-        path, held = tmp_path / "a", Cache(tmp_path).opened("a", 3, lambda fd: os.pwrite(fd, b"abc", 0))
+        path, held = tmp_path / "a", FileCache(tmp_path).opened("a", 3, lambda fd: os.pwrite(fd, b"abc", 0))
     else:
         path, held = tmp_path / "a.lock", remote_index._locked(tmp_path / "a")
     with held:
@@ -754,7 +757,7 @@ def test_training_is_that_of_the_local_copy(tmp_path: Path) -> None:
     def losses(src: str, name: str) -> list[float]:
         base = default_recipe("siglip", "debug", (src,))
         recipe = recipes.replace(base, data=recipes.replace(base.data, tokenizer_vocab=300), batch=8, steps=6)
-        train(recipe, tmp_path / name, options=Options(log_every=1, quiet=True))
+        train(recipe, tmp_path / name, options=RunOptions(log_every=1, quiet=True))
         return [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")]
 
     with Server(files) as server:

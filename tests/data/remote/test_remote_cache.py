@@ -13,7 +13,7 @@ import pytest
 
 from counting import opened_in
 from kiloword.data.remote import cache as remote_cache
-from kiloword.data.remote.cache import Cache
+from kiloword.data.remote.cache import FileCache
 from kiloword.data.remote.errors import Unreachable
 
 
@@ -34,7 +34,7 @@ def total(folder: Path) -> str:
     return (folder / "total").read_text()
 
 
-def make(cache: Cache, name: str, size: int, age: int = 0) -> None:
+def make(cache: FileCache, name: str, size: int, age: int = 0) -> None:
     """Args: age: seconds since it was used last."""
     cache.fetch(name, size, write(b"x" * size))
     stat = (cache.folder / name).stat()
@@ -66,7 +66,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_file_is_made_once_and_held_while_it_is_open(tmp_path: Path) -> None:
-    cache, made = Cache(tmp_path / "new" / "folder", 1000), list[bytes]()
+    cache, made = FileCache(tmp_path / "new" / "folder", 1000), list[bytes]()
     for _ in range(2):
         with cache.opened("a", 3, write(b"abc", made)) as fd, cache.opened("a", 3, write(b"?", made)) as again:
             assert os.pread(fd, 9, 0) == os.pread(again, 9, 0) == b"abc"
@@ -85,7 +85,7 @@ def _umask() -> int:
 
 
 def test_reading_makes_a_file_young_again(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 1000)
+    cache = FileCache(tmp_path, 1000)
     make(cache, "a", 3, age=1000)
     make(cache, "b", 3, age=500)
     with cache.opened("a", 3, write(b"?")):
@@ -95,13 +95,13 @@ def test_reading_makes_a_file_young_again(tmp_path: Path) -> None:
 
 def test_a_file_of_another_length_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"half")
-    with Cache(tmp_path).opened("a", 5, write(b"whole")) as fd:
+    with FileCache(tmp_path).opened("a", 5, write(b"whole")) as fd:
         assert os.pread(fd, 9, 0) == b"whole"
     assert (tmp_path / "a").read_bytes() == b"whole"
 
 
 def test_the_oldest_go_and_a_twentieth_stays_free(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 1000)
+    cache = FileCache(tmp_path, 1000)
     for n in range(10):
         make(cache, f"{n}", 95, age=100 * (n != 3) + n)
     assert total(tmp_path) == "950"
@@ -112,7 +112,7 @@ def test_the_oldest_go_and_a_twentieth_stays_free(tmp_path: Path) -> None:
 
 
 def test_what_dead_processes_left_goes_before_the_oldest(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 1000)
+    cache = FileCache(tmp_path, 1000)
     make(cache, "old", 500, age=10**6)
     (tmp_path / "dead.part").write_bytes(b"x" * 400)
     (tmp_path / "total").unlink()  # nobody knows how much is there
@@ -123,7 +123,7 @@ def test_what_dead_processes_left_goes_before_the_oldest(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("count", ["", "many", "-5", "99999"])
 def test_a_count_that_is_none_or_too_high_is_made_anew(tmp_path: Path, count: str) -> None:
-    cache = Cache(tmp_path, 1000)
+    cache = FileCache(tmp_path, 1000)
     make(cache, "a", 300)
     (tmp_path / "total").write_text(count)
     make(cache, "b", 200)
@@ -131,7 +131,7 @@ def test_a_count_that_is_none_or_too_high_is_made_anew(tmp_path: Path, count: st
 
 
 def test_files_in_use_are_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(tmp_path, 100)
+    cache = FileCache(tmp_path, 100)
     make(cache, "idle", 30)
     with cache.opened("used", 60, write(b"u" * 60)), impatient(monkeypatch):
         with pytest.raises(Unreachable, match=r"is full of files in use: set KILOWORD_REMOTE to a higher limit"):
@@ -142,7 +142,7 @@ def test_files_in_use_are_not_given_up(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_can_never_fit_costs_nothing(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 1000)
+    cache = FileCache(tmp_path, 1000)
     make(cache, "a", 1000)
     said = r"a file of 1,001 bytes does not fit into .*, which may hold 1,000: set KILOWORD_REMOTE to another limit"
     with pytest.raises(Unreachable, match=said):
@@ -157,7 +157,7 @@ def test_a_failed_fill_leaves_no_file(tmp_path: Path, limit: float | None, error
         os.pwrite(fd, b"half", 0)
         raise error
 
-    cache = Cache(tmp_path, limit)
+    cache = FileCache(tmp_path, limit)
     with pytest.raises(type(error), match=str(error)), cache.opened("a", 10, fail):
         pass
     with pytest.raises(type(error), match=str(error)):
@@ -170,16 +170,16 @@ def test_a_failed_fill_leaves_no_file(tmp_path: Path, limit: float | None, error
 def test_who_fetches_ahead_does_not_wait_for_another_maker(tmp_path: Path) -> None:
     with (tmp_path / "a.part").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        Cache(tmp_path, 100).fetch("a", 5, write(b"twice"))
+        FileCache(tmp_path, 100).fetch("a", 5, write(b"twice"))
     assert names(tmp_path) == {"a.part"}
-    with Cache(tmp_path, 100).opened("a", 5, write(b"whole")) as fd:  # its maker died: made by the next one
+    with FileCache(tmp_path, 100).opened("a", 5, write(b"whole")) as fd:  # its maker died: made by the next one
         assert os.pread(fd, 5, 0) == b"whole"
     assert names(tmp_path) == {"a"}
 
 
 def test_what_another_made_meanwhile_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its maker has finished between two looks."""
-    cache, made, flock = Cache(tmp_path, 100), list[bytes](), fcntl.flock
+    cache, made, flock = FileCache(tmp_path, 100), list[bytes](), fcntl.flock
 
     def late(fd: int, how: int) -> None:
         if how == fcntl.LOCK_EX and not made and os.readlink(f"/proc/self/fd/{fd}").endswith("a.part"):
@@ -199,7 +199,7 @@ def test_what_another_made_meanwhile_is_taken(tmp_path: Path, monkeypatch: pytes
 def test_dropping_leaves_what_is_being_made(tmp_path: Path) -> None:
     for name in ("x-0", "x-1", "x-2.part", "y-0"):
         (tmp_path / name).write_bytes(b"x")
-    cache = Cache(tmp_path)
+    cache = FileCache(tmp_path)
     cache.drop_all("x-")
     cache.drop("none")
     assert names(tmp_path) == {"x-2.part", "y-0"}
@@ -216,10 +216,10 @@ def test_file_systems_that_reserve_no_space(tmp_path: Path, monkeypatch: pytest.
     sizes: list[int] = []
     if number == errno.EIO:
         with pytest.raises(Unreachable, match=r"cannot keep what is fetched \(Input/output error\)"):
-            Cache(tmp_path, 100).fetch("a", 10, sizes.append)
+            FileCache(tmp_path, 100).fetch("a", 10, sizes.append)
         assert names(tmp_path) == set()
     else:
-        Cache(tmp_path, 100).fetch("a", 10, lambda fd: sizes.append(os.fstat(fd).st_size))
+        FileCache(tmp_path, 100).fetch("a", 10, lambda fd: sizes.append(os.fstat(fd).st_size))
         assert (sizes, names(tmp_path), total(tmp_path)) == ([10], {"a"}, "10")
 
 
@@ -233,7 +233,7 @@ def test_a_full_disk_gives_up_as_little_as_it_must(tmp_path: Path, monkeypatch: 
         reserve(fd, offset, size)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    cache = Cache(tmp_path, 10**6)
+    cache = FileCache(tmp_path, 10**6)
     for n in range(5):
         make(cache, f"{n}", 20, age=10 - n)
     make(cache, "new", 30)

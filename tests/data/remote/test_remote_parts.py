@@ -30,9 +30,9 @@ from kiloword.data.remote.fsspec_files import Fsspec, _checksum
 from kiloword.data.remote.http_files import Http
 from kiloword.data.remote.index import Whole, open_remote_index
 from kiloword.data.remote.stat import Checksum, Stat
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_source
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from tars import pairs, write_tar
 
 ADDRESS = Address("https://data.org/0.tar")
@@ -326,7 +326,7 @@ class Queue(list[Any]):
 
 
 @pytest.fixture
-def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TarSource:
     """A remote set of 3 tars of 4 samples each, a piece a tar; nothing is fetched in the background."""
     for n in range(3):
         write_tar(tmp_path / f"{n}.tar", pairs(4))
@@ -336,7 +336,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
     return source
 
 
-def test_what_the_next_steps_need_is_asked_for_once(far: Shards) -> None:
+def test_what_the_next_steps_need_is_asked_for_once(far: TarSource) -> None:
     """A step of two rows; three more are looked at, up to the end."""
     made = ahead_of(far, lambda step: (far, range(2 * step, 2 * step + 2)), 2, stop=6)
     assert made is not None
@@ -358,10 +358,10 @@ def test_what_the_next_steps_need_is_asked_for_once(far: Shards) -> None:
     assert not made._queue
 
 
-def test_what_is_near_is_not_fetched_ahead(far: Shards, tmp_path: Path) -> None:
-    near = Shards("x", [write_tar(tmp_path / "near.tar", pairs(2))])
+def test_what_is_near_is_not_fetched_ahead(far: TarSource, tmp_path: Path) -> None:
+    near = TarSource("x", [write_tar(tmp_path / "near.tar", pairs(2))])
     assert ahead_of(near, lambda step: (near, []), 2) is None
-    mixed = Mixture([near, far], [1.0, 1.0])
+    mixed = MixtureSource([near, far], [1.0, 1.0])
     made = ahead_of(mixed, lambda step: (mixed, range(14)), 14)
     assert made is not None
     made._owner, made._queue = os.getpid(), Queue()  # type: ignore[assignment]

@@ -11,7 +11,7 @@ import pytest
 
 from kiloword.cli.main import main
 from kiloword.data.sources import digest
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.index import open_index
 from tars import pairs, photo, write_tar
@@ -122,10 +122,10 @@ def test_a_bounded_number_of_rows_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(read) == 2 * digest.SAMPLED
     scenes, folder = open_source("scenes?n=9"), open_source(str(files(tmp_path / "data")))
     assert digest.sampled(scenes) == ""
-    before = digest.sampled(Mixture([scenes, folder], [1.0, 2.0]))
+    before = digest.sampled(MixtureSource([scenes, folder], [1.0, 2.0]))
     assert before
     change(tmp_path / "data" / "3.txt", b"caption", b"another")
-    assert digest.sampled(Mixture([scenes, folder], [1.0, 2.0])) != before
+    assert digest.sampled(MixtureSource([scenes, folder], [1.0, 2.0])) != before
 
 
 def test_a_missing_image_is_no_error_and_another_digest(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.extra_captions import CaptionTable, WithCaptions, with_captions
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_data, open_source
 from kiloword.data.sources.own import Own
 from kiloword.data.text.tokenizer import Tokenizer
@@ -131,8 +131,8 @@ def test_what_else_a_source_knows_stays(tmp_path: Path) -> None:
 def test_a_mixture_is_wrapped_part_by_part(tmp_path: Path) -> None:
     first, second = (open_source(str(write_tar(tmp_path / f"{n}.tar", pairs(8, 8 * n)))) for n in range(2))
     path = table(tmp_path / "t.parquet", key=["0001", "0009"], captions=[["a"], ["b"]])
-    source = with_captions(Mixture([first, second], [1.0, 0.5]), [path])
-    assert isinstance(source, Mixture)
+    source = with_captions(MixtureSource([first, second], [1.0, 0.5]), [path])
+    assert isinstance(source, MixtureSource)
     assert source.record(1).captions == ["image 1", "a"]
     found = {tuple(source.at(epoch).record(row).captions) for epoch in range(4) for row in range(8, 12)}
     assert ("image 9", "b") in found

@@ -15,7 +15,7 @@ from PIL import Image
 
 from kiloword.api import Matcher
 from kiloword.config.recipes import sizes
-from kiloword.data.hierarimgs import Options, build, decode_mask
+from kiloword.data.hierarimgs import BuildOptions, build, decode_mask
 from kiloword.data.hierarimgs.__main__ import main
 from kiloword.data.hierarimgs.masks import decompress
 from kiloword.data.hierarimgs.writer import paste
@@ -179,21 +179,23 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_chosen(made: Path) -> None:
     files = made / "instances.json", made / "images"
-    report = build(*files, made / "out", Options(least=50))
+    report = build(*files, made / "out", BuildOptions(least=50))
     assert (report.images, report.few, report.small, report.written) == (6, 1, 1, 2)
     assert report.bad == {
         "cannot read the image: No such file or directory": 1,
         "the image is not of the size that was annotated": 1,
     }
-    assert build(*files, made / "all", Options(least=64)).small == 2  # not below, but not above: 1's fourth segment
-    pasted = build(*files, made / "pasted", Options(least=64, considered="pasted"))
+    assert (
+        build(*files, made / "all", BuildOptions(least=64)).small == 2
+    )  # not below, but not above: 1's fourth segment
+    pasted = build(*files, made / "pasted", BuildOptions(least=64, considered="pasted"))
     assert (pasted.small, pasted.written) == (1, 2)
-    assert build(*files, made / "crowd", Options(least=50, crowd=True)).written == 3
-    assert build(*files, made / "two", Options(least=50, segments=2)).few == 0
+    assert build(*files, made / "crowd", BuildOptions(least=50, crowd=True)).written == 3
+    assert build(*files, made / "two", BuildOptions(least=50, segments=2)).few == 0
 
 
 def test_what_is_written_is_what_our_readers_read(made: Path) -> None:
-    build(made / "instances.json", made / "images", made / "out", Options(least=50))
+    build(made / "instances.json", made / "images", made / "out", BuildOptions(least=50))
     source = open_source(str(made / "out"))
     records = [source.record(row) for row in range(len(source))]
     assert [r.key for r in records] == [f"{i:012d}-{k}" for i in (1, 2) for k in range(4)]
@@ -216,7 +218,7 @@ def test_what_is_written_is_what_our_readers_read(made: Path) -> None:
 def test_the_same_input_gives_the_same_bytes_in_shards(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kiloword.data.hierarimgs.writer.SHARD", 3)
     for name in ("a", "b"):
-        build(made / "instances.json", made / "images", made / name, Options(least=50))
+        build(made / "instances.json", made / "images", made / name, BuildOptions(least=50))
     assert sorted(p.name for p in (made / "a").iterdir()) == ["0.tar", "1.tar", "nshards.txt"]
     for name in ("0.tar", "1.tar"):
         assert (made / "a" / name).read_bytes() == (made / "b" / name).read_bytes()
@@ -235,21 +237,21 @@ def test_nothing_is_left_when_it_fails(made: Path, monkeypatch: pytest.MonkeyPat
     before = sorted(p.name for p in made.iterdir())
     files = made / "instances.json", made / "images"
     with pytest.raises(ValueError, match="no image qualifies: 0 of 6 images written"):
-        build(*files, made / "out", Options(least=1e6))
+        build(*files, made / "out", BuildOptions(least=1e6))
     monkeypatch.setattr("kiloword.data.hierarimgs.writer._png", lambda pixels: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        build(*files, made / "out", Options(least=50))
+        build(*files, made / "out", BuildOptions(least=50))
     assert sorted(p.name for p in made.iterdir()) == before
 
 
 def test_words_for_what_a_user_can_mend(made: Path) -> None:
     files = made / "instances.json", made / "images"
     with pytest.raises(ValueError, match="images exists: choose another OUT"):
-        build(*files, made / "images", Options(least=50))
+        build(*files, made / "images", BuildOptions(least=50))
     with pytest.raises(ValueError, match="0 segments; expected at least 1"):
-        build(*files, made / "out", Options(segments=0))
+        build(*files, made / "out", BuildOptions(segments=0))
     with pytest.raises(ValueError, match="least is nan: expected a number of pixels"):
-        build(*files, made / "out", Options(least=math.nan))
+        build(*files, made / "out", BuildOptions(least=math.nan))
     good = json.loads(files[0].read_text())
     twice = json.dumps({**good, "images": [good["images"][0]] * 2})
     unnamed = json.dumps({**good, "categories": [{"id": 1, "name": 7}]})
@@ -281,7 +283,7 @@ def matcher(method: str) -> Matcher:
 
 
 def test_eval_hierarchy_judges_the_levels(made: Path) -> None:
-    build(made / "instances.json", made / "images", made / "out", Options(least=50))
+    build(made / "instances.json", made / "images", made / "out", BuildOptions(least=50))
     model = matcher("prolip")
     found = evaluate(model, "hierarchy", str(made / "out"))
     source = open_source(str(made / "out"))

@@ -24,7 +24,7 @@ from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.own import _stored
 from kiloword.data.sources.sample import MAX_CAPTION, MAX_CAPTIONS, MAX_TEXT, make_record, parse_captions
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.eda import read_synonyms
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.files import read_columns
@@ -118,7 +118,7 @@ def test_members_that_nobody_should_read(tmp_path: Path) -> None:
     long = b"x " * (5 << 20)
     assert len(long) > MAX_TEXT
     tar = write_tar(tmp_path / "x.tar", {"a.png": photo(), "a.txt": long, "b.png": photo(), "b.txt": b"b"})
-    source = Shards("x", [tar])
+    source = TarSource("x", [tar])
     with pytest.raises(BadSample, match=r"the \.txt has 10,485,760 bytes, more than 8,388,608"):
         source.record(0)
     with pytest.raises(BadSample, match="more than 8,388,608"):

@@ -16,7 +16,7 @@ from PIL import Image
 
 from kiloword.data.hierarimgs.__main__ import main
 from kiloword.data.hierarimgs.masks import decode_mask
-from kiloword.data.hierarimgs.writer import Options, Report, Segment, build, choose
+from kiloword.data.hierarimgs.writer import BuildOptions, BuildReport, Segment, build, choose
 from kiloword.data.images.augmentation import _centre, _crop_resize, _scaled, fit
 from kiloword.data.images.decode import MAX_PIXELS, _from_16_bit, _turn, decode, image_size, to_rgb
 from kiloword.data.images.work import is_whole_png
@@ -48,7 +48,7 @@ def test_levels_are_built_into_an_empty_folder_over_what_a_killed_one_left(tmp_p
     left = tmp_path / ".out.tmp"
     left.mkdir()
     (left / "7.tar").write_bytes(b"half")
-    report = build(*files, out, Options(segments=2, least=0, canvas="grey"))
+    report = build(*files, out, BuildOptions(segments=2, least=0, canvas="grey"))
     assert list(report.lines()) == ["2 of 2 images written", "0 have too few segments, 0 a segment that is too small"]
     assert sorted(path.name for path in out.iterdir()) == ["0.tar", "nshards.txt"]
     assert not left.exists()
@@ -87,13 +87,13 @@ def test_reasons_of_images_left_out(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert said in capsys.readouterr().err
     segments = [Segment(n, area, "x", None) for n, area in enumerate((5.0, 9.0, 7.0, 7.0))]
     for options, chosen, few, small in (
-        (Options(segments=3, least=4), [1, 2, 3], 0, 0),
-        (Options(segments=3, least=5), [], 0, 1),
-        (Options(segments=3, least=5, considered="pasted"), [1, 2, 3], 0, 0),
-        (Options(segments=5, least=0), [], 1, 0),
-        (Options(segments=4, least=4), [1, 2, 3, 0], 0, 0),
+        (BuildOptions(segments=3, least=4), [1, 2, 3], 0, 0),
+        (BuildOptions(segments=3, least=5), [], 0, 1),
+        (BuildOptions(segments=3, least=5, considered="pasted"), [1, 2, 3], 0, 0),
+        (BuildOptions(segments=5, least=0), [], 1, 0),
+        (BuildOptions(segments=4, least=4), [1, 2, 3, 0], 0, 0),
     ):
-        report = Report()
+        report = BuildReport()
         assert [one.id for one in choose(segments, options, report)] == chosen
         assert (report.few, report.small) == (few, small)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kiloword.data.sources.mixture import Mixture, mix
+from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.types import Record
 
 
@@ -52,7 +52,7 @@ def test_rows_stand_source_by_source_each_as_often_as_its_weight() -> None:
 
 def test_one_source_of_another_kind_makes_the_mixture_so() -> None:
     """Crops and mirror images are right only where they are right for all rows."""
-    plain, both, rich = (Mixture(sources, [1.0] * len(sources)) for sources in _kinds())
+    plain, both, rich = (MixtureSource(sources, [1.0] * len(sources)) for sources in _kinds())
     assert [m.natural for m in (plain, both, rich)] == [True, False, False]
     assert [m.from_files for m in (plain, both, rich)] == [False, False, True]
     assert [m.notes for m in (plain, both, rich)] == [[], ["cut"], ["cut", "cut"]]

@@ -18,7 +18,7 @@ from kiloword.data.inspect import check
 from kiloword.data.tars.headers import Tar
 from kiloword.data.tars.index import open_index, scan
 from kiloword.data.tars.index_file import make_index, read_index, write_index
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.types import BadSample
 from tars import photo
 
@@ -66,13 +66,13 @@ GOOD = member(b"good.png", photo()) + member(b"good.txt", b"good")
 END = bytes(1024)
 
 
-def source_of(tmp_path: Path, raw: bytes) -> Shards:
+def source_of(tmp_path: Path, raw: bytes) -> TarSource:
     (tmp_path / "data").mkdir(exist_ok=True)
     (tmp_path / "data" / "x.tar").write_bytes(raw)
-    return Shards("x", [tmp_path / "data" / "x.tar"])
+    return TarSource("x", [tmp_path / "data" / "x.tar"])
 
 
-def outcome(source: Shards, row: int) -> str:
+def outcome(source: TarSource, row: int) -> str:
     """The first caption, or the reason why there is none."""
     try:
         return source.record(row).captions[0]
@@ -80,7 +80,7 @@ def outcome(source: Shards, row: int) -> str:
         return str(error)
 
 
-def outcomes(source: Shards) -> dict[str, str]:
+def outcomes(source: TarSource) -> dict[str, str]:
     return {source.key(row): outcome(source, row) for row in range(len(source))}
 
 
@@ -243,12 +243,12 @@ def test_an_index_made_on_purpose_is_made_again(tmp_path: Path, harm: str) -> No
     with beside.open("wb") as file:
         write_index(file, make_index(good.header, table, keys))
     assert read_index(beside) is None
-    source = Shards("x", [tar])  # by its header alone; the index is made again when a row is asked for
+    source = TarSource("x", [tar])  # by its header alone; the index is made again when a row is asked for
     bad = check(source)
     assert {one.reason for one in bad} <= {"x.tar is another file than when the run began"}
     assert len(bad) in (0, len(source))
     assert np.array_equal(open_index(tar).table, good.table)
-    assert outcomes(Shards("x", [tar])) == {"good": "good"}
+    assert outcomes(TarSource("x", [tar])) == {"good": "good"}
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -28,7 +28,7 @@ from kiloword.data.tars.index_file import (
     read_index,
     write_index,
 )
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from tars import write_tar
 
 ROWS = 2 * BLOCK + 76  # of a tar: two whole blocks and a part of a third
@@ -161,7 +161,7 @@ def test_blocks_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("kiloword.data.tars.shards._BLOCKS", 2)
     monkeypatch.setattr("kiloword.data.tars.shards._OPEN", 3)
     data = many(tmp_path / "data", 9)
-    source = Shards("data", sorted(data.glob("*.tar")))
+    source = TarSource("data", sorted(data.glob("*.tar")))
     assert {source.key(row) for row in range(0, len(source), 100)} <= {f"{n:05d}" for n in range(ROWS)}
     assert source._block.cache_info().currsize == 2
     assert len(opened_in(tmp_path)) <= 3
@@ -169,7 +169,7 @@ def test_blocks_in_memory_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_few_files_may_be_open(tmp_path: Path) -> None:
     """Fewer are kept open; no sample is bad for it."""
-    source = Shards("data", sorted(many(tmp_path / "data", 150, 2).glob("*.tar")))
+    source = TarSource("data", sorted(many(tmp_path / "data", 150, 2).glob("*.tar")))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, hard))
     try:

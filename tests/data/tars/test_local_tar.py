@@ -16,7 +16,7 @@ from kiloword.data import cache
 from kiloword.data.tars import index, shards
 from kiloword.data.tars.index import open_index, scan
 from kiloword.data.tars.local import LocalTar, index_as_it_was
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.types import BadSample
 from tars import write_tar
 
@@ -146,7 +146,7 @@ def test_a_tar_that_ends_with_the_last_byte_of_a_sample(tmp_path: Path, less: in
     whole = write(tmp_path / "0.tar", samples(3), 1000)
     offset, size = scan(whole).place(2, "txt") or (0, 0)
     whole.write_bytes(whole.read_bytes()[: offset + size - less])
-    source = Shards("x", [whole])
+    source = TarSource("x", [whole])
     assert source.notes == [f"{whole}: cut at byte {offset + size - less:,}"]
     if less:
         assert reason(lambda: source.captions(2)) == "the tar ends in the middle of this sample"
@@ -161,7 +161,7 @@ def test_why_a_sample_of_a_cut_tar_lacks_a_member(tmp_path: Path) -> None:
     ]
     cut, _ = scan(tars[0]).place(2, "txt") or (0, 0)
     tars[0].write_bytes(tars[0].read_bytes()[: cut - 512])
-    source = Shards("x", tars)
+    source = TarSource("x", tars)
     assert reason(lambda: source.record(1)) == "no caption", "this one was never there"
     assert reason(lambda: source.record(2)) == f"no caption (the tar is cut at byte {cut - 512:,})"
     assert reason(lambda: source.record(4)) == "no caption"
@@ -169,7 +169,7 @@ def test_why_a_sample_of_a_cut_tar_lacks_a_member(tmp_path: Path) -> None:
 
 
 def test_members_larger_than_anybody_should_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Shards("x", [write(tmp_path / "0.tar", samples(2), 1000)])
+    source = TarSource("x", [write(tmp_path / "0.tar", samples(2), 1000)])
     for name, most, said in (
         ("MAX_IMAGE", 4, "the image has 5 bytes, more than 4"),
         ("MAX_TEXT", 8, "the .txt has 9"),
@@ -182,7 +182,7 @@ def test_members_larger_than_anybody_should_read(tmp_path: Path, monkeypatch: py
 
 
 def test_rows_that_there_are_not(tmp_path: Path) -> None:
-    source = Shards("x", [write(tmp_path / f"{n}.tar", samples(2), 1000) for n in range(2)])
+    source = TarSource("x", [write(tmp_path / f"{n}.tar", samples(2), 1000) for n in range(2)])
     for row in (-1, 4):
         for read in (source.record, source.key, source.captions, source.stored, source.question):
             with pytest.raises(IndexError, match=f"row {row} of 4"):
@@ -192,7 +192,7 @@ def test_rows_that_there_are_not(tmp_path: Path) -> None:
     assert source.pieces(0) == []
     assert (source.remote, source.classnames, source.templates) == (False, None, None)
     with pytest.raises(ValueError, match="x: no tars"):
-        Shards("x", [])
+        TarSource("x", [])
 
 
 @pytest.mark.parametrize(("limit", "most"), [(1024, 128), (120, 20), (6, 2), (resource.RLIM_INFINITY, 128)])
@@ -201,7 +201,7 @@ def test_open_tars_follow_the_limit_of_open_files(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     tar = write(tmp_path / "0.tar", samples(2), 1000)
-    source: Any = pickle.loads(pickle.dumps(Shards("x", [tar])))
+    source: Any = pickle.loads(pickle.dumps(TarSource("x", [tar])))
     assert [c.cache_parameters()["maxsize"] for c in (source._index, source._file)] == [most, most]
     assert source.record(1).captions == ["caption 1"]
 

@@ -24,7 +24,7 @@ from kiloword.data.sources.mixture import mix
 from kiloword.data.sources.open import expand, open_source
 from kiloword.data.tars import index as index_module
 from kiloword.data.tars.index import open_index
-from kiloword.data.tars.shards import Shards
+from kiloword.data.tars.shards import TarSource
 from kiloword.randomness import key as draw_key
 from kiloword.types import BadSample, Record, Source
 from tars import pairs, photo, write_tar
@@ -53,7 +53,7 @@ def reason(source: Source, row: int) -> str:
 def test_index_equals_tarfile(tmp_path: Path, order: list[str], folder: str) -> None:
     members = {folder + name: name.encode() * (i + 1) for i, name in enumerate(order)}
     tar = write_tar(tmp_path / "x.tar", members)
-    source, expected = Shards("x", [tar]), literal(tar)
+    source, expected = TarSource("x", [tar]), literal(tar)
     assert [source.key(row) for row in range(len(source))] == list(expected)
     for row, parts in enumerate(expected.values()):
         record = source.record(row)
@@ -74,14 +74,14 @@ def test_real_shards_equal_tarfile(shared: Path) -> None:
 def test_long_names_and_the_first_dot(tmp_path: Path) -> None:
     long = "é" * 150
     names = [f"{long}/a.jpg", f"{long}/a.txt", "b.jpg", "b.seg.png", "b.txt", "__skip__.jpg", ".hidden.jpg", "noext"]
-    source = Shards("x", [write_tar(tmp_path / "x.tar", [(n, n.encode()) for n in names])])
+    source = TarSource("x", [write_tar(tmp_path / "x.tar", [(n, n.encode()) for n in names])])
     assert [source.key(row) for row in range(len(source))] == [f"{long}/a", "b"]
     assert source.record(1).image == b"b.jpg"
 
 
 def test_a_repeated_name_is_another_sample(tmp_path: Path) -> None:
     members = [("a.jpg", b"1"), ("a.txt", b"one"), ("a.jpg", b"2"), ("a.txt", b"two")]
-    source = Shards("x", [write_tar(tmp_path / "x.tar", members)])
+    source = TarSource("x", [write_tar(tmp_path / "x.tar", members)])
     assert [source.record(row).captions for row in range(len(source))] == [["one"], ["two"]]
     assert [source.record(row).image for row in range(len(source))] == [b"1", b"2"]
 
@@ -100,7 +100,7 @@ def test_a_repeated_name_is_another_sample(tmp_path: Path) -> None:
 )
 def test_captions(tmp_path: Path, text: bytes, meta: dict[str, object] | None, captions: list[str]) -> None:
     members = {"a.png": photo(), "a.txt": text} | ({} if meta is None else {"a.json": json.dumps(meta).encode()})
-    source = Shards("x", [write_tar(tmp_path / "x.tar", members)])
+    source = TarSource("x", [write_tar(tmp_path / "x.tar", members)])
     record = source.record(0)
     assert record.captions == captions == source.captions(0)
     assert record.info == {k: v for k, v in (meta or {}).items() if k == "url"}
@@ -123,7 +123,7 @@ def test_captions(tmp_path: Path, text: bytes, meta: dict[str, object] | None, c
     ],
 )
 def test_bad_samples_have_reasons(tmp_path: Path, members: dict[str, bytes], expected: str) -> None:
-    source = Shards("x", [write_tar(tmp_path / "x.tar", members | {"good.png": photo(), "good.txt": b"t"})])
+    source = TarSource("x", [write_tar(tmp_path / "x.tar", members | {"good.png": photo(), "good.txt": b"t"})])
     assert reason(source, 0) == expected
     assert source.record(1).captions == ["t"]
 
@@ -136,7 +136,7 @@ def test_a_cut_tar_gives_its_whole_samples(tmp_path: Path, share: float) -> None
         ends = [m.offset_data + m.size for m in file]
     cut = 512 + int(share * (ends[-1] + 1024 - 512))
     (tmp_path / "cut.tar").write_bytes(whole.read_bytes()[:cut])
-    source = Shards("x", [tmp_path / "cut.tar"])
+    source = TarSource("x", [tmp_path / "cut.tar"])
     rows_end = -(-ends[-1] // 512) * 512
     assert bool(source.notes) == (cut < rows_end + 512)
     reasons = [bad.reason for bad in check(source)]
@@ -154,7 +154,7 @@ def test_damage_in_the_middle_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
         third = file.getmembers()[4].offset
     raw[third : third + 512] = b"\xff" * 512
     tar.write_bytes(raw)
-    source = Shards("x", [tar])
+    source = TarSource("x", [tar])
     assert len(source) == 2
     assert f"damaged at byte {third:,}" in source.notes[0]
     assert f"damaged at byte {third:,}" in caplog.text
@@ -163,11 +163,11 @@ def test_damage_in_the_middle_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("more", [bytes(1 << 21), b"a second tar"])
 def test_what_stands_behind_the_end_is_told(tmp_path: Path, more: bytes) -> None:
     tar = write_tar(tmp_path / "x.tar", pairs(2))
-    assert not Shards("x", [tar]).notes
+    assert not TarSource("x", [tar]).notes
     with tarfile.open(tar) as file:
         end = max(member.offset_data + 512 for member in file)
     tar.write_bytes(tar.read_bytes() + more)
-    assert f"ended at byte {end:,}; what follows is not read" in Shards("x", [tar]).notes[0]
+    assert f"ended at byte {end:,}; what follows is not read" in TarSource("x", [tar]).notes[0]
 
 
 def test_what_is_no_plain_tar_of_images(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_class_data_in_clip_benchmarks_layout(tmp_path: Path) -> None:
     (tmp_path / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n")
     for src in (tmp_path, tmp_path / "test"):
         source = open_source(str(src))
-        assert isinstance(source, Shards)
+        assert isinstance(source, TarSource)
         assert (source.classnames, source.templates) == (["cat", "red fox"], ["a photo of a {c}."])
         assert source.labels.tolist() == [1, 0] == [source.record(row).label for row in range(2)]
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kiloword.cli.main import main
-from kiloword.data.sources.mixture import Mixture
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.transforms import (
     Compose,
     ComposeSettings,
@@ -225,12 +225,12 @@ def test_nearest_and_farthest_by_a_table(monkeypatch: pytest.MonkeyPatch, block:
 
 def test_a_sample_that_comes_twice_is_not_its_own_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partners, "SideTable", FakeTable)
-    twice = Mixture([Rows(5)], [2.0])
+    twice = MixtureSource([Rows(5)], [2.0])
     found = Partner(PartnerSettings(partner="nearest", partner_table="x")).bind(twice).rows
     assert found is not None
     assert (found % 5).tolist() == [1, 0, 3, 2, 3] * 2
     with pytest.raises(ValueError, match=r"rows change from epoch to epoch.*whole weights"):
-        Partner(PartnerSettings(partner="fixed")).bind(Mixture([Rows(5)], [1.4]))
+        Partner(PartnerSettings(partner="fixed")).bind(MixtureSource([Rows(5)], [1.4]))
 
 
 def parquet(path: Path, **columns: list[str | None]) -> str:

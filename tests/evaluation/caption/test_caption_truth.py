@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kiloword.data.scenes.grammar import parse, render
 from kiloword.data.scenes.query import Pattern, Query, matches
 from kiloword.data.scenes.world import Scene, Thing
-from kiloword.evaluation.caption.truth import Judged, Statement, elsewhere, judge, judge_caption
+from kiloword.evaluation.caption.truth import JudgedCaption, Statement, elsewhere, judge, judge_caption
 
 RED_STAR = Thing(shape=4, colour=0, size=1, fill=0, row=0, column=0)  # large, solid, top left
 BLUE_CIRCLE = Thing(shape=0, colour=5, size=0, fill=1, row=2, column=2)  # small, striped, bottom right
@@ -84,7 +84,7 @@ def test_equals_a_literal_search(query: Query, scene: Scene, style: int) -> None
     assert found.objects == len(scene.things)
 
 
-def says(found: Judged) -> Iterator[str]:
+def says(found: JudgedCaption) -> Iterator[str]:
     for kind, words, true in found.statements:
         yield f"{'+' if true else '-'}{kind} {words}"
 

@@ -10,7 +10,7 @@ from test_uncertainty import matcher
 
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.evaluation.uncertainty.data import chains, gather
-from kiloword.evaluation.uncertainty.inclusion import Answer, answers, best_overlap, links, pairwise
+from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers, answers, best_overlap, links, pairwise
 
 
 def test_pairs_and_their_truth() -> None:
@@ -49,7 +49,7 @@ def test_chains_of_json_are_the_truth() -> None:
 )
 def test_overlap_is_the_best_of_all(pairs: list[tuple[int, int, bool, bool]]) -> None:
     h, distance, truth, held = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    answer = Answer(h.double(), distance.double(), truth, held)
+    answer = InclusionAnswers(h.double(), distance.double(), truth, held)
 
     def right(overlap: float) -> int:
         return int((answer.says(overlap) == truth)[held].sum())
