@@ -27,7 +27,7 @@ from kiloword.types import Features, Source
 BEST = 5  # images shown for a query
 ATTRIBUTES = ("shape", "colour", "size", "fill")  # in the order of `world.SceneRows`
 QUERIES = (  # beside two full descriptions of held-out scenes
-    (1, "an image with three objects"),
+    (1, "a picture with three objects"),
     (1, "something striped"),
     (1, "there is a star"),
     (2, "a large solid red circle"),

@@ -127,7 +127,7 @@ def _naming(results: QuickstartResults) -> str:
     return (
         _table(rows, "accuracy", f"{results.sizes.classes:,} held-out scenes for each row")
         + report.paragraph(
-            "The model never saw a label: it picks the class whose prompts, such as “an image of something red”, fit "
+            "The model never saw a label: it picks the class whose prompts, such as “a picture of something red”, fit "
             "the image best. Scenes hold one object, for the count one to three."
         )
         + report.paragraph(_colours(results, "the class labels of", "It is supervised, which favours it."))
