@@ -1,4 +1,4 @@
-"""One attention for every tower: dense images, packed texts, texts that look at images, cached decoding."""
+"""Attention of all towers: dense images, packed texts, cross-attention, cached decoding."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor
 
 from kiloword.types import Texts
 
-HEAD, WIDEST_HEAD = 8, 256  # dimensions of heads in variable-length kernels: multiples of the first, up to the second
-OLDEST = (8, 0)  # compute capability that these need
+HEAD, WIDEST_HEAD = 8, 256  # head sizes of variable-length kernels: multiples of 8, at most 256
+OLDEST = (8, 0)  # compute capability that variable-length kernels need
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of T packed texts stand; made once a forward pass and handed to every layer."""
+    """Positions of the tokens of T packed texts; computed once per forward pass and used by every layer."""
 
-    starts: Tensor  # [T + 1] int32, what variable-length kernels take
+    starts: Tensor  # [T + 1] int32, for variable-length kernels
     longest: int  # L
     text: Tensor  # [S] the text of each token
-    place: Tensor  # [S] the token's place inside its text
-    slot: Tensor  # [S] its row among [T * L]
-    valid: Tensor  # [T, L] bool: there is a token
-    unseen: Tensor | None = None  # [S] bool: tokens that none sees, themselves included; at least one of each is seen
-    tail: int = 0  # rows behind the S tokens that belong to no text; attention gives zeros there
+    place: Tensor  # [S] position of each token in its text
+    slot: Tensor  # [S] its row in the padded [T * L]
+    valid: Tensor  # [T, L] bool: not padding
+    unseen: Tensor | None = None  # [S] bool: tokens that no token attends to, not even itself; not all of a text
+    tail: int = 0  # padding rows after the S tokens; attention returns zeros there
 
     @staticmethod
     def of(texts: Texts, multiple: int = 1) -> Packing:
-        """Round the number of rows up to a multiple, so that kernels see few shapes."""
+        """Pack texts; multiple: pad the number of rows to a multiple, so that kernels get few shapes."""
         device, starts, longest = texts.ids.device, texts.starts, texts.longest
         lengths = starts.diff()
-        # output_size: the device need not tell how many tokens there are
+        # output_size avoids synchronising with the device
         text = torch.repeat_interleave(torch.arange(len(texts), device=device), lengths, output_size=len(texts.ids))
         place = torch.arange(len(texts.ids), device=device) - starts[text]
-        # an empty text keeps one slot, so that no softmax is over nothing
+        # an empty text has one slot, so that no softmax is over zero keys
         valid = torch.arange(longest, device=device) < lengths.clamp(min=1)[:, None]
         tail = -len(texts.ids) % multiple
         return Packing(starts.to(torch.int32), longest, text, place, text * longest + place, valid, tail=tail)
@@ -45,7 +45,7 @@ class Packing:
 
     @property
     def full(self) -> bool:
-        """No text is shorter than the longest: padding would add nothing."""
+        """Whether all texts have the same length, so that padding is not needed."""
         return len(self.text) == len(self) * self.longest
 
     def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
@@ -65,7 +65,7 @@ class Packing:
 
 
 class KeyValueCache:
-    """Keys and values of the tokens decoded so far, of one layer, dense [N, L, H, d]."""
+    """Keys and values of the decoded tokens of one layer, dense [N, L, H, d]."""
 
     def __init__(self) -> None:
         self.k: Tensor | None = None
@@ -81,7 +81,7 @@ class KeyValueCache:
         return self.k, self.v
 
     def take(self, rows: Tensor) -> None:
-        """Row n goes on from what was row rows[n]; rows [M] int64."""
+        """Reorder: row n becomes what was row rows[n]; rows [M] int64."""
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k[rows], self.v[rows]
 
@@ -98,9 +98,9 @@ def attention(
     """softmax(q k^T / sqrt(d)) v, H heads at once.
 
     Args: each of q and (k, v) is dense [N, L, H, d], or packed [S, H, d] when its packing is given; packed queries
-    may look at dense keys, and dense ones at packed keys (row n belongs to text n). causal: query i of a sequence sees
-    keys up to its own place, counted from the end, so that with a cache the last query sees every key. cache: dense
-    only.
+    can attend to dense keys, and dense queries to packed keys (row n belongs to text n). causal: query i of a sequence
+    attends to keys up to its own position, counted from the end, so that with a cache the last query attends to every
+    key. cache: dense only.
     Returns: the shape of q.
     """
     if cache is not None:
@@ -115,7 +115,7 @@ def attention(
         return _varlen(q, k, v, packing_q, packing_k, causal)
     valid = None
     if packing_k is not None:
-        # right padding lies after every real query of the same text: the causal mask hides it already
+        # right padding comes after every query of the same text: the causal mask excludes it already
         if unseen is not None:
             valid = packing_k.valid & ~packing_k.pad(unseen)
         elif not packing_k.full and not (causal and packing_k is packing_q):
@@ -127,12 +127,12 @@ def attention(
 
 
 def bad_heads(width: int) -> bool:
-    """Whether variable-length kernels refuse heads of so many dimensions."""
+    """Whether variable-length kernels do not support a head size."""
     return width % HEAD != 0 or width > WIDEST_HEAD
 
 
 def old_card(index: int | None) -> bool:
-    """Whether a CUDA device has no variable-length kernels. One that is only simulated has them."""
+    """Whether a CUDA device is too old for variable-length kernels. A simulated device is not."""
     capability = _capability(index)
     return capability is not None and capability < OLDEST
 
@@ -144,7 +144,7 @@ def _capability(index: int | None) -> tuple[int, int] | None:
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, packing_q: Packing | None, packing_k: Packing | None, causal: bool
 ) -> Tensor:
-    """Kernels write no row behind the last sequence, neither of outputs nor of gradients: there must be none."""
+    """Variable-length kernels; x must not have tail rows, as kernels write neither their outputs nor gradients."""
     from torch.nn.attention.varlen import varlen_attn
 
     assert not any(packing is not None and packing.tail for packing in (packing_q, packing_k))
@@ -170,9 +170,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) 
     """q [N, Lq, H, d], k and v [N, Lk, H, d], valid [N, Lk] or None -> [N, Lq, H, d]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     mask = None if valid is None else valid[:, None, None]
-    if q.shape[2] == 1:  # the last query: sees all; a branch, not an expression, which would be symbolic when compiled
+    if q.shape[2] == 1:  # the last query attends to all; a branch, as an expression would be symbolic when compiled
         causal = False
-    # torch's CPU kernel is 3 to 9 times slower than plain products in half precision, and faster in single
+    # in half precision torch's CPU kernel is 3 to 9 times slower than plain products; in single precision it is faster
     plain = q.device.type == "cpu" and q.dtype in (torch.float16, torch.bfloat16)
     if causal and (plain or mask is not None or q.shape[2] != k.shape[2]):
         lower = _lower(q.shape[2], k.shape[2], q.device)
@@ -183,7 +183,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) 
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # scaled before the product: [Lq, d] is less than [Lq, Lk]
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # scale q: [Lq, d] is smaller than [Lq, Lk]
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     mixed: Tensor = scores.softmax(-1).to(v.dtype) @ v
@@ -191,5 +191,5 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _lower(rows: int, columns: int, device: torch.device) -> Tensor:
-    """[rows, columns] bool: the last query sees every key, the one before it all but the last, ..."""
+    """Causal mask [rows, columns] bool: the last query attends to every key, the one before to all but the last, ..."""
     return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)

@@ -1,4 +1,4 @@
-"""Transformer blocks, and how parameters start."""
+"""Transformer blocks, and initial distributions of parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kiloword.config.recipes import Activation
 from kiloword.model.attention import KeyValueCache, Packing, attention
 
 Keys = tuple[Tensor, Tensor]
-"""Keys and values of what is looked at: each [N, M, H, d], or packed [S, H, d]."""
+"""Keys and values of a memory: each [N, M, H, d], or packed [S, H, d]."""
 
 
 @dataclass(frozen=True)
 class Init:
-    """A parameter starts as N(mean, std^2); std 0: as a constant.
+    """Initial distribution N(mean, std^2) of a parameter; std 0: a constant.
 
-    A module says so by a method `initial() -> dict[str, Init]`, keyed by its parameters' names.
+    Modules return it from a method `initial() -> dict[str, Init]`, keyed by parameter names.
     """
 
     mean: float = 0.0
@@ -26,7 +26,7 @@ class Init:
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:
-    """The three GELUs of the field: exact, x sigmoid(1.702 x) (OpenAI's weights), tanh (SigLIP's later weights)."""
+    """Three variants of GELU: exact, x sigmoid(1.702 x) (OpenAI's weights), tanh (SigLIP's later weights)."""
     if kind == "quick_gelu":
         return F.silu(1.702 * x) / 1.702
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
@@ -50,7 +50,7 @@ class Mlp(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention with one fused projection: the rows of its weight are q, k, v, each head by head."""
+    """Multi-head self-attention with one fused projection; rows of its weight: q, k, v, each head by head."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, mlp: int, activation: Activation, eps: float, depth: int) -> None:
         super().__init__()
-        self.depth = depth  # of the tower: the more blocks add to the stream, the less each starts with
+        self.depth = depth  # of the tower; scales the initial weights of residual branches
         self.norm1 = nn.LayerNorm(width, eps)
         self.attention = SelfAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps)
@@ -88,14 +88,14 @@ class Block(nn.Module):
         cache: KeyValueCache | None = None,
         only: Tensor | None = None,
     ) -> Tensor:
-        """only [N, n] int64: of dense x, the tokens that go on; the others are looked at, no more: [N, n, W]."""
+        """only [N, n] int64: for dense x, return only these tokens [N, n, W]; all are attended to."""
         x = x + self.attention(self.norm1(x), packing, causal, cache)
         x = x if only is None else take(x, only)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
     def initial(self) -> dict[str, Init]:
-        """CLIP's text tower, used for both towers (arXiv:2103.00020, its public code)."""
+        """As in CLIP's text tower, for both towers (arXiv:2103.00020, its public code)."""
         width: int = self.attention.out.in_features
         return {"attention.qkv.weight": Init(std=width**-0.5), **_adding(width, self.depth)}
 
@@ -119,7 +119,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, keys: Keys, packing: Packing | None, packing_k: Packing | None) -> Tensor:
         q = self.q(x).unflatten(-1, (self.heads, -1))
-        if packing is None:  # rows of one memory (beams) are queries of one sequence: they share its keys
+        if packing is None:  # rows of x that share a memory (beams) become queries of one sequence
             memories = len(keys[0]) if packing_k is None else len(packing_k)
             q = q.reshape(memories, -1, *q.shape[-2:])
         mixed = attention(q, *keys, packing, packing_k)
@@ -128,7 +128,7 @@ class CrossAttention(nn.Module):
 
 
 class CrossBlock(nn.Module):
-    """Pre-norm block that looks at a memory, then an MLP; x is dense [N, L, W] or, with a packing, [S, W]."""
+    """Pre-norm block of cross-attention and MLP; x is dense [N, L, W] or, with a packing, [S, W]."""
 
     def __init__(
         self, width: int, heads: int, mlp: int, activation: Activation, eps: float, depth: int, memory: int
@@ -142,7 +142,7 @@ class CrossBlock(nn.Module):
         self.mlp = Mlp(width, mlp, activation)
 
     def keys(self, memory: Tensor) -> Keys:
-        """What `forward` looks at, of a memory [N, M, W'] or packed [S, W']."""
+        """Keys and values for `forward`, from a memory [N, M, W'] or packed [S, W']."""
         return self.attention.keys(self.norm_memory(memory))
 
     def forward(
@@ -161,6 +161,6 @@ class CrossBlock(nn.Module):
 
 
 def _adding(width: int, depth: int) -> dict[str, Init]:
-    """What adds to the stream of a tower of `depth` blocks."""
+    """Initial distributions of the residual branches of a tower of `depth` blocks."""
     add = Init(std=(2 * depth * width) ** -0.5)
     return {"attention.out.weight": add, "mlp.fc.weight": Init(std=(2 * width) ** -0.5), "mlp.proj.weight": add}

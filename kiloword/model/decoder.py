@@ -1,4 +1,4 @@
-"""Decoders: tokens of one kind that look at tokens of the other. Text from images, images from text.
+"""Decoders with cross-attention: text from images, images from text.
 
 Each layer is a self-attention block and a cross-attention block, each with its own MLP, as in CoCa. Source:
 arXiv:2401.02137, section 3.1; open_clip's CoCa.
@@ -16,11 +16,11 @@ from kiloword.model.image import extra
 
 
 class Layer(nn.Module):
-    """A self-attention block, then a block that looks at a memory; without a memory the first alone."""
+    """A self-attention block and, if there is a memory, a cross-attention block."""
 
     def __init__(self, config: TextConfig | ImageConfig, depth: int, memory: int | None) -> None:
         super().__init__()
-        blocks = depth if memory is None else 2 * depth  # that add to the stream
+        blocks = depth if memory is None else 2 * depth  # number of residual blocks
         dims = (config.width, config.heads, config.mlp, config.activation, config.norm_eps, blocks)
         self.own = Block(*dims)
         self.cross = None if memory is None else CrossBlock(*dims, memory=memory)
@@ -36,7 +36,7 @@ class Layer(nn.Module):
         packing_q: Packing | None = None,
         only: Tensor | None = None,
     ) -> Tensor:
-        """Args: packing_q: x by rows of the memory, where it has fewer than texts; only: as of `Block`."""
+        """Args: packing_q: packing of x by rows of the memory, if several texts share a row; only: see `Block`."""
         x = self.own(x, packing, causal, cache, only)
         if self.cross is None:
             return x
@@ -45,12 +45,12 @@ class Layer(nn.Module):
         return out
 
     def keys(self, memory: Tensor | None) -> Keys | None:
-        """What the cross-attention block looks at."""
+        """Keys and values of the cross-attention block."""
         return None if self.cross is None or memory is None else self.cross.keys(memory)
 
 
 def predicted(config: TextConfig) -> int:
-    """How many ids can come next: all but the special ones behind the vocabulary's words, which texts do not say."""
+    """Number of ids that can be predicted: all but trailing special ids of the vocabulary, which never occur next."""
     silent = {i for name, i in config.special.items() if name != "end"}
     words = config.vocab
     while words - 1 in silent:
@@ -59,12 +59,12 @@ def predicted(config: TextConfig) -> int:
 
 
 class TextDecoder(nn.Module):
-    """What the text tower made of words, looking at a memory, to logits of the next word. As wide as the text tower.
+    """From outputs of the text tower and a memory to logits of the next word. Has the width of the text tower.
 
-    V' of the vocabulary's V ids can come next (`predicted`).
+    V' of the vocabulary's V ids can be predicted (`predicted`).
 
-    Args: depth: layers; memory: width of what is looked at; tied: the output is the text tower's token table, over
-    sqrt(W), so that logits start small whatever the table's scale.
+    Args: depth: number of layers; memory: width of the memory; tied: share the output weight with the text tower's
+    token embedding, divided by sqrt(W), so that logits start small whatever its scale.
     """
 
     def __init__(self, config: TextConfig, depth: int, memory: int, tied: bool = False) -> None:
@@ -82,10 +82,10 @@ class TextDecoder(nn.Module):
         packing_k: Packing | None = None,
         packing_q: Packing | None = None,
     ) -> Tensor:
-        """Packed [S, W] -> [S, W], normed: what `table` turns into logits.
+        """Packed [S, W] -> [S, W], normed; logits are its products with `table`.
 
-        Args: x [S, W] or [S + tail, W]; memory: as `remember` makes it, row n for text n; packing_k: of a memory that
-        is packed itself; packing_q: of x with the texts that look at one row as one, where several do.
+        Args: x [S, W] or [S + tail, W]; memory: result of `remember`, row n for text n; packing_k: of a packed memory;
+        packing_q: packing of x by rows of the memory, if several texts share a row.
         """
         for layer, keys in zip(self.layers, memory, strict=True):
             x = layer(x, keys, packing, packing_k, causal=True, packing_q=packing_q)
@@ -93,15 +93,15 @@ class TextDecoder(nn.Module):
         return out
 
     def remember(self, memory: Tensor) -> list[Keys]:
-        """Keys and values, one a layer, of a memory: dense [N, M, W'] or packed [S, W']."""
+        """Keys and values of a memory for each layer: dense [N, M, W'] or packed [S, W']."""
         return [layer.keys(memory) for layer in self.layers]  # type: ignore[operator]
 
     def step(
         self, x: Tensor, memory: list[Keys], caches: list[KeyValueCache], packing_k: Packing | None = None
     ) -> Tensor:
-        """The newest tokens of N texts [N, n, W], which take their place in `caches` -> [N, n, W], normed.
+        """Decode the newest tokens of N texts [N, n, W], which are appended to `caches` -> [N, n, W], normed.
 
-        Args: memory: as `remember` makes it; of fewer rows than N it belongs to as many neighbours each (beams).
+        Args: memory: result of `remember`; if it has fewer rows than N, consecutive texts (beams) share a row.
         """
         for layer, keys, cache in zip(self.layers, memory, caches, strict=True):
             x = layer(x, keys, packing_k=packing_k, causal=True, cache=cache)
@@ -109,7 +109,7 @@ class TextDecoder(nn.Module):
         return out
 
     def table(self, tokens: Tensor) -> Tensor:
-        """[V', W], the output's weight: logits are x @ table.T; tokens [V, W]: the text tower's."""
+        """Output weight [V', W]: logits are x @ table.T; tokens [V, W]: the text tower's embedding."""
         return tokens[: self.words] * tokens.shape[1] ** -0.5 if self.output is None else self.output
 
     def initial(self) -> dict[str, Init]:
@@ -117,10 +117,10 @@ class TextDecoder(nn.Module):
 
 
 class ImageDecoder(nn.Module):
-    """What the image tower made of a masked image, looking at text tokens, to pixels. As wide as the image tower.
+    """From outputs of the image tower for a masked image, and text tokens, to pixels. Has the image tower's width.
 
-    Args: depth: layers; guided: whether it looks at text; dropped: masked patches did not pass the tower, and stand
-    here as a token of their own.
+    Args: depth: number of layers; guided: whether to attend to text; dropped: masked patches were dropped in the tower;
+    a mask token replaces them here.
     """
 
     def __init__(self, config: ModelConfig, depth: int, guided: bool = True, dropped: bool = False) -> None:
@@ -139,10 +139,10 @@ class ImageDecoder(nn.Module):
     def forward(
         self, tokens: Tensor, masked: Tensor, text_tokens: Tensor | None = None, packing: Packing | None = None
     ) -> Tensor:
-        """Pixels of the masked patches: [N, m, 3 * patch^2], as `image.unfold` orders them.
+        """Pixels of the masked patches: [N, m, 3 * patch^2], in the order of `image.unfold`.
 
-        Args: tokens [N, E + P, W], or [N, E + P - m, W] where masked patches were dropped; masked [N, m] int64, their
-        places, ascending; text_tokens packed [S, W'], text n for image n.
+        Args: tokens [N, E + P, W], or [N, E + P - m, W] if masked patches were dropped; masked [N, m] int64, their
+        indices, ascending; text_tokens packed [S, W'], text n for image n.
         """
         x = tokens if self.mask_token is None else self._whole(tokens, masked)
         for n, layer in enumerate(self.layers, 1):
@@ -152,12 +152,12 @@ class ImageDecoder(nn.Module):
         return out
 
     def _whole(self, tokens: Tensor, masked: Tensor) -> Tensor:
-        """[N, E + P - m, W] -> [N, E + P, W]: dropped patches come back as the mask token, and all get positions."""
+        """[N, E + P - m, W] -> [N, E + P, W]: insert mask tokens for dropped patches, add positions to all."""
         assert self.mask_token is not None
         assert self.positions is not None
         n, places = len(tokens), len(self.positions)
         seen = torch.ones(n, places, dtype=torch.bool, device=tokens.device).scatter(1, masked, False)
-        rank = (seen.cumsum(1) - 1).clamp(min=0)  # of a seen patch among those
+        rank = (seen.cumsum(1) - 1).clamp(min=0)  # index among the visible patches
         patches = tokens[:, self.before :]
         filled = patches.gather(1, rank[..., None].expand(-1, -1, tokens.shape[-1]))
         x = torch.where(seen[..., None], filled, self.mask_token.to(tokens.dtype)) + self.positions.to(tokens.dtype)
@@ -165,5 +165,5 @@ class ImageDecoder(nn.Module):
 
     def initial(self) -> dict[str, Init]:
         names = ("mask_token", "positions")
-        given = {name: Init(std=self.std) for name in names if getattr(self, name) is not None}
-        return {**given, "pixels.weight": Init(std=self.pixels.in_features**-0.5)}
+        start = {name: Init(std=self.std) for name in names if getattr(self, name) is not None}
+        return {**start, "pixels.weight": Init(std=self.pixels.in_features**-0.5)}

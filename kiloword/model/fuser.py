@@ -1,4 +1,4 @@
-"""The text tower as one that sees images too: after each of its blocks, one that looks at the image."""
+"""Cross-attention from the text tower to images: a cross-attention block after each of its blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kiloword.types import Texts
 
 
 class Fuser(nn.Module):
-    """Cross-attention blocks, one for each block of a text tower, that make of questions and images one sequence.
+    """Cross-attention blocks, one per block of a text tower, through which questions attend to images.
 
-    Args: memory: width of an image's tokens; out: width of the decoder's memory; causal: whether a word sees only
-    those before it, as the tower was trained. Source: arXiv:2401.02137, section 4.2.
+    Args: memory: width of image tokens; out: width of the decoder's memory; causal: whether words attend only to
+    preceding words, as in the tower's training. Source: arXiv:2401.02137, section 4.2.
     """
 
     def __init__(self, config: TextConfig, memory: int, out: int, causal: bool = True) -> None:
@@ -27,15 +27,15 @@ class Fuser(nn.Module):
         self.bridge = None if config.width == out else nn.Linear(config.width, out)
 
     def forward(self, tower: TextTower, texts: Texts, memory: Tensor) -> Tensor:
-        """Packed questions -> packed [S + tail, W'], of which the first S are the questions' tokens.
+        """Packed questions -> packed [S + tail, W'], of which the first S rows are the tokens of the questions.
 
-        Args: tower: whose blocks these follow; memory [T, M, W], row n of the image that question n is about.
+        Args: tower: the text tower; memory [T, M, W]: row n is the image of question n.
         """
         packing = tower.packing(texts)
         x = tower.embed(texts, packing)
-        for own, block in zip(tower.blocks, self.blocks, strict=True):
+        for text_block, block in zip(tower.blocks, self.blocks, strict=True):
             cross = cast(CrossBlock, block)
-            x = cross(own(x, packing, self.causal), cross.keys(memory), packing)
+            x = cross(text_block(x, packing, self.causal), cross.keys(memory), packing)
         x = tower.norm(x) if tower.config.norm_words else x
         out: Tensor = x if self.bridge is None else self.bridge(x)
         return out

@@ -1,4 +1,4 @@
-"""From tower tokens to features to scores: a pooling and, optionally, an uncertainty, as two independent axes."""
+"""From tower tokens to features to scores: a pooling and, optionally, an uncertainty, which are independent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kiloword.model.blocks import Init
 from kiloword.model.pooling import ImagePool, TextPool, at_least_float
 from kiloword.types import Features, Texts
 
-BLOCK = {"cpu": 1024, "cuda": 4096}  # rows and columns of pairs scored at once unless a pooling knows better
+BLOCK = {"cpu": 1024, "cuda": 4096}  # rows and columns of pairs scored at once, unless the pooling defines `block`
 
 
 def unit(x: Tensor) -> Tensor:
-    """[..., D] scaled to norm 1, at least in single precision."""
+    """Normalise [..., D] to norm 1, at least in single precision."""
     return F.normalize(at_least_float(x), dim=-1)
 
 
@@ -35,7 +35,7 @@ class Pooling(Protocol):
 
 
 class Uncertainty(Protocol):
-    """What a head knows of its own uncertainty: features of each side, and what each takes off every similarity."""
+    """How features get an uncertainty, and the penalty that it subtracts from similarities."""
 
     def image(self, tokens: Tensor, pooling: Pooling) -> Features: ...
     def text(self, tokens: Tensor, texts: Texts, pooling: Pooling) -> Features: ...
@@ -44,10 +44,10 @@ class Uncertainty(Protocol):
 
 
 class Head(nn.Module):
-    """Pooling x uncertainty, and the scale and bias that make logits of scores.
+    """Pooling and uncertainty, and the scale and bias that turn scores into logits.
 
-    Args: scale: what scores are multiplied by at the start; bias: what is added, None where it could not learn
-    (softmax); max_scale: the scale's limit, None: unlimited.
+    Args: scale: initial scale of scores; bias: initial bias, None: no bias (softmax gives it no gradient); max_scale:
+    upper limit of the scale, None: unlimited.
     """
 
     log_limit: Tensor | None
@@ -69,10 +69,10 @@ class Head(nn.Module):
     def rescale(
         self, scale: float, bias: float | None = None, max_scale: float | None = None, distance: bool = False
     ) -> Head:
-        """Another start and limit of scale and bias, before the weights are filled: another pair loss wants its own.
+        """Set other initial values and limit of scale and bias, as a pair loss needs; call before initialisation.
 
-        Args: distance: what is scaled is minus the squared distance 2 - 2 score instead of the score.
-        Raises: ValueError for a scale or limit that is not positive, or a bias that is no number.
+        Args: distance: scale minus the squared distance 2 - 2 score in place of the score.
+        Raises: ValueError for a scale or limit that is not positive, or a bias that is NaN or infinite.
         """
         for name, value in (("scale", scale), ("max_scale", max_scale)):
             if value is not None and not 0 < value < math.inf:
@@ -82,20 +82,20 @@ class Head(nn.Module):
         self.distance = distance
         self.bias = None if bias is None else nn.Parameter(torch.empty(1))
         self._start = (math.log(scale), bias or 0.0)
-        # rounded as the buffer is, or a resumed run in double precision would have another limit
+        # rounded like the buffer: otherwise the limit would change on resuming in double precision
         self._limit = math.inf if max_scale is None else float(torch.tensor(math.log(max_scale), device="cpu"))
         self.register_buffer("log_limit", None if max_scale is None else torch.tensor([self._limit]))
         return self
 
     def image(self, tokens: Tensor) -> Features:
         """Tokens [I, E + P, W] -> features of images."""
-        more = {} if self.uncertainty is None else self.uncertainty.image(tokens, self.pooling)
-        return {**self.pooling.image(tokens), **more}
+        uncertain = {} if self.uncertainty is None else self.uncertainty.image(tokens, self.pooling)
+        return {**self.pooling.image(tokens), **uncertain}
 
     def text(self, tokens: Tensor, texts: Texts) -> Features:
         """Packed tokens [S, W] -> features of texts."""
-        more = {} if self.uncertainty is None else self.uncertainty.text(tokens, texts, self.pooling)
-        return {**self.pooling.text(tokens, texts), **more}
+        uncertain = {} if self.uncertainty is None else self.uncertainty.text(tokens, texts, self.pooling)
+        return {**self.pooling.text(tokens, texts), **uncertain}
 
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
         """[..., W] -> [..., D], the shared dimension; not normalised."""
@@ -116,11 +116,11 @@ class Head(nn.Module):
             )
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """[n], image i with text i of n images and n texts; a pooling's own `score_pairs` does it at once."""
-        own, uncertainty = getattr(self.pooling, "score_pairs", None), self.uncertainty
-        if own is not None:
+        """Scores [n] of image i with text i; in one batch if the pooling defines `score_pairs`."""
+        pooling_score, uncertainty = getattr(self.pooling, "score_pairs", None), self.uncertainty
+        if pooling_score is not None:
             with torch.autocast(images["vec"].device.type, enabled=False):
-                pairs: Tensor = own(images, texts)
+                pairs: Tensor = pooling_score(images, texts)
                 return (
                     pairs if uncertainty is None else pairs - uncertainty.penalty(images) - uncertainty.penalty(texts)
                 )
@@ -129,22 +129,22 @@ class Head(nn.Module):
         return torch.cat([self.score(*pair)[0] for pair in alone])
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
-        """Rows and columns of pairs that are scored at once; a pooling whose pairs cost memory has its own `block`."""
-        own = getattr(self.pooling, "block", None)
+        """Rows and columns of pairs to score at once; a pooling with expensive pairs defines `block`."""
+        pooling_block = getattr(self.pooling, "block", None)
         side = BLOCK.get(images["vec"].device.type, BLOCK["cuda"])
-        return (side, side) if own is None else own(images, texts)
+        return (side, side) if pooling_block is None else pooling_block(images, texts)
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None = None) -> Features:
-        """Prompts of a class -> one row a class.
+        """Combine the prompts of each class into one row.
 
         Args: texts: features of T prompts; group [T] int64 in [0, n); weights [T], equal when None.
         """
         uncertainty = self.uncertainty
-        more = {} if uncertainty is None else uncertainty.ensemble(texts, group, n, weights)
-        return {**self.pooling.ensemble(texts, group, n, weights), **more}
+        uncertain = {} if uncertainty is None else uncertainty.ensemble(texts, group, n, weights)
+        return {**self.pooling.ensemble(texts, group, n, weights), **uncertain}
 
     def explain(self, images: Features, texts: Features) -> Any:
-        """What in an image made it match a text, where the pooling knows."""
+        """Contribution of image tokens to a match, if the pooling defines it."""
         return self.pooling.explain(images, texts)
 
     def logits(self, score: Tensor) -> Tensor:
@@ -153,25 +153,25 @@ class Head(nn.Module):
         return scaled if self.bias is None else scaled + at_least_float(self.bias)
 
     def score_of(self, logits: Tensor) -> Tensor:
-        """The scores that logits were made of."""
+        """Inverse of `logits`: the scores."""
         shifted = logits if self.bias is None else logits - at_least_float(self.bias)
         scored = shifted / at_least_float(self.log_scale).exp()
         return 1 + 0.5 * scored if self.distance else scored
 
     @torch.no_grad()
     def clamp_(self) -> None:
-        """Hold the scale to its limit; called after each optimizer step. A larger loaded scale is its own limit."""
+        """Clamp the scale to its limit, after each optimizer step. A larger loaded scale becomes the limit."""
         if self._limit < math.inf:
             self.log_scale.clamp_(max=self._limit)
         for head in self.inner().values():
             head.clamp_()
 
     def inner(self) -> dict[str, Head]:
-        """The heads that are attributes of this one, by name: other scores of the same pairs (`PairBlocks.beside`)."""
+        """Auxiliary heads by attribute name: other scores of the same pairs (`PairBlocks.beside`)."""
         return {name: part for name, part in self.named_children() if isinstance(part, Head)}
 
     def scales(self) -> list[nn.Parameter]:
-        """Scale and bias, of which an optimizer has a group of its own."""
+        """Scale and bias, which form a separate parameter group of the optimizer."""
         return [self.log_scale] if self.bias is None else [self.log_scale, self.bias]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -182,7 +182,7 @@ class Head(nn.Module):
             self._limit = max(self._limit, *values)
             state_dict[prefix + "log_limit"] = torch.full_like(self.log_limit, self._limit)
         else:
-            state_dict.pop(prefix + "log_limit", None)  # of a model whose scale was limited: ours is not
+            state_dict.pop(prefix + "log_limit", None)  # saved with a limit, loaded without
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def initial(self) -> dict[str, Init]:
@@ -191,13 +191,13 @@ class Head(nn.Module):
 
 
 def _number(x: Tensor) -> float:
-    """The one number of a [1] (or, in foreign weights, scalar) tensor that may be sharded."""
+    """Value of a [1] (or, in imported weights, scalar) tensor that may be sharded."""
     full = x.full_tensor() if hasattr(x, "full_tensor") else x
     return float(full.detach())
 
 
 class Single(nn.Module):
-    """One vector an image, one a text; their cosine."""
+    """One vector per image and per text; the score is their cosine."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Single(nn.Module):
         return {"vec": unit(self.project_text_tokens(self.text_pool(tokens, texts)))}
 
     def memory(self, tokens: Tensor) -> Tensor:
-        """What a text decoder looks at."""
+        """Input of a text decoder's cross-attention."""
         return self.image_pool.memory(tokens)
 
     def project_image_tokens(self, tokens: Tensor) -> Tensor:
@@ -233,15 +233,17 @@ class Single(nn.Module):
         return (at_least_float(images["vec"]) * at_least_float(texts["vec"])).sum(1)
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None) -> Features:
-        """The normalised (weighted) mean of the unit vectors of a class (arXiv:2103.00020, section 3.1.4)."""
+        """Normalised (weighted) mean of the unit vectors of each class (arXiv:2103.00020, section 3.1.4)."""
         vec = texts["vec"] if weights is None else texts["vec"] * weights[:, None]
         return {"vec": unit(vec.new_zeros(n, vec.shape[1]).index_add(0, group, vec))}
 
     def explain(self, images: Features, texts: Features) -> Any:
-        raise ValueError("this model pools each image into one vector, so it cannot say what in an image matched")
+        raise ValueError(
+            "this model pools each image into one vector, so it cannot explain which part of an image matched"
+        )
 
     def initial(self) -> dict[str, Init]:
-        given = {"text_projection.weight": Init(std=self.text_projection.in_features**-0.5)}
+        start = {"text_projection.weight": Init(std=self.text_projection.in_features**-0.5)}
         if self.image_projection is not None:
-            given["image_projection.weight"] = Init(std=self.image_projection.in_features**-0.5)
-        return given
+            start["image_projection.weight"] = Init(std=self.image_projection.in_features**-0.5)
+        return start

@@ -1,4 +1,4 @@
-"""The image tower: a vision transformer whose class token, extra tokens, dropped and masked patches are the subject."""
+"""The image tower: a vision transformer with optional class token, extra tokens, dropped and masked patches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def extra(config: ImageConfig) -> int:
 
 
 def stem_plan(config: ImageConfig) -> list[tuple[int, int, int, int]]:
-    """The convolutions of a "conv" stem: channels in and out, kernel and stride; the last makes a token of a patch."""
+    """Convolutions of a "conv" stem, (channels in, channels out, kernel, stride); the last one makes patch tokens."""
     plan, patch, channels = [], config.patch, 3
     for out in (config.width // 8, config.width // 4):
         if patch % 2 == 0 and patch > 2:
@@ -25,9 +25,9 @@ def stem_plan(config: ImageConfig) -> list[tuple[int, int, int, int]]:
 
 
 class ConvStem(nn.Module):
-    """A few strided 3x3 convolutions, then one that makes a token of each patch: [I, 3, H, W] -> [I, P, W].
+    """Strided 3x3 convolutions, then one that makes patch tokens: [I, 3, H, W] -> [I, P, W].
 
-    Norms are over one image, so that no image depends on its neighbours in the batch.
+    Norms are per image, so that images do not depend on others of the batch.
     """
 
     def __init__(self, config: ImageConfig) -> None:
@@ -45,7 +45,7 @@ class ConvStem(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """Images -> tokens."""
+    """Vision transformer: images to tokens."""
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class ImageTower(nn.Module):
     def forward(self, images: Tensor, keep: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
         """Encode images.
 
-        Args: images [I, 3, H, W] normalised; keep [I, k] int64, the patches to keep (all when None); masked [I, P]
-        bool, the patches to replace by the mask token.
+        Args: images [I, 3, H, W] normalised; keep [I, k] int64, indices of the patches to keep (None: all); masked
+        [I, P] bool, the patches to replace by the mask token.
         Returns: [I, E + P, W] (or E + k), normed: class token, extra tokens, uncertainty token, patches in the order of
         `keep`.
         """
@@ -104,16 +104,16 @@ class ImageTower(nn.Module):
         """[I, P or k, W], without positions."""
         if images.shape[1:] != (3, self.config.size, self.config.size):
             raise ValueError(
-                f"images of shape {tuple(images.shape[1:])} given to a tower for (3, {self.config.size}, "
-                f"{self.config.size}); resize them, or the tower by kiloword.model.model.resize"
+                f"images have shape {tuple(images.shape[1:])}, but the tower expects (3, {self.config.size}, "
+                f"{self.config.size}): resize the images, or the tower by kiloword.model.model.resize"
             )
         pixels = unfold(images, self.config.patch)
         unseen = _unseen(pixels, keep, masked)
-        if self.stem is not None and unseen is not None:  # or convolutions would look into hidden neighbours
+        if self.stem is not None and unseen is not None:  # so that convolutions do not leak hidden neighbours
             pixels = pixels.masked_fill(unseen[..., None], 0.0)
             images = fold(pixels, self.config.patch)
         x: Tensor = self.patches(pixels if keep is None else take(pixels, keep))
-        if self.stem is not None:  # added: convolutions alone start slowly
+        if self.stem is not None:  # added to the linear stem: convolutions alone start slowly
             fine = self.stem(images)
             x = x + (fine if keep is None else take(fine, keep))
         if masked is None:
@@ -125,15 +125,15 @@ class ImageTower(nn.Module):
     def initial(self) -> dict[str, Init]:
         c = self.config
         std = c.init_std or c.width**-0.5
-        given = {"patches.weight": Init(std=(3 * c.patch**2) ** -0.5), "positions": Init(std=std)}
+        start = {"patches.weight": Init(std=(3 * c.patch**2) ** -0.5), "positions": Init(std=std)}
         for name in ("class_token", "extra_tokens", "uncertainty_token", "mask_token"):
             if getattr(self, name) is not None:
-                given[name] = Init(std=std)
-        return given
+                start[name] = Init(std=std)
+        return start
 
 
 def unfold(images: Tensor, patch: int) -> Tensor:
-    """[I, 3, H, W] -> [I, P, 3 * patch^2], as a strided convolution reads them."""
+    """[I, 3, H, W] -> [I, P, 3 * patch^2], in the order of a strided convolution."""
     n, c, h, w = images.shape
     x = images.reshape(n, c, h // patch, patch, w // patch, patch).permute(0, 2, 4, 1, 3, 5)
     return x.reshape(n, (h // patch) * (w // patch), c * patch * patch)
@@ -148,7 +148,7 @@ def fold(pixels: Tensor, patch: int) -> Tensor:
 
 
 def _unseen(pixels: Tensor, keep: Tensor | None, masked: Tensor | None) -> Tensor | None:
-    """[I, P] bool, the patches of pixels [I, P, .] that are dropped or masked; None: all are seen."""
+    """[I, P] bool, the patches of pixels [I, P, .] that are dropped or masked; None: none."""
     if keep is None:
         return masked
     dropped = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device).scatter(1, keep, False)

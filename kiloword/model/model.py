@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class Model(nn.Module):
-    """Images and texts to features and scores.
+    """Computes features of images and texts, and their scores.
 
-    Args: more: further towers that a method asks for (decoders); saved and sharded like the two. bare: the two get no
-    storage.
-    Attributes: precision: that towers compute in, "fp32" (the weights' own type) or "bf16" (autocast, what comes out is
-    fp32 again); training leaves it, and has autocast around the whole step.
+    Args: more: additional towers of the method (decoders); saved and sharded like the image and text tower. bare: build
+    the image and text tower without storage.
+    Attributes: precision: compute precision of the towers, "fp32" (the type of the weights) or "bf16" (autocast, with
+    fp32 outputs); not used in training, which has autocast around the whole step.
     """
 
     mean: Tensor
@@ -52,7 +52,7 @@ class Model(nn.Module):
         self.register_buffer("std", torch.tensor(config.preprocess.std).view(3, 1, 1), persistent=False)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 [I, 3, H, W] -> float, of the mean and deviation that the tower was trained with."""
+        """uint8 [I, 3, H, W] -> float, normalised with the mean and deviation of the configuration."""
         if images.dtype != torch.uint8:
             raise ValueError(f"images must be uint8 in [0, 255], not {images.dtype}; the model normalises them itself")
         mean, std = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (self.mean, self.std))
@@ -74,9 +74,9 @@ class Model(nn.Module):
         return self._out(tokens)
 
     def memory(self, image_tokens: Tensor) -> Tensor:
-        """What a decoder sees of images: all tokens [I, E + P, W], or the pooling's own [I, Q, W], where it has."""
-        own = getattr(self.head.pooling, "memory", None)
-        return image_tokens if own is None else own(image_tokens)
+        """Memory of a decoder: all tokens [I, E + P, W], or the pooling's `memory` [I, Q, W] if it defines one."""
+        pooled_memory = getattr(self.head.pooling, "memory", None)
+        return image_tokens if pooled_memory is None else pooled_memory(image_tokens)
 
     def encode_text(self, texts: Texts) -> tuple[Tensor, Features]:
         """Packed tokens [S, W] and features of texts."""
@@ -86,19 +86,19 @@ class Model(nn.Module):
         return self._out(tokens), {name: self._out(value) for name, value in features.items()}
 
     def computing(self) -> AbstractContextManager[object]:
-        """Inside, towers and decoders that are called themselves compute in `precision` too, and may put out bf16."""
+        """Context in which towers and decoders that are called directly compute in `precision`; outputs can be bf16."""
         return precision_of(self.precision, self.mean.device.type)()
 
     def _out(self, x: Tensor) -> Tensor:
         return at_least_float(x) if self.precision == "bf16" else x
 
     def score(self, images: Features, texts: Features) -> Tensor:
-        """[I, T], computed in blocks of the head's choice: higher is a better match."""
+        """Scores [I, T], higher is better, computed in blocks of the size that the head chooses."""
         rows, (down, across) = [], self.head.block(images, texts)
         for i in range(0, len(images["vec"]), down):
-            some = {k: v[i : i + down] for k, v in images.items()}
+            image_rows = {k: v[i : i + down] for k, v in images.items()}
             blocks = [
-                self.head.score(some, {k: v[j : j + across] for k, v in texts.items()})
+                self.head.score(image_rows, {k: v[j : j + across] for k, v in texts.items()})
                 for j in range(0, len(texts["vec"]), across)
             ]
             rows.append(torch.cat(blocks, 1))
@@ -106,9 +106,9 @@ class Model(nn.Module):
 
 
 def build(config: ModelConfig, method: Method, seed: int = 0, bare: bool = False) -> Model:
-    """A fresh model of a method.
+    """Build and initialise the model of a method.
 
-    Args: bare: towers and decoders get no storage (torch's meta device); `engine.materialise` gives it to their shards.
+    Args: bare: build towers and decoders without storage (torch's meta device), which `engine.materialise` allocates.
     """
     model = _empty(config, method, bare)
     initialise(model, seed)
@@ -116,7 +116,7 @@ def build(config: ModelConfig, method: Method, seed: int = 0, bare: bool = False
 
 
 def shapes(config: ModelConfig, method: Method) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a method's model, of which none is made."""
+    """Shapes of the model's tensors by name, without allocating them."""
     with torch.device("meta"):
         return {name: tuple(value.shape) for name, value in _empty(config, method).state_dict().items()}
 
@@ -129,15 +129,15 @@ def _empty(config: ModelConfig, method: Method, bare: bool = False) -> Model:
 
 
 def _storage(bare: bool) -> AbstractContextManager[object]:
-    """Where parameters are made: as usual, or without storage."""
+    """Context that creates parameters without storage if `bare`."""
     return torch.device("meta") if bare else nullcontext()
 
 
 @torch.no_grad()
 def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Fill every parameter that has storage as `first_values` says.
+    """Fill every parameter that has storage with `first_values`.
 
-    Raises: ValueError for a parameter that has no initial value.
+    Raises: ValueError for a parameter without an initial value.
     """
     parameters = {name: p for name, p in module.named_parameters() if not p.is_meta}
     for name, values in first_values(module, seed, parameters, prefix):
@@ -145,12 +145,12 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
 
 
 def first_values(module: nn.Module, seed: int, names: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Parameters' names and whole first values, single precision on the CPU, one after the other.
+    """Yield names and unsharded initial values of parameters, in single precision on the CPU.
 
-    Each comes from a generator keyed by its name, so that all models start equal where names are.
+    Each value is drawn from a generator keyed by the name, so that parameters of equal names start equal in all models.
 
-    Args: names: of parameters of `module`, which may be sharded; prefix: what stands before them.
-    Raises: ValueError for a parameter of `module` that has no initial value.
+    Args: names: of parameters of `module`, which may be sharded; prefix: prepended to the names in the key.
+    Raises: ValueError for a parameter of `module` without an initial value.
     """
     rules = rules_of(module)
     shapes = {name: p.shape for name, p in module.named_parameters()}
@@ -159,11 +159,11 @@ def first_values(module: nn.Module, seed: int, names: Iterable[str], prefix: str
 
 
 def rules_of(module: nn.Module) -> dict[str, Init]:
-    """How each parameter of a module starts, by name. Raises: ValueError for one of which no module says it."""
+    """Initial distributions of the parameters, by name. Raises: ValueError for a parameter that no module defines."""
     rules: dict[str, Init] = {}
     for path, part in module.named_modules():
         for name, init in initial(part).items():
-            rules.setdefault(f"{path}.{name}" if path else name, init)  # an outer module overrules an inner one
+            rules.setdefault(f"{path}.{name}" if path else name, init)  # an outer module takes precedence
     for path, _ in module.named_parameters():
         if path not in rules:
             owner, _, name = path.rpartition(".")
@@ -183,10 +183,10 @@ def _values(shape: torch.Size, init: Init, seed: int) -> Tensor:
 
 
 def initial(module: nn.Module) -> dict[str, Init]:
-    """How a module's parameters start: what it says itself, or the usual for layers of torch."""
-    own: Callable[[], dict[str, Init]] | None = getattr(module, "initial", None)
-    if own is not None:
-        return own()
+    """Initial distributions of a module's parameters: from its `initial()`, or the default for layers of torch."""
+    defined: Callable[[], dict[str, Init]] | None = getattr(module, "initial", None)
+    if defined is not None:
+        return defined()
     if isinstance(module, nn.LayerNorm | nn.GroupNorm):
         return {"weight": Init(1.0), "bias": Init()}
     if isinstance(module, nn.Linear | nn.Conv2d):
@@ -196,7 +196,7 @@ def initial(module: nn.Module) -> dict[str, Init]:
 
 
 def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A model's configuration and state for another image size, its positions interpolated (bicubic).
+    """Configuration and state for another image size; position embeddings are interpolated (bicubic).
 
     Raises: ValueError when the patch does not divide the size.
     """
@@ -216,18 +216,18 @@ def resize(config: ModelConfig, state: Mapping[str, Tensor], size: int) -> tuple
 def resize_text(
     config: ModelConfig, state: Mapping[str, Tensor], context: int, keep: tuple[int, int] = (20, 2)
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A model's configuration and state for another context, its text positions interpolated (linear).
+    """Configuration and state for another context length; text position embeddings are interpolated (linear).
 
-    Args: keep: so many positions at the beginning and at the end stay as they are: most captions are short, and the
-    last are those of [UNC] and [CLS] where pads are seen.
-    Raises: ValueError when a context leaves none between those that are kept. Source: arXiv:2503.08048, section 3.
+    Args: keep: number of unchanged positions at the beginning and at the end: most captions are short, and the last
+    positions are those of [UNC] and [CLS] with `pad_to_context`.
+    Raises: ValueError for a context without a position between those. Source: arXiv:2503.08048, section 3.
     """
     first, last = keep
     least = min(context, config.text.context)
     if least <= first + last:
         raise ValueError(
-            f"context {context} came for a text tower of {config.text.context} tokens: its first {first} and last "
-            f"{last} positions are kept, and of both at least {first + last + 1} are needed"
+            f"context {context} is too short, or that of the text tower, {config.text.context}: the first {first} and "
+            f"last {last} positions are kept, so both contexts need at least {first + last + 1}"
         )
     name = "text_tower.positions"
     places = state[name]

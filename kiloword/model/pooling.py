@@ -1,4 +1,4 @@
-"""From tower tokens to one vector an image or text, before projection."""
+"""Pool tower tokens to one vector per image or text, before projection."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kiloword.types import Texts
 
 
 def at_least_float(x: Tensor) -> Tensor:
-    """Half precision becomes single; single and double stay."""
+    """Convert half precision to single; single and double stay."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 class ImagePool(nn.Module):
-    """[I, E + P, W] -> [I, W]: the class token, or the patches' mean, maximum or attention; `width` is that of W."""
+    """[I, E + P, W] -> [I, W]: class token, or mean, maximum or attention of patches; `width`: of the output."""
 
     def __init__(self, config: ImageConfig, head: HeadConfig) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ImagePool(nn.Module):
         self.width = config.width if self.attentional is None else self.attentional.width
 
     def memory(self, tokens: Tensor) -> Tensor:
-        """What a text decoder looks at: all tokens, or what the queries for captions gathered [I, Q, W']."""
+        """Input of a text decoder's cross-attention: all tokens, or the pooled caption queries [I, Q, W']."""
         return tokens if self.attentional is None else self.attentional(tokens, slice(1, None))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class ImagePool(nn.Module):
 
 
 class MapPool(nn.Module):
-    """Multi-head attention pooling: a learned probe looks at the patches, then an MLP (arXiv:2303.15343)."""
+    """Multi-head attention pooling: a learned probe attends to the patches, then an MLP (arXiv:2303.15343)."""
 
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class MapPool(nn.Module):
         return out
 
     def look(self, patches: Tensor) -> Tensor:
-        """How much the probe looks at each patch, mean over heads: [I, P, W] -> [I, P], sums to 1."""
+        """Attention weights of the probe, mean over heads: [I, P, W] -> [I, P], sums to 1."""
         q = self.q(self.probe).view(self.config.heads, -1)
         k = self.kv(patches).unflatten(-1, (2, *q.shape))[..., 0, :, :]
         logits: Tensor = torch.einsum("hd,iphd->ihp", at_least_float(q), at_least_float(k)) * q.shape[-1] ** -0.5
@@ -86,12 +86,12 @@ class MapPool(nn.Module):
 
 
 class AttentionalPool(nn.Module):
-    """Learned queries look at all tokens: the first for the vector, the others for a text decoder (CoCa, open_clip)."""
+    """Learned queries attend to all tokens: one for the vector, the others for a text decoder (CoCa, open_clip)."""
 
     def __init__(self, config: ImageConfig, head: HeadConfig) -> None:
         super().__init__()
         if head.pool_queries < 1:
-            raise ValueError(f"pool_queries is {head.pool_queries}: expected at least 1 for captions to look at")
+            raise ValueError(f"pool_queries is {head.pool_queries}: expected at least 1 for the text decoder")
         self.width = head.pool_width or config.width
         self.probes = nn.Parameter(torch.empty(1 + head.pool_queries, self.width))
         self.norm_query = nn.LayerNorm(self.width, config.norm_eps)
@@ -99,9 +99,9 @@ class AttentionalPool(nn.Module):
         self.norm = nn.LayerNorm(self.width, config.norm_eps)
 
     def forward(self, tokens: Tensor, which: slice) -> Tensor:
-        """Tokens [I, E + P, W] -> what some of the queries gathered [I, q, W']."""
+        """Tokens [I, E + P, W] -> outputs of the queries `which` [I, q, W']."""
         query = self.norm_query(self.probes[which]).expand(len(tokens), -1, -1)
-        keys = self.attention.keys(tokens)  # the tower's norm is theirs
+        keys = self.attention.keys(tokens)  # normed by the tower already
         out: Tensor = self.norm(self.attention(query, keys, None, None))
         return out
 
@@ -110,7 +110,7 @@ class AttentionalPool(nn.Module):
 
 
 class TextPool(nn.Module):
-    """Packed [S, W] -> [T, W]: the end (or class) token, or the tokens' mean or maximum."""
+    """Packed [S, W] -> [T, W]: end (or class) token, or mean or maximum of tokens."""
 
     def __init__(self, config: TextConfig, kind: Literal["last", "mean", "max"]) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class TextPool(nn.Module):
         if self.kind == "last":
             return tokens.index_select(0, texts.starts[1:] - self.from_end)
         packing = Packing.of(texts)
-        lengths = texts.starts.diff() - self.extra  # mean and maximum are over the words, start and end
+        lengths = texts.starts.diff() - self.extra  # mean and maximum include words, start and end
         words = packing.place < lengths[packing.text]
         if self.kind == "mean":
             return packing.pad(tokens * words[:, None]).sum(1) / lengths[:, None]
@@ -130,5 +130,5 @@ class TextPool(nn.Module):
 
 
 def place_from_end(config: TextConfig, name: str) -> int:
-    """How far before the end of each text its extra token stands; 1: it is the last."""
+    """Position of an extra token, counted from the end of each text; 1: the last token."""
     return len(config.extra_tokens) - config.extra_tokens.index(name)

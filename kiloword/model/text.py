@@ -1,4 +1,4 @@
-"""The text tower: a transformer over packed captions, no padding anywhere."""
+"""The text tower: a transformer over packed captions, without padding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kiloword.model.attention import KeyValueCache, Packing
 from kiloword.model.blocks import Block, Init
 from kiloword.types import Texts
 
-ROWS = 256  # packed rows are a multiple of this where every shape costs
+ROWS = 256  # number of packed rows is a multiple of this where kernels are compiled per shape
 
 
 def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
-    """Half precision on CPU: each new number of rows compiles and keeps kernels, some 20 MB for three layers."""
+    """Half precision on CPU: every new number of rows compiles and caches kernels, about 20 MB for three layers."""
     half = (torch.bfloat16, torch.float16)
     if device.type != "cpu":
         return False
@@ -25,15 +25,15 @@ def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def is_special(ids: Tensor, config: TextConfig) -> Tensor:
-    """Whether each token id is a special one: bool, the shape of ids. A list on the device would have to be copied."""
-    found = torch.zeros_like(ids, dtype=torch.bool)
+    """Whether each token id is special: bool, the shape of ids. A loop, as `isin` would copy a list to the device."""
+    special = torch.zeros_like(ids, dtype=torch.bool)
     for token in config.special.values():
-        found |= ids == token
-    return found
+        special |= ids == token
+    return special
 
 
 class TextTower(nn.Module):
-    """Texts -> tokens."""
+    """Transformer: packed texts to tokens."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class TextTower(nn.Module):
         special = config.class_place == "last" or not config.class_sees_itself or not config.norm_words
         if special and "cls" not in config.extra_tokens:
             raise ValueError(
-                "class_place last, class_sees_itself False and norm_words False speak of a class token, but there is "
-                "none among extra_tokens: add cls, or leave them as they are"
+                "class_place last, class_sees_itself False and norm_words False need a class token, but extra_tokens "
+                "has none: add cls, or use the defaults of these options"
             )
         self.tokens = nn.Parameter(torch.empty(config.vocab, config.width))
         self.positions = nn.Parameter(torch.empty(config.context, config.width))
@@ -53,13 +53,13 @@ class TextTower(nn.Module):
         self.norm = nn.LayerNorm(config.width, config.norm_eps)
 
     def forward(self, texts: Texts) -> Tensor:
-        """Encode packed texts; returns [S, W], normed (but for words where `norm_words` is False).
+        """Encode packed texts; returns [S, W], normed (only class tokens if `norm_words` is False).
 
         Raises: ValueError when a text is longer than the context.
         """
         if texts.longest > self.config.context:
             raise ValueError(
-                f"a text of {texts.longest} tokens given to a tower for {self.config.context}; truncate it first"
+                f"a text has {texts.longest} tokens, but the tower's context is {self.config.context}: truncate it"
             )
         packing = self.packing(texts)
         if not self.config.class_sees_itself:
@@ -73,11 +73,11 @@ class TextTower(nn.Module):
         return torch.where(self._classes(texts)[:, None], out, x[: len(out)].to(out.dtype))
 
     def packing(self, texts: Texts) -> Packing:
-        """Where the tokens of texts stand, in this tower and what works beside it."""
+        """Packing of texts for this tower and its decoders."""
         return Packing.of(texts, ROWS if _compiles_per_shape(texts.ids.device, self.tokens.dtype) else 1)
 
     def embed(self, texts: Texts, packing: Packing) -> Tensor:
-        """What the first block gets: [S + tail, W]."""
+        """Input of the first block: [S + tail, W]."""
         place = packing.place
         if self.config.class_place == "last":
             place = place.masked_fill(self._classes(texts), self.config.context - 1)
@@ -85,16 +85,17 @@ class TextTower(nn.Module):
         return F.pad(x, (0, 0, 0, packing.tail)) if packing.tail else x
 
     def step(self, ids: Tensor, caches: list[KeyValueCache]) -> Tensor:
-        """The newest words of N texts of one length: ids [N, n] -> [N, n, W], as `forward` makes them.
+        """Encode the newest words of N texts of equal length: ids [N, n] -> [N, n, W], as in `forward`.
 
-        Args: caches: one a block, which hold the earlier tokens and take these. The tower must be causal.
+        Args: caches: one per block, with the earlier tokens; these are appended. The tower must be causal.
         Raises: ValueError when a text becomes longer than the context.
         """
-        assert self.config.causal, "earlier tokens would see the new ones"
+        assert self.config.causal, "earlier tokens would attend to new ones"
         first = len(caches[0])
-        if first + ids.shape[1] > self.config.context:
-            raise ValueError(f"a text of {first + ids.shape[1]} tokens given to a tower for {self.config.context}")
-        x = F.embedding(ids, self.tokens) + self.positions[first : first + ids.shape[1]]
+        length = first + ids.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"a text has {length} tokens, but the tower's context is {self.config.context}")
+        x = F.embedding(ids, self.tokens) + self.positions[first:length]
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block(x, causal=True, cache=cache)
         out: Tensor = self.norm(x) if self.config.norm_words else x

@@ -166,7 +166,7 @@ def test_the_masks_differ(open_clip: ModuleType, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("said", [{"class_place": "last"}, {"class_sees_itself": False}, {"norm_words": False}])
 def test_what_is_of_a_class_token_needs_one(said: dict[str, Any]) -> None:
     debug = sizes()["debug"]
-    with pytest.raises(ValueError, match="speak of a class token, but there is none among extra_tokens: add cls"):
+    with pytest.raises(ValueError, match="need a class token, but extra_tokens has none: add cls"):
         build(replace(debug, text=replace(debug.text, **said)), preset("clip"))
 
 

@@ -212,5 +212,5 @@ def test_refusals() -> None:
         ImagePool(replace(DEBUG.image, class_token=False), HeadConfig(image_pool="cls"))
     with pytest.raises(ValueError, match="must be the tower's width 32"):
         Single(replace(DEBUG, head=HeadConfig(dim=16, image_projection=False)))
-    with pytest.raises(ValueError, match="cannot say what in an image matched"):
+    with pytest.raises(ValueError, match="cannot explain which part of an image"):
         head().explain({}, {})

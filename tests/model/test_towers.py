@@ -247,13 +247,13 @@ def test_towers_compile_to_one_graph_each() -> None:
 
 
 def test_errors_say_what_to_do() -> None:
-    with pytest.raises(ValueError, match="9 tokens given to a tower for 8"):
+    with pytest.raises(ValueError, match="9 tokens, but the tower's context is 8"):
         TextTower(TEXT)(Texts.pack([[1] * 9]))
     with pytest.raises(ValueError, match="patch 5 does not divide"):
         ImageTower(replace(SMALL, patch=5))
     with pytest.raises(ValueError, match="16 cannot be split into 3 heads"):
         ImageTower(replace(SMALL, heads=3))
-    with pytest.raises(ValueError, match=r"\(3, 8, 8\) given to a tower for \(3, 16, 16\)"):
+    with pytest.raises(ValueError, match=r"\(3, 8, 8\), but the tower expects \(3, 16, 16\)"):
         image_tower(SMALL)(numbers(1, 3, 8, 8))
 
 
