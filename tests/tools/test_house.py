@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -316,3 +317,24 @@ def test_a_file_that_cannot_be_parsed(house: ModuleType, tmp_path: Path, capsys:
         house.main([], tmp_path)
     assert stopped.value.code == 2
     assert "a.py, line 2" in capsys.readouterr().err
+
+
+def test_rooms_import_downward_but_where_the_architecture_page_says_so(house: ModuleType) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tree = page.split("```")[1].split("\nresearch/")[0]
+    order = {"__main__": -1} | {room: n for n, room in enumerate(re.findall(r"^  (\w+)", tree, re.MULTILINE))}
+    rows = re.findall(r"^\| (`.*?) \| (`.*?) \|", page.split("## What may import what")[1], re.MULTILINE)
+    excepted = {(a, b) for cells in rows for a in room_names(cells[0]) for b in room_names(cells[1])}
+    files = [house.File(ROOT / "kiloword", path) for path in (ROOT / "kiloword").rglob("*.py")]
+    modules = {file.module for file in files}
+    imports = {
+        (file.module, target) for file in files for target, types_only in file.imports(modules) if not types_only
+    }
+    rooms = {(a.split(".")[1], b.split(".")[1]) for a, b in imports if "." in a and "." in b}
+    assert len(rooms) > 100
+    upward = {(a, b) for a, b in rooms if order.get(a, 99) > order.get(b, 99)}
+    assert upward <= excepted
+
+
+def room_names(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
