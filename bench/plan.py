@@ -26,7 +26,7 @@ GPU = (
     Case("siglip", "l14", 128, precision="bf16"),
     Case("siglip", "l14", 256, precision="bf16", checkpointing="selective"),
     Case("siglip", "l14", 512, precision="bf16", checkpointing="whole"),
-    Case("siglip", "l14", 512, precision="bf16", pieces=4),
+    Case("siglip", "l14", 512, precision="bf16", micro_batches=4),
     Case("siglip", "h14", 64, precision="bf16"),
     Case("siglip", "h14", 256, precision="bf16", checkpointing="whole"),
     Case("llip", "b16", 128, precision="bf16"),

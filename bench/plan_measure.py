@@ -39,20 +39,20 @@ class Case:
     size: str
     images: int
     captions: int = 1
-    pieces: int = 1
+    micro_batches: int = 1
     checkpointing: Checkpointing = "none"
     precision: str = "fp32"
 
     @property
     def label(self) -> str:
         more = [f"{self.captions} captions"] if self.captions > 1 else []
-        more += [f"{self.pieces} micro-batches"] if self.pieces > 1 else []
+        more += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         more += [f"checkpointing {self.checkpointing}"] if self.checkpointing != "none" else []
         return ", ".join([f"{self.method} {self.size} x {self.images}", self.precision, *more])
 
 
 CASES = (
-    Case("siglip", "tiny", 32, pieces=4),
+    Case("siglip", "tiny", 32, micro_batches=4),
     Case("llip", "tiny", 32, checkpointing="whole"),
     Case("prolip", "tiny", 32),
     Case("sycoca", "tiny", 16, captions=2),
@@ -116,7 +116,7 @@ class Measured:
         self.precision = precision_of(case.precision, device)
 
     def run(self) -> None:
-        backward(self.learner, self.batch.split(self.case.pieces), self.precision)
+        backward(self.learner, self.batch.split(self.case.micro_batches), self.precision)
 
     def flops(self) -> float:
         """Of a forward and backward pass, by torch's counter; attention by plain products, which it counts."""
@@ -150,7 +150,7 @@ class Measured:
         own |= {b.untyped_storage().data_ptr() for b in self.learner.buffers()}
         gc.collect()
         own |= {x.untyped_storage().data_ptr() for x in _objects()}
-        piece = self.batch.split(self.case.pieces)[0]
+        piece = self.batch.split(self.case.micro_batches)[0]
         counts, saved = self.learner.counts([piece]), list[weakref.ReferenceType[Tensor]]()
 
         def keep(x: Tensor) -> Tensor:
@@ -184,10 +184,10 @@ def planned(measured: Measured) -> dict[str, float]:
     kernels = Kernels.of(case.precision, device == "cuda")
     share, teacher = load_of(measured.batch, kernels, case.captions), TEACHER if measured.method.needs else 0
     texts = share.texts.texts
-    found = step.step_of(learner, share, case.pieces, texts, case.checkpointing, device, teacher=teacher)
+    found = step.step_of(learner, share, case.micro_batches, texts, case.checkpointing, device, teacher=teacher)
     held = parameters.bytes_of(learner, measured.optim, case.precision)
-    first = load_of(measured.batch.split(case.pieces)[0], kernels, case.captions)
-    layout = memory.Layout(1, "ddp", case.checkpointing, case.pieces)
+    first = load_of(measured.batch.split(case.micro_batches)[0], kernels, case.captions)
+    layout = memory.Layout(1, "ddp", case.checkpointing, case.micro_batches)
     parts = memory.memory(learner, measured.optim, case.precision, share, layout, texts, device, teacher=teacher)
     kept = memory.activations(learner, first, case.checkpointing)
     return {

@@ -166,8 +166,8 @@ def _summary(planned: Planned) -> str:
     for setting, planner, best in planned:
         padded, days = planner.padded(best), days_of(planner, best)
         layout = best.layout
-        pieces = f" x {layout.pieces}" if layout.pieces > 1 else ""
-        advice = f"{layout.parallel}, {layout.checkpointing}, micro-batch {best.micro}{pieces}"
+        micro_batches = f" x {layout.micro_batches}" if layout.micro_batches > 1 else ""
+        advice = f"{layout.parallel}, {layout.checkpointing}, micro-batch {best.micro}{micro_batches}"
         cells = [setting.name, f"{parameters.total(planner.learner) / 1e6:.1f}"]
         cells += [f"{option.step.needed / planner.images / 1e9:.4g}" for option in (best, padded)]
         cells += [advice, f"{best.bytes / GIB:.1f} of {planner.card.memory / GIB:.0f}", f"{planner.rate(best):,.0f}"]

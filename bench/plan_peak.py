@@ -59,7 +59,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def compare_peak(case: Case) -> tuple[float, float]:
     """Bytes planned and counted of what a step on one CPU needs beyond weights and optimizer; one micro-batch."""
-    assert case.pieces == 1, "micro-batches are cut by what tensors hold"
+    assert case.micro_batches == 1, "micro-batches are cut by what tensors hold"
     method, config = method_of(case.method), recipes.sizes()[case.size]
     learner = learner_of(config, method)
     batch = batch_of(learner.model.config, case.images, case.captions)

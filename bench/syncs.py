@@ -32,7 +32,7 @@ def waits(name: str, args: argparse.Namespace, micro: int, optimizer: str) -> di
     learner = Learner(build(sizes()[args.size], method), method).to(args.device)
     steps = Optimizer(learner, OptimConfig(name=optimizer), 10)
     batch = batch_of(learner.model.config, args.batch, 2, method.needs)
-    pieces = [piece.to(args.device) for piece in batch.split(micro)]
+    parts = [part.to(args.device) for part in batch.split(micro)]
     precision = precision_of("bf16", args.device)
     for number in (0, 1):
         with warnings.catch_warnings(record=True) as warned:
@@ -40,7 +40,7 @@ def waits(name: str, args: argparse.Namespace, micro: int, optimizer: str) -> di
             if args.device == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.set_sync_debug_mode("warn" if number else "default")
-            steps.step(number, backward(learner, pieces, precision)["loss"])
+            steps.step(number, backward(learner, parts, precision)["loss"])
             if args.device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
     found = [w for w in warned if "synchronizing" in str(w.message)]

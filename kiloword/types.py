@@ -75,14 +75,14 @@ class Example:
     row: int
     image: Tensor  # uint8 [3, H, W]
     captions: list[str]  # answers, where there is a question
-    composed: bool = False  # a view mixed it with another image
+    composed: bool = False  # a transform mixed it with another image
     question: str | None = None
     image_side: dict[str, Tensor] = field(default_factory=dict)  # side tables, joined by key
     text_side: dict[str, Tensor] = field(default_factory=dict)  # every value [captions, ...]
 
 
 class Fetch(Protocol):
-    """What a view sees of the data: any other row of the whole data set, decoded and augmented."""
+    """What a transform sees of the data: any other row of the whole data set, decoded and augmented."""
 
     @property
     def crops(self) -> bool:
@@ -93,12 +93,12 @@ class Fetch(Protocol):
     def example(self, row: int, draw: Draw) -> Example: ...
 
 
-View = Callable[[Example, Fetch, Draw], Example]
+Transform = Callable[[Example, Fetch, Draw], Example]
 """Changes one example (mixes it with another, rewrites its captions). `draw` is keyed by (seed, epoch, row).
 
-A view that must know the data set (which row is nearest to which) also has `bind(source) -> View`, called once before
-training. A view that mixes images or captions sets `composed`, so that nobody mines stale features for it, and keeps
-one row of every `text_side` value for each of its captions.
+A transform that must know the data set (which row is nearest to which) also has `bind(source) -> Transform`, called
+once before training. A transform that mixes images or captions sets `composed`, so that nobody mines stale features
+for it, and keeps one row of every `text_side` value for each of its captions.
 """
 
 
@@ -162,17 +162,17 @@ class Batch:
         """The same batch as it was before `to`: lengths and counts are read here, so that no kernel is waited for."""
         return self if self.before_move is None else self.before_move
 
-    def split(self, pieces: int) -> list[Batch]:
-        """Equal micro-batches of consecutive images with their texts; `pieces` must divide I."""
-        size = len(self) // pieces
-        assert size * pieces == len(self), f"{len(self)} images do not split into {pieces}"
-        if pieces == 1:
+    def split(self, parts: int) -> list[Batch]:
+        """Equal micro-batches of consecutive images with their texts; `parts` must divide I."""
+        size = len(self) // parts
+        assert size * parts == len(self), f"{len(self)} images do not split into {parts}"
+        if parts == 1:
             return [self]
         first_text = torch.searchsorted(self.image_of_text, torch.arange(0, len(self) + 1, size).to(self.images.device))
         bounds = first_text.tolist()
-        return [self._piece(n * size, (n + 1) * size, bounds[n], bounds[n + 1]) for n in range(pieces)]
+        return [self._part(n * size, (n + 1) * size, bounds[n], bounds[n + 1]) for n in range(parts)]
 
-    def _piece(self, i: int, j: int, t: int, u: int) -> Batch:
+    def _part(self, i: int, j: int, t: int, u: int) -> Batch:
         """Images i to j, whose texts are t to u."""
         return Batch(
             images=self.images[i:j],

@@ -65,7 +65,7 @@ def sections(html: str) -> dict[str, Section]:
 
 
 def plots(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *names: str) -> list[tuple[str, tuple[Any, ...]]]:
-    """What a module gives to pieces that draw (histogram, scatter, ...), in order: name and positional arguments."""
+    """What a module gives to elements that draw (histogram, scatter, ...), in order: name and positional arguments."""
     calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def spy(name: str, draw: Callable[..., str]) -> Callable[..., str]:

@@ -292,12 +292,12 @@ def step(
     batches = a_batch(method, config, 4, captions=2).split(micro)
     learner = learner_of(config, method)
     with pretended() as mode:
-        pieces = [moved(batch, mode) for batch in batches]
+        parts = [moved(batch, mode) for batch in batches]
         moving = Optimizer(placed(learner), OptimConfig(name=optimizer), 1000)
         average = Average(learner, 0.99)
         for n in range(steps):
             with Watch() as watch:
-                report = backward(learner, pieces, precision_of(precision, "cuda"))
+                report = backward(learner, parts, precision_of(precision, "cuda"))
                 missing = [n for n, p in learner.named_parameters() if p.requires_grad and p.grad is None]
                 passes = sum(watch.kernels.values())
                 report |= moving.step(n, report["loss"])

@@ -16,7 +16,7 @@ from kiloword.__version__ import __version__
 from kiloword.config.recipes import ImageConfig, ModelConfig, TextConfig, sizes
 from kiloword.distributed.device import cores
 from kiloword.methods.method import Method
-from kiloword.methods.registry import names, pieces, preset
+from kiloword.methods.registry import components, names, preset
 from kiloword.model.heads import Head
 from kiloword.model.image import extra, stem_plan
 from kiloword.model.model import Model
@@ -28,15 +28,15 @@ _WIDE = 240  # columns where the output is no terminal
 
 def methods_table() -> None:
     """Print the presets: where each comes from, and what fills its slots."""
-    columns = ("method", "source", "views", "captions", "pooling", "uncertainty", "positives", "pair loss", "terms")
-    table = plain_table(*columns, "summary")
+    slots_shown = ("transforms", "captions", "pooling", "uncertainty", "positives", "pair loss", "terms")
+    table = plain_table("method", "source", *slots_shown, "summary")
     for name in names():
         table.add_row(*slots(preset(name)).values())
     Screen(_WIDE).print(table)
-    table = plain_table("piece", "slot", "summary")
-    for name, piece in pieces().items():
-        table.add_row(name, piece.slot, piece.summary)
-    say("Pieces fill a slot of another method: kiloword train siglip+NAME, or by the flag of the slot (--views NAME).")
+    table = plain_table("component", "slot", "summary")
+    for name, component in components().items():
+        table.add_row(name, component.slot, component.summary)
+    say("Components fill a slot of another method: kiloword train siglip+NAME, or the flag of the slot (--terms NAME).")
     Screen(_WIDE).print(table)
 
 
@@ -47,7 +47,7 @@ def slots(method: Method) -> dict[str, str]:
     return {
         "method": method.name,
         "source": method.source,
-        "views": ", ".join(_word(view) for view in method.views),
+        "transforms": ", ".join(_word(transform) for transform in method.transforms),
         "captions": str(method.captions),
         "pooling": _word(head.pooling),
         "uncertainty": "" if uncertainty is None else _word(uncertainty),

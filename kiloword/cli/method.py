@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import arg
 
-MIXING = ("pooling", "views", "positives", "pair_loss", "uncertainty", "terms")  # flags that name a piece for a slot
+# flags that name a component for a slot
+MIXING = ("pooling", "transforms", "positives", "pair_loss", "uncertainty", "terms")
 ADDING = (*MIXING, "data", "side", "extra_captions", "weights")  # flags that add something
 
 
@@ -18,7 +19,7 @@ class MethodCommand:
     """The words of such a verb, of which the flags are still to be read."""
 
     verb: str
-    method: str  # with the pieces that flags name; "" where help is all that is asked
+    method: str  # with the components that flags name; "" where help is all that is asked
     flags: Sequence[str]
     settings: type | None  # the method's own
 
@@ -51,20 +52,20 @@ def asked(argv: Sequence[str], example: str) -> MethodCommand:
 
 
 def mixed(method: str, argv: Sequence[str]) -> str:
-    """The method with the pieces that flags name: llip, --views compose -> "llip+compose".
+    """The method with the components that flags name: llip, --transforms compose -> "llip+compose".
 
-    Raises: ValueError for a piece that fills another slot than its flag's, and for --terms of nothing.
+    Raises: ValueError for a component that fills another slot than its flag's, and for --terms of nothing.
     """
     if "--terms" in argv and not values_of(argv, "--terms"):
         raise ValueError("--terms names nothing: expected one or several of caption, mim and inclusion behind it.")
     chosen = [(slot, word) for slot in MIXING for word in values_of(argv, f"--{slot.replace('_', '-')}")]
     if not (method and chosen):
         return method
-    from kiloword.methods.registry import pieces
+    from kiloword.methods.registry import components
 
-    known = pieces()
+    known = components()
     for slot, word in chosen:
-        fits = [name for name, piece in known.items() if piece.slot == slot.replace("_", " ")]
+        fits = [name for name, component in known.items() if component.slot == slot.replace("_", " ")]
         if word not in fits:
             raise ValueError(f"--{slot.replace('_', '-')} is {word!r}: expected {' or '.join(fits)}.")
     return "+".join([method, *(word for _, word in chosen)])

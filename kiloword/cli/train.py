@@ -30,13 +30,13 @@ class Train:
       kiloword train siglip --data scenes --out runs/first
       kiloword train clip --data photos/train --val photos/dev --out runs/photos --epochs 30
       kiloword train siglip --data table.csv --out runs/table --size s16 --optim.lr 1e-3 --workers 8
-      kiloword train llip --views compose --positives mined --side features --data photos/train --out runs/mix
+      kiloword train llip --transforms compose --positives mined --side features --data photos/train --out runs/mix
     """
 
     out: Path = tyro.MISSING  # folder of the run
     data: tuple[str, ...] = ("scenes",)  # folder of tars, brace pattern, csv/tsv/parquet, image folder, scenes
     val: str | None = None  # evaluate retrieval on this
-    views: str | None = None  # another method's views: compose, mixup, cutmix, stylistic (`kiloword methods`)
+    transforms: str | None = None  # another method's transforms: compose, mixup, cutmix, stylistic (`kiloword methods`)
     positives: str | None = None  # another method's positives: mined, exact
     pair_loss: str | None = None  # another method's pair loss: softmax, sigmoid, supcon, ppcl, matching
     pooling: str | None = None  # another method's pooling: contextual

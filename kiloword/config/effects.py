@@ -144,7 +144,7 @@ def _brought(init: str, learner: Learner, trust: Trust) -> set[str]:
 def _built(learner: Learner) -> Any:
     """All that decides what a learner computes, but for the values of its weights."""
     method = learner.method
-    slots = (method.pair_loss, method.pair_weight, method.positives, method.views, method.prepare)
+    slots = (method.pair_loss, method.pair_weight, method.positives, method.transforms, method.prepare)
     weights = [weight for weight, _ in method.terms.values()]
     shapes = {name: (p.shape, p.requires_grad) for name, p in learner.named_parameters()}
     parts = {

@@ -1,4 +1,4 @@
-"""From rows to batches: read, augment, choose captions, apply views, pack; the same whatever number of workers."""
+"""From rows to batches: read, augment, choose captions, apply transforms, pack; the same whatever number of workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kiloword.data.text.captions import choose, drop_words
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.store import SideTable
 from kiloword.randomness import Draw, key
-from kiloword.types import BadSample, Batch, Example, Skipped, Source, Texts, View
+from kiloword.types import BadSample, Batch, Example, Skipped, Source, Texts, Transform
 
 ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail once in 10^64 times
 
@@ -35,9 +35,9 @@ class Loader:
     """One rank's share of every global batch; a batch is a pure function of its step.
 
     Args: order decides the rows; data, how images are read and which captions come; text, how captions are packed;
-    views change examples, in order; sides, tables of features that join the examples; truth: texts also carry which
-    images of the global batch they are true of; questions: every image comes with the question that its texts
-    answer; train False: images as for evaluation, no views; timeout in seconds
+    transforms change examples, in order; sides, tables of features that join the examples; truth: texts also carry
+    which images of the global batch they are true of; questions: every image comes with the question that its texts
+    answer; train False: images as for evaluation, no transforms; timeout in seconds
     a step; given_up: rows that took too long to decode, to be skipped from the start.
     Errors: ValueError when the batch does not divide over the ranks, the order or a side table is of other data, or the
     source knows no truth or no questions.
@@ -49,7 +49,7 @@ class Loader:
     text: TextConfig
     image_size: int
     tokenizer: Tokenizer
-    views: Sequence[View] = ()
+    transforms: Sequence[Transform] = ()
     sides: Sequence[SideTable] = ()
     truth: bool = False
     questions: bool = False
@@ -84,7 +84,9 @@ class Loader:
             check_asks(self.source)
         for side in self.sides:
             side.check(self.source)
-        self.views = [view.bind(self.source) if hasattr(view, "bind") else view for view in self.views]
+        self.transforms = [
+            transform.bind(self.source) if hasattr(transform, "bind") else transform for transform in self.transforms
+        ]
         natural = getattr(self.source, "natural", True)
         self._train = TrainTransform(self.image_size, self.data.augment, self.resize, self.data.decoder, natural)
         self._eval = EvalTransform(self.image_size, self.resize, self.data.decoder)
@@ -94,8 +96,8 @@ class Loader:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of the views before the first step."""
-        return [note for view in self.views if (note := getattr(view, "note", None))]
+        """What a user should know of the transforms before the first step."""
+        return [note for transform in self.transforms if (note := getattr(transform, "note", None))]
 
     def batches(self, start: int = 0, stop: int | None = None, pin: bool = False) -> Iterator[Batch]:
         """This rank's batches of the steps [start, stop); without end when stop is None.
@@ -123,7 +125,7 @@ class Loader:
         return batch
 
     def examples(self, step: int) -> tuple[list[Example], list[int], list[Skipped]]:
-        """What this rank's share of a batch is packed of: examples with all views applied, their seeds, bad samples."""
+        """What this rank's share of a batch is packed of: transformed examples, their seeds, bad samples."""
         if self._ahead:
             self._ahead.at(step)
         epoch, rows = self.order.batch_rows(step)
@@ -134,8 +136,8 @@ class Loader:
             example, draw = reader.readable(row, Draw(self.seed, epoch, row))
             if self.truth:
                 example.text_side["truth"] = self._truth(example, row, rows)
-            for view in self.views if self.train else ():
-                example = view(example, reader, draw)
+            for transform in self.transforms if self.train else ():
+                example = transform(example, reader, draw)
             examples.append(example)
             seeds.append(draw.sample_seed)
         return examples, seeds, reader.skipped
@@ -178,7 +180,7 @@ class Loader:
         counts = [len(e.captions) for e in examples]
         if not all(counts):
             raise ValueError(
-                f"a view left {examples[counts.index(0)].key} without a caption; it must keep at least one"
+                f"a transform left {examples[counts.index(0)].key} without a caption; it must keep at least one"
             )
         return Batch(
             images=torch.stack([e.image for e in examples]),
@@ -201,7 +203,7 @@ class Loader:
 
 
 class BatchReader:
-    """Examples of one batch, and what was bad among the rows that they came from. This is what views fetch from."""
+    """Examples of one batch, and what was bad among the rows that they came from. Transforms fetch from it."""
 
     def __init__(self, loader: Loader, source: Source, batch: Rows) -> None:
         self.loader, self.source, self.batch = loader, source, batch

@@ -101,7 +101,7 @@ def name_of(source: Source, row: int) -> str:
         return f"row {row}"
 
 
-class Transform(Protocol):
+class ImageTransform(Protocol):
     """From a stored image to a tensor of one shape for all."""
 
     @property
@@ -132,7 +132,7 @@ def eval_batches(
     batch: int = 64,
     workers: int = 0,
     parts: Sequence[range] | None = None,
-    transform: Transform | None = None,
+    transform: ImageTransform | None = None,
     captions: bool = True,
 ) -> Iterator[EvalBatch]:
     """Every row once, in order, at most `batch` at a time (n may be 0); bad rows are left out and named.
@@ -162,7 +162,9 @@ def _with_ahead(ahead: Ahead, make: Callable[[int], EvalBatch], step: int) -> Ev
     return make(step)
 
 
-def _eval_batch(source: Source, transform: Transform, batches: Sequence[range], captions: bool, step: int) -> EvalBatch:
+def _eval_batch(
+    source: Source, transform: ImageTransform, batches: Sequence[range], captions: bool, step: int
+) -> EvalBatch:
     records, rows, images, skipped = [], [], [], []
     for row in batches[step]:
         try:

@@ -49,8 +49,8 @@ def precision_of(name: str, device: str) -> PrecisionContext:
     return partial(torch.autocast, device, torch.bfloat16) if name == "bf16" else nullcontext
 
 
-def on_device(batches: Iterator[Batch], device: torch.device, pieces: int) -> Iterator[tuple[Batch, list[Batch]]]:
-    """Each batch of I images, and its `pieces` micro-batches of I / `pieces` on the device; `pieces` must divide I.
+def on_device(batches: Iterator[Batch], device: torch.device, parts: int) -> Iterator[tuple[Batch, list[Batch]]]:
+    """Each batch of I images, and its `parts` micro-batches of I / `parts` on the device; `parts` must divide I.
 
     They are split on the host, where that waits for nothing. On a GPU a stream of their own copies them, while the step
     before still computes: the host is ahead of it, as long as nothing in a step waits for the GPU.
@@ -58,11 +58,11 @@ def on_device(batches: Iterator[Batch], device: torch.device, pieces: int) -> It
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     for batch in batches:
         with torch.cuda.stream(stream) if stream else nullcontext():
-            micro = [piece.to(device) for piece in batch.split(pieces)]
+            micro = [part.to(device) for part in batch.split(parts)]
         if stream:
             torch.cuda.current_stream(device).wait_stream(stream)
-            for piece in micro:
-                piece.each(_used_here)
+            for part in micro:
+                part.each(_used_here)
         yield batch, micro
 
 

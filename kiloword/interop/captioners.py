@@ -15,7 +15,7 @@ from kiloword.checkpoint.model_folder import check_finite, open_model
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, decode
-from kiloword.data.reading import Transform
+from kiloword.data.reading import ImageTransform
 from kiloword.distributed.device import choose
 from kiloword.features.teachers import digest
 from kiloword.generation.captioner import ROUNDS, Captioner
@@ -37,7 +37,7 @@ class Describer(Protocol):
     precision: str  # that it computes in, "fp32" or "bf16"
 
     @property
-    def transform(self) -> Transform:
+    def transform(self) -> ImageTransform:
         """How an image is prepared, in the loader's workers."""
 
     def check(self, options: GenerationOptions) -> None:
@@ -78,7 +78,7 @@ class KilowordCaptioner:
         self.precision: str = captioner.model.precision
 
     @property
-    def transform(self) -> Transform:
+    def transform(self) -> ImageTransform:
         config = self.captioner.model.config
         return EvalTransform(config.image.size, config.preprocess.resize)
 
@@ -120,7 +120,7 @@ class TransformersCaptioner:
         self._kind, self._device = _KINDS[precision], device
         self._model = self._model.to(device=device, dtype=self._kind).eval()
         self._tokenizer = getattr(processor, "tokenizer", processor)
-        self.transform: Transform = _prepare(folder, getattr(processor, "image_processor", processor))
+        self.transform: ImageTransform = _prepare(folder, getattr(processor, "image_processor", processor))
         self.fingerprint = digest(files)
 
     def check(self, options: GenerationOptions) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig
 from kiloword.losses.pairs import softmax_loss
-from kiloword.methods.method import Method, Piece
+from kiloword.methods.method import Component, Method
 from kiloword.model.heads import Head, Single
 
 
@@ -47,4 +47,4 @@ def scaled(head: Head, settings: Settings) -> Head:
     return head
 
 
-PIECES = {"softmax": Piece(slot="pair loss", summary="symmetric softmax", settings=Settings, apply=softmax)}
+COMPONENTS = {"softmax": Component(slot="pair loss", summary="symmetric softmax", settings=Settings, apply=softmax)}

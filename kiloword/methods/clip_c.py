@@ -18,8 +18,8 @@ from kiloword.data.transforms import (
     StylisticSettings,
 )
 from kiloword.methods import clip
-from kiloword.methods.method import Method, Piece
-from kiloword.types import View
+from kiloword.methods.method import Component, Method
+from kiloword.types import Transform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Settings(ComposeSettings, clip.Settings):
 
 def preset(settings: Settings) -> Method:
     base = clip.preset(only(settings, clip.Settings))
-    method = _viewed(Compose)(base, only(settings, ComposeSettings))
+    method = _transformed(Compose)(base, only(settings, ComposeSettings))
     return replace(
         method,
         name="clip-c",
@@ -38,23 +38,23 @@ def preset(settings: Settings) -> Method:
     )
 
 
-def _viewed(view: Callable[[Any], View]) -> Callable[[Method, Any], Method]:
+def _transformed(transform: Callable[[Any], Transform]) -> Callable[[Method, Any], Method]:
     def apply(method: Method, settings: Any) -> Method:
-        if method.views:
-            names = ", ".join(type(v).__name__.lower() for v in method.views)
+        if method.transforms:
+            names = ", ".join(type(v).__name__.lower() for v in method.transforms)
             raise ValueError(f"{method.name} has the transforms {names} already: choose one way of mixing examples.")
-        return replace(method, views=(view(settings),))
+        return replace(method, transforms=(transform(settings),))
 
     return apply
 
 
-def _piece(summary: str, settings: type, view: Callable[[Any], View]) -> Piece:
-    return Piece(slot="views", summary=summary, settings=settings, apply=_viewed(view))
+def _component(summary: str, settings: type, transform: Callable[[Any], Transform]) -> Component:
+    return Component(slot="transforms", summary=summary, settings=settings, apply=_transformed(transform))
 
 
-PIECES = {
-    "compose": _piece("halves of two images, both captions", ComposeSettings, Compose),
-    "mixup": _piece("two images blended, both captions", MixupSettings, Mixup),
-    "cutmix": _piece("a crop of one image on another, both captions", CutmixSettings, Cutmix),
-    "stylistic": _piece("two crops of one image, its caption twice", StylisticSettings, Stylistic),
+COMPONENTS = {
+    "compose": _component("halves of two images, both captions", ComposeSettings, Compose),
+    "mixup": _component("two images blended, both captions", MixupSettings, Mixup),
+    "cutmix": _component("a crop of one image on another, both captions", CutmixSettings, Cutmix),
+    "stylistic": _component("two crops of one image, its caption twice", StylisticSettings, Stylistic),
 }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
-from kiloword.types import Batch, Encoded, Pairs, Positives, Total, View
+from kiloword.types import Batch, Encoded, Pairs, Positives, Total, Transform
 
 if TYPE_CHECKING:
     from kiloword.model.heads import Head
@@ -87,7 +87,7 @@ class Method:
     pair_loss: PairLoss
     pair_weight: float = 1.0  # 0 disables the pair loss; only the captioning pooler of the head is trained
     positives: Positives = annotated
-    views: tuple[View, ...] = ()
+    transforms: tuple[Transform, ...] = ()
     terms: Mapping[str, tuple[float, Callable[[ModelConfig], nn.Module]]] = field(default_factory=dict)
     captions: int | Literal["one", "all"] = "one"
     shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # adapts the configuration of the towers
@@ -98,15 +98,15 @@ class Method:
     prepare: Prepare | None = None  # called before the first step of a new run (bias search)
 
     def __post_init__(self) -> None:
-        if self.views and "questions" in self.needs:
+        if self.transforms and "questions" in self.needs:
             raise ValueError(f"{self.name} needs unmixed images: it cannot be combined with transforms that mix them.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Component:
     """A component that any method can use: `llip+compose+mined` is a preset with two components."""
 
-    slot: str  # at most one component per slot: "views", "positives", "pair loss", "pooling", "uncertainty", ...
+    slot: str  # at most one component per slot: "transforms", "positives", "pair loss", "pooling", "uncertainty", ...
     summary: str  # one line for `kiloword methods`
     settings: type  # frozen dataclass of its settings
     apply: Callable[[Method, Any], Method]  # takes the method and the settings; raises ValueError for incompatible ones

@@ -3,7 +3,7 @@
 The module of a built-in method defines `Settings` (a frozen dataclass) and `preset(settings) -> Method`. The `preset`
 of a custom method takes no argument, or one whose annotation is a settings dataclass.
 
-`PIECES` of a module are components that other methods can use: "llip+compose+mined" is the preset llip with two
+`COMPONENTS` of a module are components that other methods can use: "llip+compose+mined" is the preset llip with two
 components. Its settings are those of llip, and those of each component under the component's name.
 """
 
@@ -26,7 +26,7 @@ from kiloword.config import recipes
 from kiloword.config.ranges import check
 from kiloword.config.recipes import parse
 from kiloword.errors import article
-from kiloword.methods.method import Method, Piece
+from kiloword.methods.method import Component, Method
 
 LONGEST = 1000  # maximum length of a method's name, components included
 PRESETS = {  # a new method is one line here
@@ -49,9 +49,11 @@ def names() -> list[str]:
     return list(PRESETS)
 
 
-def pieces() -> dict[str, Piece]:
+def components() -> dict[str, Component]:
     """Components by name: what can follow the name of a method after "+"."""
-    return {name: piece for preset in PRESETS for name, piece in getattr(_module(preset), "PIECES", {}).items()}
+    return {
+        name: component for preset in PRESETS for name, component in getattr(_module(preset), "COMPONENTS", {}).items()
+    }
 
 
 def _module(preset: str) -> ModuleType:
@@ -116,8 +118,8 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
     make, kind = find(base)
     chosen = _chosen(base, added)
     fields: list[Any] = [
-        (_python(word), piece.settings, dataclasses.field(default_factory=piece.settings))
-        for word, piece in chosen.items()
+        (_python(word), component.settings, dataclasses.field(default_factory=component.settings))
+        for word, component in chosen.items()
     ]
     mixed = dataclasses.make_dataclass(
         "Settings", fields, bases=(kind or recipes.BaseSettings,), frozen=True, kw_only=True
@@ -140,20 +142,20 @@ def _turn(slot: str) -> int:
     return order.index(slot if slot in order else "")
 
 
-def _chosen(base: str, added: list[str]) -> dict[str, Piece]:
-    components = pieces()
+def _chosen(base: str, added: list[str]) -> dict[str, Component]:
+    known = components()
     for word in added:
-        if word not in components:
-            near = difflib.get_close_matches(word, components, 1)
+        if word not in known:
+            near = difflib.get_close_matches(word, known, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{base} cannot be mixed with {word!r}: expected {', '.join(components)}.{hint}")
+            raise ValueError(f"{base} cannot be mixed with {word!r}: expected {', '.join(known)}.{hint}")
     by_slot: dict[str, str] = {}
     for word in added:
-        slot = components[word].slot
+        slot = known[word].slot
         if slot in by_slot and (slot != "terms" or added.count(word) > 1):  # several terms are allowed
             raise ValueError(f"{by_slot[slot]} and {word} both fill the slot {slot!r} of {base}: choose one.")
         by_slot[slot] = word
-    return {word: components[word] for word in added}
+    return {word: known[word] for word in added}
 
 
 def _python(name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig
 from kiloword.losses.pairs import sigmoid_loss
-from kiloword.methods.method import Method, Piece
+from kiloword.methods.method import Component, Method
 from kiloword.model.heads import Head, Single
 
 
@@ -39,6 +39,8 @@ def sigmoid(method: Method, settings: Settings) -> Method:
     return replace(method, pair_loss=sigmoid_loss, head=head)
 
 
-PIECES = {
-    "sigmoid": Piece(slot="pair loss", summary="binary classification of all pairs", settings=Settings, apply=sigmoid)
+COMPONENTS = {
+    "sigmoid": Component(
+        slot="pair loss", summary="binary classification of all pairs", settings=Settings, apply=sigmoid
+    )
 }

@@ -53,10 +53,10 @@ class Planner:
 
     @cached_property
     def tokens(self) -> float:
-        """Of a caption as the tower sees it: with the method's own tokens, longer where a built-in view joins two."""
+        """Of a caption as the tower sees it: with the method's own tokens, longer where a transform joins two."""
         mean = self.plan.tokens
-        for view in self.method.views:
-            settings = getattr(view, "settings", None)
+        for transform in self.method.transforms:
+            settings = getattr(transform, "settings", None)
             if isinstance(settings, MixingSettings) and settings.parts != "images":
                 mean += composed_share(settings.rho, LARGE) * (mean - 1)  # "and", no second start and end
         return text_length(mean, self.learner.model.config.text)
@@ -74,14 +74,14 @@ class Planner:
         questions = Lengths.equal(self.images, QUESTION) if "questions" in self.method.needs else None
         return Load(self.images, texts, kernels, self.captions, questions)
 
-    def option(self, parallel: str, checkpointing: str, pieces: int, padded: bool = False) -> Option:
+    def option(self, parallel: str, checkpointing: str, micro_batches: int, padded: bool = False) -> Option:
         """One way to run."""
         plan, share = self.plan, self.share(padded)
-        layout = Layout(plan.gpus, parallel, checkpointing, pieces)
+        layout = Layout(plan.gpus, parallel, checkpointing, micro_batches)
         step = step_of(
             self.learner,
             share,
-            pieces,
+            micro_batches,
             self.all_texts,
             checkpointing,
             self.device,
@@ -97,7 +97,7 @@ class Planner:
         sent = traffic(self.learner, plan.optim, plan.precision, share, layout, self.all_texts, self.teacher)
         compute, seconds = self._seconds(step, sent)
         fits = sum(held.values()) <= self.card.memory
-        return Option(layout, self.images // pieces, held, sent, step, seconds, compute, fits)
+        return Option(layout, self.images // micro_batches, held, sent, step, seconds, compute, fits)
 
     def _seconds(self, step: Step, sent: dict[str, float]) -> tuple[float, float]:
         """Seconds of a step's arithmetic, and of the step. Losses compute in full precision, at its own speed.
@@ -115,9 +115,9 @@ class Planner:
 
     def fewest(self, parallel: str, checkpointing: str) -> Option:
         """With the fewest micro-batches that fit, or the smallest ones where none does."""
-        pieces = [self.images // self.plan.micro] if self.plan.micro else divisors(self.images)
+        micro_batches = [self.images // self.plan.micro] if self.plan.micro else divisors(self.images)
         found = None
-        for n in pieces:
+        for n in micro_batches:
             found = self.option(parallel, checkpointing, n)
             if found.fits:
                 return found
@@ -131,14 +131,16 @@ class Planner:
         )
         kinds = [self.plan.checkpointing] if self.plan.checkpointing != "auto" else ["none", "selective", "whole"]
         found = [self.fewest(way, kind) for way in ways for kind in kinds]
-        return sorted(found, key=lambda o: (not o.fits, 0.0 if o.fits else o.bytes, round(o.seconds, 9), o.step.pieces))
+        return sorted(
+            found, key=lambda o: (not o.fits, 0.0 if o.fits else o.bytes, round(o.seconds, 9), o.step.micro_batches)
+        )
 
     def largest_micro(self, option: Option) -> int:
         """The most images of a micro-batch that fit in this way of running; 0: not even one."""
         layout = option.layout
-        for pieces in divisors(self.images):
-            if self.option(layout.parallel, layout.checkpointing, pieces).fits:
-                return self.images // pieces
+        for micro_batches in divisors(self.images):
+            if self.option(layout.parallel, layout.checkpointing, micro_batches).fits:
+                return self.images // micro_batches
         return 0
 
     def rate(self, option: Option) -> float:
@@ -148,7 +150,7 @@ class Planner:
     def padded(self, option: Option) -> Option:
         """The same with texts padded to the context."""
         layout = option.layout
-        return self.option(layout.parallel, layout.checkpointing, layout.pieces, padded=True)
+        return self.option(layout.parallel, layout.checkpointing, layout.micro_batches, padded=True)
 
 
 def divisors(n: int) -> list[int]:

@@ -15,7 +15,7 @@ from kiloword.planning.cards import GIB
 from kiloword.planning.pairs import features
 from kiloword.planning.parameters import bytes_of, in_products, shards
 from kiloword.planning.shapes import Load
-from kiloword.planning.step import micro_batch, piece_of, step_of
+from kiloword.planning.step import micro_batch, micro_load, step_of
 from kiloword.training.learner import Learner
 
 CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance, not a formula
@@ -30,7 +30,7 @@ class Layout:
     gpus: int
     parallel: str  # ddp, fsdp
     checkpointing: str  # none, whole, selective
-    pieces: int  # micro-batches of a GPU's share
+    micro_batches: int  # of a GPU's share
 
 
 def activations(learner: Learner, micro: Load, checkpointing: str) -> float:
@@ -108,16 +108,16 @@ def word_logits(learner: Learner, micro: Load) -> float:
     return 2.0 * numbers * size + ((numbers + table) * 4.0 if micro.kernels.half else 0.0)
 
 
-def loss_buffers(learner: Learner, share: Load, all_texts: float, gpus: int, pieces: int, teacher: int) -> float:
+def loss_buffers(learner: Learner, share: Load, all_texts: float, gpus: int, micro_batches: int, teacher: int) -> float:
     """Bytes of features and their gradients: texts of all ranks, gathered, three times; local images three times.
 
     Features, the sums of their gradients that the blocks fill, and those scaled by what comes from above. In several
-    pieces the features of the whole share and their gradients stay beside for the replay.
+    micro-batches the features of the whole share and their gradients stay beside for the replay.
     """
     image, text = features(learner.model, teacher)
     rows = share.images * image.floats + all_texts * text.floats
     constant = share.images * image.constant + (all_texts if gpus > 1 else share.texts.texts) * text.constant
-    replay = 2 * (share.images * image.floats + share.texts.texts * text.floats) if pieces > 1 else 0
+    replay = 2 * (share.images * image.floats + share.texts.texts * text.floats) if micro_batches > 1 else 0
     return 4.0 * (3 * rows + constant + replay)
 
 
@@ -152,13 +152,13 @@ def memory(
     gradients grow as activations go: what counts is by how much they are more.
     """
     held, size = bytes_of(learner, optim, precision), 8 if precision == "fp64" else 4
-    micro, sharded = piece_of(share, layout.pieces), layout.parallel == "fsdp" and layout.gpus > 1
+    micro, sharded = micro_load(share, layout.micro_batches), layout.parallel == "fsdp" and layout.gpus > 1
     part, gathered = fsdp(learner, precision, layout.gpus) if sharded else (1.0, 0.0)
     buckets = 2.0 * BUCKET * size if layout.gpus > 1 else 0.0
-    work = step_of(learner, share, layout.pieces, all_texts, layout.checkpointing, device, None, chunk, teacher)
+    work = step_of(learner, share, layout.micro_batches, all_texts, layout.checkpointing, device, None, chunk, teacher)
     kept = activations(learner, micro, layout.checkpointing)
     there = held.gradients * part
-    if layout.gpus == layout.pieces == 1:
+    if layout.gpus == layout.micro_batches == 1:
         there = max(0.0, there - kept)
     found = {
         "weights": held.weights * part,
@@ -170,7 +170,9 @@ def memory(
         "communication buckets": buckets,
         "activations": kept,
         "passing: one block, or words": passing(learner, micro, precision, layout.checkpointing, sharded),
-        "features and their gradients": loss_buffers(learner, share, all_texts, layout.gpus, layout.pieces, teacher),
+        "features and their gradients": loss_buffers(
+            learner, share, all_texts, layout.gpus, layout.micro_batches, teacher
+        ),
         "a block of pairs": work.pair_block,
         "images": share.images * 3.0 * learner.model.config.image.size**2,
     }

@@ -36,7 +36,7 @@ class Plan:
     tokens: float = 20.0  # mean length of a caption, start and end included
     captions: int = 0  # an image; 0: one, or six where the method takes all (one and five made ones)
     teacher: int = 768  # width of the features that methods with mined positives read
-    views: str | None = None  # as of `train`
+    transforms: str | None = None  # as of `train`
     positives: str | None = None  # as of `train`
     pair_loss: str | None = None  # as of `train`
     pooling: str | None = None  # as of `train`

@@ -46,7 +46,7 @@ class Step:
     """Arithmetic of one step of one GPU."""
 
     parts: list[Work]  # of all micro-batches together, by name
-    pieces: int  # micro-batches
+    micro_batches: int  # of a GPU's share
     again: float  # FLOP that checkpointing repeats
     replayed: float  # FLOP of the pass without gradient that several micro-batches need
     optimizer: float  # FLOP
@@ -70,7 +70,7 @@ class Step:
 def step_of(
     learner: Learner,
     share: Load,
-    pieces: int,
+    micro_batches: int,
     all_texts: float,
     checkpointing: str,
     device: str,
@@ -78,24 +78,26 @@ def step_of(
     chunk: int = 0,
     teacher: int = 0,
 ) -> Step:
-    """One step of a GPU whose share comes in so many pieces.
+    """One step of a GPU whose share comes in that many micro-batches.
 
-    Several pieces of a method with a pair loss encode everything once more, without gradient (GradCache). Checkpointing
-    "whole" repeats the blocks' forward passes; "selective" repeats no product.
+    Several micro-batches of a method with a pair loss encode everything once more, without gradient (GradCache).
+    Checkpointing "whole" repeats the blocks' forward passes; "selective" repeats no product.
     """
-    micro = piece_of(share, pieces)
-    parts = [w.times(pieces) for w in micro_batch(learner, micro)]
+    micro = micro_load(share, micro_batches)
+    parts = [w.times(micro_batches) for w in micro_batch(learner, micro)]
     pair, block = pair_work(learner.model, learner.method, share.images, all_texts, device, chunk, teacher)
     again = sum(w.again for w in parts) if checkpointing == "whole" else 0.0
-    replayed = sum(w.forward for w in parts if w.first) if pieces > 1 and learner.method.pair_weight else 0.0
+    replayed = sum(w.forward for w in parts if w.first) if micro_batches > 1 and learner.method.pair_weight else 0.0
     moved = 0.0 if optim is None else newton_schulz(learner, optim)
-    return Step([*parts, pair], pieces, again, replayed, moved, block)
+    return Step([*parts, pair], micro_batches, again, replayed, moved, block)
 
 
-def piece_of(share: Load, pieces: int) -> Load:
+def micro_load(share: Load, micro_batches: int) -> Load:
     """One of so many equal micro-batches."""
-    questions = None if share.questions is None else share.questions.share(1 / pieces)
-    return replace(share, images=share.images / pieces, texts=share.texts.share(1 / pieces), questions=questions)
+    questions = None if share.questions is None else share.questions.share(1 / micro_batches)
+    return replace(
+        share, images=share.images / micro_batches, texts=share.texts.share(1 / micro_batches), questions=questions
+    )
 
 
 def newton_schulz(learner: Learner, optim: OptimConfig) -> float:

@@ -118,11 +118,12 @@ def _texts(planner: Planner, best: Option) -> Sheet:
 
 
 def _alternatives(planner: Planner, options: list[Option]) -> Sheet:
-    columns = ("parallel, checkpointing", "micro-batch", "pieces", "GiB", "fits", "GFLOP a pair", "pairs/s", "days")
+    columns = ("parallel, checkpointing", "images x micro-batches", "GiB", "fits", "GFLOP a pair", "pairs/s", "days")
     rows = []
     for option in options:
         days = days_of(planner, option)
-        cells = [f"{option.layout.parallel}, {option.layout.checkpointing}", str(option.micro), str(option.step.pieces)]
+        split = f"{option.micro} x {option.step.micro_batches}"
+        cells = [f"{option.layout.parallel}, {option.layout.checkpointing}", split]
         cells += [f"{option.bytes / GIB:.1f}", "yes" if option.fits else "no"]
         cells += [f"{option.step.total / planner.images / 1e9:.4g}", f"{planner.rate(option):,.0f}"]
         rows.append([*cells, f"{days:.2f}", f"{24 * days * planner.plan.gpus:,.0f}"])
@@ -130,10 +131,8 @@ def _alternatives(planner: Planner, options: list[Option]) -> Sheet:
 
 
 def described(option: Option) -> str:
-    pieces = option.step.pieces
-    return (
-        f"{option.layout.parallel}, checkpointing {option.layout.checkpointing}, micro-batch {option.micro} x {pieces}"
-    )
+    layout, number = option.layout, option.step.micro_batches
+    return f"{layout.parallel}, checkpointing {layout.checkpointing}, micro-batch {option.micro} x {number}"
 
 
 def days_of(planner: Planner, option: Option) -> float:
@@ -208,7 +207,7 @@ def _option(planner: Planner, option: Option) -> dict[str, Any]:
         "parallel": option.layout.parallel,
         "checkpointing": option.layout.checkpointing,
         "micro": option.micro,
-        "pieces": option.step.pieces,
+        "micro_batches": option.step.micro_batches,
         "fits": option.fits,
         "memory": option.memory,
         "bytes": option.bytes,

@@ -57,11 +57,11 @@ def _of_fsdp(learner: Learner, optim: OptimConfig, precision: str, share: Load, 
     """Bytes of the whole buffers that are gathered and scattered."""
     size = 8 if precision == "fp64" else 4
     cut, (first, both) = shards(learner), _block_bytes(learner, share, 2 if precision == "bf16" else size)
-    again = layout.pieces > 1 and learner.method.pair_weight > 0
+    again = layout.micro_batches > 1 and learner.method.pair_weight > 0
     root = size * cut.root
     found = {
-        "weights": layout.pieces * (2 * both + (first if again else 0.0) + root),
-        "gradients": float(size * (layout.pieces * (cut.sharded + cut.root) + 2 * cut.replicated)),
+        "weights": layout.micro_batches * (2 * both + (first if again else 0.0) + root),
+        "gradients": float(size * (layout.micro_batches * (cut.sharded + cut.root) + 2 * cut.replicated)),
     }
     turned = sum(p.numel() for kind, some in groups(learner, optim).items() for _, p in some if kind.endswith("muon"))
     return found | ({"Muon's updates": float(size * turned)} if turned else {})

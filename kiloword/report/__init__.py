@@ -1,4 +1,4 @@
-"""Self-contained HTML reports: every piece is a pure function from numbers and images to a string."""
+"""Self-contained HTML reports: every element is a pure function from numbers and images to a string."""
 
 from kiloword.report.boxes import box_plot
 from kiloword.report.gallery import card, gallery, tiles

@@ -1,4 +1,4 @@
-"""The page around the pieces, and writing it."""
+"""The page around the elements, and writing it."""
 
 from __future__ import annotations
 

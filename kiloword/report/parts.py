@@ -1,4 +1,4 @@
-"""The plain pieces of a report: paragraphs, key figures, tables, heat maps."""
+"""The plain elements of a report: paragraphs, key figures, tables, heat maps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def code(text: str) -> str:
 
 
 def grid(parts: Sequence[str], narrow: bool = False) -> str:
-    """Pieces side by side where there is room, else one below the other; narrow ones three in a row."""
+    """Elements side by side where there is room, else one below the other; narrow ones three in a row."""
     return f'<div class="grid{" narrow" if narrow else ""}">{"".join(parts)}</div>'
 
 

@@ -25,8 +25,8 @@ def backward(
 ) -> dict[str, Tensor]:
     """The gradient of the mean loss over `micro`, of every rank, in the learner's parameters.
 
-    Args: micro, this rank's share in one or more pieces; precision, a context for the towers (autocast); reducer, that
-    of the learner where many steps are made with it.
+    Args: micro, this rank's share in one or more micro-batches; precision, a context for the towers (autocast);
+    reducer, that of the learner where many steps are made with it.
     Returns: mean losses over the global batch, detached: "loss", "pair" and every term.
     """
     reducer = reducer or Reducer(learner, overlap=False)
@@ -36,13 +36,13 @@ def backward(
     if len(micro) > 1 and learner.method.pair_weight:
         found, replays = _pair_gradients(learner, micro, precision)
     reducer.begin()
-    pieces = []
+    parts = []
     for n, (batch, replay) in enumerate(zip(micro, replays, strict=True), 1):
         if n == len(micro):
             reducer.last()
-        pieces.append(_one(learner, batch, counts, precision, replay))
+        parts.append(_one(learner, batch, counts, precision, replay))
     reducer.finish()
-    return _report([_complete(learner, piece, found, len(micro)) for piece in pieces])
+    return _report([_complete(learner, part, found, len(micro)) for part in parts])
 
 
 def _one(
@@ -56,14 +56,14 @@ def _one(
     return found
 
 
-def _complete(learner: Learner, piece: dict[str, Tensor], found: dict[str, Tensor], pieces: int) -> dict[str, Tensor]:
+def _complete(learner: Learner, part: dict[str, Tensor], found: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
     """A micro-batch's losses with its part of what was found for all of them: its "pair" was a surrogate."""
     if not found:
-        return piece
-    shares = {name: value / pieces for name, value in found.items()}
-    missing = shares["pair"] - piece["pair"].detach()
-    loss = piece["loss"].detach() + learner.method.pair_weight * missing * ranks()
-    return {**piece, **shares, "loss": loss}
+        return part
+    shares = {name: value / parts for name, value in found.items()}
+    missing = shares["pair"] - part["pair"].detach()
+    loss = part["loss"].detach() + learner.method.pair_weight * missing * ranks()
+    return {**part, **shares, "loss": loss}
 
 
 def _pair_gradients(
@@ -102,9 +102,9 @@ def _split(gradients: Mapping[str, Tensor | None], sizes: list[int]) -> list[Fea
     return [{k: parts[n] for k, parts in known.items()} for n in range(len(sizes))]
 
 
-def _report(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    names = list(pieces[0])
-    local = torch.stack([torch.stack([p[n].detach() for p in pieces]).sum() for n in names])
+def _report(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = list(parts[0])
+    local = torch.stack([torch.stack([p[n].detach() for p in parts]).sum() for n in names])
     means = sum_over_ranks(local)
     means[names.index("loss")] /= ranks()
     return dict(zip(names, means, strict=True))

@@ -82,8 +82,8 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
     assert model is not None
     epochs = recipe.steps / steps_per_epoch(len(source), recipe.batch)
     val = open_val(recipe)
-    ranks, pieces = collectives.ranks(), micro_batches(recipe)
-    share = f"{pieces} x {recipe.batch // ranks // pieces} images each"
+    ranks, parts = collectives.ranks(), micro_batches(recipe)
+    share = f"{parts} x {recipe.batch // ranks // parts} images each"
     how = f"checkpointing {options.checkpointing}, compile {options.compile}, {recipe.precision}"
     return [
         *_wrapped("method", f"{recipe.method} {_listed(_flat(recipe.settings))}"),
@@ -127,7 +127,7 @@ def _value(value: Any) -> str:
 
 
 def _flat(settings: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """Nested settings, of pieces, under dotted names."""
+    """Nested settings, of components, under dotted names."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= _flat(value, f"{at}{name}.") if isinstance(value, dict) and value else {at + name: value}

@@ -85,7 +85,7 @@ class Learner(nn.Module):
         return images, texts
 
     def pair_loss(self, images: Features, texts: Features) -> dict[str, Tensor]:
-        """Shares that add up over ranks: "pair", the mean pair loss, and with views what `_apart` says.
+        """Shares that add up over ranks: "pair", the mean pair loss, and with transforms what `_apart` says.
 
         With mined positives also "mined_share": of all pairs, those that match though the data does not name them.
 
@@ -102,7 +102,7 @@ class Learner(nn.Module):
             shares = {"pair": total.sum / sum_over_ranks(total.count)}
             if counted is not None:
                 shares["mined_share"] = counted.share()
-            if self.method.views:
+            if self.method.transforms:
                 shares |= self._apart(pairs, total, images["mineable"])
         return shares
 

@@ -32,8 +32,8 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     with stop_signals() as stop, collectives.process_group(device, options.timeout):
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             check(recipe)
-            pieces = micro_batches(recipe)
-            cuda_graphs.check(options, pieces, device)
+            parts = micro_batches(recipe)
+            cuda_graphs.check(options, parts, device)
             val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
             run = prepare(
                 recipe,
@@ -46,7 +46,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
                 check_val(recipe, val, run.tokenizer, run.loader.source)
             run.val = val if run.recipe.model.image.size == recipe.model.image.size else None  # scenes are drawn by it
         with error_kept(run.out), products(run.recipe.matmul), Saver(run, options.keep_states) as saver:
-            _loop(run, Cadence(run, saver, options, stop), pieces)
+            _loop(run, Cadence(run, saver, options, stop), parts)
         return run.out / "model"
 
 

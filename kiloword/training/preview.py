@@ -30,7 +30,7 @@ def draw(src: str, method: str, size: str, png: Path) -> str:
         chosen.shape(recipe.model).text,
         recipe.model.image.size,
         Tokenizer.train([], 262),  # nothing is packed
-        views=chosen.views,
+        transforms=chosen.transforms,
         questions="questions" in chosen.needs,
         seed=recipe.seed,
         resize=recipe.model.preprocess.resize,

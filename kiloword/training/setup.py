@@ -188,7 +188,7 @@ def _claim(file: RunFile, tokenizer: Tokenizer, out: Path) -> Lock:
 def _begin(run: Run, started: str, notes: list[str]) -> None:
     """Before the first step: logs the notes and what the run starts from, and the method prepares.
 
-    Args: started: of `make_learner`; notes: of `effects` and of the views.
+    Args: started: of `make_learner`; notes: of `effects` and of the transforms.
     """
     for note in notes:
         run.log.say(f"note: {note}")
@@ -230,7 +230,7 @@ def make_loader(
         method.shape(recipe.model).text,
         recipe.model.image.size,
         tokenizer,
-        views=method.views,
+        transforms=method.transforms,
         sides=_sides(recipe, method),
         truth="truth" in method.needs,
         questions="questions" in method.needs,
@@ -331,7 +331,7 @@ def state_of(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def micro_batches(recipe: Recipe) -> int:
-    """Pieces of one rank's share. Raises: ValueError when they would not be equal."""
+    """Micro-batches of one rank's share. Raises: ValueError when they would not be equal."""
     share = recipe.batch // collectives.ranks()
     if recipe.batch % collectives.ranks():
         raise ValueError(

@@ -26,7 +26,7 @@ def config() -> ModelConfig:
 def batch(first: int = 0, end: int = IMAGES, order: Sequence[int] | None = None, method: str = "siglip") -> Batch:
     """Images `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
 
-    It carries the side features and questions that the method needs; where it has views, some images count as
+    It carries the side features and questions that the method needs; where it has transforms, some images count as
     composed.
     """
     rows, slots = list(order or range(IMAGES))[first:end], preset(method)
@@ -40,7 +40,7 @@ def batch(first: int = 0, end: int = IMAGES, order: Sequence[int] | None = None,
         image_of_text=torch.repeat_interleave(torch.tensor([len(some) for some in captions])),
         seeds=torch.tensor([key(0, "verify", row) for row in rows]),
         position=torch.tensor(rows),
-        composed=torch.tensor([bool(slots.views) and row % 5 == 0 for row in rows]),
+        composed=torch.tensor([bool(slots.transforms) and row % 5 == 0 for row in rows]),
         image_side=image_side,
         text_side=text_side,
         questions=Texts.pack([_tokens(row, QUESTION) for row in rows]) if "questions" in slots.needs else None,

@@ -77,8 +77,8 @@ def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
     """All checks of a preset or of a user's "module:preset", each as soon as it is known."""
     yield Check("parameters without a gradient", _without_gradient(method), 0)
     reference = gradients(method)
-    if preset(method).views:
-        yield Check("bytes of a batch that views make otherwise on other ranks or workers", _views(method), 0)
+    if preset(method).transforms:
+        yield Check("bytes of a batch that transforms make otherwise on other ranks or workers", _transforms(method), 0)
     yield from _additive(method)
     for micro in (2, 4):
         yield _compare(f"{micro} micro-batches", gradients(method, Way(micro=micro)), reference)
@@ -182,10 +182,10 @@ def _without_gradient(method: str) -> float:
 def _additive(method: str) -> Iterator[Check]:
     """Of each term: its sums and counts over the parts of a batch, against those of the whole."""
     model, some = learner(method), batch(method=method)
-    pieces = [some, *some.split(4)]
+    parts = [some, *some.split(4)]
     for name, term in model.terms.items():
         run: Any = term
-        found = torch.stack([torch.stack([run(model.model, b, model.encode(b)), run.count(b)]) for b in pieces])
+        found = torch.stack([torch.stack([run(model.model, b, model.encode(b)), run.count(b)]) for b in parts])
         errors = ((found[1:].sum(0) - found[0]).abs() / found[1:].abs().sum(0).clamp_min(1e-12)).tolist()
         cause = NOT_ADDITIVE.format(name=name, what="count" if errors[0] <= EXACT else "value")
         yield Check(f"term {name}: sum over the parts of a batch", _most(errors), EXACT, cause)
@@ -198,7 +198,7 @@ NOT_ADDITIVE = (
 )
 
 
-def _views(method: str) -> float:
+def _transforms(method: str) -> float:
     """Bytes that differ between a batch of scenes made on one rank, and on two ranks with a worker."""
     from kiloword.data.loader import Loader
     from kiloword.data.sampler import Order
@@ -210,7 +210,7 @@ def _views(method: str) -> float:
     def made(rank: int, ranks: int, workers: int) -> Batch:
         loader = Loader(
             source, Order(64, IMAGES, 0), DataConfig(), model.text, 32, tokenizer,
-            views=preset(method).views, rank=rank, ranks=ranks, workers=workers,
+            transforms=preset(method).transforms, rank=rank, ranks=ranks, workers=workers,
         )  # fmt: skip
         return next(loader.batches(1, 2))
 

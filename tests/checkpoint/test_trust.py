@@ -157,7 +157,7 @@ def test_models_beside_the_first_may_have_its_method(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "words", [("own:preset",), ("own:preset", "--views", "compose"), ("siglip", "--trust-code")], ids=str
+    "words", [("own:preset",), ("own:preset", "--transforms", "compose"), ("siglip", "--trust-code")], ids=str
 )
 def test_training_starts_from_a_model_of_its_own_method(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -27,7 +27,7 @@ RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3
 
 # Every setting has a place below --optim, --augment or --model: a flag up here is a decision, not a habit.
 FLAGS = (
-    "out data val views positives pair_loss pooling uncertainty terms side extra_captions raw_captions size steps "
+    "out data val transforms positives pair_loss pooling uncertainty terms side extra_captions raw_captions size steps "
     "epochs samples batch micro chunk precision matmul freeze init captions decoder weights together vocab bad_share "
     "seed dry_run options optim augment model"
 )
@@ -253,7 +253,7 @@ def test_sharding_over_one_process_is_told(tmp_path: Path, capsys: pytest.Captur
     )
 
 
-@pytest.mark.parametrize("words", [["--views", "compose", "--views", "mixup"], ["--side=a", "--side", "b"]])
+@pytest.mark.parametrize("words", [["--transforms", "compose", "--transforms", "mixup"], ["--side=a", "--side", "b"]])
 def test_a_flag_given_twice_is_refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         run("train", "clip", *RUN, *words, "--out", tmp_path / "out")

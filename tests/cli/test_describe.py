@@ -24,7 +24,7 @@ from kiloword.cli.describe import (
 )
 from kiloword.config.recipes import sizes
 from kiloword.distributed.device import cores
-from kiloword.methods.registry import names, pieces, preset
+from kiloword.methods.registry import components, names, preset
 from kiloword.model.model import build
 from kiloword.types import Texts
 
@@ -33,7 +33,7 @@ def test_slots_in_words() -> None:
     assert slots(preset("siglip")) == {
         "method": "siglip",
         "source": "arXiv:2303.15343",
-        "views": "",
+        "transforms": "",
         "captions": "one",
         "pooling": "single",
         "uncertainty": "",
@@ -73,12 +73,12 @@ def test_methods_name_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
     found = {name: slots(preset(name)) for name in names()}
     assert found["prolip"]["uncertainty"] == "gaussian"
     assert found["vqa"]["pair loss"] == ""
-    assert found["clip-c"]["views"] == "compose"
+    assert found["clip-c"]["transforms"] == "compose"
     assert found["llip"]["pooling"] == "contextual"
     assert found["sycoca"]["terms"] == "caption, mim"
     assert found["fff"]["captions"] == "all"
     rows = {line.split()[0]: line for line in lines[2 + len(names()) :]}
-    assert all(re.split(r"\s{2,}", rows[name].strip()) == [name, p.slot, p.summary] for name, p in pieces().items())
+    assert all(re.split(r"\s{2,}", rows[name].strip()) == [name, p.slot, p.summary] for name, p in components().items())
 
 
 def test_sizes_name_every_size(capsys: pytest.CaptureFixture[str]) -> None:

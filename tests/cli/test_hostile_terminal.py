@@ -149,7 +149,7 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
     "unknown field": (2, lambda w: ["score", _damaged(w, "value"), "--images", w / "photo.png", "--texts", "a"]),
     "model's method": (2, lambda w: ["score", _damaged(w, "method"), "--images", w / "photo.png", "--texts", "a"]),
     "method": (2, lambda w: ["train", EVIL, "--out", w / "r"]),
-    "piece": (2, lambda w: ["train", "clip", "--positives", EVIL, "--out", w / "r"]),
+    "component": (2, lambda w: ["train", "clip", "--positives", EVIL, "--out", w / "r"]),
     "flag": (2, lambda w: ["train", "clip", f"--{EVIL}", "--out", w / "r"]),
     "flag of eval": (2, lambda w: ["eval", w / MODEL, "retrieval", "--data", w / "data", f"--{EVIL}"]),
     "verb": (2, lambda w: [EVIL]),

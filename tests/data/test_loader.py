@@ -92,7 +92,7 @@ def captions_of(batch: Batch) -> list[str]:
 
 
 def mixed(example: Example, fetch: Fetch, draw: Draw) -> Example:
-    """A view with everything a view may do: another row, side features, the composed flag."""
+    """A transform with everything a transform may do: another row, side features, the composed flag."""
     other = fetch.example(int(draw.rng("mix").integers(len(fetch))), draw)
     image = torch.cat([example.image[:, :, : SIZE // 2], other.image[:, :, SIZE // 2 :]], 2)
     sides = {"other": torch.tensor([other.row])}
@@ -112,24 +112,24 @@ class Framed(Images):
 
 @pytest.mark.parametrize("change", ["none", "flip", "jitter", "grayscale", "blur", "crop"])
 def test_the_stylistic_control_crops_exactly_where_the_augmentation_does_not(change: str) -> None:
-    """Of images whose crops are not random, each look of the two shows the whole frame unless the view crops it."""
+    """Of images whose crops are not random, each look of the two shows the whole frame unless the transform crops."""
     augment = AugmentConfig(**({} if change == "none" else {change: 0.1 if change == "crop" else 0.5}))
-    view = Stylistic(StylisticSettings(rho=1, least_area=0.1, crop="squash"))
+    transform = Stylistic(StylisticSettings(rho=1, least_area=0.1, crop="squash"))
     whole = [
         bool((image[:, [0, 0, -1, -1], [0, -1, 0, -1]] < 100).all())
-        for batch in make(Framed(), augment, views=(view,)).batches(0, 4)
+        for batch in make(Framed(), augment, transforms=(transform,)).batches(0, 4)
         for image in batch.images
     ]
     assert sum(whole) <= len(whole) / 8
     loader = make(
-        Framed(), augment, views=(lambda example, fetch, draw: replace(example, captions=[str(fetch.crops)]),)
+        Framed(), augment, transforms=(lambda example, fetch, draw: replace(example, captions=[str(fetch.crops)]),)
     )
     assert set(captions_of(loader.batch(0))) == {str(change == "crop").lower()}
 
 
 def test_workers_change_nothing() -> None:
     bad = Images({3: "sample", 7: "bytes", 11: "silent", 20: "crash"})
-    alone = make(bad, captions=2, views=(mixed,))
+    alone = make(bad, captions=2, transforms=(mixed,))
     state = torch.random.get_rng_state()
     first = list(alone.batches(0, 12))
     second = list(replace(alone, workers=2).batches(0, 12))
@@ -198,21 +198,21 @@ def test_a_replacement_is_what_its_own_turn_would_give() -> None:
     assert batch.seeds[place] == own.seeds[at]
 
 
-def test_views_get_replacements_too_and_report_them() -> None:
+def test_transforms_get_replacements_too_and_report_them() -> None:
     def fetch_bad(example: Example, fetch: Fetch, draw: Draw) -> Example:
         return replace(example, captions=[f"beside {fetch.example(3, draw).row}"])
 
-    batch = make(Images({3: "sample"}), views=(fetch_bad,)).batch(0)
+    batch = make(Images({3: "sample"}), transforms=(fetch_bad,)).batch(0)
     assert "beside 3" not in captions_of(batch)
     assert len([s for s in batch.skipped if s.row == 3]) >= BATCH
 
 
-def test_views_see_sides_and_flags_stacked() -> None:
-    batch = make(captions=2, views=(mixed,)).batch(2)
+def test_transforms_see_sides_and_flags_stacked() -> None:
+    batch = make(captions=2, transforms=(mixed,)).batch(2)
     assert batch.image_side["other"].shape == (BATCH, 1)
     assert batch.text_side["length"].shape == (len(batch.texts),)
     assert batch.composed.all()
-    assert not make(captions=2, views=(mixed,), train=False).batch(2).composed.any()
+    assert not make(captions=2, transforms=(mixed,), train=False).batch(2).composed.any()
 
 
 def test_all_rows_bad_ends_with_a_sentence_also_from_a_worker() -> None:
@@ -341,8 +341,8 @@ def test_errors_are_sentences() -> None:
         make(ranks=3)
     with pytest.raises(ValueError, match="images has 40 rows, the order was made for 41"):
         replace(make(), order=Order(41, BATCH))
-    with pytest.raises(ValueError, match=r"a view left k0\d\d without a caption"):
-        make(views=(lambda example, fetch, draw: replace(example, captions=[]),)).batch(0)
+    with pytest.raises(ValueError, match=r"a transform left k0\d\d without a caption"):
+        make(transforms=(lambda example, fetch, draw: replace(example, captions=[]),)).batch(0)
 
     with pytest.raises(ValueError, match="0 captions an image"):
         make(captions=0)
@@ -351,4 +351,4 @@ def test_errors_are_sentences() -> None:
         return replace(example, image_side={"x": torch.zeros(1)} if example.row % 2 else {})
 
     with pytest.raises(ValueError, match="must cover every row"):
-        make(views=(partly,)).batch(0)
+        make(transforms=(partly,)).batch(0)

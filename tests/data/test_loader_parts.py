@@ -163,16 +163,16 @@ def test_words_are_dropped_in_training_alone() -> None:
     assert said[1] < said[0] == said[2]
 
 
-def test_views_change_training_examples_alone_and_say_what_to_know() -> None:
+def test_transforms_change_training_examples_alone_and_say_what_to_know() -> None:
     def marks(example: Example, fetch: Fetch, draw: Draw) -> Example:
         return replace(example, composed=True)
 
     marks.note = "marked"  # type: ignore[attr-defined]
-    assert make(Rows(4), views=[marks, drops]).notes == ["marked"]
-    assert make(Rows(4), views=[marks]).batch(0).composed.tolist() == [True] * 4
-    assert make(Rows(4), views=[marks], train=False).batch(0).composed.tolist() == [False] * 4
-    with pytest.raises(ValueError, match="a view left k3 without a caption; it must keep at least one"):
-        make(Rows(4), views=[drops]).batch(0)
+    assert make(Rows(4), transforms=[marks, drops]).notes == ["marked"]
+    assert make(Rows(4), transforms=[marks]).batch(0).composed.tolist() == [True] * 4
+    assert make(Rows(4), transforms=[marks], train=False).batch(0).composed.tolist() == [False] * 4
+    with pytest.raises(ValueError, match="a transform left k3 without a caption; it must keep at least one"):
+        make(Rows(4), transforms=[drops]).batch(0)
     one = {"a": torch.ones(2)}
     assert _join([one, one], torch.stack)["a"].shape == (2, 2)
     with pytest.raises(ValueError, match=r"side features \['a'\] are missing for some rows"):

@@ -26,7 +26,7 @@ from kiloword.randomness import Draw, key, uniform
 from kiloword.types import BadSample, Record
 from tars import noise
 
-VIEWS = (
+TRANSFORMS = (
     Compose(ComposeSettings(rho=0.7, image_order="follows_caption")),
     Compose(ComposeSettings(rho=0.9, partner="fixed", crop="squash")),
     Mixup(MixupSettings(rho=0.7, alpha=0.5)),
@@ -126,13 +126,17 @@ def loader(source: Any, batch: int, **given: Any) -> Loader:
 
 
 def composed() -> Any:
-    made = [loader(Plain(9), 9, views=[view]).examples(1) for view in VIEWS]
+    made = [loader(Plain(9), 9, transforms=[transform]).examples(1) for transform in TRANSFORMS]
     said = [[(e.row, e.captions, seed) for e, seed in zip(*one[:2], strict=True)] for one in made]
     return [sum(e.composed for e in one[0]) for one in made], [short(one) for one in said]
 
 
 def shown() -> Any:
-    return [levels(e.image) for view in VIEWS for e in loader(Plain(4), 4, views=[view]).examples(2)[0][:2]]
+    return [
+        levels(e.image)
+        for transform in TRANSFORMS
+        for e in loader(Plain(4), 4, transforms=[transform]).examples(2)[0][:2]
+    ]
 
 
 def replaced() -> Any:

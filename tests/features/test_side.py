@@ -200,12 +200,12 @@ def test_workers_change_nothing(table: SideTable) -> None:
     assert all(same(a, b) for a, b in pairs)
 
 
-def test_views_keep_a_row_for_each_caption(table: SideTable) -> None:
+def test_transforms_keep_a_row_for_each_caption(table: SideTable) -> None:
     def joined(example: Example, fetch: Fetch, draw: Draw) -> Example:
         sides = {name: value[:1] for name, value in example.text_side.items()}
         return replace(example, captions=["two halves"], composed=True, text_side=sides)
 
-    batch = loader(table, 2, views=[joined]).batch(0)
+    batch = loader(table, 2, transforms=[joined]).batch(0)
     assert batch.text_side["teacher"].shape == (8, DIM)
     assert batch.composed.all()
 

@@ -18,37 +18,37 @@ from kiloword.training.optimizer import Optimizer
 from kiloword.verify.batch import batch, config
 
 
-def gradients(weight: float, pieces: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def gradients(weight: float, parts: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Losses and gradients of one step of coca, fp64."""
     method = replace(preset("coca"), pair_weight=weight)
     made = Learner(build(config(), method), method).double()
-    losses = backward(made, batch(method="coca").split(pieces))
+    losses = backward(made, batch(method="coca").split(parts))
     return losses, {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_the_loss_is_the_weighted_sum(pieces: int) -> None:
-    losses, _ = gradients(0.3, pieces)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_loss_is_the_weighted_sum(parts: int) -> None:
+    losses, _ = gradients(0.3, parts)
     assert losses["loss"].item() == pytest.approx(0.3 * losses["pair"].item() + 2 * losses["caption"].item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_gradients_are_linear_in_the_weight(pieces: int) -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_gradients_are_linear_in_the_weight(parts: int) -> None:
     _, none = gradients(0.0, 1)
     _, whole = gradients(1.0, 1)
-    _, some = gradients(0.3, pieces)
+    _, some = gradients(0.3, parts)
     for name, found in some.items():
         expected = 0.3 * whole[name] + 0.7 * none.get(name, torch.zeros_like(whole[name]))
         assert torch.allclose(found, expected, rtol=0, atol=1e-12), name
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_without_a_pair_loss_the_head_stays(pieces: int) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_without_a_pair_loss_the_head_stays(parts: int) -> None:
     method = preset("coca", {"contrast_weight": 0.0})
     made = Learner(build(config(), method), method)
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     optimizer = Optimizer(made, OptimConfig(weight_decay=0.5), steps=10)
-    losses = backward(made, batch(method="coca").split(pieces))
+    losses = backward(made, batch(method="coca").split(parts))
     optimizer.step(5)
     after = dict(made.named_parameters())
     assert losses["pair"] == 0

@@ -30,7 +30,7 @@ from kiloword.training.learner import Learner
 from kiloword.training.loop import RunOptions, train
 from kiloword.types import Batch, Positives, Record, Total
 from kiloword.verify.batch import batch as fixed_batch
-from kiloword.verify.suite import _views
+from kiloword.verify.suite import _transforms
 
 ROWS, BATCH, SIZE = 200, 20, 34
 WORDS = TextConfig(context=40, vocab=600)
@@ -56,8 +56,8 @@ class Maps:
 
 def loader(method: str, settings: dict[str, Any], **changes: Any) -> Loader:
     data = DataConfig(captions=changes.pop("captions", "one"))
-    views = preset(method, settings).views
-    return Loader(Maps(), Order(ROWS, BATCH, 1), data, WORDS, SIZE, TOKENIZER, views=views, seed=4, **changes)
+    transforms = preset(method, settings).transforms
+    return Loader(Maps(), Order(ROWS, BATCH, 1), data, WORDS, SIZE, TOKENIZER, transforms=transforms, seed=4, **changes)
 
 
 @cache
@@ -160,7 +160,7 @@ def test_evaluation_composes_nothing() -> None:
 
 @pytest.mark.parametrize("method", ["clip-c", "siglip+mixup", "siglip+cutmix", "siglip+stylistic"])
 def test_ranks_and_workers_change_nothing(method: str) -> None:
-    assert _views(method) == 0
+    assert _transforms(method) == 0
 
 
 def recipe(method: str, **settings: Any) -> Any:
@@ -223,9 +223,11 @@ def test_a_fixed_scale_does_not_learn(tmp_path: Path) -> None:
             recipe(method, fixed_scale=True, scale=20.0, **settings), tmp_path / method, options=RunOptions(quiet=True)
         )
         assert rows_of(tmp_path / method)[-1]["scale"] == pytest.approx(20.0)
-    for name, piece in (("clip", ""), ("siglip+softmax", "softmax"), ("siglip+supcon", "supcon")):
+    for name, component in (("clip", ""), ("siglip+softmax", "softmax"), ("siglip+supcon", "supcon")):
         given = [{"fixed_scale": f, "scale": 5.0} for f in (False, True)]
-        made = [build(sizes()["debug"], preset(name, {piece: g} if piece else g), 0).head.log_scale for g in given]
+        made = [
+            build(sizes()["debug"], preset(name, {component: g} if component else g), 0).head.log_scale for g in given
+        ]
         assert [scale.requires_grad for scale in made] == [True, False]
         assert [scale.exp().item() for scale in made] == pytest.approx([5.0, 5.0])
 
@@ -248,7 +250,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert "rho=0.25" in said
     assert "crop=squash" in said
-    main(["train", "siglip", "--views", "stylistic", *run, "--settings.stylistic.edits", "0.3"])
+    main(["train", "siglip", "--transforms", "stylistic", *run, "--settings.stylistic.edits", "0.3"])
     assert "siglip+stylistic" in capsys.readouterr().out
 
 
@@ -256,7 +258,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("name", "settings", "message"),
     [
         ("clip-c+mixup", {}, "clip-c has the transforms compose already: choose one way of mixing examples"),
-        ("siglip+compose+mixup", {}, "compose and mixup both fill the slot 'views' of siglip"),
+        ("siglip+compose+mixup", {}, "compose and mixup both fill the slot 'transforms' of siglip"),
         ("clip-c", {"rho": 1.2}, r"settings of clip-c: rho is 1\.2: expected 0 to 1"),
         ("clip-c", {"partner": "nearest"}, "partner nearest needs partner_table"),
         ("clip-c", {"alpha": 1}, "alpha"),

@@ -1,4 +1,4 @@
-"""FFF against its equations, pair by pair; its pieces; the searched bias."""
+"""FFF against its equations, pair by pair; its components; the searched bias."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ def test_mined_positives_are_those_of_the_equation(which: str, forced: bool) -> 
     assert bool(expected[own].all()) == (forced or which in ("all", "image_image"))  # S_ii is 1 of the image itself
 
 
-def share_reported(name: str, pieces: int) -> float | None:
+def share_reported(name: str, micro: int) -> float | None:
     """What a step says of this rank's half of a batch, or of all of it where there is one rank."""
     share = 16 // collectives.ranks()
     mine = batch(collectives.rank() * share, (collectives.rank() + 1) * share, method=name)
-    report = backward(learner(name, chunk=5), mine.split(pieces))
+    report = backward(learner(name, chunk=5), mine.split(micro))
     return float(report["mined_share"]) if "mined_share" in report else None
 
 

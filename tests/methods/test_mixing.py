@@ -1,4 +1,4 @@
-"""Methods made of a preset and pieces: names, settings, flags, and what may not go together."""
+"""Methods made of a preset and components: names, settings, flags, and what may not go together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kiloword.cli.main import main
 from kiloword.cli.method import mixed
 from kiloword.config.recipes import sizes
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
-from kiloword.methods.registry import names, pieces, preset
+from kiloword.methods.registry import components, names, preset
 from kiloword.model.model import build
 
 DEBUG = sizes()["debug"]
@@ -59,12 +59,12 @@ def test_unknown_settings_of_a_piece_are_refused() -> None:
         preset("clip+sigmoid", {"sigmoid": {"bais": -3.0}})
 
 
-def test_flags_name_pieces() -> None:
+def test_flags_name_components() -> None:
     assert mixed("clip", ["--pair-loss", "sigmoid", "--out", "x"]) == "clip+sigmoid"
     assert mixed("clip", ["--pair_loss=sigmoid"]) == "clip+sigmoid"
     assert mixed("clip", ["--out", "x"]) == "clip"
-    with pytest.raises(ValueError, match="--views is 'sigmoid': expected"):
-        mixed("clip", ["--views", "sigmoid"])
+    with pytest.raises(ValueError, match="--transforms is 'sigmoid': expected"):
+        mixed("clip", ["--transforms", "sigmoid"])
     assert mixed("clip", ["--terms", "caption", "mim"]) == "clip+caption+mim"
     with pytest.raises(ValueError, match="--terms names nothing"):
         mixed("clip", ["--terms", "--out", "x"])
@@ -87,8 +87,8 @@ def _image(folder: Path) -> Path:
 
 
 def test_every_piece_fits_some_method_and_says_what_it_is() -> None:
-    for name, piece in pieces().items():
-        assert piece.summary
+    for name, component in components().items():
+        assert component.summary
         said = [_refusal(f"{base}+{name}") for base in names()]
         assert None in said, f"no method takes {name}"
         assert all(name in sentence for sentence in said if sentence is not None), said

@@ -1,4 +1,4 @@
-"""The preset pcme++, its pieces, and what they refuse."""
+"""The preset pcme++, its components, and what they refuse."""
 
 from __future__ import annotations
 

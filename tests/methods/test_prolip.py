@@ -1,4 +1,4 @@
-"""ProLIP as a preset and as pieces: shape, settings, refusals, the whole loss in loops (arXiv:2410.18857, eq. 6)."""
+"""ProLIP as preset and as components: shape, settings, refusals, the whole loss in loops (arXiv:2410.18857, eq. 6)."""
 
 from __future__ import annotations
 
@@ -186,12 +186,12 @@ def test_settings_out_of_range_are_refused(said: dict[str, Any], sentence: str) 
         preset("prolip", said)
 
 
-# Pieces
+# Components
 
 
 @pytest.mark.parametrize("base", ["siglip", "clip", "llip", "fff", "clip-c"])
 def test_any_method_may_have_gaussians_and_inclusion(base: str) -> None:
-    """Whatever the order of the pieces; the method's own slots stay."""
+    """Whatever the order of the components; the method's own slots stay."""
     plain = preset(base)
     for name in (f"{base}+gaussian+inclusion", f"{base}+inclusion+gaussian"):
         method = preset(name, {"inclusion": {"vib": 0.5}, "gaussian": {"log_var": -4.0}})

@@ -393,7 +393,7 @@ def test_validation_is_of_answers(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [r["step"] for r in row] == [1]
 
 
-def test_views_and_questions_do_not_mix() -> None:
+def test_transforms_and_questions_do_not_mix() -> None:
     with pytest.raises(ValueError, match=r"it cannot be combined with transforms"):
         preset("vqa+compose")
 

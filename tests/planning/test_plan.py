@@ -43,7 +43,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 
 # Small ones of every method's own parts, each in about a second.
 SMALL = (
-    Case("siglip", "tiny", 8, pieces=2),
+    Case("siglip", "tiny", 8, micro_batches=2),
     Case("llip", "tiny", 8, checkpointing="whole"),
     Case("prolip", "tiny", 16, captions=2),
     Case("sycoca", "tiny", 4, captions=2),
@@ -51,7 +51,7 @@ SMALL = (
 MORE = (
     Case("clip", "tiny", 8, precision="bf16"),
     Case("coca", "tiny", 8, checkpointing="selective"),
-    Case("fff", "tiny", 8, captions=3, pieces=2),
+    Case("fff", "tiny", 8, captions=3, micro_batches=2),
     Case("pcme++", "tiny", 8),
     Case("prolip-released", "tiny", 16),
     Case("vqa", "tiny", 8),
@@ -149,12 +149,12 @@ def test_newton_schulz_is_counted_as_torch_counts_it() -> None:
     assert step.newton_schulz(learner, optim) == counter.get_total_flops()
 
 
-def test_memory_falls_with_checkpointing_pieces_and_shards() -> None:
+def test_memory_falls_with_checkpointing_micro_batches_and_shards() -> None:
     found = planner("siglip --size b16 --gpus 8 --batch 4096")
     waiting = [found.option("ddp", kind, 1).memory["activations"] for kind in ("none", "selective", "whole")]
     assert waiting == sorted(waiting, reverse=True)
-    by_pieces = [found.option("ddp", "none", n).bytes for n in (1, 2, 4, 8)]
-    assert by_pieces == sorted(by_pieces, reverse=True)
+    by_number = [found.option("ddp", "none", n).bytes for n in (1, 2, 4, 8)]
+    assert by_number == sorted(by_number, reverse=True)
     whole, sharded = (found.option(way, "none", 1).memory for way in ("ddp", "fsdp"))
     kept = 4 * parameters.shards(found.learner).replicated
     assert sharded["weights"] == pytest.approx((whole["weights"] - kept) / 8 + kept)
@@ -207,8 +207,8 @@ def test_traffic_is_that_of_rings() -> None:
     fsdp = traffic(*arguments, Layout(n, "fsdp", "none", 1), 64)
     cut = parameters.shards(found.learner)
     assert fsdp["weights"] == pytest.approx((n - 1) / n * (2 * 2 * cut.sharded + 4 * cut.root))
-    pieces = traffic(*arguments, Layout(n, "fsdp", "none", 4), 64)
-    assert pieces["weights"] == pytest.approx((n - 1) / n * 4 * (3 * 2 * cut.sharded + 4 * cut.root))
+    micro_batches = traffic(*arguments, Layout(n, "fsdp", "none", 4), 64)
+    assert micro_batches["weights"] == pytest.approx((n - 1) / n * 4 * (3 * 2 * cut.sharded + 4 * cut.root))
     assert traffic(*arguments, Layout(1, "ddp", "none", 1), 64) == {}
 
 
@@ -240,7 +240,7 @@ WAYS = [
 def send(folder: str) -> None:
     """Steps on two ranks; the first writes what was planned and what was sent, in whole buffers."""
     found, rank = [], collectives.rank()
-    for way, pieces, name, precision in WAYS:
+    for way, micro_batches, name, precision in WAYS:
         method, config = method_of(name), sizes()["debug"]
         learner = Learner(build(config, method), method)
         if way == "fsdp":
@@ -249,11 +249,16 @@ def send(folder: str) -> None:
         batch.position = torch.arange(8) + 8 * rank
         reducer = engine.Reducer(learner)
         with Sent() as sent:
-            backward(learner, batch.split(pieces), partial(torch.autocast, "cpu", enabled=precision == "bf16"), reducer)
+            backward(
+                learner,
+                batch.split(micro_batches),
+                partial(torch.autocast, "cpu", enabled=precision == "bf16"),
+                reducer,
+            )
         share = Load(8, Lengths.of(batch.texts), Kernels())
-        layout, shapes = Layout(2, way, "none", pieces), learner_of(config, method)
+        layout, shapes = Layout(2, way, "none", micro_batches), learner_of(config, method)
         planned = traffic(shapes, OptimConfig(), precision, share, layout, 16)
-        found.append((way, pieces, name, precision, 2 * sum(planned.values()), sent.bytes))
+        found.append((way, micro_batches, name, precision, 2 * sum(planned.values()), sent.bytes))
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
 
@@ -323,7 +328,7 @@ class Lowercase:
 def test_a_transform_of_ones_own_may_keep_settings(settings: object) -> None:
     """Captions are taken to stay as long as they are, whatever the names of its settings."""
     found = planner("siglip --size debug --batch 8")
-    method = replace(found.method, views=(Lowercase(settings),))
+    method = replace(found.method, transforms=(Lowercase(settings),))
     assert Planner(found.plan, method, found.card).tokens == found.tokens
 
 

@@ -146,9 +146,9 @@ def evened(batch: Batch, length: int, extra: int) -> Batch:
     return replace(batch, texts=Texts.pack([[t[0], *[t[1]] * (length - 1 - tail), *t[-tail:]] for t in cut]))
 
 
-@pytest.mark.parametrize(("name", "own", "head", "captions", "pieces", "flops", "kept"), PARTS)
+@pytest.mark.parametrize(("name", "own", "head", "captions", "micro_batches", "flops", "kept"), PARTS)
 def test_a_step_of_every_kind_of_term_with_captions_of_one_length(
-    name: str, own: dict[str, Any], head: dict[str, Any], captions: int, pieces: int, flops: float, kept: float,
+    name: str, own: dict[str, Any], head: dict[str, Any], captions: int, micro_batches: int, flops: float, kept: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """FLOP exactly but where the table says so; of what is kept, a few small buffers are left out."""
@@ -156,7 +156,7 @@ def test_a_step_of_every_kind_of_term_with_captions_of_one_length(
     debug = replace(debug, head=replace(debug.head, **head))
     monkeypatch.setattr(recipes, "sizes", lambda: {"debug": debug})
     monkeypatch.setattr(plan_measure, "method_of", lambda name: preset(name, own))
-    real = Measured(Case(name, "debug", 6, captions, pieces))
+    real = Measured(Case(name, "debug", 6, captions, micro_batches))
     real.batch = evened(real.batch, 10, len(real.learner.model.config.text.extra_tokens))
     plan = planned(real)
     assert plan["flops"] == pytest.approx(real.flops(), rel=flops, abs=0)

@@ -23,7 +23,7 @@ from kiloword.training.setup import open_sources
 from tars import photo
 
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")
-MORE = {"fff": ("--settings.positives", "annotated"), "llip": ("--views", "compose")}
+MORE = {"fff": ("--settings.positives", "annotated"), "llip": ("--transforms", "compose")}
 
 QUICK = ("llip", "prolip", "vqa")  # the slots that change the model
 

@@ -31,8 +31,8 @@ class Some:
     def __len__(self) -> int:
         return 3
 
-    def split(self, pieces: int) -> list[str]:
-        return [f"{self.step}.{n}" for n in range(pieces)]
+    def split(self, parts: int) -> list[str]:
+        return [f"{self.step}.{n}" for n in range(parts)]
 
 
 class World:
@@ -96,7 +96,7 @@ class World:
             "Meter": Meter,
             "Guard": lambda run, most: (run, most),
             "backward": self.backward,
-            "on_device": lambda batches, device, pieces: ((some, some.split(pieces)) for some in batches),
+            "on_device": lambda batches, device, parts: ((some, some.split(parts)) for some in batches),
             "validate": lambda run: note("validate") or {"val/a": 1.0},
             "validated": lambda run: self.is_validated,
             "cores": lambda: 8,

@@ -104,7 +104,7 @@ def test_what_a_loader_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (given, data, size, tokenizer) == (source, run.data, run.model.image.size, "tokenizer")
         assert text == method.shape(run.model).text
         assert order.steps_per_epoch == 4
-        assert found["views"] is method.views
+        assert found["transforms"] is method.transforms
         assert found["questions"] == ("questions" in needs)
         assert found["truth"] is False
         assert (found["seed"], found["rank"], found["ranks"]) == (3, 1, 2)

@@ -173,10 +173,10 @@ def test_groups_stand_in_a_batch_together() -> None:
     assert _order(alone, Rows(41)).steps_per_epoch == 5  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("ranks", "micro", "pieces"), [(1, 0, 1), (1, 4, 4), (2, 4, 2), (2, 0, 1)])
-def test_pieces_of_a_batch(monkeypatch: pytest.MonkeyPatch, ranks: int, micro: int, pieces: int) -> None:
+@pytest.mark.parametrize(("ranks", "micro", "parts"), [(1, 0, 1), (1, 4, 4), (2, 4, 2), (2, 0, 1)])
+def test_micro_batches_of_a_batch(monkeypatch: pytest.MonkeyPatch, ranks: int, micro: int, parts: int) -> None:
     monkeypatch.setattr(collectives, "ranks", lambda: ranks)
-    assert micro_batches(replace(RECIPE, micro=micro)) == pieces
+    assert micro_batches(replace(RECIPE, micro=micro)) == parts
     with pytest.raises(ValueError, match=f"micro 3 does not divide a rank's share of {16 // ranks} "):
         micro_batches(replace(RECIPE, micro=3))
     monkeypatch.setattr(collectives, "ranks", lambda: 3)

@@ -66,7 +66,7 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
     ("check", "name"),
     [
         ("_without_gradient", "parameters without a gradient"),
-        ("_views", "bytes of a batch that views make otherwise on other ranks or workers"),
+        ("_transforms", "bytes of a batch that transforms make otherwise on other ranks or workers"),
         ("_save_and_load", "score after save and load"),
         ("_bf16", "bf16 against fp32: 1 - cosine of gradients"),
         ("_toy", "toy problem: loss left after 60 steps"),
@@ -75,7 +75,7 @@ def test_a_gradient_that_one_way_changes_fails_one_check(
 def test_a_measure_that_is_too_large_fails_one_check(monkeypatch: pytest.MonkeyPatch, check: str, name: str) -> None:
     limits = {"_bf16": 0.02, "_toy": 0.25}
     monkeypatch.setattr(verify, "gradients", lambda *given, **named: REFERENCE)
-    for one in ("_without_gradient", "_views", "_save_and_load", "_bf16", "_toy"):
+    for one in ("_without_gradient", "_transforms", "_save_and_load", "_bf16", "_toy"):
         limit = limits.get(one, 0.0)
         value = limit + 1e-6 if one == check else limit
         monkeypatch.setattr(verify, one, lambda method, value=value: value)
@@ -228,10 +228,10 @@ def test_batches_that_ranks_make_otherwise(monkeypatch: pytest.MonkeyPatch, faul
     made: list[tuple[int, int, int]] = []
 
     class Loader:
-        def __init__(self, *given: Any, views: Any, rank: int, ranks: int, workers: int) -> None:
+        def __init__(self, *given: Any, transforms: Any, rank: int, ranks: int, workers: int) -> None:
             made.append((rank, ranks, workers))
             self.rank, self.ranks = rank, ranks
-            assert views == preset("clip-c").views
+            assert transforms == preset("clip-c").transforms
 
         def batches(self, step: int, end: int) -> Iterator[Any]:
             assert (step, end) == (1, 2)
@@ -246,7 +246,7 @@ def test_batches_that_ranks_make_otherwise(monkeypatch: pytest.MonkeyPatch, faul
             yield some
 
     monkeypatch.setattr("kiloword.data.loader.Loader", Loader)
-    assert verify._views("clip-c") == {"none": 0, "images": 3, "ids": 2, "length": math.inf}[fault]
+    assert verify._transforms("clip-c") == {"none": 0, "images": 3, "ids": 2, "length": math.inf}[fault]
     assert made == [(0, 1, 0), (0, 2, 1), (1, 2, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Views: changes of an example that see the whole data set (`kiloword.types.View`)."""
+"""Transforms: changes of an example that see the whole data set (`kiloword.types.Transform`)."""
 
 from kiloword.data.transforms.mix import Compose, Cutmix, Mixup, Stylistic
 from kiloword.data.transforms.settings import ComposeSettings, CutmixSettings, MixupSettings, StylisticSettings

@@ -1,4 +1,4 @@
-"""Views that mix an example with another one: with probability rho, redrawn in every epoch.
+"""Transforms that mix an example with another one: with probability rho, redrawn in every epoch.
 
 Source: arXiv:2407.01408 (CLIP-C), section 3 and its studies of other image operations and of stylistic augmentation.
 
@@ -91,7 +91,7 @@ class _WithPartner(_Mix):
         Partner(self.settings)  # says at once what is missing
 
     def bind(self, source: Source) -> _WithPartner:
-        """The view that knows the data set. Raises: ValueError for files that cannot be used, or are of other data."""
+        """The transform that knows the data set. Raises: ValueError for files that are unusable or of other data."""
         path, partner = self.settings.rewrites, Partner(self.settings).bind(source)
         if path is None:
             return replace(self, partner=partner)
@@ -192,7 +192,7 @@ class Stylistic(_Mix):
                 raise ValueError(f"{name} is {value}: expected {least:g} to 1.")
 
     def bind(self, source: Source) -> Stylistic:
-        """The same view. Raises: ValueError when the file of synonyms cannot be used."""
+        """The same transform. Raises: ValueError when the file of synonyms cannot be used."""
         read_synonyms(self.settings.synonyms)
         return self
 

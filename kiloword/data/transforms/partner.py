@@ -57,7 +57,7 @@ class Partner:
         if self.settings.partner == "fixed":
             return int(cycle(draw.seed, n)[own])
         if self.rows is None or self.rows[own] < 0:
-            assert self.rows is not None or self.settings.partner == "random", "a view was used before its bind"
+            assert self.rows is not None or self.settings.partner == "random", "a transform was used before its bind"
             return anyone
         return int(self.rows[own])
 

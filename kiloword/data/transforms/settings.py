@@ -1,4 +1,4 @@
-"""Settings of the views that mix examples. No torch here."""
+"""Settings of the transforms that mix examples. No torch here."""
 
 from __future__ import annotations
 

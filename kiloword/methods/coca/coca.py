@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kiloword.config.recipes import ModelConfig, only
 from kiloword.methods import clip
 from kiloword.methods.coca.captioning import CaptionSettings, captioned
-from kiloword.methods.method import Method, Piece
+from kiloword.methods.method import Component, Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ def ended(method: Method) -> Method:
     return replace(method, shape=shape)
 
 
-PIECES = {
-    "caption": Piece(
+COMPONENTS = {
+    "caption": Component(
         slot="terms", summary="a text decoder that predicts captions (needs a causal text tower)",
         settings=CaptionSettings, apply=captioned,
     ),

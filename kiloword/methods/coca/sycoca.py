@@ -13,7 +13,7 @@ from typing import Literal
 from kiloword.config.recipes import only
 from kiloword.methods.coca import coca
 from kiloword.methods.coca.masked_images import MimSettings, masked
-from kiloword.methods.method import Method, Piece
+from kiloword.methods.method import Component, Method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ def preset(settings: Settings) -> Method:
     )
 
 
-PIECES = {
-    "mim": Piece(
+COMPONENTS = {
+    "mim": Component(
         slot="terms", summary="an image decoder that reconstructs masked patches, guided by the caption",
         settings=MimSettings, apply=masked,
     ),

@@ -21,7 +21,7 @@ from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods import clip
 from kiloword.methods.fff import bias_search
-from kiloword.methods.method import Method, Piece
+from kiloword.methods.method import Component, Method
 from kiloword.model.heads import Head, Single
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Batch, Pairs, Positives
@@ -237,13 +237,15 @@ def supcon(method: Method, settings: SupCon) -> Method:
     return replace(method, pair_loss=partial(supcon_loss, form=settings.form), head=head)
 
 
-PIECES = {
-    "fff": Piece(slot="positives", summary="all captions, mined positives, searched bias", settings=Slots, apply=fixed),
-    "mined": Piece(slot="positives", summary="pairs with similar teacher features", settings=Mining, apply=mined),
-    "exact": Piece(
+COMPONENTS = {
+    "fff": Component(
+        slot="positives", summary="all captions, mined positives, searched bias", settings=Slots, apply=fixed
+    ),
+    "mined": Component(slot="positives", summary="pairs with similar teacher features", settings=Mining, apply=mined),
+    "exact": Component(
         slot="positives", summary="all true pairs, from ground truth in the data", settings=Exact, apply=known
     ),
-    "supcon": Piece(slot="pair loss", summary="supervised contrastive loss", settings=SupCon, apply=supcon),
-    "many": Piece(slot="captions", summary="all captions of an image in one batch", settings=Nothing, apply=many),
-    "bias-search": Piece(slot="prepare", summary="initial bias of least loss", settings=BiasSearch, apply=searched),
+    "supcon": Component(slot="pair loss", summary="supervised contrastive loss", settings=SupCon, apply=supcon),
+    "many": Component(slot="captions", summary="all captions of an image in one batch", settings=Nothing, apply=many),
+    "bias-search": Component(slot="prepare", summary="initial bias of least loss", settings=BiasSearch, apply=searched),
 }

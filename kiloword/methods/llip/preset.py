@@ -8,7 +8,7 @@ from kiloword.config.recipes import ModelConfig, only, sizes
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.llip import pooling
 from kiloword.methods.llip.pooling import ContextualSettings
-from kiloword.methods.method import Method, Piece
+from kiloword.methods.method import Component, Method
 from kiloword.model.heads import Head, Single
 
 
@@ -54,8 +54,8 @@ def mixed(method: Method, settings: ContextualSettings) -> Method:
     return replace(method, head=head, shape=lambda config: pooling.tokens(method.shape(config), settings))
 
 
-PIECES = {
-    "contextual": Piece(
+COMPONENTS = {
+    "contextual": Component(
         slot="pooling",
         summary="mixture tokens, mixed separately for every text",
         settings=ContextualSettings,

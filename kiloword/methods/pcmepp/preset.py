@@ -9,7 +9,7 @@ from typing import Literal
 
 from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig, only, sizes
-from kiloword.methods.method import Method, Piece
+from kiloword.methods.method import Component, Method
 from kiloword.methods.pcmepp.matching import WithDeterministic, cosine_head, matching_loss
 from kiloword.methods.prolip.gaussian import GaussianSettings
 from kiloword.methods.prolip.inclusion import InclusionSettings
@@ -111,12 +111,12 @@ def _check(name: str, value: float, fits: bool, expected: str = "above 0") -> No
         raise ValueError(f"{name} is {value:g}: expected a number {expected}.")
 
 
-PIECES = {
-    "matching": Piece(
+COMPONENTS = {
+    "matching": Component(
         slot="pair loss", summary="binary classification by the distance of Gaussians",
         settings=Matching, apply=matched,
     ),
-    "deterministic": Piece(
+    "deterministic": Component(
         slot="deterministic", summary="auxiliary loss on the means of Gaussians",
         settings=Deterministic, apply=deterministic,
     ),

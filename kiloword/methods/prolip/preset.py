@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kiloword.config.recipes import ModelConfig, only, sizes
 from kiloword.methods import siglip
-from kiloword.methods.method import Method, Piece
+from kiloword.methods.method import Component, Method
 from kiloword.methods.prolip import gaussian
 from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings
 from kiloword.methods.prolip.inclusion import InclusionSettings, terms
@@ -85,16 +85,16 @@ def is_gaussian(method: Method) -> bool:
     return method.head(method.shape(sizes()["debug"])).uncertainty is not None
 
 
-PIECES = {
-    "gaussian": Piece(
+COMPONENTS = {
+    "gaussian": Component(
         slot="uncertainty", summary="features are Gaussians, read from an uncertainty token",
         settings=GaussianSettings, apply=with_gaussian,
     ),
-    "ppcl": Piece(
+    "ppcl": Component(
         slot="pair loss", summary="binary classification of all pairs of Gaussians",
         settings=siglip.Settings, apply=ppcl,
     ),
-    "inclusion": Piece(
+    "inclusion": Component(
         slot="terms", summary="general ones include specific ones (needs Gaussians)",
         settings=InclusionSettings, apply=included,
     ),

@@ -1,4 +1,4 @@
-"""Building HierarImgs where something is there already; decoding by parts; views bound to files."""
+"""Building HierarImgs where something is there already; decoding by parts; transforms bound to files."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_captions_are_joined_as_they_are() -> None:
 
 @dataclass
 class Rows:
-    """N rows of noise, row i with i % 3 + 1 captions; what a view fetches from, and what it binds to."""
+    """N rows of noise, row i with i % 3 + 1 captions; what a transform fetches from, and what it binds to."""
 
     n: int
     name: str = "rows"
@@ -292,16 +292,16 @@ def test_a_table_that_embed_wrote(tmp_path: Path) -> None:
     embed(Angles(), data, folder, dtype="fp32", part=5)  # type: ignore[arg-type]
     near, far = [1, 0, 1, 2, -1, 6, 5, 6, 7, 8, 9, 10], [11, 11, 11, 11, -1, 11, 11, 11, 0, 0, 0, 0]
     for how, expected in (("nearest", near), ("farthest", far)):
-        view = Compose(ComposeSettings(rho=1, partner=how, partner_table=str(folder))).bind(data)
-        assert view.partner is not None
-        assert view.partner.rows is not None
-        assert view.partner.rows.tolist() == expected
-        assert pickle.loads(pickle.dumps(view)).partner.rows.tolist() == expected
+        transform = Compose(ComposeSettings(rho=1, partner=how, partner_table=str(folder))).bind(data)
+        assert transform.partner is not None
+        assert transform.partner.rows is not None
+        assert transform.partner.rows.tolist() == expected
+        assert pickle.loads(pickle.dumps(transform)).partner.rows.tolist() == expected
     with pytest.raises(ValueError, match=r"the side table .* was made from rows"):
-        view.bind(Rows(12, fingerprint="other"))
+        transform.bind(Rows(12, fingerprint="other"))
 
 
-VIEWS = {
+TRANSFORMS = {
     "compose": lambda **s: Compose(ComposeSettings(**s)),
     "mixup": lambda **s: Mixup(MixupSettings(**s)),
     "cutmix": lambda **s: Cutmix(CutmixSettings(**s)),
@@ -309,14 +309,14 @@ VIEWS = {
 }
 
 
-def test_views_from_a_file_of_rewrites(tmp_path: Path) -> None:
+def test_transforms_from_a_file_of_rewrites(tmp_path: Path) -> None:
     path = parquet(tmp_path / "r.parquet", key=["k1", "k1"], partner=["k0", "k0"], caption=["both", "the two"])
-    view = Compose(ComposeSettings(rho=1, rewrites=path)).bind(Rows(2))
+    transform = Compose(ComposeSettings(rho=1, rewrites=path)).bind(Rows(2))
     for row, expected in ((1, ["both", "the two"]), (0, ["both"])):
         data = Rows(2)
-        assert view(data.example(row, Draw(0, 0, row)), data, Draw(0, 0, row)).captions == expected
+        assert transform(data.example(row, Draw(0, 0, row)), data, Draw(0, 0, row)).captions == expected
     other = Rows(3)
-    found = [view(other.example(2, d), other, d).captions for d in (Draw(0, e, 2) for e in range(5))]
+    found = [transform(other.example(2, d), other, d).captions for d in (Draw(0, e, 2) for e in range(5))]
     assert all(" and " in caption for captions in found for caption in captions)  # an unknown pair is joined
     with pytest.raises(ValueError, match=r"no row names two samples of rows, the first is \('k1', 'k0'\)"):
         Compose(ComposeSettings(rewrites=path)).bind(Rows(1))
@@ -333,11 +333,13 @@ def test_rewrites_that_hardly_any_pair_has_are_noted_with_their_share(tmp_path: 
     """The share is that of many epochs; named partners that all have one are not noted."""
     rows = Rows(8)
     path = rewritten(tmp_path, {f"k{n}": f"k{n + 4}" for n in range(4)} | {"k4": "k0", "k0": "elsewhere"})
-    view = Compose(ComposeSettings(rho=1, partner=partner, rewrites=path)).bind(rows)
-    said = re.search(rf"r\.parquet has captions for (\S+)% of the pairs that partner {partner} makes", view.note or "")
+    transform = Compose(ComposeSettings(rho=1, partner=partner, rewrites=path)).bind(rows)
+    said = re.search(
+        rf"r\.parquet has captions for (\S+)% of the pairs that partner {partner} makes", transform.note or ""
+    )
     assert said
     some = [Draw(seed, 0, row) for seed in range(150) for row in range(8)]
-    used = np.mean([view(rows.example(d.row, d), rows, d).captions[0] == "both" for d in some])
+    used = np.mean([transform(rows.example(d.row, d), rows, d).captions[0] == "both" for d in some])
     assert float(said[1]) == pytest.approx(100 / 7, abs=0.01)  # 4 of 28 pairs
     assert 100 * used == pytest.approx(100 / 7, abs=4)
 
@@ -348,15 +350,15 @@ def test_rewrites_of_named_partners_are_noted_only_where_few_have_one(tmp_path: 
         named = parquet(
             tmp_path / "p.parquet", key=[f"k{n}" for n in range(8)], partner=[f"k{n ^ away}" for n in range(8)]
         )
-        view = Compose(ComposeSettings(partner="file", partner_file=named, rewrites=path)).bind(rows)
-        assert bool(view.note) == noted
-    assert "has captions for 0.00% of the pairs" in (view.note or "")
+        transform = Compose(ComposeSettings(partner="file", partner_file=named, rewrites=path)).bind(rows)
+        assert bool(transform.note) == noted
+    assert "has captions for 0.00% of the pairs" in (transform.note or "")
     images = Compose(ComposeSettings(partner="file", partner_file=named, rewrites=path, parts="images")).bind(rows)
     assert "is never used" in (images.note or "")
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_a_run_begins_with_the_notes_of_its_views(
+def test_a_run_begins_with_the_notes_of_its_transforms(
     dry: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = rewritten(tmp_path, {"train-000000": "train-000001"})
@@ -377,12 +379,12 @@ def test_a_run_begins_with_the_notes_of_its_views(
     assert said.count(f"{path} has captions for 0.83% of the pairs that partner random makes") == 1
 
 
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_the_share_of_composed_examples_is_rho(name: str) -> None:
     data = Rows(40)
     for rho, low, high in ((0.0, 0, 0), (0.3, 0.27, 0.33), (1.0, 1, 1)):
-        view = VIEWS[name](rho=rho)
-        made = [(d, view(data.example(d.row, d), data, d)) for d in draws(40, 50)]
+        transform = TRANSFORMS[name](rho=rho)
+        made = [(d, transform(data.example(d.row, d), data, d)) for d in draws(40, 50)]
         assert low <= sum(e.composed for _, e in made) / len(made) <= high
         for draw, example in made:
             if not example.composed:
@@ -393,7 +395,7 @@ def test_the_share_of_composed_examples_is_rho(name: str) -> None:
 def test_a_larger_rho_composes_more_and_keeps_what_was_composed() -> None:
     data = Rows(30)
     few, many = (
-        [VIEWS["compose"](rho=rho)(data.example(d.row, d), data, d) for d in draws(30, 20)] for rho in (0.3, 0.6)
+        [TRANSFORMS["compose"](rho=rho)(data.example(d.row, d), data, d) for d in draws(30, 20)] for rho in (0.3, 0.6)
     )
     for a, b in zip(few, many, strict=True):
         assert b.composed or not a.composed
@@ -407,15 +409,15 @@ def test_rho_by_default_follows_the_size_of_the_data() -> None:
     assert share(0.0, 100) == 0.0
 
 
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 8, 33])
 def test_tiny_data_and_odd_sizes(name: str, n: int, size: int) -> None:
-    data, view = Rows(n, size=size), VIEWS[name](rho=1)
+    data, transform = Rows(n, size=size), TRANSFORMS[name](rho=1)
     for draw in draws(n, 4):
         own = data.example(draw.row, draw)
         own.text_side["x"] = torch.zeros(len(own.captions), 2)
-        made = view(own, data, draw)
+        made = transform(own, data, draw)
         assert made.composed
         assert made.image.shape == (3, size, size)
         assert made.image.dtype == torch.uint8
@@ -425,14 +427,14 @@ def test_tiny_data_and_odd_sizes(name: str, n: int, size: int) -> None:
         assert torch.equal(own.image, noise(draw.row, size, size)), "the own image was changed in place"
 
 
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_images_or_captions_alone(name: str) -> None:
     for draw in draws(6, 3):
         made = {}
         for parts in ("both", "images", "captions"):
             data = Rows(6)
             own = data.example(draw.row, draw)
-            made[parts] = VIEWS[name](rho=1, parts=parts)(own, data, draw)
+            made[parts] = TRANSFORMS[name](rho=1, parts=parts)(own, data, draw)
             assert made[parts].composed
         assert torch.equal(made["images"].image, made["both"].image)
         assert made["images"].captions == own.captions
@@ -440,19 +442,19 @@ def test_images_or_captions_alone(name: str) -> None:
         assert made["captions"].captions == made["both"].captions != own.captions
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_views_are_pure_functions_that_pickle(name: str) -> None:
-    view = VIEWS[name](rho=0.5).bind(Rows(10))
-    again = pickle.loads(pickle.dumps(view))
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_pure_functions_that_pickle(name: str) -> None:
+    transform = TRANSFORMS[name](rho=0.5).bind(Rows(10))
+    again = pickle.loads(pickle.dumps(transform))
     for draw in draws(10, 3):
-        a, b = (v(Rows(10).example(draw.row, draw), Rows(10), draw) for v in (view, again))
+        a, b = (v(Rows(10).example(draw.row, draw), Rows(10), draw) for v in (transform, again))
         assert torch.equal(a.image, b.image)
         assert (a.captions, a.composed) == (b.captions, b.composed)
 
 
 def test_partners_are_augmented_by_draws_of_their_own() -> None:
     data, draw = Rows(10), Draw(3, 4, 5)
-    VIEWS["compose"](rho=1)(data.example(5, draw), data, draw)
+    TRANSFORMS["compose"](rho=1)(data.example(5, draw), data, draw)
     row, used = data.asked[-1]
     assert row != 5
     assert (used.epoch, used.row) == (4, 5)
@@ -469,20 +471,22 @@ def test_mixup_and_cutmix_are_a_share_of_each_image() -> None:
     data = Two(2)
     for name in ("mixup", "cutmix"):
         own = [
-            1 - VIEWS[name](rho=1, alpha=1.0)(data.example(0, d), data, d).image.float().mean().item() / 250
+            1 - TRANSFORMS[name](rho=1, alpha=1.0)(data.example(0, d), data, d).image.float().mean().item() / 250
             for d in (Draw(0, e, 0) for e in range(400))
         ]
         found = np.quantile(own, [0.1, 0.25, 0.5, 0.75, 0.9])
         assert np.abs(found - [0.1, 0.25, 0.5, 0.75, 0.9]).max() < 0.06, "Beta(1, 1) is uniform"
-    sharp = [VIEWS["mixup"](rho=1, alpha=0.1)(data.example(0, d), data, d).image.max().item() for d in draws(1, 200)]
+    sharp = [
+        TRANSFORMS["mixup"](rho=1, alpha=0.1)(data.example(0, d), data, d).image.max().item() for d in draws(1, 200)
+    ]
     assert np.mean([20 < s < 230 for s in sharp]) < 0.35, "Beta(0.1, 0.1) lies at the ends"
 
 
 def test_the_stylistic_control_shows_one_image_twice_and_edits_its_caption() -> None:
-    data, view = Rows(4, size=32), VIEWS["stylistic"](rho=1, edits=0.4)
+    data, transform = Rows(4, size=32), TRANSFORMS["stylistic"](rho=1, edits=0.4)
     crops = set()
     for draw in draws(4, 8):
-        made = view(data.example(draw.row, draw), data, draw)
+        made = transform(data.example(draw.row, draw), data, draw)
         own = data.record(draw.row).captions
         for caption, said in zip(own, made.captions, strict=True):
             assert said.startswith(caption + " and ") or said.endswith(" and " + caption)
@@ -493,10 +497,10 @@ def test_the_stylistic_control_shows_one_image_twice_and_edits_its_caption() -> 
 
 
 def test_the_stylistic_control_takes_the_crops_of_the_augmentation_where_it_crops() -> None:
-    data, view = Rows(4, size=32, crops=True), VIEWS["stylistic"](rho=1)
+    data, transform = Rows(4, size=32, crops=True), TRANSFORMS["stylistic"](rho=1)
     for draw in draws(4, 2):
         both = [halves(noise(draw.row, 32, 32), noise(draw.row, 32, 32), way) for way in (True, False)]
-        made = view(data.example(draw.row, draw), data, draw).image
+        made = transform(data.example(draw.row, draw), data, draw).image
         assert any(torch.equal(made, one) for one in both), "two equal looks are no reason to crop again"
 
 
@@ -513,4 +517,4 @@ def test_the_stylistic_control_takes_the_crops_of_the_augmentation_where_it_crop
 )
 def test_settings_out_of_range_get_a_sentence(name: str, settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        VIEWS[name](**settings)
+        TRANSFORMS[name](**settings)
