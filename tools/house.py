@@ -12,7 +12,8 @@ room cycles                the same for top-level folders and modules at the roo
 function lines             of each def, methods and nested ones too: from `def` to the last line, without the docstring,
                            with blank lines and comments; a nested function counts in the outer one again
 missing docstrings         of public classes, and of public functions and methods above 3 statements. Public: no part of
-                           path, class and name starts with an underscore; not inside a function. Types: mypy --strict.
+                           path, class and name starts with an underscore; not inside a function. Omitted: `forward`
+                           of a documented class, methods that a base class of the package documents. Types: mypy.
 class names defined twice  names of top-level classes in two modules or more
 modules with one importer  modules of at most 60 lines that one other module of the package imports (for types alone
                            counts), except ONE_IMPORTER_ALLOWED
@@ -190,6 +191,7 @@ def shortest_paths(graph: dict[str, set[str]], start: str) -> dict[str, list[str
 
 def measure_definitions(files: list[File]) -> Iterator[Measure]:
     lengths, longest, missing, places = [], Counter[str](), {}, defaultdict(list)
+    classes = {one.name: one for file in files for one in file.tree.body if isinstance(one, ast.ClassDef)}
     for file in files:
         for node in {one.name: one for one in file.tree.body if isinstance(one, ast.ClassDef)}:
             places[node].append(file.module)
@@ -200,6 +202,7 @@ def measure_definitions(files: list[File]) -> Iterator[Measure]:
                 longest[key] = max(longest[key], lengths[-1])
             size = sum(isinstance(part, ast.stmt) for part in ast.walk(one)) - 1
             documented = ast.get_docstring(one) is not None or (isinstance(one, Function) and size <= 3)
+            documented |= inherits_docstring(classes, *name.split(".")[-2:]) if "." in name else False
             parts = [*file.path.removesuffix("__init__.py").split("/"), *name.split(".")]
             if not documented and not any(part.startswith(("_", "<")) for part in parts):
                 missing[key] = size
@@ -211,6 +214,19 @@ def measure_definitions(files: list[File]) -> Iterator[Measure]:
     yield number_of("missing docstrings", largest(missing, -1, dict.fromkeys(missing, "statements")))
     details = {name: ", ".join(modules) for name, modules in places.items()}
     yield number_of("class names defined twice", largest({n: len(m) for n, m in places.items()}, 1, details))
+
+
+def inherits_docstring(classes: Mapping[str, ast.ClassDef], owner: str, method: str) -> bool:
+    """Whether a method is documented by a base class, or is the `forward` of a documented module."""
+    if owner not in classes:
+        return False
+    if method == "forward" and ast.get_docstring(classes[owner]):
+        return True
+    bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in classes[owner].bases]
+    own = [part for base in bases if base in classes for part in classes[base].body if isinstance(part, Function)]
+    return any(part.name == method and ast.get_docstring(part) for part in own) or any(
+        inherits_docstring(classes, base, method) for base in bases if base != owner
+    )
 
 
 def length(node: Function) -> int:

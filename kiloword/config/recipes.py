@@ -93,6 +93,8 @@ class Preprocess(BaseSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(BaseSettings):
+    """Both towers, what the head reads from them, and how pixels are normalised."""
+
     image: ImageConfig = field(default_factory=ImageConfig)
     text: TextConfig = field(default_factory=TextConfig)
     head: HeadConfig = field(default_factory=HeadConfig)

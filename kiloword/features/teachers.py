@@ -104,6 +104,7 @@ class Foreign:
             return _unit(self.images(pixels.to(self._kind)))
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """t texts to float32 [t, D] on the CPU, unit norm; t may be 0."""
         with torch.inference_mode():
             wanted = list(texts) or [""]
             parts = [self.texts(wanted[n : n + TEXTS]) for n in range(0, len(wanted), TEXTS)]

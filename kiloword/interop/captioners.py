@@ -132,6 +132,7 @@ class TransformersCaptioner:
             )
 
     def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
+        """As `Describer.describe`; the beams grow until each image has `num` different captions."""
         texts: list[dict[str, float]] = [{} for _ in keys]
         lacking = list(range(len(keys)))
         for round_ in range(1 if options.method == "greedy" else ROUNDS):

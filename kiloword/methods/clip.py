@@ -13,6 +13,8 @@ from kiloword.model.heads import Head, Single
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(recipes.BaseSettings):
+    """The scale of the cosine: its start, its limit, whether it is trained."""
+
     scale: float = 1 / 0.07  # initial scale of the cosine
     max_scale: float = 100.0  # upper limit in training; a checkpoint's larger scale is kept
     fixed_scale: bool = False  # do not train the scale, for controlled ablations

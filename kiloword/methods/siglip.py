@@ -13,6 +13,8 @@ from kiloword.model.heads import Head, Single
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(recipes.BaseSettings):
+    """The logit of a pair, scale * cosine + bias, before training."""
+
     scale: float = 10.0  # initial scale of the cosine
     bias: float = -10.0  # initial; the logit is scale * cosine + bias
 

@@ -38,6 +38,8 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
+    """Two linear layers with an activation between them: [..., width] to [..., width]."""
+
     def __init__(self, width: int, hidden: int, activation: Activation) -> None:
         super().__init__()
         self.fc = nn.Linear(width, hidden)

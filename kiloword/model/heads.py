@@ -243,6 +243,7 @@ class Single(nn.Module):
         )
 
     def initial(self) -> dict[str, Init]:
+        """How the projections start: normal, of a deviation by their input width."""
         start = {"text_projection.weight": Init(std=self.text_projection.in_features**-0.5)}
         if self.image_projection is not None:
             start["image_projection.weight"] = Init(std=self.image_projection.in_features**-0.5)

@@ -123,6 +123,7 @@ class ImageTower(nn.Module):
         return torch.where(hidden[..., None], self.mask_token.to(x.dtype), x)
 
     def initial(self) -> dict[str, Init]:
+        """How the parameters outside the blocks start: of the patch layer, positions and tokens."""
         c = self.config
         std = c.init_std or c.width**-0.5
         start = {"patches.weight": Init(std=(3 * c.patch**2) ** -0.5), "positions": Init(std=std)}

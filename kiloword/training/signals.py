@@ -91,6 +91,7 @@ class Stop:
             self._at_once = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGTERM, SIGINT and SIGUSR1; the second SIGINT interrupts at once."""
         if number == signal.SIGUSR1:
             self._state = True
             return

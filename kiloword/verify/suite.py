@@ -97,6 +97,7 @@ def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
 
 
 def learner(method: str, chunk: int = 0, dtype: torch.dtype = torch.float64) -> Learner:
+    """A method on the small model of the suite, its parameters drawn from seed 0."""
     slots = preset(method)
     made = Learner(build(config(), slots, seed=0), slots, chunk)
     initialise(made.terms, 0, "terms.")

@@ -86,6 +86,7 @@ class Mirror:
 
     @property
     def writer(self) -> Any:
+        """TensorBoard's writer of event files, opened at the first event."""
         if self._writer is None:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

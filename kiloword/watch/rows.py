@@ -75,6 +75,7 @@ class Columns:
         self._columns: dict[str, tuple[array[float], array[float]]] = {}  # steps and values
 
     def add(self, row: dict[str, Any]) -> None:
+        """Append a row: its finite numbers to their columns, its other values as the last ones."""
         self.rows += 1
         room = NAMES - len(self.last)
         row = {name: value for n, (name, value) in enumerate(row.items()) if n < room or name in self.last}

@@ -87,6 +87,7 @@ class Span:
         self.times: deque[float] = deque(maxlen=LIMITS.recent)
 
     def long(self, row: Row) -> bool:
+        """Whether the last rows, this one included, span at least `LIMITS.seconds`."""
         time = number(row, "time")
         if time is None:
             return True

@@ -11,6 +11,8 @@ from kiloword.watch.windows import Thinned, Window
 
 
 class DataWait(Rule):
+    """Share of the time of the last rows that the run, or its slowest rank, waited for data."""
+
     name, over = "data wait", "the data keep up again."
     begin, end = LIMITS.wait
 
@@ -36,6 +38,8 @@ class DataWait(Rule):
 
 
 class SkippedSamples(Rule):
+    """Bad samples as a share of the rows read so far, relative to `--bad-share`, at which the run stops."""
+
     name, over = "skipped samples", "the share of bad samples is well below --bad-share again."
     begin, end = LIMITS.skipped
 
@@ -59,6 +63,8 @@ class SkippedSamples(Rule):
 
 
 class Truncated(Rule):
+    """Share of the captions of the last rows that are longer than the text tower's context."""
+
     name, over = "truncated captions", "few captions are cut now."
     begin, end = LIMITS.truncated
 
@@ -117,6 +123,8 @@ class Slower(Rule):
 
 
 class MemoryGrowth(Rule):
+    """Growth of peak memory since the first quarter of the process, if it grew in every quarter."""
+
     name, over = "memory", "memory has stopped growing."
     begin, end = LIMITS.memory
 

@@ -10,6 +10,8 @@ from kiloword.watch.windows import Window
 
 
 class BadSteps(Rule):
+    """Steps of the last rows that were skipped, and rows without a finite loss."""
+
     name, over = "skipped steps", f"no step was skipped in the last {LIMITS.recent} rows."
     begin, end = LIMITS.bad_steps
     patience = 1
@@ -34,6 +36,8 @@ class BadSteps(Rule):
 
 
 class ManyMined(Rule):
+    """Share of all pairs that were mined as positives."""
+
     name, over = "mined positives", "few pairs are mined as positives now."
     begin, end = LIMITS.mined
 
@@ -86,6 +90,8 @@ class LossSpike(Rule):
 
 
 class GradientNorm(Rule):
+    """Median gradient norm of the last rows, relative to that of the rows before them."""
+
     name, over = "gradient norm", "the gradient norm is steady again."
     begin, end = LIMITS.norm
 
@@ -111,6 +117,8 @@ class GradientNorm(Rule):
 
 
 class ScaleAtLimit(Rule):
+    """Share of the last rows in which the head's scale is at its limit."""
+
     name, over = "scale", "the scale has left its limit."
     begin, end = LIMITS.at_scale
 
@@ -132,6 +140,8 @@ class ScaleAtLimit(Rule):
 
 
 class Falling(Rule):
+    """Evaluations in a row that were each worse than the one before: recall@1, or accuracy of class data."""
+
     name, over = "validation", "validation improves again."
     begin, end = LIMITS.falls
     patience = 1

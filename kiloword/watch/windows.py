@@ -56,6 +56,7 @@ class Thinned:
         self._stride, self._skip = 1, 0
 
     def add(self, value: float) -> None:
+        """Keep the value if one is due; when the list is full, every second one is dropped."""
         if self._skip:
             self._skip -= 1
             return

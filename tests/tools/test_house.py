@@ -201,6 +201,16 @@ def test_missing_docstrings(measured: Measured) -> None:
     ]
 
 
+def test_docstrings_of_base_classes_count(measured: Measured) -> None:
+    four = "a = 1; b = 2; c = 3; return a"
+    base = f'class A:\n    """A."""\n    def m(self):\n        """M."""\n    def forward(self): {four}\n'
+    code = f'import abc\nclass B(A[int]):\n    """B."""\n    def m(self): {four}\n    def n(self): {four}\n'
+    more = f"class C(abc.ABC):\n    def m(self): {four}\n    def forward(self): {four}\n"
+    measure = measured({"a.py": base, "b.py": code + more})["missing docstrings"]
+    names = sorted(name for name, _ in offenders(measure))
+    assert names == ["kiloword/b.py:B.n", "kiloword/b.py:C", "kiloword/b.py:C.forward", "kiloword/b.py:C.m"]
+
+
 def test_no_missing_docstring(measured: Measured) -> None:
     four, three = "a = 1; b = 2; c = 3; return a", "a = 1; b = 2; return a"
     public = f'def f():\n    "Says."\n    def inner(): {four}\n    return inner\nclass C:\n    "Says."\n    x = 1\n'

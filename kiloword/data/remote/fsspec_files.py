@@ -26,6 +26,7 @@ class Fsspec:
         self.address, self.config = address, config
 
     def stat(self) -> Stat:
+        """Size and version as the file system gives them. Raises: Unreachable for a folder or a bad size."""
         info = self._call(lambda fs, path: fs.info(path))
         if info.get("type") == "directory":
             raise Unreachable(f"{self.address} is a folder. Write a / at its end to read the tars in it.")

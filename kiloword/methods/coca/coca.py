@@ -13,6 +13,8 @@ from kiloword.methods.method import Component, Method
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(CaptionSettings, clip.Settings):
+    """Captioning beside CLIP's pair loss."""
+
     # weight of the pair loss; 0 disables it, and only the captioning pooler of the head is trained (attentive masks
     # then need --init)
     contrast_weight: float = 1.0

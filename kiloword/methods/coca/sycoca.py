@@ -18,6 +18,8 @@ from kiloword.methods.method import Component, Method
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(MimSettings, coca.Settings):
+    """CoCa's settings, those of masked images, and which patches captions see."""
+
     caption_mask: Literal["none", "attentive", "random"] = (
         "attentive"  # attentive: the patches least similar to the caption
     )

@@ -18,6 +18,8 @@ from kiloword.methods.method import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(AnswerSettings):
+    """Answers, and the class token of texts."""
+
     class_token: bool = True  # append a class token to texts, as in the model of --init
 
 

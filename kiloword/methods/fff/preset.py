@@ -77,12 +77,16 @@ class Slots(Mining, BiasSearch):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Slots):
+    """Positives and bias search, and the logit before training."""
+
     scale: float = 10.0  # initial scale of the cosine
     bias: float = -10.0  # initial; the logit is scale * cosine + bias, and bias_search changes it
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupCon(clip.Settings):
+    """Supervised contrast over all positives of an image and of a text."""
+
     form: Literal["out", "in"] = "out"  # the mean over positives outside or inside the logarithm
 
 
@@ -163,6 +167,8 @@ def exact(pairs: Pairs) -> Tensor:
 
 
 def preset(settings: Settings) -> Method:
+    """All captions of an image, positives by the settings, the sigmoid loss and the searched bias."""
+
     def head(config: ModelConfig) -> Head:
         return Head(Single(config), scale=settings.scale, bias=settings.bias)
 

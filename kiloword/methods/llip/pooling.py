@@ -219,6 +219,7 @@ class LearnedAverage(Attention):
         self.query = nn.Parameter(torch.empty(self.dim))
 
     def image(self, tokens: Tensor) -> Features:
+        """[I, N, W] to "vec" [I, D]: mixture tokens averaged by learned queries, whatever the text."""
         keys, values = self.keys_and_values(tokens)
         query = self.query.view(1, self.settings.heads, -1)
         phi = mixing.weights(at_least_float(keys), at_least_float(query), self.factor)[:, 0]  # [I, M, N]

@@ -14,6 +14,8 @@ from kiloword.model.heads import Head, Single
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(ContextualSettings):
+    """Mixture tokens and their pooling, and the logit before training."""
+
     scale: float = 10.0  # initial scale of the cosine
     bias: float = -10.0  # initial; the logit is scale * cosine + bias
 

@@ -29,6 +29,8 @@ class Matching(recipes.BaseSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GaussianSettings, Matching):
+    """Gaussians, the matching loss, and the divergence to the prior."""
+
     vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: off; the authors' code: 5e-5 in this scaling
     # no causal mask in the text tower, as in prolip; False: as the size defines; None: True unless --init is causal
     bidirectional: bool | None = None
@@ -46,6 +48,8 @@ class Deterministic(recipes.BaseSettings):
 
 
 def preset(settings: Settings) -> Method:
+    """Gaussians on both sides, the matching loss and the divergence to the prior."""
+
     def head(config: ModelConfig) -> Head:
         return Head(Single(config))
 

@@ -15,6 +15,8 @@ from kiloword.model.heads import Head
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
+    """Gaussians, inclusion losses, and SigLIP's logit before training."""
+
     # no causal mask in the text tower, as in the authors' code; False: as the size defines; None: True unless --init is
     # causal
     bidirectional: bool | None = None

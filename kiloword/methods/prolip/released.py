@@ -31,6 +31,8 @@ from kiloword.types import Features, Texts
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(prolip.Settings):
+    """ProLIP's settings where the authors' code differs from the paper."""
+
     scale: float = 1 / 0.07  # initial scale of the score
     vib_form: Literal["textbook", "released"] = "released"  # sigma in place of the variance
     drop_patches: float = 0.25  # share of patches dropped from a masked copy
@@ -38,6 +40,7 @@ class Settings(prolip.Settings):
 
 
 def preset(settings: Settings) -> Method:
+    """ProLIP as its authors' code computes it: twice normalised means, variances from means."""
     base = prolip.preset(only(settings, prolip.Settings))
 
     def head(config: ModelConfig) -> Head:
