@@ -67,26 +67,30 @@ def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
 
 def classify(train: Source, test: Source, n: int = 2000) -> Iterator[tuple[str, float]]:
     """`acc1`, `acc5`, `mean_per_class_recall` of least squares from histograms to classes, learned on n images."""
-    seen, unseen = read(train, n), read(test, len(test))
-    known, asked = _labels(train, seen), _labels(test, unseen)
-    classes = int(max(known.max(), asked.max())) + 1
-    weights = ridge(_constant(seen.colours), torch.nn.functional.one_hot(known, classes).double())
-    true = torch.nn.functional.one_hot(asked, classes).bool()
-    yield from classification(standing(_constant(unseen.colours) @ weights, true), asked, classes)
+    train_sample, test_sample = read(train, n), read(test, len(test))
+    train_labels, test_labels = _labels(train, train_sample), _labels(test, test_sample)
+    classes = int(max(train_labels.max(), test_labels.max())) + 1
+    weights = ridge(_constant(train_sample.colours), torch.nn.functional.one_hot(train_labels, classes).double())
+    true = torch.nn.functional.one_hot(test_labels, classes).bool()
+    yield from classification(standing(_constant(test_sample.colours) @ weights, true), test_labels, classes)
 
 
 def retrieve(train: Source, test: Source, n: int = 2000, ks: Sequence[int] = (1, 5, 10)) -> Iterator[tuple[str, float]]:
     """Recall both ways by the cosine of histograms and what least squares on n images makes of captions' words."""
-    seen, unseen = read(train, n), read(test, len(test))
-    known = [(caption, i) for i, own in enumerate(seen.captions) for caption in own]
-    asked = [(caption, i) for i, own in enumerate(unseen.captions) for caption in own]
-    if not known or not asked:
-        raise ValueError(f"{(train if not known else test).name} has no captions for the colour baseline")
-    vocabulary = sorted({word for caption, _ in known for word in words(caption)})
-    mean = seen.colours.mean(0)
-    weights = ridge(bags((c for c, _ in known), vocabulary), (seen.colours - mean)[[i for _, i in known]])
-    texts = _unit(bags((c for c, _ in asked), vocabulary) @ weights)
-    yield from retrieval(_cosine, _unit(unseen.colours - mean), texts, torch.tensor([i for _, i in asked]), ks)
+    train_sample, test_sample = read(train, n), read(test, len(test))
+    train_captions = [(caption, i) for i, captions in enumerate(train_sample.captions) for caption in captions]
+    test_captions = [(caption, i) for i, captions in enumerate(test_sample.captions) for caption in captions]
+    if not train_captions or not test_captions:
+        raise ValueError(f"{(train if not train_captions else test).name} has no captions for the colour baseline")
+    vocabulary = sorted({word for caption, _ in train_captions for word in words(caption)})
+    mean = train_sample.colours.mean(0)
+    weights = ridge(
+        bags((c for c, _ in train_captions), vocabulary), (train_sample.colours - mean)[[i for _, i in train_captions]]
+    )
+    texts = _unit(bags((c for c, _ in test_captions), vocabulary) @ weights)
+    yield from retrieval(
+        _cosine, _unit(test_sample.colours - mean), texts, torch.tensor([i for _, i in test_captions]), ks
+    )
 
 
 def words(caption: str) -> list[str]:

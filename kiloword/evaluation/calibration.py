@@ -92,6 +92,6 @@ def ranks(values: Tensor) -> Tensor:
 
 def groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of [N]: the different values, ascending, [G]; which of them each is, [N]; how often each occurs, [G]."""
-    found = np.unique(values.cpu().numpy(), return_inverse=True, return_counts=True)
-    different, which, counts = map(torch.from_numpy, found)
+    unique = np.unique(values.cpu().numpy(), return_inverse=True, return_counts=True)
+    different, which, counts = map(torch.from_numpy, unique)
     return different, which, counts

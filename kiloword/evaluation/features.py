@@ -67,8 +67,8 @@ def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], ba
 
     def encode(part: slice) -> Features:
         texts = tokenizer.encode(list(captions[part]), model.config.text)
-        found: Features = model.encode_text(texts.to(device))[1]
-        return found
+        features: Features = model.encode_text(texts.to(device))[1]
+        return features
 
     with inference(model):
         if share()[1] == 1:

@@ -80,9 +80,9 @@ def mean_per_class_recall(where: Standing, labels: Tensor) -> float:
 
     Args: where the standing of the true class, [N] each; labels [N] int64.
     """
-    found = torch.bincount(labels, weights=hit(where, 1))
+    hits = torch.bincount(labels, weights=hit(where, 1))
     occurs = torch.bincount(labels)
-    return (found[occurs > 0] / occurs[occurs > 0]).mean().item()
+    return (hits[occurs > 0] / occurs[occurs > 0]).mean().item()
 
 
 def classification(where: Standing, labels: Tensor, classes: int) -> Iterator[tuple[str, float]]:
@@ -106,8 +106,8 @@ class _Ranked(NamedTuple):
 def _ranked(scores: Tensor, relevant: Tensor) -> _Ranked:
     order = check_scores(scores).argsort(dim=1, descending=True)
     ordered = scores.gather(1, order)
-    found = relevant.gather(1, order).to(torch.float64).cumsum(1)
-    found = torch.nn.functional.pad(found, (1, 0))  # [N, C + 1]: relevant items in the first n places
+    cumulative = relevant.gather(1, order).to(torch.float64).cumsum(1)
+    cumulative = torch.nn.functional.pad(cumulative, (1, 0))  # [N, C + 1]: relevant items in the first n places
     place = torch.arange(scores.shape[1], device=scores.device)
     new = torch.ones_like(ordered, dtype=torch.bool)
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -115,8 +115,8 @@ def _ranked(scores: Tensor, relevant: Tensor) -> _Ranked:
     last = torch.ones_like(new)
     last[:, :-1] = new[:, 1:]
     end = torch.where(last, place + 1, scores.shape[1]).flip(1).cummin(1).values.flip(1)
-    before = found.gather(1, start)
-    return _Ranked(place, before, found.gather(1, end) - before, end - start, place - start)
+    before = cumulative.gather(1, start)
+    return _Ranked(place, before, cumulative.gather(1, end) - before, end - start, place - start)
 
 
 def average_precision(scores: Tensor, relevant: Tensor) -> Tensor:

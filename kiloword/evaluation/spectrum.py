@@ -53,8 +53,8 @@ def run(
     bad = [] if skipped is None else skipped
     if samples < 1:
         raise ValueError(f"a spectrum of {samples} images; expected at least 2")
-    some = _SpectrumRows(source, _chosen(source, samples))
-    count, spread = covariance(_outputs(matcher, some, of, batch, workers, bad))
+    subset = _SpectrumRows(source, _chosen(source, samples))
+    count, spread = covariance(_outputs(matcher, subset, of, batch, workers, bad))
     if count < 2:
         raise ValueError(f"{source.name}: {count} usable vectors; a covariance needs at least 2")
     values = singular_values(spread)
@@ -117,7 +117,7 @@ class _SpectrumRows:
 
 
 def _outputs(
-    matcher: Matcher, some: _SpectrumRows, of: Of, batch: int, workers: int, skipped: list[Skipped]
+    matcher: Matcher, subset: _SpectrumRows, of: Of, batch: int, workers: int, skipped: list[Skipped]
 ) -> Iterator[Tensor]:
     """Vectors of every image, a batch at a time: [n, W], or [n, D] of "vec"."""
     model = matcher.model
@@ -126,11 +126,11 @@ def _outputs(
     def encode(part: EvalBatch) -> Tensor:
         with inference(model):
             tokens, features = model.encode_image(part.images.to(device))
-            found = features["vec"] if of == "vec" else tower_output(model, tokens).flatten(0, 1)
-            return found if share()[1] == 1 else found.cpu()
+            vectors = features["vec"] if of == "vec" else tower_output(model, tokens).flatten(0, 1)
+            return vectors if share()[1] == 1 else vectors.cpu()
 
-    for made, bad in batches_in_turns(matcher, some, batch, workers, encode):
-        skipped += [replace(one, row=some.rows[one.row]) for one in bad]
+    for made, bad in batches_in_turns(matcher, subset, batch, workers, encode):
+        skipped += [replace(one, row=subset.rows[one.row]) for one in bad]
         if made is not None:
             yield made.to(device)
 
@@ -155,12 +155,12 @@ def brief(name: str) -> bool:
     return k & (k - 1) == 0
 
 
-def report(found: Mapping[str, Mapping[str, float]], data: str) -> str:
+def report(metrics: Mapping[str, Mapping[str, float]], data: str) -> str:
     """A page that shows the spectra of several models in one plot: model -> what `run` yields."""
-    spectra = {model: _spectrum(values) for model, values in found.items()}
+    spectra = {model: _spectrum(values) for model, values in metrics.items()}
     relative = {model: [(k, v / points[0][1]) for k, v in points] for model, points in spectra.items()}
     rows: list[list[Cell]] = [
-        [m, v["effective_rank"], int(v["dimensions"]), int(v["vectors"])] for m, v in found.items()
+        [m, v["effective_rank"], int(v["dimensions"]), int(v["vectors"])] for m, v in metrics.items()
     ]
     intro = (
         f"Singular values of the covariance of image features on {data}. The slower they fall, the more directions "
@@ -178,7 +178,7 @@ def report(found: Mapping[str, Mapping[str, float]], data: str) -> str:
 def _spectrum(values: Mapping[str, float]) -> list[tuple[float, float]]:
     """Points (k, value) that are not rounding."""
     points = [(float(n.removeprefix(VALUE)), v) for n, v in values.items() if n.startswith(VALUE)]
-    seen = [(k, v) for k, v in points if v > NOTHING * points[0][1]]
-    if not seen:
+    above_rounding = [(k, v) for k, v in points if v > NOTHING * points[0][1]]
+    if not above_rounding:
         raise ValueError("all images have the same features: there is no spectrum to draw")
-    return seen
+    return above_rounding

@@ -23,8 +23,8 @@ class Chains:
 
     def of(self, image: int) -> list[list[int]]:
         """The chains of one image, as indices into the texts."""
-        found: list[list[int]] = self.places[self.image == image].tolist()
-        return found
+        chains: list[list[int]] = self.places[self.image == image].tolist()
+        return chains
 
     def levels(self) -> Tensor:
         """At which levels each text stands, [N, L] bool."""
@@ -36,8 +36,8 @@ class Chains:
 def gather(chains: Sequence[tuple[int, list[list[str]]]]) -> Chains:
     """Chains of images, each as (row, chains)."""
     index: dict[str, int] = {}
-    places = [[index.setdefault(t, len(index)) for t in chain] for _, own in chains for chain in own]
-    image = [i for i, (_, own) in enumerate(chains) for _ in own]
+    places = [[index.setdefault(t, len(index)) for t in chain] for _, image_chains in chains for chain in image_chains]
+    image = [i for i, (_, image_chains) in enumerate(chains) for _ in image_chains]
     return Chains(list(index), torch.tensor(places), torch.tensor(image), [row for row, _ in chains])
 
 
@@ -71,19 +71,19 @@ def read(source: Source) -> SourceLevels:
 
 
 def _infos(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
-    own = getattr(source, "hierarchies", None)
+    hierarchies = getattr(source, "hierarchies", None)
     for row in range(len(source)):
         try:
-            yield row, {"hierarchies": own(row)} if own is not None else source.record(row).info
+            yield row, {"hierarchies": hierarchies(row)} if hierarchies is not None else source.record(row).info
         except BadSample:  # named when the images are encoded
             continue
 
 
-def _checked(found: Any, length: int | None) -> list[list[str]]:
+def _checked(hierarchies: Any, length: int | None) -> list[list[str]]:
     """Raises BadSample with what is wrong with the chains of one row."""
-    if not (isinstance(found, list) and found and all(isinstance(chain, list) for chain in found)):
+    if not (isinstance(hierarchies, list) and hierarchies and all(isinstance(chain, list) for chain in hierarchies)):
         raise BadSample("hierarchies is not a list of chains")
-    chains = [[text.strip() if isinstance(text, str) else "" for text in chain] for chain in found]
+    chains = [[text.strip() if isinstance(text, str) else "" for text in chain] for chain in hierarchies]
     if not all(map(all, chains)):
         raise BadSample("a chain of hierarchies holds what is not a text")
     length = len(chains[0]) if length is None else length

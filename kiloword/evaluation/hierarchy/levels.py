@@ -60,11 +60,14 @@ def inclusion_by_level(features: Features, chains: Tensor, others: Tensor) -> It
         if bool(differ.any()):
             h = included(features, specific[differ], general[differ])
             yield f"inclusion_h@{k}", float((h > 0).double().mean())
-        known = differ & (other >= 0)
-        if bool(known.any()):
-            child = rows(features, specific[known])
-            own, wrong = (log_inclusion(child, rows(features, p[known])).sum(-1) for p in (general, other))
-            yield f"inclusion_inc@{k}", float(((own > wrong).double() + 0.5 * (own == wrong).double()).mean())
+        tested = differ & (other >= 0)
+        if bool(tested.any()):
+            child = rows(features, specific[tested])
+            own_parent, wrong = (log_inclusion(child, rows(features, p[tested])).sum(-1) for p in (general, other))
+            yield (
+                f"inclusion_inc@{k}",
+                float(((own_parent > wrong).double() + 0.5 * (own_parent == wrong).double()).mean()),
+            )
 
 
 def wrong_texts(chains: Chains, truth: Truth | None = None, batch: int = JUDGED) -> Tensor:
@@ -73,12 +76,12 @@ def wrong_texts(chains: Chains, truth: Truth | None = None, batch: int = JUDGED)
     It is taken from the next chains that have one: it stands in no chain of the image and, where the truth is known,
     is not true of it. Without the truth some are right all the same.
     """
-    own, found = chains.places, torch.full_like(chains.places, -1)
-    for shift in range(1, min(TRIES, len(own) - 1) + 1):
-        other = own.roll(-shift, 0)
-        free = (found < 0) & ~_own_texts(chains, other)
-        found = torch.where(free if truth is None else free & ~_true(chains, other, truth, batch), other, found)
-    return found
+    places, wrong = chains.places, torch.full_like(chains.places, -1)
+    for shift in range(1, min(TRIES, len(places) - 1) + 1):
+        other = places.roll(-shift, 0)
+        free = (wrong < 0) & ~_own_texts(chains, other)
+        wrong = torch.where(free if truth is None else free & ~_true(chains, other, truth, batch), other, wrong)
+    return wrong
 
 
 def _own_texts(chains: Chains, texts: Tensor) -> Tensor:
@@ -90,9 +93,9 @@ def _own_texts(chains: Chains, texts: Tensor) -> Tensor:
 
 def _true(chains: Chains, texts: Tensor, truth: Truth, batch: int) -> Tensor:
     """Whether texts [C, L] are true of the chains' images: [C, L] bool."""
-    known = []
+    parts = []
     for part in chunks(len(chains.rows), batch):
         here = (chains.image >= part.start) & (chains.image < part.stop)
-        some, place = torch.unique(texts[here], return_inverse=True)
-        known.append(truth(some.tolist(), part)[place, (chains.image[here] - part.start)[:, None]])
-    return torch.cat(known)
+        unique_texts, place = torch.unique(texts[here], return_inverse=True)
+        parts.append(truth(unique_texts.tolist(), part)[place, (chains.image[here] - part.start)[:, None]])
+    return torch.cat(parts)

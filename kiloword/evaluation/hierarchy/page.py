@@ -33,25 +33,25 @@ _INTRO = (
 )
 
 
-def report(found: Found, data: str, shown: Shown) -> str:
+def report(metrics: Found, data: str, shown: Shown) -> str:
     """A page about several models: model -> what `run` yields, and what it shows."""
-    sections = [(heading, html) for heading, html in _sections(found, shown) if html]
+    sections = [(heading, html) for heading, html in _sections(metrics, shown) if html]
     return page("General and specific", f"On {data}. {_INTRO}", sections)
 
 
-def _sections(found: Found, shown: Shown) -> Iterator[tuple[str, str]]:
-    yield "Retrieval along chains", _retrieval(found)
-    yield "Uncertainty by level", _uncertainty(found)
-    yield "Inclusion", _inclusion(found)
+def _sections(metrics: Found, shown: Shown) -> Iterator[tuple[str, str]]:
+    yield "Retrieval along chains", _retrieval(metrics)
+    yield "Uncertainty by level", _uncertainty(metrics)
+    yield "Inclusion", _inclusion(metrics)
     yield "Images against the whole", "".join(_differences(model, more) for model, more in shown.items())
     for model, more in shown.items():
         yield f"Examples of {model}", _examples(more)
 
 
-def _retrieval(found: Found) -> str:
+def _retrieval(metrics: Found) -> str:
     """A row for every model and protocol."""
     rows: list[list[Cell]] = []
-    for model, values in found.items():
+    for model, values in metrics.items():
         for prefix in dict.fromkeys(n.removesuffix("_hit").removesuffix("_root") for n in values if n.endswith("_hit")):
             measures = (values.get(f"{prefix}_{m}") for m in _MEASURES)
             rows.append([f"{model}, {prefix.replace('_', ', root ', 1)}", *measures, values.get(f"{prefix}_order")])
@@ -66,18 +66,18 @@ def _retrieval(found: Found) -> str:
     return table(rows, header, digits=3) + note
 
 
-def _uncertainty(found: Found) -> str:
+def _uncertainty(metrics: Found) -> str:
     """Mean uncertainty by level: texts of all models in one plot, images in another."""
     html = ""
     for kind, name in (("text", "texts"), ("image", "images")):
-        lines = {m: _levels(values, f"{kind}_chain_uncertainty@") for m, values in found.items()}
+        lines = {m: _levels(values, f"{kind}_chain_uncertainty@") for m, values in metrics.items()}
         lines = {model: points for model, points in lines.items() if points}
         if lines:
             spread: list[list[Cell]] = [
                 [
                     model,
-                    found[model].get(f"{kind}_chain_uncertainty_spearman"),
-                    found[model][f"{kind}_chain_uncertainty_order"],
+                    metrics[model].get(f"{kind}_chain_uncertainty_spearman"),
+                    metrics[model][f"{kind}_chain_uncertainty_order"],
                 ]
                 for model in lines
             ]
@@ -90,11 +90,14 @@ def _levels(values: Mapping[str, float], prefix: str) -> list[tuple[float, float
     return [(float(n.removeprefix(prefix)), v) for n, v in values.items() if n.startswith(prefix)]
 
 
-def _inclusion(found: Found) -> str:
+def _inclusion(metrics: Found) -> str:
     """Shares of pairs that pass each test, a column a level."""
-    names = dict.fromkeys(n for values in found.values() for n in values if "_inclusion_" in n)
+    names = dict.fromkeys(n for values in metrics.values() for n in values if "_inclusion_" in n)
     rows: list[list[Cell]] = [
-        [f"{model}, {_test(name)}", values[name]] for model, values in found.items() for name in names if name in values
+        [f"{model}, {_test(name)}", values[name]]
+        for model, values in metrics.items()
+        for name in names
+        if name in values
     ]
     if not rows:
         return ""
@@ -134,7 +137,9 @@ def _examples(more: Mapping[str, Any]) -> str:
     html = ""
     for i in sorted(chosen):
         record = source.record(chains.rows[i])
-        columns: list[Steps] = [("as annotated", [(chains.texts[t], None) for t in own]) for own in chains.of(i)[:1]]
+        columns: list[Steps] = [
+            ("as annotated", [(chains.texts[t], None) for t in chain]) for chain in chains.of(i)[:1]
+        ]
         for name, paths in more["paths"].items():
             path = paths[i].tolist()
             columns.append((name, _steps(path if name == "HierarCaps" else path[::-1], i, chains, more["truth"])))
@@ -148,5 +153,5 @@ def _steps(path: list[int], image: int, chains: Chains, truth: Any) -> list[tupl
     if truth is None:
         right = {text for chain in chains.of(image) for text in chain}
         return [(chains.texts[text], text in right) for text in short]
-    known = truth(short, slice(image, image + 1))
-    return [(chains.texts[text], bool(true)) for text, true in zip(short, known[:, 0].tolist(), strict=True)]
+    truths = truth(short, slice(image, image + 1))
+    return [(chains.texts[text], bool(true)) for text, true in zip(short, truths[:, 0].tolist(), strict=True)]

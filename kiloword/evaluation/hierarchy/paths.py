@@ -121,22 +121,26 @@ def most_inclusive(images: Features, texts: Features, by: Includes = "inc", eps:
     """
     check_includes(by, eps)
     n, d = texts["vec"].shape
-    some = max(1, min(16, PAIRS // d))
+    images_per_block = max(1, min(16, PAIRS // d))
     image = {name: images[name][:, None] for name in ("vec", "log_var")}
     text = {name: texts[name][None] for name in ("vec", "log_var")}
 
-    def found(i: slice) -> Tensor:
-        own = rows(image, i)
+    def best_texts(i: slice) -> Tensor:
+        image_rows = rows(image, i)
         parts = [
-            _included(own, {name: value[:, t] for name, value in text.items()}, by, eps)
-            for t in chunks(n, max(1, PAIRS // (some * d)))
+            _included(image_rows, {name: value[:, t] for name, value in text.items()}, by, eps)
+            for t in chunks(n, max(1, PAIRS // (images_per_block * d)))
         ]
         return torch.cat(parts, 1).argmax(1).cpu()
 
     def several(part: slice) -> Tensor:
-        return torch.cat([found(slice(part.start + i.start, part.start + i.stop)) for i in chunks(_len(part), some)])
+        return torch.cat(
+            [best_texts(slice(part.start + i.start, part.start + i.stop)) for i in chunks(_len(part), images_per_block)]
+        )
 
-    return torch.cat(list(in_turns(list(chunks(len(images["vec"]), TURN * some)), several))).to(images["vec"].device)
+    return torch.cat(list(in_turns(list(chunks(len(images["vec"]), TURN * images_per_block)), several))).to(
+        images["vec"].device
+    )
 
 
 def _len(part: slice) -> int:
@@ -168,10 +172,12 @@ def measure(paths: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
     """
     precision = recall = hit = 0.0
     for i, path in enumerate(paths.tolist()):
-        found, own = set(path), chains.of(i)
-        right = found & {text for chain in own for text in chain}
-        precision += len(right) / len(found)
-        recall += sum(any(text in found for text in level) for level in zip(*own, strict=True)) / len(own[0])
+        retrieved, image_chains = set(path), chains.of(i)
+        right = retrieved & {text for chain in image_chains for text in chain}
+        precision += len(right) / len(retrieved)
+        recall += sum(any(text in retrieved for text in level) for level in zip(*image_chains, strict=True)) / len(
+            image_chains[0]
+        )
         hit += bool(right)
     yield "precision", precision / len(paths)
     yield "recall", recall / len(paths)
@@ -186,9 +192,9 @@ def measure_root(retrieved: Tensor, chains: Chains) -> Iterator[tuple[str, float
     """
     general = whole = 0
     for i, text in enumerate(retrieved.tolist()):
-        own = chains.of(i)
-        general += any(chain[0] == text for chain in own)
-        whole += any(text in chain for chain in own)
+        image_chains = chains.of(i)
+        general += any(chain[0] == text for chain in image_chains)
+        whole += any(text in chain for chain in image_chains)
     yield "root_recall", general / len(retrieved)
     yield "root_hit", whole / len(retrieved)
 
@@ -202,12 +208,12 @@ def measure_truth(paths: Tensor, chains: Chains, truth: Truth, batch: int = JUDG
     at = chains.levels()
     precision = recall = 0.0
     for part in chunks(len(paths), batch):
-        some = sorted({text for path in paths[part].tolist() for text in path})
-        known = dict(zip(some, truth(some, part), strict=True))
+        texts = sorted({text for path in paths[part].tolist() for text in path})
+        truth_of_text = dict(zip(texts, truth(texts, part), strict=True))
         for i, path in enumerate(paths[part].tolist()):
-            found = sorted(set(path))
-            right = [text for text in found if bool(known[text][i])]
-            precision += len(right) / len(found)
+            retrieved = sorted(set(path))
+            right = [text for text in retrieved if bool(truth_of_text[text][i])]
+            precision += len(right) / len(retrieved)
             recall += float(at[right].any(0).float().mean())
     yield "true_precision", precision / len(paths)
     yield "true_recall", recall / len(paths)

@@ -116,8 +116,8 @@ def _truth(source: Source, chains: Chains) -> Truth | None:
     relevance: Callable[..., Any] | None = getattr(source, "relevance", None)
     if relevance is None:
         return None
-    known = relevance
-    return lambda some, part: torch.as_tensor(known([chains.texts[t] for t in some], chains.rows[part]))
+    relevant = relevance
+    return lambda texts, part: torch.as_tensor(relevant([chains.texts[t] for t in texts], chains.rows[part]))
 
 
 def _official(
@@ -168,8 +168,8 @@ def _text_levels(texts: Features, chains: Chains, truth: Truth | None, page: dic
     uncertainty = variance_sum(texts).cpu()[chains.places]  # [C, L]
     page["texts"] = uncertainty
     yield from _named("text_", uncertainty_by_level(uncertainty))
-    some = {name: texts[name].cpu() for name in ("vec", "log_var")}
-    yield from _named("text_", inclusion_by_level(some, chains.places, wrong_texts(chains, truth)))
+    on_cpu = {name: texts[name].cpu() for name in ("vec", "log_var")}
+    yield from _named("text_", inclusion_by_level(on_cpu, chains.places, wrong_texts(chains, truth)))
 
 
 def _levelled(source: Source, stored: SourceLevels) -> Source | None:

@@ -48,13 +48,13 @@ def split(matcher: Matcher, source: Source, batch: int, workers: int, cache: Pat
     if cache is None:
         return encoded(matcher, source, batch, workers)
     path = cache / f"{_name(matcher.model, source)}.probe"
-    found = _read(path)
-    lacking = any(gathered(found is None))  # on any rank: then all encode
-    if found is None or lacking:
-        found = encoded(matcher, source, batch, workers)
+    stored = _read(path)
+    lacking = any(gathered(stored is None))  # on any rank: then all encode
+    if stored is None or lacking:
+        stored = encoded(matcher, source, batch, workers)
         if is_first():
-            _write(path, found)
-    return found
+            _write(path, stored)
+    return stored
 
 
 def encoded(matcher: Matcher, source: Source, batch: int, workers: int) -> Split:
@@ -98,9 +98,9 @@ def before_projection(model: Model) -> Iterator[list[Tensor]]:
     caught: list[Tensor] = []
     layer = next((x for name in ("image_projection", "out") if (x := getattr(pooling, name, None)) is not None), None)
     if isinstance(layer, nn.Module):
-        hook = layer.register_forward_pre_hook(lambda _, given: caught.append(given[0]))
+        hook = layer.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
     elif isinstance(pool := getattr(pooling, "image_pool", None), nn.Module):
-        hook = pool.register_forward_hook(lambda _, given, out: caught.append(out))
+        hook = pool.register_forward_hook(lambda _, inputs, out: caught.append(out))
     else:
         yield caught
         return
@@ -122,10 +122,10 @@ def _name(model: Model, source: Source) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, found: Split) -> None:
+def _write(path: Path, encoded: Split) -> None:
     """One line of JSON, then tensors: readers see all of it or nothing."""
-    body = save({**found.features, "labels": found.labels, "rows": found.rows})
-    head = {"format": FORMAT, "checksum": _checksum(body), "skipped": [astuple(one) for one in found.skipped]}
+    body = save({**encoded.features, "labels": encoded.labels, "rows": encoded.rows})
+    head = {"format": FORMAT, "checksum": _checksum(body), "skipped": [astuple(row) for row in encoded.skipped]}
     write_atomic(path, json.dumps(head).encode() + b"\n" + body)
 
 
@@ -133,12 +133,12 @@ def _read(path: Path) -> Split | None:
     """None where there is no file, or a damaged one, which is said."""
     try:
         head, _, body = path.read_bytes().partition(b"\n")
-        said = json.loads(head)
-        if _checksum(body) != said["checksum"]:
+        header = json.loads(head)
+        if _checksum(body) != header["checksum"]:
             raise ValueError("its checksum differs")
         tensors = load(body)
         labels, rows = tensors.pop("labels"), tensors.pop("rows")
-        return Split(tensors, labels, rows, [Skipped(*one) for one in said["skipped"]])
+        return Split(tensors, labels, rows, [Skipped(*row) for row in header["skipped"]])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -150,37 +150,37 @@ def _checksum(body: bytes) -> str:
     return hashlib.blake2b(body, digest_size=16).hexdigest()
 
 
-def order(found: Split, fingerprint: str, seed: int) -> list[list[int]]:
+def order(encoded: Split, fingerprint: str, seed: int) -> list[list[int]]:
     """Places in the split by class, [C][n_c], each class in an order of its own that the seed draws.
 
     A row's place in it hangs on the row alone: of k a class, the first are those of any smaller k.
     """
-    drawn = [key(fingerprint, seed, "probe rows", row) for row in found.rows.tolist()]
-    own: list[list[int]] = [[] for _ in range(int(found.labels.max()) + 1)]
+    drawn = [key(fingerprint, seed, "probe rows", row) for row in encoded.rows.tolist()]
+    by_class: list[list[int]] = [[] for _ in range(int(encoded.labels.max()) + 1)]
     for place in sorted(range(len(drawn)), key=drawn.__getitem__):
-        own[int(found.labels[place])].append(place)
-    return own
+        by_class[int(encoded.labels[place])].append(place)
+    return by_class
 
 
-def shots(own: Sequence[Sequence[int]], k: int, names: Sequence[str]) -> list[list[int]]:
+def shots(by_class: Sequence[Sequence[int]], k: int, names: Sequence[str]) -> list[list[int]]:
     """The first k places of each class that occurs. Raises: ValueError where a class has fewer."""
-    few = next((c for c, places in enumerate(own) if 0 < len(places) < k), None)
+    few = next((c for c, places in enumerate(by_class) if 0 < len(places) < k), None)
     if few is not None:
         raise ValueError(
-            f"the class {names[few]!r} has {len(own[few])} labelled training images, but --probe.shots is {k}: "
+            f"the class {names[few]!r} has {len(by_class[few])} labelled training images, but --probe.shots is {k}: "
             "expected at least as many in every class."
         )
-    return [list(places[:k]) for places in own]
+    return [list(places[:k]) for places in by_class]
 
 
-def held_out(own: Sequence[Sequence[int]], share: float) -> tuple[list[int], list[int]]:
+def held_out(by_class: Sequence[Sequence[int]], share: float) -> tuple[list[int], list[int]]:
     """Places to fit on and to choose on: of each class its last `share`, one at least, and not its only one.
 
     Raises: ValueError where no class has two.
     """
     fitted: list[int] = []
     chosen: list[int] = []
-    for places in own:
+    for places in by_class:
         count = min(max(1, round(share * len(places))), len(places) - 1) if len(places) > 1 else 0
         fitted += places[: len(places) - count]
         chosen += places[len(places) - count :]

@@ -34,9 +34,9 @@ class ProbeOptions(BaseSettings):
         """
         recipe = RECIPES[self.recipe]
         unread = ("lr", "epochs", "batch") if recipe.optimiser == "lbfgs" else ("max_iter",)
-        strange = next((name for name in unread if getattr(self, name) is not None), None)
-        if strange is not None:
-            raise ValueError(f"--probe.{_flag(strange)} is not read by --probe.recipe {self.recipe}: leave it away.")
+        set_unread = next((name for name in unread if getattr(self, name) is not None), None)
+        if set_unread is not None:
+            raise ValueError(f"--probe.{_flag(set_unread)} is not used by --probe.recipe {self.recipe}: omit it.")
         self._check_numbers()
         self._check_sweep(recipe, val)
 
@@ -53,25 +53,25 @@ class ProbeOptions(BaseSettings):
             raise ValueError(f"--probe.seeds names one twice: {' '.join(map(str, self.seeds))}.")
 
     def _check_sweep(self, recipe: ProbeRecipe, val: bool) -> None:
-        given = "--val" if val else "--probe.val-share" if self.val_share else ""
-        if given and not recipe.sweep:
+        val_flag = "--val" if val else "--probe.val-share" if self.val_share else ""
+        if val_flag and not recipe.sweep:
             raise ValueError(
-                f"{given} is to choose a weight decay on, but --probe.recipe {self.recipe} sweeps none: leave it away."
+                f"{val_flag} selects a weight decay, but --probe.recipe {self.recipe} sweeps none: omit it."
             )
-        if given and self.weight_decay is not None:
-            raise ValueError(f"{given} is to choose a weight decay on, but --probe.weight-decay is given: name one.")
+        if val_flag and self.weight_decay is not None:
+            raise ValueError(f"{val_flag} selects a weight decay, but --probe.weight-decay sets it: use one of them.")
         if val and self.val_share:
-            raise ValueError("--val and --probe.val-share both say what to sweep on: name one.")
+            raise ValueError("--val and --probe.val-share both select the weight decay: use one of them.")
         if recipe.optimiser == "lbfgs" and self.val_share == 0 and self.weight_decay is None and not val:
             raise ValueError("nothing is left to sweep lbfgs's strength on: give --probe.weight-decay, or --val.")
 
     def resolved(self, val: bool) -> ProbeOptions:
         """The same with the recipe's numbers filled in; `weight_decay` stays None where it is swept."""
         recipe = RECIPES[self.recipe]
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        own = {name: getattr(recipe, name) for name in ("features", "lr", "epochs", "batch", "max_iter")}
-        own["val_share"] = 0.0 if val or self.weight_decay is not None else recipe.val_share
-        filled = given | {name: value for name, value in own.items() if given[name] is None}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        defaults = {name: getattr(recipe, name) for name in ("features", "lr", "epochs", "batch", "max_iter")}
+        defaults["val_share"] = 0.0 if val or self.weight_decay is not None else recipe.val_share
+        filled = values | {name: value for name, value in defaults.items() if values[name] is None}
         if not val and not filled["val_share"] and self.weight_decay is None:
             filled["weight_decay"] = 0.0
         filled["seeds"] = self.seeds or ((0, 1, 2) if self.shots else (0,))

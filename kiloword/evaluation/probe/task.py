@@ -54,19 +54,19 @@ def run(
     data = _read(matcher, _sources(matcher, source, train, val), options, cache, batch, workers, skipped)
     if not is_first():
         return
-    found = [dict(_once(data, options, seed)) for seed in options.seeds]
-    if len(found) == 1:
-        yield from found[0].items()
+    by_seed = [dict(_once(data, options, seed)) for seed in options.seeds]
+    if len(by_seed) == 1:
+        yield from by_seed[0].items()
         return
-    yield from _together(found)
-    for seed, one in zip(options.seeds, found, strict=True):
-        yield from ((f"{SEED}{seed}.{name}", value) for name, value in one.items())
+    yield from _together(by_seed)
+    for seed, metrics in zip(options.seeds, by_seed, strict=True):
+        yield from ((f"{SEED}{seed}.{name}", value) for name, value in metrics.items())
 
 
-def _together(found: Sequence[dict[str, float]]) -> Iterator[tuple[str, float]]:
+def _together(by_seed: Sequence[dict[str, float]]) -> Iterator[tuple[str, float]]:
     """Means and deviations of accuracies; of other numbers those on which all draws agree."""
-    for name in (n for n in found[0] if not n.startswith(SWEEP)):
-        values = [one[name] for one in found]
+    for name in (n for n in by_seed[0] if not n.startswith(SWEEP)):
+        values = [metrics[name] for metrics in by_seed]
         if name not in (TRAIN_ROWS, DECAY):
             yield name, statistics.fmean(values)
             yield f"{name}_std", statistics.stdev(values)
@@ -93,16 +93,16 @@ class ProbeData:
 
 def _once(data: ProbeData, options: ProbeOptions, seed: int) -> Iterator[tuple[str, float]]:
     """One draw: choose the decay, fit again on all that was drawn, judge."""
-    own = order(data.split, data.fingerprint, seed)
+    by_class = order(data.split, data.fingerprint, seed)
     if options.shots:
-        own = shots(own, options.shots, data.names)
-    rows, count = data.train.of(_flat(own)), len(data.names)
+        by_class = shots(by_class, options.shots, data.names)
+    rows, count = data.train.of(_flat(by_class)), len(data.names)
     decay, tried = options.weight_decay, dict[float, float]()
     if decay is None:
         fitted, chosen = rows, data.val
         if chosen is None:
             assert options.val_share is not None
-            fitted, chosen = (data.train.of(torch.tensor(x).sort()[0]) for x in held_out(own, options.val_share))
+            fitted, chosen = (data.train.of(torch.tensor(x).sort()[0]) for x in held_out(by_class, options.val_share))
         decay, tried = _choose(fitted, chosen, count, options, seed)
         if data.val is not None and not options.shots:  # k shots stay k
             rows = rows.and_(data.val)
@@ -114,9 +114,9 @@ def _once(data: ProbeData, options: ProbeOptions, seed: int) -> Iterator[tuple[s
     yield from ((f"{SWEEP}{value:.3g}", accuracy) for value, accuracy in sorted(tried.items()))
 
 
-def _flat(own: Sequence[Sequence[int]]) -> torch.Tensor:
+def _flat(by_class: Sequence[Sequence[int]]) -> torch.Tensor:
     """All places, in the order of the source."""
-    return torch.tensor([place for places in own for place in places]).sort()[0]
+    return torch.tensor([place for places in by_class for place in places]).sort()[0]
 
 
 def _choose(
@@ -153,11 +153,11 @@ def _read(
     for what, source in sources.items():
         splits[what] = split(matcher, source, batch, workers, cache)
         if skipped is not None:
-            skipped += [_told(one, what) for one in splits[what].skipped]
+            skipped += [_told(row, what) for row in splits[what].skipped]
     names = _classes(sources, splits)
-    found = {what: _rows(sources[what].name, splits[what], options) for what in splits}
+    rows = {what: _rows(sources[what].name, splits[what], options) for what in splits}
     train = splits["train"]
-    return ProbeData(found["train"], found["test"], found.get("val"), names, train, sources["train"].fingerprint)
+    return ProbeData(rows["train"], rows["test"], rows.get("val"), names, train, sources["train"].fingerprint)
 
 
 def _told(one: Skipped, what: str) -> Skipped:
@@ -165,9 +165,9 @@ def _told(one: Skipped, what: str) -> Skipped:
     return one if what == "test" else Skipped(one.row, one.key, f"{one.reason} ({what})")
 
 
-def _rows(name: str, found: Split, options: ProbeOptions) -> LabelledFeatures:
+def _rows(name: str, encoded: Split, options: ProbeOptions) -> LabelledFeatures:
     assert options.features is not None
-    x = found.features.get(options.features)
+    x = encoded.features.get(options.features)
     if x is None:
         raise ValueError(
             f"this model has no features {options.features!r}: it has no projection that one could stand before. "
@@ -175,9 +175,9 @@ def _rows(name: str, found: Split, options: ProbeOptions) -> LabelledFeatures:
         )
     bad = (~x.isfinite().all(1)).nonzero()[:, 0]
     if len(bad):
-        row = int(found.rows[bad[0]])
+        row = int(encoded.rows[bad[0]])
         raise ValueError(f"{name}: features of {len(bad)} of {len(x)} images are no numbers, first of row {row}.")
-    return LabelledFeatures(x, found.labels)
+    return LabelledFeatures(x, encoded.labels)
 
 
 def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:
@@ -191,7 +191,7 @@ def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:
                 f"{sources[first].name} names {len(names)} classes and {sources[what].name} {len(other)}, or others: "
                 "expected the same names in the same order."
             )
-    highest = max(int(found.labels.max()) for found in splits.values())
+    highest = max(int(split_.labels.max()) for split_ in splits.values())
     names = names or [str(c) for c in range(highest + 1)]
     if highest >= len(names):
         raise ValueError(f"labels run to {highest}, but classnames.txt names {len(names)} classes: expected one each.")
@@ -200,9 +200,9 @@ def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:
         raise ValueError(f"{sources['train'].name} has one class only: there is nothing to tell apart.")
     lacking = sorted(set(splits["test"].labels.tolist()) - present)
     if lacking:
-        some = ", ".join(repr(names[c]) for c in lacking[:3])
-        said = "%d classes of the test images have no training image, so the probe cannot know them: %s"
-        log.warning(said, len(lacking), some)
+        listed = ", ".join(repr(names[c]) for c in lacking[:3])
+        message = "%d classes of the test images have no training image, so the probe cannot know them: %s"
+        log.warning(message, len(lacking), listed)
     return names
 
 
@@ -214,9 +214,11 @@ def _sources(matcher: Matcher, test: Source, train: Source | str | None, val: So
     if train is None:
         train = beside(test.name)
         log.warning("training data: %s", train)
-    given: dict[str, Source | str | None] = {"test": test, "train": train, "val": val}
+    by_use: dict[str, Source | str | None] = {"test": test, "train": train, "val": val}
     sources = {
-        what: open_source(one, size) if isinstance(one, str) else one for what, one in given.items() if one is not None
+        what: open_source(source, size) if isinstance(source, str) else source
+        for what, source in by_use.items()
+        if source is not None
     }
     for what, source in sources.items():
         same = next((w for w, other in sources.items() if w != what and other.fingerprint == source.fingerprint), None)
@@ -234,9 +236,9 @@ def beside(test: str) -> str:
         return re.sub("^scenes:(test|val)", "scenes:train", test)
     folder = Path(test).expanduser()
     places = [folder / "train", *([folder.absolute().parent / "train"] if folder.name in TESTS else [])]
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
+    folder_ = next((place for place in places if place.is_dir()), None)
+    if folder_ is None:
         raise ValueError(
             f"no training data beside {test}: give --train SRC, with a class label for every image (.cls members)."
         )
-    return str(found)
+    return str(folder_)

@@ -39,9 +39,9 @@ class PaintedExample:
     wrong: str
 
 
-def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+def report(metrics: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     """The page of one or several models."""
-    sections = [(title, _numbers(found, mask)) for mask, title in MASKS.items()]
+    sections = [(title, _numbers(metrics, mask)) for mask, title in MASKS.items()]
     for model, drawn in shown.items():
         for mask, title in MASKS.items():
             cards = [_card(example) for example in drawn["examples"] if example.mask == mask]
@@ -62,24 +62,29 @@ def _intro(data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def _numbers(found: Mapping[str, Mapping[str, float]], mask: str) -> str:
+def _numbers(metrics: Mapping[str, Mapping[str, float]], mask: str) -> str:
     rows: list[list[Cell]] = []
-    for model, values in found.items():
+    for model, values in metrics.items():
         at = {name.removesuffix(f"@{mask}"): value for name, value in values.items() if name.endswith(f"@{mask}")}
         losses = [at.get(f"reconstruction_l1_{name}") for name in (*NAMES, "mean_colour", "mean_image")]
         rows.append([model, *losses])
     head = ["L1", *NAMES.values(), "mean colour seen", "mean image"]
-    pairs = [_compared(model, values, other, mask) for model, values in found.items() for other in ("wrong", "none")]
-    known = [pair for pair in pairs if pair]
+    pairs = [_compared(model, values, other, mask) for model, values in metrics.items() for other in ("wrong", "none")]
+    comparisons = [pair for pair in pairs if pair]
     head_of_pairs = ["image by image", "against", "right is better in", "L1 more than by right", "± standard error"]
-    unread = "" if known else paragraph("Trained without text: it paints the same whatever the caption.")
-    own = mask == "attentive" and len(found) > 1
-    flat = "".join(paragraph(f"{m}: {said}") for m, values in found.items() if (said := worse_than_flat(values, mask)))
+    unread = "" if comparisons else paragraph("Trained without text: it paints the same whatever the caption.")
+    by_own_masks = mask == "attentive" and len(metrics) > 1
+    flat = "".join(
+        paragraph(f"{m}: {warning}") for m, values in metrics.items() if (warning := worse_than_flat(values, mask))
+    )
     note = paragraph(
         "Each model hides what it finds the caption to speak of: compare models where random patches are hidden."
     )
     return (
-        table(rows, head, digits=4) + flat + (note if own else "") + (table(known, head_of_pairs) if known else unread)
+        table(rows, head, digits=4)
+        + flat
+        + (note if by_own_masks else "")
+        + (table(comparisons, head_of_pairs) if comparisons else unread)
     )
 
 
@@ -102,21 +107,21 @@ def _compared(model: str, values: Mapping[str, float], other: str, mask: str) ->
     """Right caption against another guide; nothing where the model does not read."""
     if f"right_beats_{other}@{mask}" not in values:
         return []
-    more, error = values[f"{other}_minus_right@{mask}"], values.get(f"{other}_minus_right_se@{mask}")
+    difference, error = values[f"{other}_minus_right@{mask}"], values.get(f"{other}_minus_right_se@{mask}")
     beats = f"{values[f'right_beats_{other}@{mask}']:.1%}"
-    return [model, NAMES[other], beats, number(more), None if error is None else number(error)]
+    return [model, NAMES[other], beats, number(difference), None if error is None else number(error)]
 
 
 def _about(drawn: Mapping[str, Any]) -> str:
-    said = "The first images of the data. Only hidden patches are painted; all others are the original's."
+    text = "The first images of the data. Only hidden patches are painted; all others are the original's."
     if drawn["norm_pix"]:
-        said += (
+        text += (
             " This model paints patterns without level and contrast: mean and deviation are those of the true patch."
         )
-    return paragraph(said)
+    return paragraph(text)
 
 
 def _card(example: PaintedExample) -> str:
     images = [(example.original, "original"), (covered(example.original, example.hidden), "hidden")]
-    images += [(one, f"{NAMES[name]}: {example.losses[name]:.3f}") for name, one in example.painted.items()]
+    images += [(pixels, f"{NAMES[name]}: {example.losses[name]:.3f}") for name, pixels in example.painted.items()]
     return card(images, [f"a wrong caption: “{example.wrong}”"], strong=f"“{example.right}”")

@@ -71,9 +71,9 @@ def run(
         places = [n for n, row in enumerate(part.rows) if row in wrong]
         return judge.judged(source, part, places, [wrong[part.rows[n]] for n in places], mean) if places else None
 
-    for found, _ in batches_in_turns(matcher, source, batch, workers, judged):
-        if found is not None:
-            judge.add(found)
+    for batch_losses, _ in batches_in_turns(matcher, source, batch, workers, judged):
+        if batch_losses is not None:
+            judge.add(batch_losses)
     if shown is not None:
         shown.update(examples=judge.examples, norm_pix=judge.settings.norm_pix, truth=hasattr(source, "relevance"))
     yield "images", float(len(wrong))
@@ -91,11 +91,16 @@ def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, flo
     if "right" not in losses:
         return
     for other in ("wrong", "none"):
-        more = torch.tensor(losses[other], dtype=torch.float64) - torch.tensor(losses["right"], dtype=torch.float64)
-        yield f"right_beats_{other}@{mask}", float((more > 0).double().mean() + 0.5 * (more == 0).double().mean())
-        yield f"{other}_minus_right@{mask}", float(more.mean())
-        if len(more) > 1:
-            yield f"{other}_minus_right_se@{mask}", float(more.std()) / math.sqrt(len(more))
+        difference = torch.tensor(losses[other], dtype=torch.float64) - torch.tensor(
+            losses["right"], dtype=torch.float64
+        )
+        yield (
+            f"right_beats_{other}@{mask}",
+            float((difference > 0).double().mean() + 0.5 * (difference == 0).double().mean()),
+        )
+        yield f"{other}_minus_right@{mask}", float(difference.mean())
+        if len(difference) > 1:
+            yield f"{other}_minus_right_se@{mask}", float(difference.std()) / math.sqrt(len(difference))
 
 
 def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Skipped]) -> tuple[dict[int, str], Tensor]:
@@ -103,21 +108,21 @@ def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Ski
 
     def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor, list[Skipped]]:
         named = list(zip(part.rows, part.keys, part.captions, strict=True))
-        kept = [n for n, own in enumerate(part.captions) if own]
-        bare = [Skipped(row, name, "no caption") for row, name, own in named if not own]
+        kept = [n for n, image_captions in enumerate(part.captions) if image_captions]
+        bare = [Skipped(row, name, "no caption") for row, name, image_captions in named if not image_captions]
         return [named[n] for n in kept], part.images[kept].double().sum(0), bare
 
-    found: list[tuple[int, str, list[str]]] = []
+    captioned: list[tuple[int, str, list[str]]] = []
     total = torch.zeros((), dtype=torch.float64)  # of whole numbers: exact in any order
     for made, skipped in batches_in_turns(judge.matcher, source, batch, workers, look):
         bad += skipped
         if made is not None:
-            found += made[0]
+            captioned += made[0]
             total = total + made[1]
             bad += made[2]
-    rows = [row for row, _, _ in found]
-    wrong = wrong_captions(source, rows, [captions for _, _, captions in found])
-    bad += [Skipped(row, name, "no other's caption is wrong of it") for row, name, _ in found if row not in wrong]
+    rows = [row for row, _, _ in captioned]
+    wrong = wrong_captions(source, rows, [captions for _, _, captions in captioned])
+    bad += [Skipped(row, name, "no other's caption is wrong of it") for row, name, _ in captioned if row not in wrong]
     if not wrong:
         raise ValueError(
             f"{source.name}: of its {len(rows)} images with captions none has a wrong one among the others'; "
@@ -153,13 +158,13 @@ class Judge:
         self.losses: dict[str, dict[str, list[float]]] = {mask: {} for mask in MASKS}  # by mask, then guide: [images]
         self.examples: list[PaintedExample] = []
 
-    def add(self, found: JudgedImages) -> None:
+    def add(self, batch_losses: JudgedImages) -> None:
         """Count a batch."""
-        for mask, losses in found.losses.items():
+        for mask, losses in batch_losses.losses.items():
             for name, values_ in losses.items():
                 self.losses[mask].setdefault(name, []).extend(values_)
-            some = [example for example in found.examples if example.mask == mask]
-            self.examples += some[: self._room(mask)]
+            examples = [example for example in batch_losses.examples if example.mask == mask]
+            self.examples += examples[: self._room(mask)]
 
     def _room(self, mask: str) -> int:
         return SHOWN - sum(example.mask == mask for example in self.examples)
@@ -171,22 +176,22 @@ class Judge:
         device = next(self.model.parameters()).device
         right = [part.captions[n][0] for n in places]
         seeds = torch.tensor([key(source.fingerprint, "reconstruction", part.rows[n]) for n in places])
-        found = JudgedImages({}, [])
+        batch_losses = JudgedImages({}, [])
         for mask in self.losses:
             with inference(self.model):
                 done = self.paint(part.images[places].to(device), right, wrong, seeds.to(device), mask, mean.to(device))
-            found.losses[mask] = {name: values_.double().tolist() for name, values_ in done.losses.items()}
+            batch_losses.losses[mask] = {name: values_.double().tolist() for name, values_ in done.losses.items()}
             shown = range(min(self._room(mask), len(right)))
-            found.examples += [self.example(done, n, mask, right[n], wrong[n]) for n in shown]
-        return found
+            batch_losses.examples += [self.example(done, n, mask, right[n], wrong[n]) for n in shown]
+        return batch_losses
 
     def paint(
         self, images: Tensor, right: Sequence[str], wrong: Sequence[str], seeds: Tensor, mask: str, mean: Tensor
     ) -> Painted:
         """Images uint8 [n, 3, H, W]; seeds [n] of random masks; mean: the mean image."""
         model, config = self.model, self.model.config
-        said = dict(zip(GUIDES, (right, wrong, [""] * len(right)), strict=True))
-        guides = {k: self.matcher.tokenizer.encode(v, config.text).to(images.device) for k, v in said.items()}
+        captions = dict(zip(GUIDES, (right, wrong, [""] * len(right)), strict=True))
+        guides = {k: self.matcher.tokenizer.encode(v, config.text).to(images.device) for k, v in captions.items()}
         patches = (config.image.size // config.image.patch) ** 2
         if mask == "attentive":
             scored = speaks_of(model, images, guides["right"], self.settings)
@@ -197,28 +202,28 @@ class Judge:
         pixels = dict(zip(used, reconstruct(model, images, hidden, list(used.values()), self.settings), strict=True))
         target = masked_images.pixels(model, images, hidden, norm_pix=False)
         every = {**pixels, **self.baselines(images, hidden, target, mean)}
-        losses = {name: masked_images.distance(one, target).mean(1) for name, one in every.items()}
+        losses = {name: masked_images.distance(prediction, target).mean(1) for name, prediction in every.items()}
         return Painted(images, hidden, pixels, losses)
 
     def baselines(self, images: Tensor, hidden: Tensor, target: Tensor, mean: Tensor) -> dict[str, Tensor]:
         """What needs no model: [n, m, 3 * patch^2], or what broadcasts to it."""
         patch, std = self.model.config.image.patch, self.model.std.float()
         everywhere = unfold(((mean.float() / 255 - self.model.mean.float()) / std)[None], patch)[0]
-        found = {
+        predictions = {
             "mean_colour": mean_colour(self.model.normalise(images).float(), hidden, patch),
             "mean_image": everywhere[hidden],
         }
-        return {**found, "own_mean": target.mean(-1, keepdim=True)} if self.settings.norm_pix else found
+        return {**predictions, "own_mean": target.mean(-1, keepdim=True)} if self.settings.norm_pix else predictions
 
     def example(self, done: Painted, n: int, mask: str, right: str, wrong: str) -> PaintedExample:
         """Image n of a batch, as the page shows it."""
-        one = slice(n, n + 1)
+        row = slice(n, n + 1)
         filled = {
-            name: fill(self.model, done.images[one], done.hidden[one], pixels[one])[0].permute(1, 2, 0).cpu().numpy()
+            name: fill(self.model, done.images[row], done.hidden[row], pixels[row])[0].permute(1, 2, 0).cpu().numpy()
             for name, pixels in done.pixels.items()
         }
         original = done.images[n].permute(1, 2, 0).cpu().numpy()
         losses = {name: float(done.losses[name][n]) for name in done.pixels}
         side = self.model.config.image.size // self.model.config.image.patch
-        hidden = masking.as_bool(done.hidden[one], side * side)[0].view(side, side).cpu().numpy()
+        hidden = masking.as_bool(done.hidden[row], side * side)[0].view(side, side).cpu().numpy()
         return PaintedExample(mask, original, hidden, filled, losses, right, wrong)

@@ -22,11 +22,11 @@ def wrong_captions(source: Source, rows: Sequence[int], captions: Sequence[Seque
     """
     n, truth = len(rows), getattr(source, "relevance", None)
     circle = np.random.Generator(np.random.Philox(key(source.fingerprint, "wrong captions"))).permutation(n).tolist()
-    found: dict[int, str] = {}
+    wrong: dict[int, str] = {}
     for place, i in enumerate(circle):
         for step in range(1, min(n, TRIES + 1)):
             other = captions[circle[(place + step) % n]][0]
             if other not in captions[i] and not (truth is not None and truth([other], [rows[i]])[0, 0]):
-                found[rows[i]] = other
+                wrong[rows[i]] = other
                 break
-    return found
+    return wrong

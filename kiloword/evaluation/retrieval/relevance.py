@@ -62,11 +62,11 @@ def true_means(
         scores = panel(c)
         truth = torch.as_tensor(relevance[c] if isinstance(relevance, Tensor) else relevance(c))
         if truth.shape != scores.shape:
-            came, wanted = tuple(truth.shape), tuple(scores.shape)
-            raise ValueError(f"relevance came as {came}; {wanted} (texts, images) expected")
-        known = truth.any(1)
-        found = _panel_metrics(scores[known.to(scores.device)], truth[known].to(scores.device), ks)
-        return int(known.sum()), dict(found)
+            shape, expected = tuple(truth.shape), tuple(scores.shape)
+            raise ValueError(f"relevance came as {shape}; {expected} (texts, images) expected")
+        matched_texts = truth.any(1)
+        sums = _panel_metrics(scores[matched_texts.to(scores.device)], truth[matched_texts].to(scores.device), ks)
+        return int(matched_texts.sum()), dict(sums)
 
     totals: dict[str, float] = {}
     answerable = 0

@@ -81,10 +81,10 @@ class _Panels:
 
     def of(self, q: slice) -> tuple[Tensor, Tensor]:
         """The scores that some queries rank all items by [q, C], and their shortlists [q, N]."""
-        some, items = rows(self.queries, q), self.items
-        near = check_scores(at_least_float(some["vec"]) @ at_least_float(items["vec"]).T)
+        queries, items = rows(self.queries, q), self.items
+        near = check_scores(at_least_float(queries["vec"]) @ at_least_float(items["vec"]).T)
         short = near.topk(min(self.n, len(items["vec"])), 1).indices
-        exact = check_scores(_listed(self.score, some, items, short))
+        exact = check_scores(_listed(self.score, queries, items, short))
         rest = near.to(exact.dtype) - 2 + exact.amin(1, keepdim=True)  # cosines are at most 1: below all on the list
         return rest.scatter(1, short, exact), short
 

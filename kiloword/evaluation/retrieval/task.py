@@ -98,10 +98,12 @@ def standings(
     device = images["vec"].device
     n, t = len(images["vec"]), len(texts["vec"])
     image = image_of_text.to(device)
-    of_own = _own_scores(score, images, texts, image, chunk)  # [T]
-    best = torch.full((n,), -torch.inf, dtype=of_own.dtype, device=device).scatter_reduce(0, image, of_own, "amax")
+    annotated = _own_scores(score, images, texts, image, chunk)  # [T]
+    best = torch.full((n,), -torch.inf, dtype=annotated.dtype, device=device).scatter_reduce(
+        0, image, annotated, "amax"
+    )
     low_i, high_i = best - rounding(best), best + rounding(best)
-    low_t, high_t = of_own - rounding(of_own), of_own + rounding(of_own)
+    low_t, high_t = annotated - rounding(annotated), annotated + rounding(annotated)
     above_i, reach_i, above_t, reach_t = (torch.zeros(k, dtype=torch.int64, device=device) for k in (n, n, t, t))
     blocks = own(_blocks(n, t, chunk))
     for r, c in track(blocks, "ranks", "blocks of pairs", len(blocks)):
@@ -111,7 +113,7 @@ def standings(
         above_t[c] += _count(block > high_t[c], 0)
         reach_t[c] += _count(block >= low_t[c], 0)
     above_i, reach_i, above_t, reach_t = sums(above_i, reach_i, above_t, reach_t)  # reach: above or tied, own left out
-    is_best = (of_own >= low_i[image]).long()
+    is_best = (annotated >= low_i[image]).long()
     positives, ones = torch.zeros_like(above_i).index_add_(0, image, is_best), torch.ones_like(above_t)
     return Standing(above_i, reach_i + positives - above_i, positives), Standing(above_t, reach_t + 1 - above_t, ones)
 
@@ -121,21 +123,21 @@ def _blocks(n: int, t: int, chunk: int) -> list[tuple[slice, slice]]:
     return [(r, c) for r in chunks(n, chunk) for c in chunks(t, chunk)]
 
 
-def _count(found: Tensor, dim: int) -> Tensor:
-    return found.sum(dim, dtype=torch.int32)  # three times as fast as the default, and a block is smaller than 2^31
+def _count(mask: Tensor, dim: int) -> Tensor:
+    return mask.sum(dim, dtype=torch.int32)  # three times as fast as the default, and a block is smaller than 2^31
 
 
 def _own_scores(score: Score, images: Features, texts: Features, image: Tensor, chunk: int) -> Tensor:
     """Every text against its own image: [T]. Blocks without such a pair are not computed."""
-    found = []
+    parts = []
     blocks = [(r, c) for r, c in _blocks(len(images["vec"]), len(image), chunk) if len(_pairs(image[c], r))]
     for r, c in own(blocks):
         at = _pairs(image[c], r)
         block = check_scores(score(rows(images, r), rows(texts, c)))
-        found.append(((at + c.start).cpu(), block[image[c][at] - r.start, at].cpu()))
-    columns, values = zip(*(one for some in gathered(found) for one in some), strict=True)
-    of_own = torch.cat(values)
-    return torch.empty_like(of_own).scatter(0, torch.cat(columns), of_own).to(image.device)
+        parts.append(((at + c.start).cpu(), block[image[c][at] - r.start, at].cpu()))
+    columns, values = zip(*(part for rank_parts in gathered(parts) for part in rank_parts), strict=True)
+    joined = torch.cat(values)
+    return torch.empty_like(joined).scatter(0, torch.cat(columns), joined).to(image.device)
 
 
 def _others(block: Tensor, image: Tensor, r: slice) -> Tensor:

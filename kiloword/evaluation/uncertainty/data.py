@@ -57,13 +57,15 @@ def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: 
     captions: list[str] = []
     image: list[int] = []
     for part in seen(matcher, source, batch, workers, skipped):
-        for i, own in enumerate(part.captions, start=len(rows)):
-            image += [i] * len(own)
-            captions += own
+        for i, image_captions in enumerate(part.captions, start=len(rows)):
+            image += [i] * len(image_captions)
+            captions += image_captions
         rows += part.rows
         images.append(part.images)
-        one = part.labels is not None and part.labels.ndim == 1  # many labels an image are neither right nor wrong
-        labels.append(part.labels if part.labels is not None and one else torch.full((len(part.rows),), -1))
+        single_label = (
+            part.labels is not None and part.labels.ndim == 1
+        )  # many labels an image are neither right nor wrong
+        labels.append(part.labels if part.labels is not None and single_label else torch.full((len(part.rows),), -1))
     joined, texts = join(images), matcher.encode_text(captions) if captions else None
     return EncodedData(
         source=source,
@@ -80,10 +82,10 @@ def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: 
 
 def uncertainty(features: Features, name: str) -> Tensor:
     """Sums of variances, [N] double; ValueError when one is not finite."""
-    found = variance_sum(features).double().cpu()
-    if not bool(found.isfinite().all()):
+    sums = variance_sum(features).double().cpu()
+    if not bool(sums.isfinite().all()):
         raise ValueError(f"{name}: variances are not finite: the weights hold NaN, or log variances overflow")
-    return found
+    return sums
 
 
 def different(items: Sequence[object]) -> list[int]:
@@ -96,12 +98,12 @@ def different(items: Sequence[object]) -> list[int]:
 
 def buckets(words: Tensor) -> list[tuple[str, Tensor]]:
     """Numbers of words [N] put together: "6-10" and which they are, [N] bool, of the buckets that hold any."""
-    found = []
+    filled = []
     for low, high in zip(LENGTHS, (*LENGTHS[1:], None), strict=True):
         inside = (words >= low) & (words < high if high else True)
         if bool(inside.any()):
-            found.append((f"{low}-{high - 1}" if high else f"{low}+", inside))
-    return found
+            filled.append((f"{low}-{high - 1}" if high else f"{low}+", inside))
+    return filled
 
 
 def caption_levels(source: Source, captions: Sequence[str]) -> list[int] | None:
@@ -109,8 +111,8 @@ def caption_levels(source: Source, captions: Sequence[str]) -> list[int] | None:
     if not captions or not hasattr(source, "relevance"):
         return None
     queries = [parse(caption) for caption in captions]
-    known = [level(query) for query in queries if query is not None]
-    return known if len(known) == len(captions) else None
+    levels = [level(query) for query in queries if query is not None]
+    return levels if len(levels) == len(captions) else None
 
 
 def level(query: Query) -> int:
@@ -118,28 +120,28 @@ def level(query: Query) -> int:
 
     0: nothing that is not true of every scene; 1: one fact; 3: all six facts of every thing it names; 2: else.
     """
-    said = sum(fact is not None for thing in query.things for fact in thing)
-    facts = said + (query.count is not None) + (query.background is not None) + (query.relation is not None)
+    named_facts = sum(fact is not None for thing in query.things for fact in thing)
+    facts = named_facts + (query.count is not None) + (query.background is not None) + (query.relation is not None)
     if facts == 0 and len(query.things) < 2:
         return 0
     if facts <= 1 and len(query.things) < 2:
         return 1
-    return 3 if query.things and said == len(query.things) * len(ANY) else 2
+    return 3 if query.things and named_facts == len(query.things) * len(ANY) else 2
 
 
 def chains(data: EncodedData) -> list[Chain]:
     """The chains of every encoded image, all of one length: the source's own, or HierarCaps' from its json."""
-    found = read(data.source).chains
-    return [(i, texts) for i, row in enumerate(data.rows) for texts in found.get(row, [])]
+    by_row = read(data.source).chains
+    return [(i, texts) for i, row in enumerate(data.rows) for texts in by_row.get(row, [])]
 
 
-def levelled(matcher: Matcher, data: EncodedData, found: Sequence[Chain]) -> Levelled | None:
+def levelled(matcher: Matcher, data: EncodedData, text_chains: Sequence[Chain]) -> Levelled | None:
     """Captions of scenes where they are of several levels, else the texts of chains; None where nothing has levels."""
     levels = caption_levels(data.source, data.captions)
-    if levels is not None and (len(set(levels)) > 1 or not found):
+    if levels is not None and (len(set(levels)) > 1 or not text_chains):
         first = different(data.captions)
         return Levelled(torch.tensor(levels)[first], data.text_uncertainty[first], captions=True)
-    standing = [(text, k) for _, texts in found for k, text in enumerate(texts)]
+    standing = [(text, k) for _, texts in text_chains for k, text in enumerate(texts)]
     if not standing:
         return None
     texts, level = zip(*(standing[i] for i in different(standing)), strict=True)

@@ -69,18 +69,18 @@ class Links:
         return torch.tensor([(a, b) in known or a == b for a, b, _ in pairs])
 
 
-def links(found: Sequence[Chain], exact: bool) -> Links:
+def links(chains: Sequence[Chain], exact: bool) -> Links:
     """Pairs of at most MOST chains, drawn by how many there are. Equal texts of one chain make no pair.
 
     "chain" holds those of every link, "reverse" the same the other way round, "unrelated" a text and the next more
     general one of another image's chain. Args: exact: the texts are captions of scenes.
     """
-    rng = np.random.Generator(np.random.Philox(key("chains", len(found))))
+    rng = np.random.Generator(np.random.Philox(key("chains", len(chains))))
     index: dict[str, int] = {}
-    order = rng.permutation(len(found))[:MOST].tolist()
-    own = [(found[n][0], [index.setdefault(text, len(index)) for text in found[n][1]]) for n in order]
+    order = rng.permutation(len(chains))[:MOST].tolist()
+    indexed = [(chains[n][0], [index.setdefault(text, len(index)) for text in chains[n][1]]) for n in order]
     pairs: dict[str, list[Pair]] = {}
-    for n, ((image, chain), (other, wrong)) in enumerate(zip(own, [*own[1:], *own[:1]], strict=True)):
+    for n, ((image, chain), (other, wrong)) in enumerate(zip(indexed, [*indexed[1:], *indexed[:1]], strict=True)):
         for k in range(len(chain) - 1, 0, -1):
             if chain[k] != chain[k - 1]:
                 pairs.setdefault(f"chain_{k}_in_{k - 1}", []).append((chain[k], chain[k - 1], n))
@@ -119,16 +119,16 @@ class InclusionAnswers:
 def answers(matcher: Matcher, tested: Links) -> dict[str, InclusionAnswers]:
     """Every list of pairs that holds any."""
     features = matcher.encode_text(tested.texts)
-    found = {}
+    answers_by_name = {}
     for name, pairs in tested.pairs.items():
         if pairs:
             a, b, n = torch.tensor(pairs).T
             h, distance = pairwise(features, features, a, b)
-            found[name] = InclusionAnswers(h, distance, tested.right(pairs), n % 2 == 0)
-    return found
+            answers_by_name[name] = InclusionAnswers(h, distance, tested.right(pairs), n % 2 == 0)
+    return answers_by_name
 
 
-def inclusion_tests(found: Mapping[str, InclusionAnswers]) -> Iterator[tuple[str, float]]:
+def inclusion_tests(answers_by_name: Mapping[str, InclusionAnswers]) -> Iterator[tuple[str, float]]:
     """Rates of right answers, in [0, 1], to the question whether one text includes another; yes where H > 0.
 
     `inclusion_chain_K_in_J`: a text of level K in that of level J of one chain; `inclusion_chain`: over all of these;
@@ -137,26 +137,26 @@ def inclusion_tests(found: Mapping[str, InclusionAnswers]) -> Iterator[tuple[str
     unrelated pairs pass too; under names with `_overlap` the two must also lie nearer than `inclusion_overlap`, as
     `Matcher.includes` asks: every other chain chooses it, and the rates are those of the rest.
     """
-    for name, answer in found.items():
+    for name, answer in answers_by_name.items():
         yield f"inclusion_{name}", _rate(answer.says(), answer.truth)
-    if "unrelated" not in found:
+    if "unrelated" not in answers_by_name:
         return
-    yield "inclusion_unrelated_true", float(found["unrelated"].truth.double().mean())
-    overlap = best_overlap([found[name] for name in ("chain", "unrelated") if name in found])
+    yield "inclusion_unrelated_true", float(answers_by_name["unrelated"].truth.double().mean())
+    overlap = best_overlap([answers_by_name[name] for name in ("chain", "unrelated") if name in answers_by_name])
     yield "inclusion_overlap", overlap
-    for name, answer in found.items():
+    for name, answer in answers_by_name.items():
         if bool((~answer.held).any()):
             yield f"inclusion_{name}_overlap", _rate(answer.says(overlap)[~answer.held], answer.truth[~answer.held])
 
 
-def best_overlap(found: Sequence[InclusionAnswers]) -> float:
+def best_overlap(answer_lists: Sequence[InclusionAnswers]) -> float:
     """The distance below which to believe H > 0, so that most answers about the held pairs are right; 4 for any.
 
     4 is the distance of opposite means without variance.
     """
-    asked = [answer.held & (answer.h > 0) for answer in found]
-    distance = torch.cat([answer.distance[some] for answer, some in zip(found, asked, strict=True)])
-    truth = torch.cat([answer.truth[some] for answer, some in zip(found, asked, strict=True)])
+    candidates = [answer.held & (answer.h > 0) for answer in answer_lists]
+    distance = torch.cat([answer.distance[selected] for answer, selected in zip(answer_lists, candidates, strict=True)])
+    truth = torch.cat([answer.truth[selected] for answer, selected in zip(answer_lists, candidates, strict=True)])
     values, which, _ = groups(distance)
     gain = torch.zeros_like(values).index_add(0, which, 2 * truth.double() - 1)  # of believing those at this distance
     best = int(torch.cat([gain.new_zeros(1), gain.cumsum(0)]).argmax())
@@ -165,5 +165,5 @@ def best_overlap(found: Sequence[InclusionAnswers]) -> float:
     return float(values[best]) if best == 0 else float((values[best - 1] + values[best]) / 2)
 
 
-def _rate(said: Tensor, truth: Tensor) -> float:
-    return float((said == truth).double().mean())
+def _rate(answers_given: Tensor, truth: Tensor) -> float:
+    return float((answers_given == truth).double().mean())

@@ -55,9 +55,9 @@ class Plane:
     share: Tensor  # [2] of the means' variance
 
 
-def drawn(found: Findings) -> dict[str, Any]:
+def drawn(findings: Findings) -> dict[str, Any]:
     """Everything by name; captions count once where they are the same."""
-    data = found.data
+    data = findings.data
     first = different(data.captions)
     uncertainties = data.text_uncertainty[first]
     texts = [data.captions[i] for i in first]
@@ -72,7 +72,7 @@ def drawn(found: Findings) -> dict[str, Any]:
         "words": words,
         "different": uncertainties,
         "found": {
-            name: getattr(found, name) for name in ("matched", "true_of", "levelled", "answers", "exact", "bins")
+            name: getattr(findings, name) for name in ("matched", "true_of", "levelled", "answers", "exact", "bins")
         },
         "certain": _images(data, images[:SHOWN]),
         "uncertain": _images(data, images[::-1][:SHOWN]),

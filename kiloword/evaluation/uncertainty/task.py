@@ -72,23 +72,23 @@ def run(
             "as `kiloword train prolip` or any method with --uncertainty gaussian"
         )
     data = gather(matcher, source, batch, workers, [] if skipped is None else skipped)
-    found = Findings(data)
+    findings = Findings(data)
     yield from spread("image_uncertainty", data.image_uncertainty)
     if data.texts is not None:
-        yield from _of_texts(data, found)
+        yield from _of_texts(data, findings)
     written = chains(data)
-    found.levelled = levelled(matcher, data, written)
-    if found.levelled is not None:
-        yield from by_level(found.levelled)
+    findings.levelled = levelled(matcher, data, written)
+    if findings.levelled is not None:
+        yield from by_level(findings.levelled)
     if written:
-        found.exact = caption_levels(source, [text for _, texts in written for text in texts]) is not None
-        found.answers = answers(matcher, links(written, found.exact))
-        yield from inclusion_tests(found.answers)
+        findings.exact = caption_levels(source, [text for _, texts in written for text in texts]) is not None
+        findings.answers = answers(matcher, links(written, findings.exact))
+        yield from inclusion_tests(findings.answers)
     for name, uncertainties, right in _judged(matcher, data, classnames, templates, chunk):
-        found.bins[name] = binned(uncertainties, right)
-        yield from calibration(f"calibration_{name}", found.bins[name])
+        findings.bins[name] = binned(uncertainties, right)
+        yield from calibration(f"calibration_{name}", findings.bins[name])
     if shown is not None:
-        shown |= drawn(found)
+        shown |= drawn(findings)
 
 
 def spread(name: str, uncertainties: Tensor) -> Values:
@@ -99,20 +99,20 @@ def spread(name: str, uncertainties: Tensor) -> Values:
         yield f"{name}_q{q:02d}", value
 
 
-def _of_texts(data: EncodedData, found: Findings) -> Values:
+def _of_texts(data: EncodedData, findings: Findings) -> Values:
     """What captions alone, and with their own images, say."""
     assert data.texts is not None
     yield from spread("text_uncertainty", data.text_uncertainty)
     above = data.text_uncertainty > data.image_uncertainty[data.image]
     yield "text_above_image", float(above.double().mean())
-    found.matched = matched(data)
-    yield "image_in_text", float((found.matched > 0).double().mean())
-    yield "text_in_image", float((found.matched < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
+    findings.matched = matched(data)
+    yield "image_in_text", float((findings.matched > 0).double().mean())
+    yield "text_in_image", float((findings.matched < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
     first = different(data.captions)
     yield from by_length(torch.tensor([len(data.captions[i].split()) for i in first]), data.text_uncertainty[first])
     if hasattr(data.source, "relevance"):
-        found.true_of = true_of(data, first)
-        yield from of_truth(data, first, found.true_of)
+        findings.true_of = true_of(data, first)
+        yield from of_truth(data, first, findings.true_of)
 
 
 def by_length(words: Tensor, uncertainties: Tensor) -> Values:
@@ -144,14 +144,14 @@ def of_truth(data: EncodedData, which: Sequence[int], count: Tensor) -> Values:
     of all images too; `truth_spearman_level@k`: over those of one level, where their numbers differ;
     `truth_unmatched`: captions true of none, left out.
     """
-    uncertainties, some = data.text_uncertainty[list(which)], count > 0
-    yield from defined("truth_spearman", spearman(uncertainties[some], count[some]))
+    uncertainties, matched_texts = data.text_uncertainty[list(which)], count > 0
+    yield from defined("truth_spearman", spearman(uncertainties[matched_texts], count[matched_texts]))
     levels = caption_levels(data.source, [data.captions[i] for i in which])
     for k in sorted(set(levels or [])):
-        here = some & (torch.tensor(levels) == k)
+        here = matched_texts & (torch.tensor(levels) == k)
         yield from defined(f"truth_spearman_level@{k}", spearman(uncertainties[here], count[here]))
-    yield "truth_captions", float(some.sum())
-    yield "truth_unmatched", float((~some).sum())
+    yield "truth_captions", float(matched_texts.sum())
+    yield "truth_unmatched", float((~matched_texts).sum())
 
 
 def _judged(
@@ -171,8 +171,8 @@ def _judged(
     names = classnames or getattr(data.source, "classnames", None)
     kept = (data.labels >= 0).nonzero()[:, 0]
     if names and len(kept):
-        given = templates or getattr(data.source, "templates", None) or ["{c}"]
-        yield "zeroshot", data.image_uncertainty[kept], _classified(matcher, data, kept, names, given, chunk)
+        prompt_templates = templates or getattr(data.source, "templates", None) or ["{c}"]
+        yield "zeroshot", data.image_uncertainty[kept], _classified(matcher, data, kept, names, prompt_templates, chunk)
 
 
 def _classified(
@@ -185,9 +185,9 @@ def _classified(
         raise ValueError(f"labels run to {int(labels.max())}, but there are {len(names)} classes")
     parts = []
     for part in chunks(len(kept), chunk):
-        some = {name: value[kept[part].to(value.device)] for name, value in data.images.items()}
+        image_rows = {name: value[kept[part].to(value.device)] for name, value in data.images.items()}
         right = torch.nn.functional.one_hot(labels[part], len(names)).bool()
-        parts.append(hit(standing(matcher.score(some, classes).cpu(), right), 1))
+        parts.append(hit(standing(matcher.score(image_rows, classes).cpu(), right), 1))
     return torch.cat(parts)
 
 

@@ -58,14 +58,14 @@ def accuracy(answer: str, answers: Sequence[str]) -> float:
     """
     if not answers:
         raise ValueError("no annotator's answer came: at least one is needed, officially ten")
-    said, given = _spaced(answer), [_spaced(a) for a in answers]
-    if len(set(given)) > 1:  # else the evaluator compares them as they are
-        said, given = normalise(said), [normalise(a) for a in given]
-    agree = [a == said for a in given]
+    guess, references = _spaced(answer), [_spaced(a) for a in answers]
+    if len(set(references)) > 1:  # else the evaluator compares them as they are
+        guess, references = normalise(guess), [normalise(a) for a in references]
+    agree = [a == guess for a in references]
     if len(agree) == 1:
         return float(agree[0])
     needed = min(AGREE, len(agree) - 1)
-    return sum(min(1.0, (sum(agree) - own) / needed) for own in agree) / len(agree)
+    return sum(min(1.0, (sum(agree) - one_agrees) / needed) for one_agrees in agree) / len(agree)
 
 
 def normalise(answer: str) -> str:
@@ -83,10 +83,10 @@ def means(judged: Iterable[JudgedAnswer]) -> Iterator[tuple[str, float]]:
     groups: dict[str, list[float]] = {}
     for kind in ("question_type", "answer_type"):
         for name in sorted({n for row in rows if (n := getattr(row, kind)) is not None}):
-            found = [row.accuracy for row in rows if getattr(row, kind) == name]
-            groups[f"accuracy/{kind.removesuffix('_type')}/{name}"] = found
-    for name, found in {"accuracy": [row.accuracy for row in rows], **groups}.items():
-        yield name, sum(found) / len(found) if found else float("nan")
+            accuracies = [row.accuracy for row in rows if getattr(row, kind) == name]
+            groups[f"accuracy/{kind.removesuffix('_type')}/{name}"] = accuracies
+    for name, accuracies in {"accuracy": [row.accuracy for row in rows], **groups}.items():
+        yield name, sum(accuracies) / len(accuracies) if accuracies else float("nan")
 
 
 def _spaced(answer: str) -> str:

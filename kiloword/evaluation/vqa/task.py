@@ -58,19 +58,19 @@ def run(
     listed = None if known.answers is None else answerer.close(known.answers)
 
     def answer(images: Tensor, infos: Sequence[Mapping[str, Any]]) -> list[_Given]:
-        said = _answer(answerer, images, [info["question"] for info in infos], listed, options)
-        return [_Given(answer, info) for answer, info in zip(said, infos, strict=True)]
+        guesses = _answer(answerer, images, [info["question"] for info in infos], listed, options)
+        return [_Given(answer, info) for answer, info in zip(guesses, infos, strict=True)]
 
-    given = _asked(matcher, source, batch, workers, bad, answer)
-    yield from means(one.judged(one.answer) for one in given)
+    answered = _asked(matcher, source, batch, workers, bad, answer)
+    yield from means(item.judged(item.answer) for item in answered)
     if known.guesses:
-        judged = (one.judged(known.guess(one)) for one in given)
+        judged = (item.judged(known.guess(item)) for item in answered)
         yield from ((f"majority_{name}", value) for name, value in means(judged))
-    yield "questions", float(len(given))
+    yield "questions", float(len(answered))
     if known.answers is not None:
         yield "answers", float(len(known.answers))
         inside = set(known.answers)
-        yield "outside", sum(one.answer not in inside for one in given) / len(given)
+        yield "outside", sum(item.answer not in inside for item in answered) / len(answered)
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def _known(source: Source, train: Source | str | None, options: VqaOptions) -> _
     if isinstance(train, str):
         train = open_source(train)
     counted = _counted(train, options.most) if train is not None else None
-    own = getattr(source, "majority", None)
-    guesses: Guesses = own() if callable(own) else {None: counted[0]} if counted else {}
+    majority = getattr(source, "majority", None)
+    guesses: Guesses = majority() if callable(majority) else {None: counted[0]} if counted else {}
     if options.answers is not None:
         return _Known(_lines(options.answers), guesses)
     answers = counted or getattr(source, "answers", None)
@@ -160,21 +160,21 @@ def _asked(
     def ask(part: EvalBatch) -> tuple[list[_Given], list[Skipped]]:
         asks = [question_in(info) is not None for info in part.infos]
         named = zip(part.rows, part.keys, asks, strict=True)
-        bare = [Skipped(row, key, "no question with an answer") for row, key, asked in named if not asked]
-        some = [info for info, asked in zip(part.infos, asks, strict=True) if asked]
-        return answer(part.images[asks], some) if some else [], bare
+        bare = [Skipped(row, key, "no question with an answer") for row, key, asks_one in named if not asks_one]
+        infos = [info for info, asks_one in zip(part.infos, asks, strict=True) if asks_one]
+        return answer(part.images[asks], infos) if infos else [], bare
 
-    given: list[_Given] = []
+    answered: list[_Given] = []
     with alone() if lockstep() else nullcontext():
         for made, bad in batches_in_turns(matcher, source, batch, workers, ask):
             skipped += bad
             if made is not None:
                 skipped += made[1]
-                given += made[0]
-    if not given:
+                answered += made[0]
+    if not answered:
         why = f", the first because: {skipped[0].reason}" if skipped else ""
         raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable image with a question{why}")
-    return given
+    return answered
 
 
 def _answer(

@@ -54,26 +54,26 @@ def reweigh(
     held = chosen.shape[1] * options.samples * mean.shape[1]
     out, steps = torch.zeros(len(mean), dtype=torch.float64), 0
     for part in chunks(n, max(1, HELD // held)):
-        seen = torch.stack([observations(images, names, which, options) for which in chosen[part]])
+        samples = torch.stack([observations(images, names, which, options) for which in chosen[part]])
         real = place[part] >= 0
-        found, used = fit(seen, mean[place[part]], log_var[place[part]], real, options)
-        out[place[part][real]] = found[real]
+        fitted, used = fit(samples, mean[place[part]], log_var[place[part]], real, options)
+        out[place[part][real]] = fitted[real]
         steps = max(steps, used)
     return Weights(out, steps)
 
 
 def padded(group: Tensor, n: int) -> Tensor:
     """The prompts of each class in their order, [n, N], -1 where a class has fewer than the most."""
-    own = [(group == c).nonzero()[:, 0] for c in range(n)]
-    return torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1)
+    by_class = [(group == c).nonzero()[:, 0] for c in range(n)]
+    return torch.nn.utils.rnn.pad_sequence(by_class, batch_first=True, padding_value=-1)
 
 
 def observations(images: Features, names: list[str], which: Tensor, options: PromptOptions) -> Tensor:
     """Draws from the Gaussians of M images, [M x samples, D] float64; those of an image are the same everywhere."""
     assert options.samples is not None
-    some = {name: images[name][which].cpu().double()[:, None] for name in ("vec", "log_var")}  # [M, 1, D]
-    noise = [_normal(options.samples, some["vec"].shape[-1], options.seed, names[i]) for i in which.tolist()]
-    return (some["vec"] + (0.5 * some["log_var"]).exp() * torch.stack(noise)).flatten(0, 1)
+    gaussians = {name: images[name][which].cpu().double()[:, None] for name in ("vec", "log_var")}  # [M, 1, D]
+    noise = [_normal(options.samples, gaussians["vec"].shape[-1], options.seed, names[i]) for i in which.tolist()]
+    return (gaussians["vec"] + (0.5 * gaussians["log_var"]).exp() * torch.stack(noise)).flatten(0, 1)
 
 
 def _normal(samples: int, dim: int, seed: int, name: str) -> Tensor:

@@ -34,10 +34,10 @@ class PromptOptions(BaseSettings):
 
     def check(self, way: Way) -> None:
         """Raises: ValueError for numbers that make no sense, and for options that another way reads."""
-        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        strange = next((name for name in given if reader(name) != way), None)
-        if strange is not None:
-            raise ValueError(f"--prompts.{strange} is read by --prompts {reader(strange)}, but --prompts is {way}.")
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        unread = next((name for name in changed if reader(name) != way), None)
+        if unread is not None:
+            raise ValueError(f"--prompts.{unread} is read by --prompts {reader(unread)}, but --prompts is {way}.")
         least = {"k": 0, "shots": 0, "neighbours": 1, "samples": 1, "steps": 1, "eps": 0.0, "tolerance": 0.0}
         for name, low in least.items():
             value = getattr(self, name)

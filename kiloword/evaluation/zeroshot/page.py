@@ -64,10 +64,10 @@ def drawn(
 ) -> dict[str, Any]:
     """What the page shows of one model: its classes, those with the least uniform weights first."""
     group, weights = prompts.group.tolist(), chosen.weights.tolist()
-    own: list[list[tuple[str, float]]] = [[] for _ in prompts.names]
+    weighted: list[list[tuple[str, float]]] = [[] for _ in prompts.names]
     for c, caption, weight in zip(group, captions, weights, strict=True):
-        own[c].append((caption, weight))
-    classes = [Class(n, sorted(p, key=lambda x: -x[1]), []) for n, p in zip(prompts.names, own, strict=True)]
+        weighted[c].append((caption, weight))
+    classes = [Class(n, sorted(p, key=lambda x: -x[1]), []) for n, p in zip(prompts.names, weighted, strict=True)]
     order = sorted(range(len(classes)), key=lambda c: -classes[c].concentration)
     if chosen.seen is not None:
         for c in order[:CARDS]:
@@ -90,18 +90,18 @@ def _seen(
     return list(zip((p.permute(1, 2, 0).numpy() for p in pixels), words, strict=True))
 
 
-def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+def report(metrics: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     """A page: accuracy of every model, then the weights of its prompts, where it has any."""
-    columns = [name for name in VALUES if any(name in values for values in found.values())]
-    rows: list[list[Cell]] = [[m, *(_shown(v, name) for name in columns)] for m, v in found.items()]
+    columns = [name for name in VALUES if any(name in values for values in metrics.values())]
+    rows: list[list[Cell]] = [[m, *(_shown(v, name) for name in columns)] for m, v in metrics.items()]
     numbers = table(rows, ["model", *(VALUES[name] for name in columns)], digits=3, strong=1)
     sections = [("Accuracy", numbers)]
-    for model, more in shown.items():
-        classes: list[Class] = more.get("classes", [])
+    for model, page_data in shown.items():
+        classes: list[Class] = page_data.get("classes", [])
         if classes:
-            sections.append((f"Prompts of {model}, by {more['way']}", _weights(classes) + _cards(classes)))
+            sections.append((f"Prompts of {model}, by {page_data['way']}", _weights(classes) + _cards(classes)))
     intro = f"Zero-shot classification of {data}."
-    if any(more.get("classes") for more in shown.values()):
+    if any(page_data.get("classes") for page_data in shown.values()):
         intro += " Weights of a class's prompts sum to 1."
     if "entropy" in columns:
         intro += " Entropies are in nats."
@@ -114,9 +114,9 @@ def _shown(values: Mapping[str, float], name: str) -> Cell:
 
 def _weights(classes: Sequence[Class]) -> str:
     rows: list[list[Cell]] = []
-    for one in classes[:LINES]:
-        (most, high), (fewest, low) = one.prompts[0], one.prompts[-1]
-        rows.append([one.name, most, high, fewest, low, 1 / len(one.prompts)])
+    for shown_class in classes[:LINES]:
+        (most, high), (fewest, low) = shown_class.prompts[0], shown_class.prompts[-1]
+        rows.append([shown_class.name, most, high, fewest, low, 1 / len(shown_class.prompts)])
     note = paragraph(f"The first {LINES} of {len(classes)} classes.") if len(classes) > LINES else ""
     return table(rows, ["class", "heaviest prompt", "weight", "lightest prompt", "weight", "uniform"], digits=3) + note
 
@@ -127,8 +127,8 @@ def _cards(classes: Sequence[Class]) -> str:
     return note + grid(cards) if cards else ""
 
 
-def _card(one: Class) -> str:
-    lines = [f"{weight:.3f}  {prompt}" for prompt, weight in one.prompts]
+def _card(shown_class: Class) -> str:
+    lines = [f"{weight:.3f}  {prompt}" for prompt, weight in shown_class.prompts]
     if len(lines) > 2 * ENDS:
         lines = [*lines[:ENDS], "…", *lines[-ENDS:]]
-    return card(one.images, lines, strong=one.name)
+    return card(shown_class.images, lines, strong=shown_class.name)

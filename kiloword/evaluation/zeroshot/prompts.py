@@ -94,8 +94,8 @@ def choose(
         uncertainty, group = variance_sum(prompts.texts).cpu().double(), prompts.group.cpu()
         kept = filtered(uncertainty, group, options.coeff) if way == "filter" else least(uncertainty, group, options.k)
     where = kept.nonzero()[:, 0].to(prompts.group.device)
-    some, group = {name: value[where] for name, value in prompts.texts.items()}, prompts.group[where]
-    return Chosen(head.ensemble(some, group, prompts.n), _shares(kept, prompts.group.cpu()))
+    texts, group = {name: value[where] for name, value in prompts.texts.items()}, prompts.group[where]
+    return Chosen(head.ensemble(texts, group, prompts.n), _shares(kept, prompts.group.cpu()))
 
 
 def filtered(uncertainty: Tensor, group: Tensor, coeff: float) -> Tensor:
@@ -105,11 +105,11 @@ def filtered(uncertainty: Tensor, group: Tensor, coeff: float) -> Tensor:
     """
     place = padded(group, int(group.max()) + 1)
     real = place >= 0
-    own = uncertainty[place].masked_fill(~real, 0)  # [C, N]
-    mean = own.sum(1, keepdim=True) / real.sum(1, keepdim=True)
-    spread = ((own - mean).square().masked_fill(~real, 0).sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
-    lowest = own.masked_fill(~real, math.inf).amin(1, keepdim=True)
-    return _spread(own <= torch.maximum(mean + coeff * spread, lowest), place, len(uncertainty))
+    by_class = uncertainty[place].masked_fill(~real, 0)  # [C, N]
+    mean = by_class.sum(1, keepdim=True) / real.sum(1, keepdim=True)
+    spread = ((by_class - mean).square().masked_fill(~real, 0).sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
+    lowest = by_class.masked_fill(~real, math.inf).amin(1, keepdim=True)
+    return _spread(by_class <= torch.maximum(mean + coeff * spread, lowest), place, len(uncertainty))
 
 
 def least(uncertainty: Tensor, group: Tensor, k: int) -> Tensor:
@@ -151,9 +151,9 @@ def _bprw(
         base = head.ensemble(prompts.texts, prompts.group, prompts.n)
         seen = nearest(score, images.images, base, options.neighbours)
     names = [f"{images.fingerprint} {row}" for row in images.rows]
-    found = reweigh(prompts.texts, prompts.group, prompts.n, images.images, names, seen, options)
-    classes = combined(head, prompts.texts, prompts.group, prompts.n, found.weights, options)
-    return Chosen(classes, found.weights, taken, seen, found.steps)
+    result = reweigh(prompts.texts, prompts.group, prompts.n, images.images, names, seen, options)
+    classes = combined(head, prompts.texts, prompts.group, prompts.n, result.weights, options)
+    return Chosen(classes, result.weights, taken, seen, result.steps)
 
 
 def nearest(score: Score, images: Features, classes: Features, m: int) -> Tensor:
@@ -178,16 +178,16 @@ def labelled(images: Images, names: Sequence[str], options: PromptOptions) -> Te
         raise ValueError("--prompts.shots needs one class an image, but these have many: use --prompts.shots 0.")
     drawn = [key(images.fingerprint, options.seed, "shots", row) for row in images.rows]
     order = sorted(range(len(drawn)), key=drawn.__getitem__)
-    own: list[list[int]] = [[] for _ in names]
+    by_class: list[list[int]] = [[] for _ in names]
     for place in order:
-        own[int(images.labels[place])].append(place)
-    few = next((c for c, places in enumerate(own) if len(places) <= options.shots), None)
+        by_class[int(images.labels[place])].append(place)
+    few = next((c for c, places in enumerate(by_class) if len(places) <= options.shots), None)
     if few is not None:
         raise ValueError(
-            f"the class {names[few]!r} has {len(own[few])} labelled images: --prompts.shots {options.shots} takes "
+            f"the class {names[few]!r} has {len(by_class[few])} labelled images: --prompts.shots {options.shots} takes "
             f"{options.shots} of each class away, and one at least must be left to score."
         )
-    return torch.tensor([places[: options.shots] for places in own])
+    return torch.tensor([places[: options.shots] for places in by_class])
 
 
 def values(way: Way, chosen: Chosen, prompts: Prompts, captions: Sequence[str]) -> Iterator[tuple[str, float]]:
@@ -201,10 +201,10 @@ def values(way: Way, chosen: Chosen, prompts: Prompts, captions: Sequence[str]) 
         yield "steps", float(chosen.steps)
         place = padded(group, prompts.n)
         count = (place >= 0).sum(1).double()
-        own = chosen.weights[place].masked_fill(place < 0, 0)  # [C, N]
-        yield "max_weight", float(own.amax(1).mean())
+        by_class = chosen.weights[place].masked_fill(place < 0, 0)  # [C, N]
+        yield "max_weight", float(by_class.amax(1).mean())
         yield "max_weight_uniform", float((1 / count).mean())
-        yield "entropy", float(torch.special.entr(own).sum(1).mean())
+        yield "entropy", float(torch.special.entr(by_class).sum(1).mean())
         yield "entropy_uniform", float(count.log().mean())
     elif way != "ensemble":
         yield "kept", float((chosen.weights > 0).sum()) / prompts.n

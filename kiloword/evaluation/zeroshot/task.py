@@ -123,26 +123,26 @@ def run(
             f"{source.name} has no class names: expected classnames.txt in its folder or the one above "
             "(for scenes: scenes:test?task=colour)"
         )
-    given = templates or getattr(source, "templates", None) or ["{c}"]
+    prompt_templates = templates or getattr(source, "templates", None) or ["{c}"]
     options = prompt_options or PromptOptions()
     options.check(prompts)
     bad = [] if skipped is None else skipped
     if prompts == "ensemble":
         parts = _labelled(matcher, source, batch, workers, bad)
-        classes = classifier(matcher.model, matcher.tokenizer, names, given)
+        classes = classifier(matcher.model, matcher.tokenizer, names, prompt_templates)
         yield from zeroshot(matcher.score, ((part.images, _labels(part)) for part in parts), classes)
         return
-    captions, asked = encoded(matcher, names, given)
-    check_gaussians(asked.texts, prompts)
+    captions, class_prompts = encoded(matcher, names, prompt_templates)
+    check_gaussians(class_prompts.texts, prompts)
     images = encoded_images(matcher, source, len(names), batch, workers, bad)
-    chosen = chosen_by(matcher, prompts, asked, images, options)
+    chosen = chosen_by(matcher, prompts, class_prompts, images, options)
     rest = images.without(chosen.taken)
     yield from judged(matcher, rest, chosen.classes)
-    alike = chosen_by(matcher, "ensemble", asked, rest, PromptOptions())
-    yield from ((f"ensemble_{name}", value) for name, value in judged(matcher, rest, alike.classes))
-    yield from values(prompts, chosen, asked, captions)
+    ensemble = chosen_by(matcher, "ensemble", class_prompts, rest, PromptOptions())
+    yield from ((f"ensemble_{name}", value) for name, value in judged(matcher, rest, ensemble.classes))
+    yield from values(prompts, chosen, class_prompts, captions)
     if shown is not None:
-        shown |= drawn(matcher, source, prompts, chosen, asked, images, captions)
+        shown |= drawn(matcher, source, prompts, chosen, class_prompts, images, captions)
 
 
 def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tuple[list[str], Prompts]:
@@ -152,10 +152,10 @@ def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tup
     return captions, Prompts(texts, torch.tensor(group, device=texts["vec"].device), len(names), names)
 
 
-def chosen_by(matcher: Matcher, way: Way, asked: Prompts, images: Images, options: PromptOptions) -> Chosen:
+def chosen_by(matcher: Matcher, way: Way, class_prompts: Prompts, images: Images, options: PromptOptions) -> Chosen:
     """`prompts.choose` with a model."""
     with inference(matcher.model):
-        return choose(way, matcher.model.head, matcher.score, asked, images, options)
+        return choose(way, matcher.model.head, matcher.score, class_prompts, images, options)
 
 
 def judged(matcher: Matcher, images: Images, classes: Features) -> Iterator[tuple[str, float]]:
