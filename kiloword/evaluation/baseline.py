@@ -1,6 +1,6 @@
-"""What colours alone can tell: a histogram of every image and least squares, to stand beside a model's figures.
+"""A baseline from colours alone: least squares on colour histograms, for comparison with a model's metrics.
 
-Supervised, unlike zero-shot: it learns from labelled (or captioned) training images. It sees no shape and no place.
+Supervised, unlike zero-shot: fitted on labelled (or captioned) training images. It uses neither shape nor position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kiloword.evaluation.metrics import classification, standing
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.types import BadSample, Features, Source
 
-BINS = 5  # a colour channel: 125 in all
+BINS = 5  # per colour channel: 125 cells in all
 RIDGE = 1e-3
 WORDS = re.compile(r"[^\W_]+")
 
@@ -32,7 +32,7 @@ class BaselineSample:
 
 
 def histogram(images: Tensor) -> Tensor:
-    """Shares of the colours of uint8 [N, 3, H, W], square roots taken: [N, BINS^3] float64, of norm 1."""
+    """Square roots of the colour histograms of uint8 [N, 3, H, W]: [N, BINS^3] float64, of norm 1."""
     levels = images.long() * BINS // 256
     cells = ((levels[:, 0] * BINS + levels[:, 1]) * BINS + levels[:, 2]).flatten(1)
     counts = torch.zeros(len(cells), BINS**3, dtype=torch.float64).scatter_add_(
@@ -42,7 +42,7 @@ def histogram(images: Tensor) -> Tensor:
 
 
 def read(source: Source, n: int, size: int = 64) -> BaselineSample:
-    """Histograms, captions and labels of the first n rows; unreadable ones are left out."""
+    """Histograms, captions and labels of the first n rows, without unreadable ones."""
     transform = EvalTransform(size, "squash")
     colours, captions, labels = [], [], []
     for row in range(min(n, len(source))):
@@ -59,14 +59,14 @@ def read(source: Source, n: int, size: int = 64) -> BaselineSample:
 
 
 def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """Weights [A, B] that make outputs [N, B] of inputs [N, A] with the least squared error."""
+    """Ridge regression: weights [A, B] from inputs [N, A] to outputs [N, B]."""
     square = inputs.T @ inputs + RIDGE * len(inputs) * torch.eye(inputs.shape[1], dtype=inputs.dtype)
     weights: Tensor = torch.linalg.solve(square, inputs.T @ outputs)
     return weights
 
 
 def classify(train: Source, test: Source, n: int = 2000) -> Iterator[tuple[str, float]]:
-    """`acc1`, `acc5`, `mean_per_class_recall` of least squares from histograms to classes, learned on n images."""
+    """`acc1`, `acc5`, `mean_per_class_recall` of least squares from histograms to classes, fitted on n images."""
     train_sample, test_sample = read(train, n), read(test, len(test))
     train_labels, test_labels = _labels(train, train_sample), _labels(test, test_sample)
     classes = int(max(train_labels.max(), test_labels.max())) + 1
@@ -76,7 +76,7 @@ def classify(train: Source, test: Source, n: int = 2000) -> Iterator[tuple[str, 
 
 
 def retrieve(train: Source, test: Source, n: int = 2000, ks: Sequence[int] = (1, 5, 10)) -> Iterator[tuple[str, float]]:
-    """Recall both ways by the cosine of histograms and what least squares on n images makes of captions' words."""
+    """Image and text recall by the cosine of histograms and their prediction from caption words, fitted on n images."""
     train_sample, test_sample = read(train, n), read(test, len(test))
     train_captions = [(caption, i) for i, captions in enumerate(train_sample.captions) for caption in captions]
     test_captions = [(caption, i) for i, captions in enumerate(test_sample.captions) for caption in captions]
@@ -98,7 +98,7 @@ def words(caption: str) -> list[str]:
 
 
 def bags(captions: Iterable[str], vocabulary: Sequence[str]) -> Tensor:
-    """How often every known word occurs, and a constant: [T, V + 1] float64."""
+    """Counts of every vocabulary word, and a constant: [T, V + 1] float64."""
     place = {word: i for i, word in enumerate(vocabulary)}
     rows = []
     for caption in captions:

@@ -1,6 +1,6 @@
-"""Whether the uncertain are wrong more often: bins of equal counts by uncertainty, against how many are right.
+"""Calibration of uncertainty: accuracy in bins of equal counts by uncertainty.
 
-As PCME++ does (arXiv:2305.18171): ten bins, and the correlation between their means.
+As in PCME++ (arXiv:2305.18171): ten bins, and the correlation between their means.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BINS = 10
-LEAST = 3  # bins that a correlation needs: two lie on a line always
+LEAST = 3  # bins needed for a correlation: two points always lie on a line
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class Bins:
     """B bins from certain to uncertain. All [B] double."""
 
     uncertainty: Tensor  # mean sum of variances
-    right: Tensor  # share that is right, in [0, 1]
-    counts: Tensor  # items
+    right: Tensor  # accuracy, in [0, 1]
+    counts: Tensor  # number of items
 
 
 def binned(uncertainty: Tensor, right: Tensor, bins: int = BINS) -> Bins:
     """Sort N items by uncertainty and cut them into bins whose counts differ by at most one.
 
-    Of fewer items than bins each is a bin of its own. Items of equal uncertainty all count as right as they are on
-    average, so that their order in the data says nothing.
+    With fewer items than bins, each item is a bin. Items of equal uncertainty get their mean accuracy, so that the
+    result does not depend on their order.
 
-    Args: uncertainty [N]; right [N], chances in [0, 1].
+    Args: uncertainty [N]; right [N], probabilities of being right, in [0, 1].
     Errors: ValueError without items.
     """
     if not len(uncertainty):
@@ -51,8 +51,8 @@ def binned(uncertainty: Tensor, right: Tensor, bins: int = BINS) -> Bins:
 def calibration(name: str, bins: Bins) -> Iterator[tuple[str, float]]:
     """Yield `NAME_pearson`, `NAME_spearman` between bin means, then `NAME_uncertainty@k` and `NAME_right@k` of bin k.
 
-    Negative correlations are good: the more uncertain, the less is right. Bins count from 1, the most certain. The
-    correlations are left out below three bins, and where all bins are equally uncertain or equally right.
+    Negative correlations are good: accuracy falls with uncertainty. Bin 1 is the most certain. The correlations are
+    omitted below three bins, and where all bins have equal uncertainty or equal accuracy.
     """
     if len(bins.right) >= LEAST:
         yield from defined(f"{name}_pearson", pearson(bins.uncertainty, bins.right))
@@ -63,7 +63,7 @@ def calibration(name: str, bins: Bins) -> Iterator[tuple[str, float]]:
 
 
 def defined(name: str, value: float) -> Iterator[tuple[str, float]]:
-    """The value under its name, unless it is NaN: what is not defined is left out."""
+    """Yield the value under its name, unless it is NaN."""
     if not math.isnan(value):
         yield name, value
 
@@ -91,7 +91,7 @@ def ranks(values: Tensor) -> Tensor:
 
 
 def groups(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of [N]: the different values, ascending, [G]; which of them each is, [N]; how often each occurs, [G]."""
+    """Group equal values [N]: unique values, ascending, [G]; group index of each, [N]; counts, [G]."""
     unique = np.unique(values.cpu().numpy(), return_inverse=True, return_counts=True)
     different, which, counts = map(torch.from_numpy, unique)
     return different, which, counts

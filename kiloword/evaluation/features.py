@@ -1,4 +1,4 @@
-"""Features by rows: what every task slices, joins and encodes. Ranks that share the work encode batches in turns."""
+"""Encode sources and captions; slice and join features. Ranks that share the work encode batches in turns."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ IMAGES, TEXTS = 64, 256  # encoded at a time
 
 
 def rows(features: Features, which: slice) -> Features:
-    """Some rows of every value."""
+    """A slice of the rows of every value."""
     return {name: value[which] for name, value in features.items()}
 
 
 def join(parts: Sequence[Features]) -> Features:
-    """Rows of several parts, one after the other."""
+    """Concatenate the rows of parts."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def chunks(n: int, size: int) -> Iterator[slice]:
     """Slices of at most `size` that cover n rows."""
     if size < 1:
-        raise ValueError(f"a batch of {size} rows; expected at least 1")
+        raise ValueError(f"the batch size is {size}: expected at least 1")
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))
 
 
 @contextmanager
 def inference(model: Model) -> Iterator[None]:
-    """No gradients, and eval mode until the end: a model that was training goes on training.
+    """Context without gradients and in eval mode; restores the training mode at its end.
 
-    A sharded model keeps what it gathers for training too, so nothing of it may be a tensor of inference alone.
+    A sharded model reuses gathered parameters in training, so that it must not run in torch's inference mode.
     """
     training = model.training
     sharded = any(collectives.sharded(p) for p in model.parameters())
@@ -87,13 +87,13 @@ def _rows(features: Features) -> int:
 
 
 def moved(features: Features, device: torch.device | str) -> Features:
-    """The same on a device."""
+    """Copy features to a device."""
     return {name: value.to(device) for name, value in features.items()}
 
 
 @dataclass
 class Seen:
-    """One encoded batch of a source, in the source's order, bad rows left out."""
+    """One encoded batch of a source, in the order of the source, without bad rows."""
 
     rows: list[int]
     keys: list[str]
@@ -102,7 +102,7 @@ class Seen:
     labels: Tensor | None  # [n] int64, -1: none, or [n, C] for many labels an image; None: no row has one
 
     def without(self, bad: Sequence[bool], reason: str, skipped: list[Skipped]) -> Seen:
-        """The same without some rows, which are named in `skipped`."""
+        """A copy without the bad rows, which are appended to `skipped`."""
         if not any(bad):
             return self
         skipped += [Skipped(row, key, reason) for row, key, b in zip(self.rows, self.keys, bad, strict=True) if b]
@@ -149,10 +149,10 @@ def _seen(encode: Callable[[Tensor], Features], part: EvalBatch) -> Seen:
 def batches_in_turns(
     matcher: Matcher, source: Source, batch: int, workers: int, do: Callable[[EvalBatch], Made]
 ) -> Iterator[tuple[Made | None, list[Skipped]]]:
-    """What is made of every batch of a source's images, in order, and the bad rows before it.
+    """Yield the result of `do` for every batch of images of a source, in order, and the bad rows of the batch.
 
-    None of a batch without a readable image. Each rank reads and does its share of the batches; in lockstep one
-    without a batch does something of the same kind, which is lost. What is made must be on the CPU where ranks share.
+    The result is None for a batch without a readable image. Each rank processes its share of the batches; in lockstep,
+    a rank without a batch runs `do` on a dummy batch. Results must be on the CPU if ranks share the work.
     """
     config = matcher.model.config
     read = partial(eval_batches, source, config.image.size, config.preprocess.resize, batch, workers)
@@ -184,7 +184,7 @@ def _or_lost(matcher: Matcher, part: EvalBatch | None, do: Callable[[EvalBatch],
 
 
 def labelled(parts: Iterable[Seen], source: Source, skipped: list[Skipped]) -> Iterator[Seen]:
-    """The same without rows that have no class label; these are appended to `skipped`."""
+    """Drop rows without a class label and append them to `skipped`."""
     none = True
     for part in parts:
         if part.labels is None:
@@ -193,4 +193,4 @@ def labelled(parts: Iterable[Seen], source: Source, skipped: list[Skipped]) -> I
         none = False
         yield part.without((part.labels < 0).tolist(), "no class label", skipped) if part.labels.ndim == 1 else part
     if none:
-        raise ValueError(f"{source.name} has no class labels (.cls members): one an image is needed")
+        raise ValueError(f"{source.name} has no class labels (.cls members): one per image is needed")

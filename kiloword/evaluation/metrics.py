@@ -1,7 +1,7 @@
 """Metrics as pure functions of scores. Ties get their expected value over every order of the tied items.
 
-So a constant score gives chance, never luck, and without ties the values are CLIP_benchmark's. Hits and accuracy take
-scores that differ by rounding alone as tied: a matrix product gives equal rows other last bits in other blocks.
+So a constant score gives chance level, and without ties the values equal CLIP_benchmark's. Hits and accuracy treat
+scores that differ only by rounding as tied: a matrix product can round equal rows differently in different blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Standing(NamedTuple):
-    """Where the best positive of every query stands. All [N] int64."""
+    """Rank of the best positive of every query, with ties. All [N] int64."""
 
     higher: Tensor  # items scoring strictly higher
     tied: Tensor  # items with its score up to rounding, itself included
@@ -22,22 +22,22 @@ class Standing(NamedTuple):
 
 
 def check_scores(scores: Tensor) -> Tensor:
-    """The scores themselves; NaN cannot be ranked and is refused."""
+    """Return the scores. Raises: ValueError for NaN, which cannot be ranked."""
     if bool(scores.isnan().any()):
         raise ValueError("scores are NaN: nothing can be ranked; the weights or the features hold NaN or infinity")
     return scores
 
 
 def rounding(best: Tensor) -> Tensor:
-    """How far two equal scores may lie apart: 4 units in the last place of a number of at least 1.
+    """Largest rounding difference of two equal scores: 4 units in the last place of a number of at least 1.
 
-    Cosines of unit vectors of up to 1152 numbers differed by 1.5 units between block shapes.
+    Measured: cosines of unit vectors of up to 1152 dimensions differed by 1.5 units between block shapes.
     """
     return 4 * torch.finfo(torch.promote_types(best.dtype, torch.float32)).eps * best.abs().clamp(min=1)
 
 
 def standing(scores: Tensor, positive: Tensor) -> Standing:
-    """Count what stands above and beside the best positive.
+    """Count items above and tied with the best positive.
 
     Args: scores [N, C], higher = better; positive [N, C] bool.
     """
@@ -48,7 +48,7 @@ def standing(scores: Tensor, positive: Tensor) -> Standing:
 
 
 def hit(where: Standing, k: int) -> Tensor:
-    """Chance that a positive is among the first k, over all orders of ties: [N] float64 in [0, 1].
+    """Probability that a positive is among the first k, over all orders of ties: [N] float64 in [0, 1].
 
     With m tied items, p of them positive, and s places left for them, it is 1 - C(m - p, s) / C(m, s).
     A query without a positive is a miss, as in CLIP_benchmark.
@@ -62,23 +62,23 @@ def hit(where: Standing, k: int) -> Tensor:
 
 
 def recall_at(scores: Tensor, positive: Tensor, k: int) -> Tensor:
-    """Recall@k as the field reports it: is any positive among the first k?
+    """Recall@k: whether any positive is among the first k.
 
     Args: scores [N, C]; positive [N, C] bool. Returns: [N] float64 in [0, 1].
-    Retrieval from texts takes texts as queries and the one image as positive; from images, all its captions.
+    In image retrieval, queries are texts with one positive each; in text retrieval, images with all their captions.
     """
     return hit(standing(scores, positive), k)
 
 
 def accuracy(where: Standing, k: int) -> float:
-    """Share of images, in [0, 1], whose class is among the k best."""
+    """Top-k accuracy in [0, 1]."""
     return hit(where, k).mean().item()
 
 
 def mean_per_class_recall(where: Standing, labels: Tensor) -> float:
-    """Balanced accuracy: mean over the classes that occur of the share found first, in [0, 1].
+    """Balanced accuracy: mean of the accuracies of the classes that occur, in [0, 1].
 
-    Args: where the standing of the true class, [N] each; labels [N] int64.
+    Args: where: the standing of the true class, [N] each; labels [N] int64.
     """
     hits = torch.bincount(labels, weights=hit(where, 1))
     occurs = torch.bincount(labels)
@@ -86,7 +86,7 @@ def mean_per_class_recall(where: Standing, labels: Tensor) -> float:
 
 
 def classification(where: Standing, labels: Tensor, classes: int) -> Iterator[tuple[str, float]]:
-    """CLIP_benchmark's `acc1`, `acc5` (left out below 5 classes, where it is undefined), `mean_per_class_recall`."""
+    """CLIP_benchmark's `acc1`, `acc5` (omitted below 5 classes, where it is undefined), `mean_per_class_recall`."""
     yield "acc1", accuracy(where, 1)
     if classes >= 5:
         yield "acc5", accuracy(where, 5)
@@ -94,7 +94,7 @@ def classification(where: Standing, labels: Tensor, classes: int) -> Iterator[tu
 
 
 class _Ranked(NamedTuple):
-    """A ranking with its groups of ties. `place` [C], the rest [N, C]."""
+    """A ranking with its groups of ties. `place` is [C], all others [N, C]."""
 
     place: Tensor  # from 0
     before: Tensor  # relevant items ahead of this place's group
@@ -145,7 +145,7 @@ def precision_at(scores: Tensor, relevant: Tensor, k: Tensor) -> Tensor:
 
 
 def mean_average_precision(scores: Tensor, targets: Tensor) -> float:
-    """Mean over classes of the average precision of images, in [0, 1]; many labels an image.
+    """Mean over classes of the average precision of images, in [0, 1]; for several labels per image.
 
     Args: scores [N, C]; targets [N, C] bool or 0/1. A class without positives counts 0, as in CLIP_benchmark.
     """

@@ -1,6 +1,6 @@
-"""How many directions the image features use: `kiloword eval MODEL spectrum` (arXiv:2405.00740, section 7, figure 5).
+"""Spectrum of image features: `kiloword eval MODEL spectrum` (arXiv:2405.00740, section 7, figure 5).
 
-The singular values of the covariance of what the image tower puts out, as arXiv:2110.09348 measures collapse.
+The singular values of the covariance of the image tower's outputs, as in arXiv:2110.09348, which measures collapse.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def run(
 ) -> Iterator[tuple[str, float]]:
     """Yield `effective_rank`, `dimensions`, `vectors` and every `singular_value@k`, k from 1, the largest first.
 
-    Args: of: "tower", the paper's: what the image tower puts out and the head reads, [W] each; all mixture tokens of an
-    image count as vectors of their own, a pooled image is one. "vec": the images' "vec" [D].
-    samples: so many images, drawn by the data set's fingerprint; all of them where there are fewer.
+    Args: of: "tower", as in the paper: the outputs of the image tower that the head uses, [W] each, one vector per
+    mixture token or per pooled image; "vec": the images' "vec" [D]. samples: number of images, drawn by the data set's
+    fingerprint; all if there are fewer.
     """
     bad = [] if skipped is None else skipped
     if samples < 1:
-        raise ValueError(f"a spectrum of {samples} images; expected at least 2")
+        raise ValueError(f"samples is {samples}: a spectrum needs at least 2 images")
     subset = _SpectrumRows(source, _chosen(source, samples))
     count, spread = covariance(_outputs(matcher, subset, of, batch, workers, bad))
     if count < 2:
@@ -66,14 +66,14 @@ def run(
 
 
 def covariance(parts: Iterable[Tensor]) -> tuple[int, Tensor]:
-    """Of vectors that come in parts [n, W]: how many they are, and their covariance [W, W] in double precision.
+    """Number of vectors, and their covariance [W, W] in double precision, from parts [n, W].
 
-    Of no parts: 0, and a scalar.
+    Without parts: 0, and a scalar.
     """
     count, first, sums, products = 0, None, torch.zeros(()), torch.zeros(())
     for part in parts:
         x = part.double()
-        first = x.mean(0) if first is None else first  # or a mean far from zero would cancel digits
+        first = x.mean(0) if first is None else first  # shifted, so that a mean far from zero does not cancel digits
         x = x - first
         count, sums, products = count + len(x), sums + x.sum(0), products + x.T @ x
     if not count:
@@ -82,28 +82,28 @@ def covariance(parts: Iterable[Tensor]) -> tuple[int, Tensor]:
 
 
 def singular_values(spread: Tensor) -> Tensor:
-    """Of a covariance [W, W]: [W], the largest first; at least 0."""
+    """Singular values [W] of a covariance [W, W], the largest first; at least 0."""
     values: Tensor = torch.linalg.eigvalsh(spread)
     return values.flip(0).clamp(min=0)
 
 
 def effective_rank(values: Tensor) -> float:
-    """exp of the entropy of singular values that were scaled to sum to 1 (Roy and Vetterli, 2007): 1 to their number.
+    """exp of the entropy of singular values scaled to sum to 1 (Roy and Vetterli, 2007): from 1 to their number.
 
-    The values are those of the covariance, squares of those of the centred features; 0 where all are 0.
+    Args: values: of the covariance, the squares of those of the centred features. Returns 0 where all are 0.
     """
     total = float(values.sum())
     return math.exp(float(torch.special.entr(values / total).sum())) if total > 0 else 0.0
 
 
 def _chosen(source: Source, samples: int) -> list[int]:
-    """Rows of a source, ascending: the same ones for every model."""
+    """A sample of rows of a source, ascending: the same for every model."""
     rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "spectrum")))
     return sorted(rng.permutation(len(source))[:samples].tolist())
 
 
 class _SpectrumRows:
-    """Some rows of a source."""
+    """A subset of the rows of a source."""
 
     def __init__(self, source: Source, rows: Sequence[int]) -> None:
         self.source, self.rows = source, rows
@@ -119,7 +119,7 @@ class _SpectrumRows:
 def _outputs(
     matcher: Matcher, subset: _SpectrumRows, of: Of, batch: int, workers: int, skipped: list[Skipped]
 ) -> Iterator[Tensor]:
-    """Vectors of every image, a batch at a time: [n, W], or [n, D] of "vec"."""
+    """Vectors of all images in batches: [n, W], or [n, D] for "vec"."""
     model = matcher.model
     device = next(model.parameters()).device
 
@@ -136,7 +136,7 @@ def _outputs(
 
 
 def tower_output(model: Model, tokens: Tensor) -> Tensor:
-    """What the head reads of the tower's tokens [I, E + P, W]: [I, N, W], N 1 or the number of mixture tokens."""
+    """Tower outputs that the head uses, from tokens [I, E + P, W]: [I, N, W], N 1 or the number of mixture tokens."""
     pooling = model.head.pooling
     if isinstance(pooling, OneVector):
         return tokens[:, : pooling.read]
@@ -148,7 +148,7 @@ def tower_output(model: Model, tokens: Tensor) -> Tensor:
 
 
 def brief(name: str) -> bool:
-    """Whether a value belongs on a screen: of the singular values the 1st, 2nd, 4th, 8th, ..."""
+    """Whether to print a value: of the singular values the 1st, 2nd, 4th, 8th, ..."""
     if not name.startswith(VALUE):
         return True
     k = int(name.removeprefix(VALUE))
@@ -156,7 +156,7 @@ def brief(name: str) -> bool:
 
 
 def report(metrics: Mapping[str, Mapping[str, float]], data: str) -> str:
-    """A page that shows the spectra of several models in one plot: model -> what `run` yields."""
+    """HTML page with the spectra of several models. Args: metrics: model -> metrics from `run`."""
     spectra = {model: _spectrum(values) for model, values in metrics.items()}
     relative = {model: [(k, v / points[0][1]) for k, v in points] for model, points in spectra.items()}
     rows: list[list[Cell]] = [
@@ -167,7 +167,7 @@ def report(metrics: Mapping[str, Mapping[str, float]], data: str) -> str:
         "the features use. The effective rank is exp of the entropy of the values scaled to sum to 1."
     )
     numbers = table(rows, ["model", "effective rank", "dimensions", "vectors"], digits=1)
-    note = paragraph(f"Values below {NOTHING:.0e} of the largest are rounding, and left out.")
+    note = paragraph(f"Values below {NOTHING:.0e} of the largest are rounding errors, and omitted.")
     plots = [
         ("Singular values", line_plot(spectra, "rank", "singular value", log_y=True)),
         ("Against the largest", line_plot(relative, "rank", "share of the largest", log_y=True) + note),
@@ -176,7 +176,7 @@ def report(metrics: Mapping[str, Mapping[str, float]], data: str) -> str:
 
 
 def _spectrum(values: Mapping[str, float]) -> list[tuple[float, float]]:
-    """Points (k, value) that are not rounding."""
+    """Points (k, value) above rounding."""
     points = [(float(n.removeprefix(VALUE)), v) for n, v in values.items() if n.startswith(VALUE)]
     above_rounding = [(k, v) for k, v in points if v > NOTHING * points[0][1]]
     if not above_rounding:

@@ -89,7 +89,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "a shortlist of 0 items; expected at least 1": lambda: [
         *shortlisted(matcher().score_pairs, FEATURES, FEATURES, torch.arange(2), 0)
     ],
-    "a spectrum of 0 images; expected at least 2": lambda: evaluate(matcher(), "spectrum", Plain(), samples=0),
+    "samples is 0: a spectrum needs at least 2 images": lambda: evaluate(matcher(), "spectrum", Plain(), samples=0),
     "0 usable vectors; a covariance needs at least 2": lambda: evaluate(matcher(), "spectrum", Plain(bad=ALL)),
     "plain: 1 usable vectors": lambda: evaluate(matcher(), "spectrum", Plain(bad=(0, 2))),
     "none of its 3 rows is a usable image, the first because: row 0 is broken": lambda: evaluate(

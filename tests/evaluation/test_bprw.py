@@ -217,7 +217,7 @@ def test_draws_are_keyed_and_of_the_right_width() -> None:
         (PromptOptions(shots=-1), "shots is -1"),
         (PromptOptions(neighbours=0), "neighbours is 0"),
         (PromptOptions(alpha=0.5, prior="uncertainty"), "no mode with alpha 0.5"),
-        (PromptOptions(k=3), "--prompts.k is read by --prompts topk"),
+        (PromptOptions(k=3), "--prompts.k is used by --prompts topk"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(options: PromptOptions, words: str) -> None:

@@ -395,10 +395,10 @@ def test_models_without_gaussians_have_one_root(capsys: pytest.CaptureFixture[st
     found = evaluate(matcher("clip"), "hierarchy", "scenes:test?n=9")
     assert "note" not in capsys.readouterr().err
     assert evaluate(matcher("clip"), "hierarchy", "scenes:test?n=9", includes="h") == found
-    assert "note: --includes and --eps change nothing here" in capsys.readouterr().err
+    assert "note: --includes and --eps have no effect" in capsys.readouterr().err
     assert not [name for name in found if "uncertainty" in name or "inclusive" in name or "image" in name]
     assert {f"traversal_empty_{name}" for name in ROOTED} < set(found)
-    with pytest.raises(ValueError, match="csd need a model with uncertainty"):
+    with pytest.raises(ValueError, match="csd needs a model with uncertainty"):
         evaluate(matcher("clip"), "hierarchy", "scenes:test?n=9", nearest="csd")
 
 
@@ -429,7 +429,7 @@ def test_chains_of_json_and_rows_that_have_none(tmp_path: Path, monkeypatch: pyt
     found = evaluate(matcher(), "hierarchy", data, skipped=skipped)
     assert {one.key: one.reason for one in skipped} == {
         "1": "no hierarchies",
-        "2": "a chain of hierarchies holds what is not a text",
+        "2": "a chain of hierarchies has an entry that is not a text",
         "3": "a chain of 3 texts, 2 expected",
         "4": "hierarchies is not a list of chains",
     }

@@ -500,17 +500,17 @@ def test_features_that_are_no_numbers_get_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("options", "val", "message"),
     [
-        ({"recipe": "lbfgs", "lr": 0.1}, False, "--probe.lr is not read by --probe.recipe lbfgs"),
-        ({"max_iter": 5}, False, "--probe.max-iter is not read by --probe.recipe clip_benchmark"),
+        ({"recipe": "lbfgs", "lr": 0.1}, False, "--probe.lr is not used by --probe.recipe lbfgs"),
+        ({"max_iter": 5}, False, "--probe.max-iter is not used by --probe.recipe clip_benchmark"),
         ({"epochs": 0}, False, "--probe.epochs is 0. Expected at least 1"),
         ({"lr": math.nan}, False, "--probe.lr is nan"),
         ({"shots": -1}, False, "--probe.shots is -1"),
         ({"val_share": 1.0}, False, "--probe.val-share is 1"),
         ({"seeds": (1, 1)}, False, "names one twice: 1 1"),
-        ({"recipe": "sgd"}, True, "--val is to choose a weight decay on, but --probe.recipe sgd sweeps none"),
-        ({"recipe": "adamw", "val_share": 0.1}, False, "--probe.val-share is to choose"),
-        ({"weight_decay": 0.1}, True, "--probe.weight-decay is given"),
-        ({"val_share": 0.1}, True, "both say what to sweep on"),
+        ({"recipe": "sgd"}, True, "--val selects a weight decay, but --probe.recipe sgd sweeps none"),
+        ({"recipe": "adamw", "val_share": 0.1}, False, "--probe.val-share selects a weight decay"),
+        ({"weight_decay": 0.1}, True, "--probe.weight-decay sets it"),
+        ({"val_share": 0.1}, True, "both select the weight decay"),
         ({"recipe": "lbfgs", "val_share": 0.0}, False, "nothing is left to sweep"),
     ],
 )

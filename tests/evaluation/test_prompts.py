@@ -122,7 +122,7 @@ def test_labelled_images_are_of_their_class_and_drawn_by_row() -> None:
         labelled(photos(torch.arange(40) % 2), ["a", "b", "c"], PromptOptions(shots=3))
     with pytest.raises(ValueError, match="has 10 labelled images"):
         labelled(photos(labels), names, PromptOptions(shots=10))  # none would be left to score
-    with pytest.raises(ValueError, match="these have many"):
+    with pytest.raises(ValueError, match="these images have several"):
         labelled(photos(torch.eye(4)), names, PromptOptions(shots=1))
 
 
@@ -249,7 +249,7 @@ def test_conditioned_on_the_text_and_uncertain() -> None:
 
 @pytest.mark.parametrize("way", WEIGHING)
 def test_a_model_without_gaussians_is_refused(way: Way) -> None:
-    with pytest.raises(ValueError, match=f"--prompts {way} weighs prompts by their uncertainty"):
+    with pytest.raises(ValueError, match=f"--prompts {way} weights prompts by their uncertainty"):
         zeroshot(way, method="siglip")
     assert "acc1" in zeroshot("ensemble", method="siglip")
 
@@ -275,10 +275,10 @@ def test_verb_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for more, sentence in (
         (
             ["--prompts", "topk", "--prompts.alpha", "3"],
-            "--prompts.alpha is read by --prompts bprw, but --prompts is topk",
+            "--prompts.alpha is used by --prompts bprw, but --prompts is topk",
         ),
         (["--prompts.shots", "3"], "--prompts is ensemble"),
-        (["--prompts", "bprw", "--prompts.shots", "100"], "must be left to score"),
+        (["--prompts", "bprw", "--prompts.shots", "100"], "at least one more to score"),
     ):
         with pytest.raises(SystemExit):
             main([*words, *more])
@@ -316,7 +316,7 @@ def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"| bprw, K = 5 | {mean:.3f} |" in said
     assert draws[0]["uniform"]["right"] == pytest.approx(0.1)
     for more, sentence in (
-        (["--model", str(tmp_path / "siglip" / "model"), *words], "which this model does not know"),
+        (["--model", str(tmp_path / "siglip" / "model"), *words], "which this model does not have"),
         (["--model", "none", "--tasks", "size"], "--tasks got size"),
         (["--model", "none", "--draws", "0"], "--draws is 0"),
     ):

@@ -1,4 +1,4 @@
-"""Painting hidden patches: what is painted where, and the metrics against image-by-image arithmetic."""
+"""Reconstructing masked patches: which pixels change, and the metrics against image-by-image arithmetic."""
 
 from __future__ import annotations
 
@@ -279,9 +279,12 @@ def test_images_without_a_wrong_caption_are_left_out_and_named() -> None:
     skipped: list[Skipped] = []
     found = evaluate(matcher(), "reconstruction", Few(), skipped=skipped)
     assert found["images"] == 2
-    assert {s.key: s.reason for s in skipped} == {"k3": "no caption", "k2": "no other's caption is wrong of it"}
+    assert {s.key: s.reason for s in skipped} == {
+        "k3": "no caption",
+        "k2": "no caption of another image is wrong for it",
+    }
     assert found["skipped"] == 2
-    with pytest.raises(ValueError, match="expected at least two images whose captions differ"):
+    with pytest.raises(ValueError, match="expected at least two images with different captions"):
         evaluate(matcher(), "reconstruction", parse_scenes("scenes:test?n=1", 32))
 
 
@@ -318,10 +321,10 @@ def test_verb_writes_numbers_and_a_page(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 NOTES = {
-    "norm_pix": "those of the true patch",
-    "apart": "Each model hides what it finds the caption to speak of",
+    "norm_pix": "both are taken from the true patch",
+    "apart": "Each model masks the patches that it finds most similar to the caption",
     "unread": "Trained without text",
-    "flat": "no better than one flat colour",
+    "flat": "no better than by one flat colour",
 }
 
 
@@ -345,7 +348,7 @@ def places(sections: dict[str, str], note: str) -> list[str]:
 
 
 def test_notes_stand_where_they_hold() -> None:
-    attentive, random = "What the right caption speaks of most is hidden", "Random patches are hidden"
+    attentive, random = "The patches most similar to the right caption are masked", "Random patches are masked"
     one = page_of({"a": {}})
     assert not [note for note in NOTES if places(one, note)]
     two = page_of({"a": {"norm_pix": True}, "b": {"read": False}})
@@ -356,13 +359,13 @@ def test_notes_stand_where_they_hold() -> None:
 
 
 def test_a_reconstruction_worse_than_one_colour_is_remarked() -> None:
-    both = ["What the right caption speaks of most is hidden", "Random patches are hidden"]
+    both = ["The patches most similar to the right caption are masked", "Random patches are masked"]
     assert places(page_of({"a": {"l1": 0.9}}), "flat") == both
     assert places(page_of({"a": {"l1": 0.9, "read": False}}), "flat") == both
     given = page_of({"a": {"l1": 0.7, "norm_pix": True}, "b": {"l1": 0.7}})  # a knows each patch's true mean
     assert places(given, "flat") == both
     for html in (given[heading] for heading in both):
-        assert re.findall(r"(\w): painted from its caption.*true mean \(L1 0.7000, against 0.6000\)", html) == ["a"]
+        assert re.findall(r"(\w): from its caption.*true mean \(L1 0.7000, against 0.6000\)", html) == ["a"]
 
 
 def test_the_verb_warns_of_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,7 +300,7 @@ def test_the_page_of_reconstruction() -> None:
     found = {"a": read, "b": {"reconstruction_l1_none@random": 1.0}}
     other = {"examples": [], "truth": False, "norm_pix": False}
     page = sections(reconstruction_page.report(found, "d", {"a": shown, "b": other}))
-    numbers = page["Random patches are hidden"]
+    numbers = page["Random patches are masked"]
     assert numbers.tables == [
         [
             ["L1", "its caption", "a wrong caption", "no caption", "mean colour seen", "mean image"],
@@ -312,24 +312,24 @@ def test_the_page_of_reconstruction() -> None:
             ["a", "no caption", "62.5%", "0.2500", "0.0312"],
         ],
     ]
-    note = "Each model hides what it finds the caption to speak of: compare models where random patches are hidden."
-    attentive = page["What the right caption speaks of most is hidden"]
+    note = "Each model masks the patches that it finds most similar to the caption: compare models by random masks."
+    attentive = page["The patches most similar to the right caption are masked"]
     assert note in attentive.words
     assert note not in numbers.words
-    assert "Trained without text: it paints the same whatever the caption." in attentive.words
-    cards = page["Images – a: random patches are hidden"]
+    assert "Trained without text: the reconstruction does not depend on the caption." in attentive.words
+    cards = page["Images – a: random patches are masked"]
     assert {"original", "hidden", "its caption: 0.125", "a wrong caption: 0.250", "no caption: 0.375"} <= set(
         cards.words
     )
     assert {"“a cat”", "a wrong caption: “a dog”"} <= set(cards.words)
-    patterns = "This model paints patterns without level and contrast"
+    patterns = "This model predicts patches without mean and contrast"
     assert patterns in cards.text
-    assert patterns not in page["Images – b: random patches are hidden"].text
-    assert "original" not in page["Images – a: what the right caption speaks of most is hidden"].words
+    assert patterns not in page["Images – b: random patches are masked"].text
+    assert "original" not in page["Images – a: the patches most similar to the right caption are masked"].words
     assert "another image's caption, false of this one" in page[""].text
     alone = sections(reconstruction_page.report({"b": found["b"]}, "d", {"b": other}))
-    assert note not in alone["What the right caption speaks of most is hidden"].words
-    assert "Images: random patches are hidden" in alone
+    assert note not in alone["The patches most similar to the right caption are masked"].words
+    assert "Images: random patches are masked" in alone
     assert "false of this one" not in alone[""].text
 
 

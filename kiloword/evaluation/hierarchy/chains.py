@@ -1,4 +1,4 @@
-"""Where a data set tells what is general and what is specific: chains of captions, and images of several levels."""
+"""Read levels of generality from a data set: chains of captions, and images of several levels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kiloword.types import BadSample, Source
 class Chains:
     """Chains of L texts from general (level 0) to specific, each written for one of I images."""
 
-    texts: list[str]  # N, all different, in the order in which they first occur
+    texts: list[str]  # N unique texts, in the order of first occurrence
     places: Tensor  # [C, L] int64, indices into texts
     image: Tensor  # [C] int64, ascending
     rows: list[int]  # I rows of the source
@@ -27,7 +27,7 @@ class Chains:
         return chains
 
     def levels(self) -> Tensor:
-        """At which levels each text stands, [N, L] bool."""
+        """Levels of each text, [N, L] bool."""
         at = torch.zeros(len(self.texts), self.places.shape[1], dtype=torch.bool)
         at[self.places, torch.arange(self.places.shape[1])] = True
         return at
@@ -43,7 +43,7 @@ def gather(chains: Sequence[tuple[int, list[list[str]]]]) -> Chains:
 
 @dataclass
 class SourceLevels:
-    """What a source's rows say of levels."""
+    """Levels read from the rows of a source."""
 
     chains: dict[int, list[list[str]]]  # by row
     problems: dict[int, str]  # by row: why its chains cannot be used
@@ -51,7 +51,7 @@ class SourceLevels:
 
 
 def read(source: Source) -> SourceLevels:
-    """Chains and levels of every readable row: the source's own `hierarchies(row)`, else its json.
+    """Chains and levels of every readable row, from the source's `hierarchies(row)`, else from its json.
 
     The json has `hierarchies` (lists of texts, general to specific) or `group` and `level` (a name that the levels of
     one image share, and a number from 0, the most general). All chains have as many texts as the first.
@@ -75,17 +75,17 @@ def _infos(source: Source) -> Iterator[tuple[int, dict[str, Any]]]:
     for row in range(len(source)):
         try:
             yield row, {"hierarchies": hierarchies(row)} if hierarchies is not None else source.record(row).info
-        except BadSample:  # named when the images are encoded
+        except BadSample:  # reported when the images are encoded
             continue
 
 
 def _checked(hierarchies: Any, length: int | None) -> list[list[str]]:
-    """Raises BadSample with what is wrong with the chains of one row."""
+    """Validate the chains of one row. Raises: BadSample with the reason."""
     if not (isinstance(hierarchies, list) and hierarchies and all(isinstance(chain, list) for chain in hierarchies)):
         raise BadSample("hierarchies is not a list of chains")
     chains = [[text.strip() if isinstance(text, str) else "" for text in chain] for chain in hierarchies]
     if not all(map(all, chains)):
-        raise BadSample("a chain of hierarchies holds what is not a text")
+        raise BadSample("a chain of hierarchies has an entry that is not a text")
     length = len(chains[0]) if length is None else length
     if length < 2 or any(len(chain) != length for chain in chains):
         raise BadSample(

@@ -1,4 +1,4 @@
-"""Whether what is more general is more uncertain, and includes what is more specific: chains of texts, of images."""
+"""Uncertainty and inclusion by level, from general to specific, of chains of texts or images."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kiloword.evaluation.hierarchy.paths import JUDGED, Truth
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, rows
 from kiloword.types import Features
 
-TRIES = 8  # next chains that may give a wrong text
+TRIES = 8  # number of next chains searched for a wrong text
 
 
 def kendall(values: Tensor) -> Tensor:
-    """Kendall's tau of values [C, L] against 0, 1, ..., L - 1, each row alone: [C] double, from -1 to 1.
+    """Kendall's tau of each row of values [C, L] against 0, 1, ..., L - 1: [C] double, from -1 to 1.
 
-    tau-a: of all pairs, those in order less those in reverse. Equal values count 0, the expected value over every order
-    of theirs, so a constant gives 0; without ties it is scipy's.
+    tau-a: share of pairs in order minus share in reverse order. Ties count 0, their expected value over all orders, so
+    a constant gives 0; without ties it equals scipy's.
     """
     n = values.shape[1]
     i, j = torch.triu_indices(n, n, 1, device=values.device)
@@ -29,11 +29,11 @@ def kendall(values: Tensor) -> Tensor:
 
 
 def uncertainty_by_level(uncertainty: Tensor) -> Iterator[tuple[str, float]]:
-    """Of the uncertainty of chains [C, L], general to specific.
+    """Metrics of the uncertainty of chains [C, L], general to specific.
 
-    `chain_uncertainty@k`: mean at level k; `chain_uncertainty_spearman`: of level and uncertainty over everything, left
-    out where all are equal; `chain_uncertainty_order`: mean Kendall's tau within a chain of its levels and how certain
-    they are, 1: it always falls. A text that stands in several chains counts in each, unlike in `eval uncertainty`.
+    `chain_uncertainty@k`: mean at level k; `chain_uncertainty_spearman`: correlation of level and uncertainty over all
+    chains, omitted if all are equal; `chain_uncertainty_order`: mean Kendall's tau of level and certainty within a
+    chain, 1: uncertainty always falls. A text in several chains counts in each, unlike in `eval uncertainty`.
     """
     for k, value in enumerate(uncertainty.double().mean(0).tolist()):
         yield f"chain_uncertainty@{k}", value
@@ -43,16 +43,16 @@ def uncertainty_by_level(uncertainty: Tensor) -> Iterator[tuple[str, float]]:
 
 
 def included(features: Features, specific: Tensor, general: Tensor) -> Tensor:
-    """H(specific in general), the sum over dimensions with eps 0: [n] of two lists [n] of rows."""
+    """H(specific in general), summed over dimensions, with eps 0: [n], for two lists [n] of rows."""
     return inclusion(rows(features, specific), rows(features, general)).sum(-1)
 
 
 def inclusion_by_level(features: Features, chains: Tensor, others: Tensor) -> Iterator[tuple[str, float]]:
     """Share of chains [C, L] whose level k is included in level k - 1, by two tests.
 
-    `inclusion_h@k`: H(k in k - 1) > 0. Its sign mostly says which of the two is wider, so a wide text far away passes
-    too. `inclusion_inc@k`: inc(k, k - 1) is greater than inc(k, o) for a wrong text o of level k - 1, others[C, k - 1];
-    -1: there is none, and the chain is left out. Equal texts are left out of both. Chance is one half.
+    `inclusion_h@k`: H(k in k - 1) > 0. The sign mostly depends on which of the two is wider, so that distant wide texts
+    pass too. `inclusion_inc@k`: inc(k, k - 1) > inc(k, o) for a wrong text o of level k - 1, others[C, k - 1]; chains
+    with -1 have none and are omitted. Both omit equal texts. Chance level is one half.
     """
     for k in range(1, chains.shape[1]):
         specific, general, other = chains[:, k], chains[:, k - 1], others[:, k - 1]
@@ -71,10 +71,10 @@ def inclusion_by_level(features: Features, chains: Tensor, others: Tensor) -> It
 
 
 def wrong_texts(chains: Chains, truth: Truth | None = None, batch: int = JUDGED) -> Tensor:
-    """For every chain and level a text of that level that is wrong of its image, [C, L]; -1: none was found.
+    """For every chain and level a text of that level that is wrong for its image, [C, L]; -1: none.
 
-    It is taken from the next chains that have one: it stands in no chain of the image and, where the truth is known,
-    is not true of it. Without the truth some are right all the same.
+    It is taken from one of the next chains: it is in no chain of the image and, with ground truth, not true of it.
+    Without ground truth some texts are true by chance.
     """
     places, wrong = chains.places, torch.full_like(chains.places, -1)
     for shift in range(1, min(TRIES, len(places) - 1) + 1):
@@ -85,7 +85,7 @@ def wrong_texts(chains: Chains, truth: Truth | None = None, batch: int = JUDGED)
 
 
 def _own_texts(chains: Chains, texts: Tensor) -> Tensor:
-    """Whether texts [C, L] stand in some chain of the same image: [C, L] bool."""
+    """Whether texts [C, L] are in some chain of the same image: [C, L] bool."""
     n = len(chains.texts)
     stands = (chains.image[:, None] * n + chains.places).flatten()
     return torch.isin(chains.image[:, None] * n + texts, stands)

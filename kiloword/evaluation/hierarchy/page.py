@@ -1,4 +1,4 @@
-"""The page of `kiloword eval MODEL hierarchy --html`."""
+"""HTML page of `kiloword eval MODEL hierarchy`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Shown = Mapping[str, Mapping[str, Any]]
 
 _MEASURES = ("precision", "recall", "hit", "root_recall", "root_hit", "true_precision", "true_recall")
 _INTRO = (
-    "Captions come in chains from general (level 0) to specific. Two protocols retrieve, for every image, what is "
-    "said of it at every level; precision is the share of the retrieved texts that are right, recall the share of the "
-    "levels at which a right one was found.\n\n"
+    "Captions come in chains from general (level 0) to specific. Two protocols retrieve texts of every image at "
+    "every level; precision is the share of the retrieved texts that are correct, recall the share of the levels of "
+    "which a correct text was retrieved.\n\n"
     "HierarCaps takes the best match among the texts up to 50 distances from the embedding of the empty string. A "
     "traversal goes in 50 steps from the text nearest to the image to a root: the empty string, the text that "
-    "includes the image most, or the mean of both. The numbers of the two answer different questions and do not "
-    "compare."
+    "includes the image most, or the mean of both. The two protocols measure different things: do not compare "
+    "their metrics."
 )
 
 
 def report(metrics: Found, data: str, shown: Shown) -> str:
-    """A page about several models: model -> what `run` yields, and what it shows."""
+    """HTML page of several models. Args: metrics and page data by model."""
     sections = [(heading, html) for heading, html in _sections(metrics, shown) if html]
     return page("General and specific", f"On {data}. {_INTRO}", sections)
 
@@ -49,7 +49,7 @@ def _sections(metrics: Found, shown: Shown) -> Iterator[tuple[str, str]]:
 
 
 def _retrieval(metrics: Found) -> str:
-    """A row for every model and protocol."""
+    """Table with a row per model and protocol."""
     rows: list[list[Cell]] = []
     for model, values in metrics.items():
         for prefix in dict.fromkeys(n.removesuffix("_hit").removesuffix("_root") for n in values if n.endswith("_hit")):
@@ -60,14 +60,14 @@ def _retrieval(metrics: Found) -> str:
     header = ["", *(m.replace("_", " ") for m in _MEASURES), "order"]
     note = paragraph(
         "Hit: any text of the chain. Root recall: the text nearest to the root is the chain's most general; root hit: "
-        "it is in the chain. True: every text counts that is true of the image, which only drawn scenes know. Order: "
+        "it is in the chain. True: every text that is true of the image counts (scenes only). Order: "
         "Kendall's tau of level and distance from the empty string."
     )
     return table(rows, header, digits=3) + note
 
 
 def _uncertainty(metrics: Found) -> str:
-    """Mean uncertainty by level: texts of all models in one plot, images in another."""
+    """Plots of mean uncertainty by level: texts of all models, and images."""
     html = ""
     for kind, name in (("text", "texts"), ("image", "images")):
         lines = {m: _levels(values, f"{kind}_chain_uncertainty@") for m, values in metrics.items()}
@@ -91,7 +91,7 @@ def _levels(values: Mapping[str, float], prefix: str) -> list[tuple[float, float
 
 
 def _inclusion(metrics: Found) -> str:
-    """Shares of pairs that pass each test, a column a level."""
+    """Table of the shares of pairs that pass each test."""
     names = dict.fromkeys(n for values in metrics.values() for n in values if "_inclusion_" in n)
     rows: list[list[Cell]] = [
         [f"{model}, {_test(name)}", values[name]]
@@ -148,7 +148,7 @@ def _examples(more: Mapping[str, Any]) -> str:
 
 
 def _steps(path: list[int], image: int, chains: Chains, truth: Any) -> list[tuple[str, bool]]:
-    """A path without consecutive repeats; right is what is in a chain of the image, or, where known, true of it."""
+    """A path without consecutive repeats; correct: in a chain of the image or, with ground truth, true of it."""
     short = [text for text, _ in groupby(path)]
     if truth is None:
         right = {text for chain in chains.of(image) for text in chain}

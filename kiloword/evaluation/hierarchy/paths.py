@@ -1,6 +1,6 @@
-"""From an image to what is said of it, ever more generally: two protocols that each give a path of retrieved texts.
+"""Paths of retrieved texts from specific to general, by two protocols.
 
-They answer different questions: never compare the numbers of one with those of the other.
+The protocols measure different things: do not compare their metrics with each other.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from kiloword.types import Features
 Includes = Literal["inc", "h"]
 Nearest = Literal["cosine", "csd"]
 Truth = Callable[[list[int], slice], Tensor]
-"""Texts, by index, and images i to j -> [texts, j - i] bool: which are true of which."""
+"""Texts, by index, and images i to j -> [texts, j - i] bool: whether the text is true of the image."""
 
 STEPS = 50
-PANEL = 1 << 22  # scores held at once
-PAIRS = 1 << 18  # dimensions of pairs of Gaussians held at once
-JUDGED = 256  # images of which the truth is asked at once
-TURN = 64  # blocks of images that a rank does at a time
+PANEL = 1 << 22  # scores in memory at once
+PAIRS = 1 << 18  # dimensions of pairs of Gaussians in memory at once
+JUDGED = 256  # images per query of the ground truth
+TURN = 64  # blocks of images per turn of a rank
 
 
 def radii(texts: Features, root: Features) -> Tensor:
-    """How far N texts lie from the root [1, D], by "vec": [N] in double precision."""
+    """Distances of N texts from the root [1, D], by "vec": [N] in double precision."""
     return (texts["vec"].double() - root["vec"].double()).square().sum(1).sqrt()
 
 
 def radius_paths(score: Score, images: Features, texts: Features, radius: Tensor, steps: int = STEPS) -> Tensor:
-    """The protocol of HierarCaps: at each of some thresholds, the best-matching text with a radius up to it.
+    """The protocol of HierarCaps: for each threshold, the best-matching text with a radius up to it.
 
-    Thresholds are equally spaced from the least to the greatest radius [N], so paths go from general to specific.
-    Of texts with equal scores the first is taken, as there.
+    Thresholds are equally spaced from the smallest to the largest radius [N], so paths go from general to specific.
+    Ties: the first text, as in its public evaluator.
 
     Returns: [I, steps] int64, indices into the texts. Source: arXiv:2407.08521 and its public evaluator.
     """
@@ -63,7 +63,7 @@ def radius_paths(score: Score, images: Features, texts: Features, radius: Tensor
 
 
 def _best_so_far(panel: Tensor, order: Tensor, bounds: list[int]) -> Tensor:
-    """The best column among those before each bound: scores [i, N], their numbers [N] -> [i, steps]."""
+    """The best column before each bound: scores [i, N], text indices [N] -> [i, steps]."""
     best, place = panel.new_full((len(panel),), -torch.inf), order[0].expand(len(panel))
     path = []
     for start, end in pairwise(bounds):
@@ -84,11 +84,11 @@ def traversals(
     nearest: Nearest = "cosine",
     steps: int = STEPS,
 ) -> Tensor:
-    """ProLIP's protocol: from the text nearest to an image towards a root, at each of some steps the nearest text.
+    """The protocol of ProLIP: from the text nearest to an image to a root, the nearest text at every step.
 
-    Steps are equally spaced on the line between both, ends included, and scaled to norm 1. The first text is nearest
-    by the model's own score. The paper does not say what nearest means at the other steps: "cosine" of the means, or
-    "csd", which takes half of each text's variance off (the point itself is certain).
+    Steps are equally spaced on the line between both, ends included, and normalised. The first text is nearest by the
+    model's score. The paper does not define nearest for the other steps: "cosine" of the means, or "csd", which
+    subtracts half of the variance of each text (the point on the line has none).
 
     Args: roots [I, D] or [1, D], norm 1. Returns: [I, steps] int64. Source: arXiv:2410.18857, section 4.4.
     """
@@ -110,12 +110,12 @@ def traversals(
 
 
 def most_inclusive(images: Features, texts: Features, by: Includes = "inc", eps: float = 0.0) -> Tensor:
-    """The text that includes each image most: [I] int64, of I and N Gaussians; the sum over dimensions.
+    """The text that includes each image most: [I] int64, of I and N Gaussians; summed over dimensions.
 
-    Args: by: "inc", inc of eq. 3, by which the authors' code ranks; "h", H of eq. 4, which the paper names; eps: as of
-    `log_inclusion`. At eps 0 and the small variances of trained models H is about the squared distance over the sum of
-    the variances, greatest for the narrowest text that is wider than the image: the specific ones, not the general.
-    Inc falls with the distance. At eps -10 or less distances hardly count: H takes the widest text, inc the narrowest.
+    Args: by: "inc", eq. 3, as in the authors' code; "h", H of eq. 4, as in the paper; eps: see `log_inclusion`. At eps
+    0 and the small variances of trained models, H is about the squared distance over the sum of the variances: it is
+    largest for the narrowest text wider than the image, a specific one. Inc falls with the distance. At eps -10 or less
+    distances hardly matter: H selects the widest text, inc the narrowest.
 
     Raises: ValueError for another `by`, or an eps outside -100 to 20.
     """
@@ -148,7 +148,7 @@ def _len(part: slice) -> int:
 
 
 def check_includes(by: str, eps: float) -> None:
-    """Raises: ValueError for what `most_inclusive` does not take."""
+    """Raises: ValueError for invalid arguments of `most_inclusive`."""
     if by not in get_args(Includes):
         raise ValueError(f"includes is {by!r}: expected {' or '.join(get_args(Includes))}.")
     if not -100 <= eps <= 20:
@@ -165,10 +165,10 @@ def mean_root(empty: Tensor, inclusive: Tensor) -> Tensor:
 
 
 def measure(paths: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
-    """Means over images of what their paths [I, S] retrieved, each text counted once, whatever the order.
+    """Metrics of paths [I, S], means over images; every retrieved text counts once.
 
-    `precision`: share of the retrieved texts that are in a chain of the image; `recall`: share of the levels at which
-    a chain's text was retrieved; `hit`: whether any was.
+    `precision`: share of the retrieved texts that are in a chain of the image; `recall`: share of the levels of which
+    a text was retrieved; `hit`: whether any text of a chain was retrieved.
     """
     precision = recall = hit = 0.0
     for i, path in enumerate(paths.tolist()):
@@ -185,10 +185,10 @@ def measure(paths: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
 
 
 def measure_root(retrieved: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
-    """Of the text that was nearest to each image's root, [I]: how often it is of the image's chains.
+    """How often the text nearest to the root of each image, [I], is in a chain of the image.
 
-    `root_recall`: is the most general text of one, R@1[ROOT] of ProLIP's table 2 as we read it; `root_hit`: stands
-    anywhere in one, the other reading.
+    `root_recall`: it is the most general text of a chain, our reading of R@1[ROOT] in ProLIP's table 2; `root_hit`: it
+    is anywhere in a chain, the other reading.
     """
     general = whole = 0
     for i, text in enumerate(retrieved.tolist()):
@@ -200,10 +200,10 @@ def measure_root(retrieved: Tensor, chains: Chains) -> Iterator[tuple[str, float
 
 
 def measure_truth(paths: Tensor, chains: Chains, truth: Truth, batch: int = JUDGED) -> Iterator[tuple[str, float]]:
-    """As `measure`, where every text counts that is true of the image, in its chains or not.
+    """As `measure`, but every text that is true of the image is correct, whether in its chains or not.
 
-    `true_precision`: share of the retrieved texts that are true; `true_recall`: share of the levels at which one of the
-    true retrieved texts stands, in whichever chain.
+    `true_precision`: share of the retrieved texts that are true; `true_recall`: share of the levels of which a true
+    text was retrieved, from any chain.
     """
     at = chains.levels()
     precision = recall = 0.0

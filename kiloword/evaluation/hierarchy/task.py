@@ -1,7 +1,7 @@
-"""Whether a model knows what is general and what is specific: `kiloword eval MODEL hierarchy` (arXiv:2410.18857, 4.4).
+"""General and specific captions and images: `kiloword eval MODEL hierarchy` (arXiv:2410.18857, section 4.4).
 
-Two protocols retrieve what is said of an image ever more generally (names with `hierarcaps_` and `traversal_`); of
-Gaussian models it is also told how uncertainty and inclusion go with the levels of texts and of images.
+Two protocols retrieve texts of an image from specific to general (metrics `hierarcaps_` and `traversal_`). Gaussian
+models also get the uncertainty and inclusion by level of texts and images.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def run(
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,
 ) -> Values:
-    """Judge by chains of captions (json `hierarchies`, scenes) and by images of several levels (HierarImgs, scenes).
+    """Evaluate on chains of captions (json `hierarchies`, scenes) and on images of several levels (HierarImgs, scenes).
 
-    Args: includes, eps: by what a caption includes an image most, see `most_inclusive`; None: "inc" and 0; nearest:
-    what the steps of a traversal go by, "cosine" or "csd" (Gaussian models).
-    Raises: ValueError for options out of range, and where the data has neither, or has levels of images alone and
-    the model no uncertainty.
+    Args: includes, eps: measure of inclusion, see `most_inclusive`; None: "inc" and 0; nearest: measure of the nearest
+    text in a traversal, "cosine" or "csd" (Gaussian models).
+    Raises: ValueError for options out of range, for data without levels, and for data with levels of images only if
+    the model has no uncertainty.
     """
     by: tuple[Includes, float] = ("inc" if includes is None else includes, 0.0 if eps is None else eps)
     check_includes(*by)
@@ -80,7 +80,7 @@ def run(
         yield from _official(matcher, images, texts, chains, truth, page)
         yield from _traversals(matcher, images, texts, chains, truth, by, nearest, page)
         if "log_var" not in texts and (includes, eps) != (None, None) and is_first():
-            warn("note: --includes and --eps change nothing here: they compare Gaussians, and this model has none.")
+            warn("note: --includes and --eps have no effect: they compare Gaussians, and this model has none.")
         if "log_var" in texts:
             yield from _text_levels(texts, chains, truth, page)
         page |= {"chains": chains, "source": source, "truth": truth}
@@ -98,7 +98,7 @@ def run(
 def _encode(
     matcher: Matcher, source: Source, stored: SourceLevels, batch: int, workers: int, skipped: list[Skipped]
 ) -> tuple[Chains, Features]:
-    """The images that have chains; the others are named as skipped."""
+    """Encode the images with chains; append all others to `skipped`."""
     parts, chains = [], []
     for part in seen(matcher, source, batch, workers, skipped):
         why = {row: stored.problems.get(row, "no hierarchies") for row in part.rows if row not in stored.chains}
@@ -112,7 +112,7 @@ def _encode(
 
 
 def _truth(source: Source, chains: Chains) -> Truth | None:
-    """What the source knows of any caption and any image."""
+    """Ground truth of captions and images, if the source has it."""
     relevance: Callable[..., Any] | None = getattr(source, "relevance", None)
     if relevance is None:
         return None
@@ -123,7 +123,7 @@ def _truth(source: Source, chains: Chains) -> Truth | None:
 def _official(
     matcher: Matcher, images: Features, texts: Features, chains: Chains, truth: Truth | None, page: dict[str, Any]
 ) -> Values:
-    """HierarCaps' own protocol; its `order` is Kendall's tau of radius against level."""
+    """The protocol of HierarCaps; `order` is Kendall's tau of radius against level."""
     radius = radii(texts, matcher.encode_text([""]))
     paths = radius_paths(matcher.score, images, texts, radius).cpu()
     page["paths"] = {"HierarCaps": paths}
@@ -143,9 +143,9 @@ def _traversals(
     nearest: Nearest,
     page: dict[str, Any],
 ) -> Values:
-    """ProLIP's protocol towards each root that the model can give."""
+    """The protocol of ProLIP, for each root that the model has."""
     if nearest == "csd" and "log_var" not in texts:
-        raise ValueError("steps by csd need a model with uncertainty; this one has none: leave nearest at cosine")
+        raise ValueError("nearest csd needs a model with uncertainty, and this one has none: use cosine")
     for name, root in _roots(matcher, images, texts, includes).items():
         paths = traversals(matcher.score, images, texts, root, nearest).cpu()
         page["paths"][f"traversal, root {name}"] = paths
@@ -156,7 +156,7 @@ def _traversals(
 
 
 def _roots(matcher: Matcher, images: Features, texts: Features, includes: tuple[Includes, float]) -> dict[str, Tensor]:
-    """The embedding of "" [1, D]; of Gaussians also of the text that includes each image most, and both's mean."""
+    """Roots: the embedding of "" [1, D]; for Gaussians also the text that includes each image most, and their mean."""
     empty = matcher.encode_text([""])["vec"]
     if "log_var" not in texts:
         return {"empty": empty}
@@ -173,7 +173,7 @@ def _text_levels(texts: Features, chains: Chains, truth: Truth | None, page: dic
 
 
 def _levelled(source: Source, stored: SourceLevels) -> Source | None:
-    """The source whose images have several levels."""
+    """The source of images of several levels, if any."""
     make: Callable[[], Source] | None = getattr(source, "image_levels", None)
     if make is not None:
         return make()
@@ -189,7 +189,7 @@ def _image_levels(
     skipped: list[Skipped],
     page: dict[str, Any],
 ) -> Values:
-    """Uncertainty of images by level, and inclusion of the more specific in the more general."""
+    """Uncertainty of images by level, and inclusion of specific images in general ones."""
     parts = list(seen(matcher, source, batch, workers, skipped))
     images = {name: value.cpu() for name, value in join([part.images for part in parts]).items()}
     place = {row: i for i, row in enumerate(row for part in parts for row in part.rows)}
@@ -211,7 +211,7 @@ def _image_levels(
 
 
 def _usable(groups: Tensor, place: dict[int, int]) -> Tensor:
-    """Groups of rows whose images could all be read, as places among the encoded: [G, L]."""
+    """Groups of rows whose images are all readable, as indices into the encoded images: [G, L]."""
     whole = [[place[row] for row in group] for group in groups.tolist() if all(row in place for row in group)]
     return torch.tensor(whole, dtype=torch.int64).view(-1, groups.shape[1])
 

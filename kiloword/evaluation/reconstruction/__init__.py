@@ -1,1 +1,1 @@
-"""The task `reconstruction`: hidden patches reconstructed from right and wrong captions."""
+"""The task `reconstruction`: masked patches reconstructed from correct and wrong captions."""

@@ -1,4 +1,4 @@
-"""The page of the task `reconstruction`: its numbers, and images beside what was painted of them."""
+"""HTML page of the task `reconstruction`: metrics, and images with their reconstructions."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from kiloword.report.covered import covered
 from kiloword.report.overlay import Pixels
 from kiloword.report.parts import Cell
 
-SHOWN = 8  # images a kind of mask
+SHOWN = 8  # images per kind of mask
 NAMES = {"right": "its caption", "wrong": "a wrong caption", "none": "no caption"}
 MASKS = {
-    "attentive": "What the right caption speaks of most is hidden",
-    "random": "Random patches are hidden",
+    "attentive": "The patches most similar to the right caption are masked",
+    "random": "Random patches are masked",
 }
 
 
-FLAT = {"own_mean": "each patch's true mean", "mean_colour": "the mean of the patches that are seen"}
+FLAT = {"own_mean": "each patch's true mean", "mean_colour": "the mean of the visible patches"}
 
 
 @dataclass(frozen=True)
 class PaintedExample:
-    """One image with hidden patches, painted from several guides."""
+    """One image with masked patches, reconstructed from several guides."""
 
     mask: str
     original: Pixels  # [H, W, 3]
     hidden: npt.NDArray[np.bool_]  # [rows, columns] of patches
-    painted: Mapping[str, Pixels]  # by guide; the seen patches are the original's
+    painted: Mapping[str, Pixels]  # by guide; visible patches are those of the original
     losses: Mapping[str, float]  # L1 by guide
     right: str
     wrong: str
 
 
 def report(metrics: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page of one or several models."""
+    """HTML page of one or several models."""
     sections = [(title, _numbers(metrics, mask)) for mask, title in MASKS.items()]
     for model, drawn in shown.items():
         for mask, title in MASKS.items():
             cards = [_card(example) for example in drawn["examples"] if example.mask == mask]
             of = f" – {model}" if len(shown) > 1 else ""
             sections.append((f"Images{of}: {title[0].lower()}{title[1:]}", "".join([_about(drawn), *cards])))
-    return page("Painting hidden patches", _intro(data, shown), sections)
+    return page("Reconstructing masked patches", _intro(data, shown), sections)
 
 
 def _intro(data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     truth = any(drawn["truth"] for drawn in shown.values())
     wrong = "another image's caption, false of this one" if truth else "another image's caption"
     return (
-        f"Some patches of each image of {data} are hidden, and the model paints them from the other patches and a "
-        "caption. If it reads captions, the right one makes it paint better than a wrong one "
-        f"({wrong}) and than none (the empty caption). The same patches are hidden for all three.\n\n"
-        "L1 is the mean absolute difference over the hidden patches, in pixels of mean 0 and deviation 1 as the model "
-        "gets them; less is better."
+        f"Some patches of each image of {data} are masked; the model reconstructs them from the other patches and a "
+        "caption. If it uses captions, the right one gives a better reconstruction than a wrong one "
+        f"({wrong}) and than none (the empty caption). The same patches are masked for all three.\n\n"
+        "L1 is the mean absolute difference over the masked patches, in normalised pixels (mean 0, deviation 1); "
+        "lower is better."
     )
 
 
@@ -72,13 +72,15 @@ def _numbers(metrics: Mapping[str, Mapping[str, float]], mask: str) -> str:
     pairs = [_compared(model, values, other, mask) for model, values in metrics.items() for other in ("wrong", "none")]
     comparisons = [pair for pair in pairs if pair]
     head_of_pairs = ["image by image", "against", "right is better in", "L1 more than by right", "± standard error"]
-    unread = "" if comparisons else paragraph("Trained without text: it paints the same whatever the caption.")
+    unread = (
+        "" if comparisons else paragraph("Trained without text: the reconstruction does not depend on the caption.")
+    )
     by_own_masks = mask == "attentive" and len(metrics) > 1
     flat = "".join(
         paragraph(f"{m}: {warning}") for m, values in metrics.items() if (warning := worse_than_flat(values, mask))
     )
     note = paragraph(
-        "Each model hides what it finds the caption to speak of: compare models where random patches are hidden."
+        "Each model masks the patches that it finds most similar to the caption: compare models by random masks."
     )
     return (
         table(rows, head, digits=4)
@@ -89,7 +91,7 @@ def _numbers(metrics: Mapping[str, Mapping[str, float]], mask: str) -> str:
 
 
 def worse_than_flat(values: Mapping[str, float], mask: str) -> str:
-    """A sentence where a model paints no better than one flat colour, "" where it does. Args: metrics by name."""
+    """A warning if a model is no better than one flat colour, else "". Args: metrics by name."""
     losses = {name: values.get(f"reconstruction_l1_{name}@{mask}") for name in (*NAMES, *FLAT)}
     guide = next((name for name in NAMES if losses[name] is not None), "none")
     ours = losses[guide]
@@ -97,14 +99,14 @@ def worse_than_flat(values: Mapping[str, float], mask: str) -> str:
         flat = losses[name]
         if ours is not None and flat is not None and ours >= flat:
             return (
-                f"painted from {NAMES[guide]}, hidden patches are no better than one flat colour, {what} "
+                f"from {NAMES[guide]}, masked patches are reconstructed no better than by one flat colour, {what} "
                 f"(L1 {ours:.4f}, against {flat:.4f})."
             )
     return ""
 
 
 def _compared(model: str, values: Mapping[str, float], other: str, mask: str) -> list[Cell]:
-    """Right caption against another guide; nothing where the model does not read."""
+    """Right caption against another guide; empty if the model does not use captions."""
     if f"right_beats_{other}@{mask}" not in values:
         return []
     difference, error = values[f"{other}_minus_right@{mask}"], values.get(f"{other}_minus_right_se@{mask}")
@@ -113,11 +115,9 @@ def _compared(model: str, values: Mapping[str, float], other: str, mask: str) ->
 
 
 def _about(drawn: Mapping[str, Any]) -> str:
-    text = "The first images of the data. Only hidden patches are painted; all others are the original's."
+    text = "The first images of the data. Only masked patches are reconstructed; all others are the original's."
     if drawn["norm_pix"]:
-        text += (
-            " This model paints patterns without level and contrast: mean and deviation are those of the true patch."
-        )
+        text += " This model predicts patches without mean and contrast: both are taken from the true patch."
     return paragraph(text)
 
 

@@ -1,7 +1,7 @@
-"""Whether a model paints hidden patches better from the right caption: `kiloword eval MODEL reconstruction`.
+"""Whether the right caption improves the reconstruction of masked patches: `kiloword eval MODEL reconstruction`.
 
-Text-guided masked images (arXiv:2401.02137, section 3.2), judged as they were trained: by the L1 of hidden patches.
-The paper has no such numbers; that the right caption is the best guide is what its term is for.
+Text-guided masked images (arXiv:2401.02137, section 3.2), evaluated by their training loss, the L1 of masked patches.
+The paper reports no such metric; the term is meant to make the right caption the best guide.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ def run(
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """Yield, for masks "attentive" and "random", what hidden patches lose by the right caption, a wrong one and none.
+    """Yield, for masks "attentive" and "random", losses of masked patches with the right caption, a wrong one and none.
 
-    `reconstruction_l1_right@MASK`, `_wrong`, `_none`: mean over images of the L1 of their hidden patches, in
-    normalised pixels; `_mean_colour`: of the patches that are seen; `_mean_image`: this data's mean at each pixel.
-    `right_beats_wrong@MASK`: share of images, a tie is half of one; `wrong_minus_right@MASK`: the mean difference,
-    `wrong_minus_right_se@MASK`: its standard error; so for none. An image's patches are hidden alike for all of these,
-    as many as in training: those that its right caption speaks of most by this model, or random ones by its row, which
-    are the same for all models of one number of patches.
+    `reconstruction_l1_right@MASK`, `_wrong`, `_none`: mean over images of the L1 of their masked patches, in
+    normalised pixels; baselines: `_mean_colour` of the visible patches, `_mean_image` of this data.
+    `right_beats_wrong@MASK`: share of images, a tie counts one half; `wrong_minus_right@MASK`: mean difference,
+    `wrong_minus_right_se@MASK`: its standard error; the same for none. The masked patches of an image are the same for
+    all of these, as many as in training: those most similar to the right caption by this model, or random ones keyed
+    by row, which are the same for all models of equal number of patches.
 
-    The right caption is an image's first, a wrong one another image's (see `wrong_captions`), none an empty one,
-    which training may never have shown: `_none` then holds what a model loses by an input new to it, too. A model
-    trained without text paints the same whatever is said: it has `_none` alone. One trained on pixels less each
-    patch's mean is given mean and deviation of the true patches, and beside it stands `_own_mean`: that mean alone.
+    The right caption is the first of the image, the wrong one that of another image (see `wrong_captions`), none an
+    empty one, which may not occur in training: then `_none` includes the effect of an unfamiliar input. A model trained
+    without text has `_none` only. A model with `norm_pix` gets mean and deviation of the true patches; its baseline
+    `_own_mean` is that mean.
 
-    A model that paints worse than one flat colour is warned about.
+    Logs a warning if a model is worse than one flat colour.
 
     Raises: ValueError for a model without an image decoder, and for data without two images that differ in captions.
     """
@@ -85,7 +85,7 @@ def run(
 
 
 def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, float]]:
-    """The metrics of one kind of mask. Args: losses of every image, by what its patches were painted from."""
+    """The metrics of one kind of mask. Args: losses: of every image, by guide and baseline."""
     for name, each in losses.items():
         yield f"reconstruction_l1_{name}@{mask}", math.fsum(each) / len(each)
     if "right" not in losses:
@@ -104,7 +104,7 @@ def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, flo
 
 
 def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Skipped]) -> tuple[dict[int, str], Tensor]:
-    """What a first reading tells: a wrong caption of each row, and the mean image [3, H, W], 0 to 255."""
+    """First pass over the data: a wrong caption of each row, and the mean image [3, H, W], 0 to 255."""
 
     def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor, list[Skipped]]:
         named = list(zip(part.rows, part.keys, part.captions, strict=True))
@@ -113,7 +113,7 @@ def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Ski
         return [named[n] for n in kept], part.images[kept].double().sum(0), bare
 
     captioned: list[tuple[int, str, list[str]]] = []
-    total = torch.zeros((), dtype=torch.float64)  # of whole numbers: exact in any order
+    total = torch.zeros((), dtype=torch.float64)  # sums of integers are exact in any order
     for made, skipped in batches_in_turns(judge.matcher, source, batch, workers, look):
         bad += skipped
         if made is not None:
@@ -122,18 +122,22 @@ def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Ski
             bad += made[2]
     rows = [row for row, _, _ in captioned]
     wrong = wrong_captions(source, rows, [captions for _, _, captions in captioned])
-    bad += [Skipped(row, name, "no other's caption is wrong of it") for row, name, _ in captioned if row not in wrong]
+    bad += [
+        Skipped(row, name, "no caption of another image is wrong for it")
+        for row, name, _ in captioned
+        if row not in wrong
+    ]
     if not wrong:
         raise ValueError(
-            f"{source.name}: of its {len(rows)} images with captions none has a wrong one among the others'; "
-            "expected at least two images whose captions differ."
+            f"{source.name}: of its {len(rows)} images with captions none has a wrong one among those of others; "
+            "expected at least two images with different captions."
         )
     return wrong, total / len(rows)
 
 
 @dataclass(frozen=True)
 class Painted:
-    """A batch of images with hidden patches, painted from several guides."""
+    """A batch of images with masked patches, reconstructed from several guides."""
 
     images: Tensor  # uint8 [n, 3, H, W]
     hidden: Tensor  # [n, m]
@@ -143,14 +147,14 @@ class Painted:
 
 @dataclass
 class JudgedImages:
-    """What a batch of images lost, by mask, then guide, and a few of them."""
+    """Losses of a batch of images, by mask, then guide, and a few examples."""
 
     losses: dict[str, dict[str, list[float]]]
     examples: list[PaintedExample]
 
 
 class Judge:
-    """A model that paints images, what they lost so far, and a few of them."""
+    """Reconstructs images with a model; collects losses and a few examples."""
 
     def __init__(self, matcher: Matcher) -> None:
         self.settings = mim_settings(matcher)
@@ -159,7 +163,7 @@ class Judge:
         self.examples: list[PaintedExample] = []
 
     def add(self, batch_losses: JudgedImages) -> None:
-        """Count a batch."""
+        """Add the losses and examples of a batch."""
         for mask, losses in batch_losses.losses.items():
             for name, values_ in losses.items():
                 self.losses[mask].setdefault(name, []).extend(values_)
@@ -172,7 +176,7 @@ class Judge:
     def judged(
         self, source: Source, part: EvalBatch, places: list[int], wrong: list[str], mean: Tensor
     ) -> JudgedImages:
-        """Paint some images of a batch, each from its right caption, a wrong one and none."""
+        """Reconstruct images of a batch, each from its right caption, a wrong one and none."""
         device = next(self.model.parameters()).device
         right = [part.captions[n][0] for n in places]
         seeds = torch.tensor([key(source.fingerprint, "reconstruction", part.rows[n]) for n in places])
@@ -188,7 +192,7 @@ class Judge:
     def paint(
         self, images: Tensor, right: Sequence[str], wrong: Sequence[str], seeds: Tensor, mask: str, mean: Tensor
     ) -> Painted:
-        """Images uint8 [n, 3, H, W]; seeds [n] of random masks; mean: the mean image."""
+        """Reconstruct images uint8 [n, 3, H, W]; seeds [n] of random masks; mean: the mean image."""
         model, config = self.model, self.model.config
         captions = dict(zip(GUIDES, (right, wrong, [""] * len(right)), strict=True))
         guides = {k: self.matcher.tokenizer.encode(v, config.text).to(images.device) for k, v in captions.items()}
@@ -206,7 +210,7 @@ class Judge:
         return Painted(images, hidden, pixels, losses)
 
     def baselines(self, images: Tensor, hidden: Tensor, target: Tensor, mean: Tensor) -> dict[str, Tensor]:
-        """What needs no model: [n, m, 3 * patch^2], or what broadcasts to it."""
+        """Baseline predictions: [n, m, 3 * patch^2], or broadcastable to it."""
         patch, std = self.model.config.image.patch, self.model.std.float()
         everywhere = unfold(((mean.float() / 255 - self.model.mean.float()) / std)[None], patch)[0]
         predictions = {
@@ -216,7 +220,7 @@ class Judge:
         return {**predictions, "own_mean": target.mean(-1, keepdim=True)} if self.settings.norm_pix else predictions
 
     def example(self, done: Painted, n: int, mask: str, right: str, wrong: str) -> PaintedExample:
-        """Image n of a batch, as the page shows it."""
+        """Page data of image n of a batch."""
         row = slice(n, n + 1)
         filled = {
             name: fill(self.model, done.images[row], done.hidden[row], pixels[row])[0].permute(1, 2, 0).cpu().numpy()

@@ -1,4 +1,4 @@
-"""For every image a caption that is wrong of it, drawn from the other images' captions."""
+"""Draw a wrong caption for every image from the captions of other images."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from kiloword.randomness import key
 from kiloword.types import Source
 
-TRIES = 1000  # other images that are asked for a caption before an image is given up
+TRIES = 1000  # other images tried per image
 
 
 def wrong_captions(source: Source, rows: Sequence[int], captions: Sequence[Sequence[str]]) -> dict[int, str]:
-    """By row, the first caption of another image that is none of its own and, where the source knows, false.
+    """By row, the first caption of another image that is not among its captions and, with ground truth, false.
 
-    The images are put in a circle by a draw keyed by the data; each takes the caption of the next one whose caption
-    is wrong of it. So nearly every caption is used once. Rows for which there is none are left out.
+    The images are permuted, keyed by the data; each gets the caption of the next image in the circle whose caption is
+    wrong for it, so that nearly every caption is used once. Rows without a wrong caption are omitted.
 
-    Args: rows [n] of the source; captions: of each row its own, at least one.
+    Args: rows [n] of the source; captions: of each row, at least one.
     """
     n, truth = len(rows), getattr(source, "relevance", None)
     circle = np.random.Generator(np.random.Philox(key(source.fingerprint, "wrong captions"))).permutation(n).tolist()

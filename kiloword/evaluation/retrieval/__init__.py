@@ -1,1 +1,1 @@
-"""The task `retrieval`: both ways, many captions an image, in two stages where asked."""
+"""The task `retrieval`: image and text retrieval, optionally in two stages."""

@@ -1,4 +1,4 @@
-"""Retrieval of images where every image that a text is true of is known, and what both ways of ranking share."""
+"""Retrieval of images with complete ground truth, and code shared by one-stage and two-stage retrieval."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Score = Callable[[Features, Features], Tensor]
 """Images [i, ...] and texts [t, ...] -> [i, t], higher = better match: a head's `score`."""
 
 Relevance = Callable[[slice], "Tensor | np.ndarray"]
-"""Rows of texts -> [t, I] bool: every image that a text is true of."""
+"""Rows of texts -> [t, I] bool: the images that each text is true of."""
 
-PANEL = 1 << 22  # scores sorted at once for true relevance
+PANEL = 1 << 22  # scores sorted at once
 
 
 def check_pairs(images: Features, texts: Features, image_of_text: Tensor) -> None:
-    """Refuse what cannot be ranked."""
+    """Raises: ValueError for no images, no texts, or indices out of range."""
     n, t = len(images["vec"]), len(texts["vec"])
     if n == 0 or t == 0:
         raise ValueError(f"retrieval got {n} images and {t} texts: it needs at least one of each")
@@ -39,11 +39,11 @@ def true_relevance(
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = 1024,
 ) -> Iterator[tuple[str, float]]:
-    """Retrieval of images where the truth is known: every image that a text is true of counts.
+    """Metrics of image retrieval with complete ground truth: every image that a text is true of is relevant.
 
     `image_retrieval_true_map` (average precision), `image_retrieval_true_r_precision` (hits among the first R over R,
-    with R images to find), `image_retrieval_true_recall@k` (any hit among the first k). Means over the texts that are
-    true of some image; the others, if any, are counted as `image_retrieval_true_unmatched`.
+    with R relevant images), `image_retrieval_true_recall@k` (any hit among the first k). Means over the texts that are
+    true of some image; `image_retrieval_true_unmatched` is the number of others, if any.
     """
     n, t = len(images["vec"]), len(texts["vec"])
 
@@ -56,7 +56,7 @@ def true_relevance(
 def true_means(
     panel: Callable[[slice], Tensor], n: int, t: int, relevance: Relevance | Tensor, ks: Sequence[int]
 ) -> Iterator[tuple[str, float]]:
-    """What `true_relevance` yields, of n images and t texts. Args: panel: the scores [rows, I] of rows of texts."""
+    """The metrics of `true_relevance` for n images and t texts. Args: panel: scores [rows, I] of rows of texts."""
 
     def judged(c: slice) -> tuple[int, dict[str, float]]:
         scores = panel(c)

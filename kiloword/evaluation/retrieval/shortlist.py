@@ -1,6 +1,6 @@
-"""Retrieval in two stages: a shortlist by "vec", then the exact score of what is on it.
+"""Two-stage retrieval: a shortlist by "vec", then exact scores of the items on it.
 
-For heads whose score is dearer than a product of vectors: `kiloword eval MODEL retrieval --shortlist 50`.
+For heads whose score is more expensive than a dot product: `kiloword eval MODEL retrieval --shortlist 50`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kiloword.types import Features
 PairScore = Callable[[Features, Features], Tensor]
 """n images and n texts, row by row: [n], higher = better match; a head's `score_pairs`."""
 
-GATHERED = 1 << 26  # bytes of features that are copied at once to score pairs
+GATHERED = 1 << 26  # bytes of features copied at once to score pairs
 
 
 def shortlisted(
@@ -34,10 +34,10 @@ def shortlisted(
     ks: Sequence[int] = (1, 5, 10),
     relevance: Relevance | Tensor | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """The metrics of `retrieval` where only the `shortlist` items nearest by "vec" are scored exactly.
+    """The metrics of `retrieval` if only the `shortlist` items nearest by "vec" are scored exactly.
 
-    They stand first, in the order of their scores; the rest follows in the order of "vec". So with a shortlist of
-    everything the metrics are those of `retrieval`. How much the first stage loses is told too:
+    These items rank first, by their scores; the rest follows by "vec". With all items on the shortlist, the metrics are
+    those of `retrieval`. Also yields the recall of the first stage:
     `image_retrieval_shortlist_recall@N`: share of texts whose image is among the N images nearest to them.
     `text_retrieval_shortlist_recall@N`: share of texts that are among the N texts nearest to their image.
 
@@ -68,7 +68,7 @@ def shortlisted(
 
 @dataclass(frozen=True)
 class _Panels:
-    """Queries against C items, of which the n nearest by "vec" are scored exactly."""
+    """Scores of queries with C items, of which the n nearest by "vec" are scored exactly."""
 
     score: PairScore
     queries: Features
@@ -76,21 +76,23 @@ class _Panels:
     n: int
 
     def parts(self) -> list[slice]:
-        """Queries that are looked at together."""
+        """Blocks of queries."""
         return list(chunks(len(self.queries["vec"]), max(1, PANEL // len(self.items["vec"]))))
 
     def of(self, q: slice) -> tuple[Tensor, Tensor]:
-        """The scores that some queries rank all items by [q, C], and their shortlists [q, N]."""
+        """Scores [q, C] of a block of queries with all items, and the shortlists [q, N]."""
         queries, items = rows(self.queries, q), self.items
         near = check_scores(at_least_float(queries["vec"]) @ at_least_float(items["vec"]).T)
         short = near.topk(min(self.n, len(items["vec"])), 1).indices
         exact = check_scores(_listed(self.score, queries, items, short))
-        rest = near.to(exact.dtype) - 2 + exact.amin(1, keepdim=True)  # cosines are at most 1: below all on the list
+        rest = (
+            near.to(exact.dtype) - 2 + exact.amin(1, keepdim=True)
+        )  # cosines are at most 1, so these are below all exact scores
         return rest.scatter(1, short, exact), short
 
 
 def _listed(score: PairScore, queries: Features, items: Features, short: Tensor) -> Tensor:
-    """Every query against the items on its list [q, N]: [q, N]."""
+    """Exact scores [q, N] of every query with the items on its shortlist [q, N]."""
     query = torch.arange(len(short), device=short.device).repeat_interleave(short.shape[1])
     item = short.flatten()
     row_bytes = sum(x[0].numel() * x.element_size() for x in (*queries.values(), *items.values()))
@@ -102,7 +104,7 @@ def _listed(score: PairScore, queries: Features, items: Features, short: Tensor)
 
 
 def _own(panels: _Panels, positives: Callable[[slice], Tensor], device: torch.device) -> tuple[Standing, float]:
-    """Where the best positive of every query stands, and how many positives the shortlists hold."""
+    """Standing of the best positive of every query, and the number of positives on the shortlists."""
 
     def judged(q: slice) -> tuple[list[Tensor], int]:
         panel, short = panels.of(q)

@@ -1,4 +1,4 @@
-"""Retrieval both ways, many captions an image: `kiloword eval MODEL retrieval`."""
+"""Image and text retrieval with several captions per image: `kiloword eval MODEL retrieval`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def retrieval(
     relevance: Relevance | Tensor | None = None,
     chunk: int = 1024,
 ) -> Iterator[tuple[str, float]]:
-    """Recall@k both ways, as CLIP_benchmark defines and names it; no [I, T] is ever held.
+    """Recall@k of image and text retrieval, defined and named as in CLIP_benchmark; never holds a tensor [I, T].
 
     `image_retrieval_recall@k`: share of texts whose image is among the first k images.
     `text_retrieval_recall@k`: share of images with any of their captions among the first k texts; an image
-    without captions is a miss. With relevance also what `true_relevance` yields. Ties get their expected value.
+    without captions is a miss. With relevance also the metrics of `true_relevance`. Ties get their expected value.
 
     Args: images [I, ...]; texts [T, ...]; image_of_text [T] int64; relevance as a function of rows or [T, I] bool.
     """
@@ -59,7 +59,7 @@ def run(
 ) -> Iterator[tuple[str, float]]:
     """Encode a source and yield its retrieval metrics; true relevance too where the source offers it.
 
-    Args: shortlist: score only so many items a query exactly, the nearest by "vec"; None: all of them.
+    Args: shortlist: number of items per query to score exactly, the nearest by "vec"; None: all.
     """
     bad = [] if skipped is None else skipped
     captioned: list[Features] = []
@@ -91,9 +91,9 @@ def run(
 def standings(
     score: Score, images: Features, texts: Features, image_of_text: Tensor, chunk: int
 ) -> tuple[Standing, Standing]:
-    """Where the best caption of every image [I] and the image of every text [T] stand, block by block.
+    """Standing of the best caption of every image [I] and of the image of every text [T], computed in blocks.
 
-    The pairs' own scores are taken first; all else is then counted against them. Ranks share the blocks.
+    Annotated pairs are scored first; all other scores are then compared with them. Ranks share the blocks.
     """
     device = images["vec"].device
     n, t = len(images["vec"]), len(texts["vec"])
@@ -112,7 +112,9 @@ def standings(
         reach_i[r] += _count(block >= low_i[r, None], 1)
         above_t[c] += _count(block > high_t[c], 0)
         reach_t[c] += _count(block >= low_t[c], 0)
-    above_i, reach_i, above_t, reach_t = sums(above_i, reach_i, above_t, reach_t)  # reach: above or tied, own left out
+    above_i, reach_i, above_t, reach_t = sums(
+        above_i, reach_i, above_t, reach_t
+    )  # reach: above or tied, without annotated pairs
     is_best = (annotated >= low_i[image]).long()
     positives, ones = torch.zeros_like(above_i).index_add_(0, image, is_best), torch.ones_like(above_t)
     return Standing(above_i, reach_i + positives - above_i, positives), Standing(above_t, reach_t + 1 - above_t, ones)
@@ -124,11 +126,11 @@ def _blocks(n: int, t: int, chunk: int) -> list[tuple[slice, slice]]:
 
 
 def _count(mask: Tensor, dim: int) -> Tensor:
-    return mask.sum(dim, dtype=torch.int32)  # three times as fast as the default, and a block is smaller than 2^31
+    return mask.sum(dim, dtype=torch.int32)  # three times as fast as int64, and a block is smaller than 2^31
 
 
 def _own_scores(score: Score, images: Features, texts: Features, image: Tensor, chunk: int) -> Tensor:
-    """Every text against its own image: [T]. Blocks without such a pair are not computed."""
+    """Score of every text with its image: [T]. Skips blocks without such a pair."""
     parts = []
     blocks = [(r, c) for r, c in _blocks(len(images["vec"]), len(image), chunk) if len(_pairs(image[c], r))]
     for r, c in own(blocks):
@@ -141,7 +143,7 @@ def _own_scores(score: Score, images: Features, texts: Features, image: Tensor, 
 
 
 def _others(block: Tensor, image: Tensor, r: slice) -> Tensor:
-    """A block of scores [i, t] whose own pairs are NaN: neither above nor beside anything."""
+    """A block of scores [i, t] with annotated pairs set to NaN, which compares as neither above nor tied."""
     at = _pairs(image, r)
     if not len(at):
         return block
@@ -150,5 +152,5 @@ def _others(block: Tensor, image: Tensor, r: slice) -> Tensor:
 
 
 def _pairs(image: Tensor, r: slice) -> Tensor:
-    """Columns of a block whose own image is one of its rows."""
+    """Columns of a block whose image is one of its rows."""
     return torch.where((image >= r.start) & (image < r.stop))[0]

@@ -1,4 +1,4 @@
-"""What the task `uncertainty` looks at: images, captions and their levels as Gaussians, encoded once."""
+"""Data of the task `uncertainty`: images, captions and their levels, encoded once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kiloword.types import Features, Skipped, Source
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-LENGTHS = (0, 6, 11, 16, 21, 31)  # words from which a bucket of lengths starts
+LENGTHS = (0, 6, 11, 16, 21, 31)  # first length in words of each bucket
 
 Chain = tuple[int, list[str]]
 """An image (index, not row) and texts about it from general to specific."""
@@ -42,15 +42,15 @@ class EncodedData:
 
 @dataclass
 class Levelled:
-    """N different texts that stand at a level of generality each, 0 the most general."""
+    """N unique texts with their levels of generality, 0 the most general."""
 
     level: Tensor  # [N] int64
     uncertainty: Tensor  # [N] sums of variances
-    captions: bool  # these are the data's different captions, in their order; else texts of chains
+    captions: bool  # True: the unique captions of the data, in order; False: texts of chains
 
 
 def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> EncodedData:
-    """Encode a source, a batch at a time; what has no caption stays, as an image."""
+    """Encode a source in batches; images without captions are kept."""
     rows: list[int] = []
     images: list[Features] = []
     labels: list[Tensor] = []
@@ -64,7 +64,7 @@ def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: 
         images.append(part.images)
         single_label = (
             part.labels is not None and part.labels.ndim == 1
-        )  # many labels an image are neither right nor wrong
+        )  # with several labels an image is neither right nor wrong
         labels.append(part.labels if part.labels is not None and single_label else torch.full((len(part.rows),), -1))
     joined, texts = join(images), matcher.encode_text(captions) if captions else None
     return EncodedData(
@@ -89,7 +89,7 @@ def uncertainty(features: Features, name: str) -> Tensor:
 
 
 def different(items: Sequence[object]) -> list[int]:
-    """Where each different item stands first, ascending."""
+    """Index of the first occurrence of each unique item, ascending."""
     first: dict[object, int] = {}
     for i, item in enumerate(items):
         first.setdefault(item, i)
@@ -97,7 +97,7 @@ def different(items: Sequence[object]) -> list[int]:
 
 
 def buckets(words: Tensor) -> list[tuple[str, Tensor]]:
-    """Numbers of words [N] put together: "6-10" and which they are, [N] bool, of the buckets that hold any."""
+    """Non-empty buckets of lengths in words [N]: name ("6-10") and mask [N] bool."""
     filled = []
     for low, high in zip(LENGTHS, (*LENGTHS[1:], None), strict=True):
         inside = (words >= low) & (words < high if high else True)
@@ -107,7 +107,7 @@ def buckets(words: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def caption_levels(source: Source, captions: Sequence[str]) -> list[int] | None:
-    """Levels of captions whose source knows the truth of them and whose words are those of scenes; else None."""
+    """Levels of captions of scenes, if the source has ground truth; else None."""
     if not captions or not hasattr(source, "relevance"):
         return None
     queries = [parse(caption) for caption in captions]
@@ -116,9 +116,9 @@ def caption_levels(source: Source, captions: Sequence[str]) -> list[int] | None:
 
 
 def level(query: Query) -> int:
-    """How specific a query is, by what it says.
+    """How specific a query is.
 
-    0: nothing that is not true of every scene; 1: one fact; 3: all six facts of every thing it names; 2: else.
+    0: true of every scene; 1: one fact; 3: all six facts of every object it names; 2: otherwise.
     """
     named_facts = sum(fact is not None for thing in query.things for fact in thing)
     facts = named_facts + (query.count is not None) + (query.background is not None) + (query.relation is not None)
@@ -130,13 +130,13 @@ def level(query: Query) -> int:
 
 
 def chains(data: EncodedData) -> list[Chain]:
-    """The chains of every encoded image, all of one length: the source's own, or HierarCaps' from its json."""
+    """Chains of every encoded image, all of one length, from the source or from its json (HierarCaps)."""
     by_row = read(data.source).chains
     return [(i, texts) for i, row in enumerate(data.rows) for texts in by_row.get(row, [])]
 
 
 def levelled(matcher: Matcher, data: EncodedData, text_chains: Sequence[Chain]) -> Levelled | None:
-    """Captions of scenes where they are of several levels, else the texts of chains; None where nothing has levels."""
+    """Captions of scenes if they have several levels, else texts of chains; None without levels."""
     levels = caption_levels(data.source, data.captions)
     if levels is not None and (len(set(levels)) > 1 or not text_chains):
         first = different(data.captions)

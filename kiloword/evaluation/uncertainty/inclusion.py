@@ -1,4 +1,4 @@
-"""Whether Gaussians include each other as images and captions do: H, eq. 4 of arXiv:2410.18857."""
+"""Inclusion of Gaussians compared with inclusion of captions: H, eq. 4 of arXiv:2410.18857."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from kiloword.types import Features
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-PAIRS = 4096  # compared at once
-MOST = 2000  # chains that are tested
+PAIRS = 4096  # pairs compared at once
+MOST = 2000  # largest number of chains to test
 
 Pair = tuple[int, int, int]
-"""Indices of two texts (what is inside, what it is inside of), and the number of the chain that they come from."""
+"""Indices of two texts (specific, general), and the index of their chain."""
 
 
 def pairwise(a: Features, b: Features, of: Tensor, within: Tensor) -> tuple[Tensor, Tensor]:
-    """H(a in b), the sum over dimensions with eps 0, and CSD, of rows `of` of a and `within` of b.
+    """H(a in b), summed over dimensions with eps 0, and CSD, of rows `of` [n] of a and `within` [n] of b.
 
-    Returns: [n] double each, of [n] and [n].
+    Returns: [n] double each.
     """
     h, distance = [], []
     for part in chunks(len(of), PAIRS):
@@ -48,21 +48,21 @@ def _rows(features: Features, which: Tensor) -> Features:
 
 
 def matched(data: EncodedData) -> Tensor:
-    """H(image in caption) of every caption with its own image, [T]; its negative is H(caption in image)."""
+    """H(image in caption) of every caption with its image, [T]; the negative is H(caption in image)."""
     assert data.texts is not None
     return pairwise(data.images, data.texts, data.image, torch.arange(len(data.image)))[0]
 
 
 @dataclass
 class Links:
-    """Pairs of texts that are compared, out of N chains."""
+    """Pairs of texts to compare, from N chains."""
 
-    texts: list[str]  # all different
+    texts: list[str]  # unique
     pairs: dict[str, list[Pair]]  # "chain_3_in_2": a text in the next more general one, ...; "reverse"; "unrelated"
-    exact: bool  # whether the truth is known (scenes) or read off the chains
+    exact: bool  # ground truth is exact (scenes), else from the chains
 
     def right(self, pairs: Sequence[Pair]) -> Tensor:
-        """Whether each pair's first text truly lies in its second, [n] bool."""
+        """Ground truth: whether the second text of each pair includes the first, [n] bool."""
         if self.exact:
             return torch.tensor([_follows(self.texts[a], self.texts[b]) for a, b, _ in pairs])
         known = {(a, b) for name, own in self.pairs.items() if name.startswith("chain") for a, b, _ in own}
@@ -70,10 +70,10 @@ class Links:
 
 
 def links(chains: Sequence[Chain], exact: bool) -> Links:
-    """Pairs of at most MOST chains, drawn by how many there are. Equal texts of one chain make no pair.
+    """Pairs from at most MOST chains, a random sample. Equal texts of a chain make no pair.
 
-    "chain" holds those of every link, "reverse" the same the other way round, "unrelated" a text and the next more
-    general one of another image's chain. Args: exact: the texts are captions of scenes.
+    "chain" has all adjacent levels, "reverse" the same pairs reversed, "unrelated" a text and one of the next more
+    general level of another image's chain. Args: exact: the texts are captions of scenes.
     """
     rng = np.random.Generator(np.random.Philox(key("chains", len(chains))))
     index: dict[str, int] = {}
@@ -97,27 +97,27 @@ def links(chains: Sequence[Chain], exact: bool) -> Links:
 
 def _follows(a: str, b: str) -> bool:
     specific, general = parse(a), parse(b)
-    assert specific is not None, "captions of scenes are understood"
-    assert general is not None, "captions of scenes are understood"
+    assert specific is not None, "captions of scenes can be parsed"
+    assert general is not None, "captions of scenes can be parsed"
     return follows(specific, general)
 
 
 @dataclass
 class InclusionAnswers:
-    """What a model says of n pairs, and the truth. All [n]."""
+    """Inclusion by a model of n pairs, and the ground truth. All [n]."""
 
     h: Tensor  # double, H(first in second)
     distance: Tensor  # double, CSD
     truth: Tensor  # bool
-    held: Tensor  # bool, of the chains by which the overlap is chosen
+    held: Tensor  # bool, pairs of the chains used to choose the overlap
 
     def says(self, overlap: float = math.inf) -> Tensor:
-        """What `Matcher.includes` says."""
+        """The result of `Matcher.includes`."""
         return (self.h > 0) & (self.distance < overlap)
 
 
 def answers(matcher: Matcher, tested: Links) -> dict[str, InclusionAnswers]:
-    """Every list of pairs that holds any."""
+    """Answers for every non-empty list of pairs."""
     features = matcher.encode_text(tested.texts)
     answers_by_name = {}
     for name, pairs in tested.pairs.items():
@@ -129,13 +129,13 @@ def answers(matcher: Matcher, tested: Links) -> dict[str, InclusionAnswers]:
 
 
 def inclusion_tests(answers_by_name: Mapping[str, InclusionAnswers]) -> Iterator[tuple[str, float]]:
-    """Rates of right answers, in [0, 1], to the question whether one text includes another; yes where H > 0.
+    """Accuracies, in [0, 1], of predicting that one text includes another if H > 0.
 
     `inclusion_chain_K_in_J`: a text of level K in that of level J of one chain; `inclusion_chain`: over all of these;
-    `inclusion_reverse`: the other way round; `inclusion_unrelated`: a text in the more general one of another
-    image's chain, in which a share `inclusion_unrelated_true` truly is. The sign of H says mostly which is wider, so
-    unrelated pairs pass too; under names with `_overlap` the two must also lie nearer than `inclusion_overlap`, as
-    `Matcher.includes` asks: every other chain chooses it, and the rates are those of the rest.
+    `inclusion_reverse`: reversed; `inclusion_unrelated`: a text in the more general one of another image's chain, of
+    which the share `inclusion_unrelated_true` is true. The sign of H mostly depends on which is wider, so that
+    unrelated pairs pass too. For names with `_overlap`, the distance must also be below `inclusion_overlap`, as in
+    `Matcher.includes`: it is chosen on every other chain, and the accuracies are those of the rest.
     """
     for name, answer in answers_by_name.items():
         yield f"inclusion_{name}", _rate(answer.says(), answer.truth)
@@ -150,15 +150,15 @@ def inclusion_tests(answers_by_name: Mapping[str, InclusionAnswers]) -> Iterator
 
 
 def best_overlap(answer_lists: Sequence[InclusionAnswers]) -> float:
-    """The distance below which to believe H > 0, so that most answers about the held pairs are right; 4 for any.
+    """The largest distance at which to accept H > 0, such that most answers of the held pairs are right; 4: any.
 
-    4 is the distance of opposite means without variance.
+    4 is the distance of opposite unit means without variance.
     """
     candidates = [answer.held & (answer.h > 0) for answer in answer_lists]
     distance = torch.cat([answer.distance[selected] for answer, selected in zip(answer_lists, candidates, strict=True)])
     truth = torch.cat([answer.truth[selected] for answer, selected in zip(answer_lists, candidates, strict=True)])
     values, which, _ = groups(distance)
-    gain = torch.zeros_like(values).index_add(0, which, 2 * truth.double() - 1)  # of believing those at this distance
+    gain = torch.zeros_like(values).index_add(0, which, 2 * truth.double() - 1)  # of accepting pairs at this distance
     best = int(torch.cat([gain.new_zeros(1), gain.cumsum(0)]).argmax())
     if best == len(values):
         return max(4.0, 2 * float(values[-1])) if len(values) else 4.0

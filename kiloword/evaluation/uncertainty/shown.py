@@ -1,4 +1,4 @@
-"""What the page of the task `uncertainty` draws: numbers and images, without the model."""
+"""Page data of the task `uncertainty`: numbers and images, without the model."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from kiloword.types import Features
 Pixels = npt.NDArray[np.uint8]
 
 SHOWN = 12  # most and least certain images, and texts
-LONG = 90  # percent of the texts are shorter than those that are called long
+LONG = 90  # percentile of length from which texts are long
 PLANE = 4  # images in the plane
-CAPTIONS = 4  # of each of them
-SIDE = 128  # pixels a side of an image on the page, at most
+CAPTIONS = 4  # captions of each of these
+SIDE = 128  # largest side of an image on the page, in pixels
 
 
 @dataclass
 class Findings:
-    """What `run` found, beside its values."""
+    """Results of `run` besides its metrics."""
 
     data: EncodedData
     matched: Tensor | None = None  # [T] H(image in caption) of matched pairs
     true_of: Tensor | None = None  # [N] images that each different caption is true of
     levelled: Levelled | None = None
     answers: dict[str, InclusionAnswers] = field(default_factory=dict)
-    exact: bool = False  # whether the truth of these is known
+    exact: bool = False  # ground truth of the answers is exact
     bins: dict[str, Bins] = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ class Plane:
 
 
 def drawn(findings: Findings) -> dict[str, Any]:
-    """Everything by name; captions count once where they are the same."""
+    """Page data by name; equal captions count once."""
     data = findings.data
     first = different(data.captions)
     uncertainties = data.text_uncertainty[first]
@@ -95,10 +95,10 @@ def pixels(data: EncodedData, image: int) -> Pixels:
 
 
 def plane(data: EncodedData) -> Plane | None:
-    """Some images with captions, the same ones for every model; None below two points.
+    """A few images and captions, the same for every model; None below two points.
 
-    The projection is linear, so a Gaussian stays one: its covariance becomes P diag(variances) P^T (appendix A.1 uses
-    draws of it instead).
+    The projection is linear, so that a Gaussian remains one, with covariance P diag(variances) P^T (appendix A.1 uses
+    samples instead).
     """
     if data.texts is None:
         return None
@@ -126,7 +126,7 @@ def _rows(features: Features, which: Sequence[int]) -> Features:
 def principal(points: Tensor) -> tuple[Tensor, Tensor]:
     """Two axes [2, D] along which points [N, D] vary most, their shares of the variance [2].
 
-    An axis may point either way: the largest of its numbers is made positive.
+    The sign of an axis is arbitrary: its largest entry is made positive.
     """
     _, values, axes = torch.linalg.svd(points - points.mean(0), full_matrices=True)
     axes = axes[:2]

@@ -1,8 +1,7 @@
-"""What a model's uncertainty says: `kiloword eval MODEL uncertainty` (arXiv:2410.18857, section 4.3).
+"""Evaluate a model's uncertainty: `kiloword eval MODEL uncertainty` (arXiv:2410.18857, section 4.3).
 
-The uncertainty of an image or a text is the sum of the variances of its Gaussian. Whether it is honest is asked of
-lengths and levels of captions, of the number of images that they are true of, of what is included in what, and of
-errors (calibration, as PCME++ does).
+The uncertainty of an image or a text is the sum of the variances of its Gaussian. It is compared with the length and
+level of captions, the number of images that they are true of, inclusion, and errors (calibration, as in PCME++).
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ def run(
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,
 ) -> Values:
-    """Encode a source and yield what its parts allow; without captions, that of images and classes.
+    """Encode a source and yield all metrics that its data allows; without captions, those of images and classes.
 
     `image_uncertainty_*`, `text_uncertainty_*` (mean, std, q05 to q95; by words, `_words_A-B` and `_words_spearman`; by
-    level, `_level@k` and `_level_spearman`), `text_above_image`, `image_in_text`, `text_in_image`, then what
-    `of_truth`, `inclusion_tests` and `calibration` yield.
+    level, `_level@k` and `_level_spearman`), `text_above_image`, `image_in_text`, `text_in_image`, then the
+    metrics of `of_truth`, `inclusion_tests` and `calibration`.
 
-    Args: classnames, templates: of zero-shot classes, default to the source's own; shown: is filled with what the page
-    draws. Errors: ValueError for a model without Gaussians.
+    Args: classnames, templates: of zero-shot classes, default to those of the source; shown: filled with page data.
+    Errors: ValueError for a model without Gaussians.
     """
     if matcher.model.head.uncertainty is None:
         raise ValueError(
-            "this model's features have no variance, so it has no uncertainty to evaluate: train one that has, "
-            "as `kiloword train prolip` or any method with --uncertainty gaussian"
+            "this model's features have no variance, so there is no uncertainty to evaluate: train one with "
+            "`kiloword train prolip`, or any method with --uncertainty gaussian"
         )
     data = gather(matcher, source, batch, workers, [] if skipped is None else skipped)
     findings = Findings(data)
@@ -92,7 +91,7 @@ def run(
 
 
 def spread(name: str, uncertainties: Tensor) -> Values:
-    """Of sums of variances [N]: mean, standard deviation (of these N) and quantiles."""
+    """Mean, standard deviation (uncorrected) and quantiles of sums of variances [N]."""
     yield f"{name}_mean", float(uncertainties.mean())
     yield f"{name}_std", float(uncertainties.std(correction=0))
     for q, value in zip(QUANTILES, np.percentile(uncertainties.numpy(), QUANTILES).tolist(), strict=True):
@@ -100,7 +99,7 @@ def spread(name: str, uncertainties: Tensor) -> Values:
 
 
 def _of_texts(data: EncodedData, findings: Findings) -> Values:
-    """What captions alone, and with their own images, say."""
+    """Metrics of captions, and of captions with their images."""
     assert data.texts is not None
     yield from spread("text_uncertainty", data.text_uncertainty)
     above = data.text_uncertainty > data.image_uncertainty[data.image]
@@ -116,21 +115,21 @@ def _of_texts(data: EncodedData, findings: Findings) -> Values:
 
 
 def by_length(words: Tensor, uncertainties: Tensor) -> Values:
-    """Of N different texts: Spearman's correlation with their numbers of words, and means by bucket of these."""
+    """Spearman's correlation of the uncertainty of N texts with their length in words, and means by length bucket."""
     yield from defined("text_uncertainty_words_spearman", spearman(words, uncertainties))
     for name, inside in buckets(words):
         yield f"text_uncertainty_words_{name}", float(uncertainties[inside].mean())
 
 
 def by_level(texts: Levelled) -> Values:
-    """Means by level, and Spearman's correlation of level and uncertainty: negative where the general is uncertain."""
+    """Means by level, and Spearman's correlation of level and uncertainty: negative if general texts are uncertain."""
     yield from defined("text_uncertainty_level_spearman", spearman(texts.level, texts.uncertainty))
     for k in sorted(set(texts.level.tolist())):
         yield f"text_uncertainty_level@{k}", float(texts.uncertainty[texts.level == k].mean())
 
 
 def true_of(data: EncodedData, which: Sequence[int]) -> Tensor:
-    """How many of the images some captions are true of: [n] int64, a block of captions at a time."""
+    """Number of images that each of n captions is true of: [n] int64, computed in blocks."""
     truth = data.source.relevance  # type: ignore[attr-defined]
     texts = [data.captions[i] for i in which]
     parts = list(chunks(len(texts), max(1, PANEL // len(data.rows))))
@@ -140,9 +139,9 @@ def true_of(data: EncodedData, which: Sequence[int]) -> Tensor:
 def of_truth(data: EncodedData, which: Sequence[int], count: Tensor) -> Values:
     """Spearman's correlation of uncertainty and the (logarithm of the) number of images that a caption is true of.
 
-    `truth_spearman`: over the captions that differ and are true of some image, `truth_captions` of them, those true
-    of all images too; `truth_spearman_level@k`: over those of one level, where their numbers differ;
-    `truth_unmatched`: captions true of none, left out.
+    `truth_spearman`: over the unique captions that are true of some image, `truth_captions` of them, including those
+    true of all images; `truth_spearman_level@k`: over those of one level, if their numbers differ; `truth_unmatched`:
+    number of captions that are true of no image, which are omitted.
     """
     uncertainties, matched_texts = data.text_uncertainty[list(which)], count > 0
     yield from defined("truth_spearman", spearman(uncertainties[matched_texts], count[matched_texts]))
@@ -157,10 +156,10 @@ def of_truth(data: EncodedData, which: Sequence[int], count: Tensor) -> Values:
 def _judged(
     matcher: Matcher, data: EncodedData, classnames: Sequence[str] | None, templates: Templates | None, chunk: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What may be right or wrong: its name, uncertainties [N] and chances of being right [N].
+    """Predictions to calibrate: name, uncertainties [N] and probabilities of being right [N].
 
-    "text": is a caption's own image found first; "image": is any caption of an image found first, both by the
-    model's score; "zeroshot": is an image's class. Images without captions, or without a label, are left out.
+    "text": the image of a caption ranks first; "image": any caption of an image ranks first, both by the model's score;
+    "zeroshot": the class of an image ranks first. Images without captions, or without a label, are omitted.
     """
     if data.texts is not None:
         kept, place, _ = groups(data.image)
@@ -178,7 +177,7 @@ def _judged(
 def _classified(
     matcher: Matcher, data: EncodedData, kept: Tensor, names: Sequence[str], templates: Templates, chunk: int
 ) -> Tensor:
-    """Chance that the class of some images [n] stands first, [n]."""
+    """Probability that the class of each of n images ranks first, [n]."""
     classes = classifier(matcher.model, matcher.tokenizer, names, templates)
     labels = data.labels[kept]
     if int(labels.max()) >= len(names):
@@ -192,5 +191,5 @@ def _classified(
 
 
 def brief(name: str) -> bool:
-    """Whether a value belongs on a screen: the bins of the calibration and most quantiles do not."""
+    """Whether to print a value: all but calibration bins and most quantiles."""
     return "_right@" not in name and "_uncertainty@" not in name and not name.endswith(("_q25", "_q75"))

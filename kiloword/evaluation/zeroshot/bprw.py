@@ -1,9 +1,10 @@
-"""Bayesian prompt re-weighting: how much each prompt of a class explains images of it.
+"""Bayesian prompt re-weighting: weight the prompts of a class by how well they explain its images.
 
-The prompts of a class are the components of a Gaussian mixture, draws from images its observations; the weights are
-the mode of their posterior under a Dirichlet prior, by expectation maximisation. Source: arXiv:2410.18857, algorithm 1.
+The prompts of a class are the components of a Gaussian mixture; samples from images are its observations. The weights
+are the mode of their posterior under a Dirichlet prior, by expectation maximisation.
+Source: arXiv:2410.18857, algorithm 1.
 
-    C  classes   N  prompts of a class, the most; others are padded   J  observations of a class
+    C  classes   N  largest number of prompts of a class; others are padded   J  observations of a class
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kiloword.model.pooling import at_least_float
 from kiloword.randomness import key
 from kiloword.types import Features
 
-HELD = 2**23  # numbers of observations that are held at once, in double precision
+HELD = 2**23  # numbers of observations in memory at once, in double precision
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Weights:
     """Weights of T prompts."""
 
     weights: Tensor  # [T] float64; those of a class sum to 1
-    steps: int  # of expectation maximisation, the most of any class
+    steps: int  # of expectation maximisation, largest of all classes
 
 
 def reweigh(
@@ -45,7 +46,7 @@ def reweigh(
     """Weights of the prompts of n classes.
 
     Args: texts: Gaussians of T prompts; group [T] int64 in [0, n); images: Gaussians of I images, on the CPU as all
-    that is computed here; names: a word for each, which keys its draws; chosen [n, M] int64, each class's images.
+    that is computed here; names: of the images, to key their samples; chosen [n, M] int64, images of each class.
     """
     options = options.resolved()
     assert options.samples is not None
@@ -63,13 +64,13 @@ def reweigh(
 
 
 def padded(group: Tensor, n: int) -> Tensor:
-    """The prompts of each class in their order, [n, N], -1 where a class has fewer than the most."""
+    """Indices of the prompts of each class, [n, N], padded with -1."""
     by_class = [(group == c).nonzero()[:, 0] for c in range(n)]
     return torch.nn.utils.rnn.pad_sequence(by_class, batch_first=True, padding_value=-1)
 
 
 def observations(images: Features, names: list[str], which: Tensor, options: PromptOptions) -> Tensor:
-    """Draws from the Gaussians of M images, [M x samples, D] float64; those of an image are the same everywhere."""
+    """Samples from the Gaussians of M images, [M x samples, D] float64; keyed by image, so reproducible."""
     assert options.samples is not None
     gaussians = {name: images[name][which].cpu().double()[:, None] for name in ("vec", "log_var")}  # [M, 1, D]
     noise = [_normal(options.samples, gaussians["vec"].shape[-1], options.seed, names[i]) for i in which.tolist()]
@@ -82,7 +83,7 @@ def _normal(samples: int, dim: int, seed: int, name: str) -> Tensor:
 
 
 def fit(seen: Tensor, mean: Tensor, log_var: Tensor, real: Tensor, options: PromptOptions) -> tuple[Tensor, int]:
-    """Weights [C, N] of the components, and the steps that were taken.
+    """Weights [C, N] of the components, and the number of steps.
 
     Args: seen [C, J, D]; mean, log_var [C, N, D]; real [C, N] bool: not padding.
     """
@@ -95,20 +96,20 @@ def fit(seen: Tensor, mean: Tensor, log_var: Tensor, real: Tensor, options: Prom
     while taken < options.steps and bool(going.any()):
         new = maximised(density, weights, pseudo)
         moved = (new - weights).abs().amax(1) > options.tolerance
-        weights = torch.where(going[:, None], new, weights)  # a class ends by itself, whichever stand beside it
+        weights = torch.where(going[:, None], new, weights)  # each class stops independently of others
         going, taken = going & moved, taken + 1
     return weights, taken
 
 
 def initial(log_var: Tensor, real: Tensor) -> Tensor:
-    """Where the weights start: proportional to 1 / trace, [C, N] of log variances [C, N, D] (line 5)."""
+    """Initial weights: proportional to 1 / trace, [C, N] of log variances [C, N, D] (line 5)."""
     return (-log_var.logsumexp(-1)).masked_fill(~real, -math.inf).softmax(-1)
 
 
 def log_density(seen: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """log f_n(x_j), [C, J, N] of seen [C, J, D] and components [C, N, D]; as products of matrices, never [C, J, N, D].
+    """log f_n(x_j), [C, J, N] of seen [C, J, D] and components [C, N, D]; by matrix products, never [C, J, N, D].
 
-    Around the mean of a class's components, so that the expanded square cancels little.
+    Centred at the mean of the components of a class, so that the expanded square cancels few digits.
     """
     middle = mean.mean(1, keepdim=True)
     x, m, precision = seen - middle, mean - middle, 1 / var
@@ -118,7 +119,7 @@ def log_density(seen: Tensor, mean: Tensor, var: Tensor) -> Tensor:
 
 
 def prior(start: Tensor, real: Tensor, alpha: float, kind: Literal["symmetric", "uncertainty"]) -> Tensor:
-    """alpha_n - 1 of the Dirichlet prior, [C, N]: equal, or as many in all with the mode at `start`."""
+    """alpha_n - 1 of the Dirichlet prior, [C, N]: equal, or of the same sum with the mode at `start`."""
     count = real.sum(-1, keepdim=True).to(start)
     share = real / count if kind == "symmetric" else start
     return (alpha - 1) * count * share
@@ -127,7 +128,7 @@ def prior(start: Tensor, real: Tensor, alpha: float, kind: Literal["symmetric", 
 def maximised(density: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
     """One step of expectation maximisation: new weights [C, N] (lines 10 to 19).
 
-    Below alpha 1 a weight that would be negative is 0; where all would be, the one that explains most is 1.
+    For alpha < 1, negative weights are set to 0; if all are negative, the component that explains most gets 1.
     """
     responsible = (density + weights.log()[:, None]).softmax(-1)  # [C, J, N]
     explained = responsible.sum(1)
@@ -138,15 +139,15 @@ def maximised(density: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
 
 
 def objective(density: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
-    """Log posterior of weights up to a constant, [C]: what no step makes smaller while alpha is at least 1."""
+    """Log posterior of weights up to a constant, [C]; no step decreases it for alpha >= 1."""
     likelihood = (density + weights.log()[:, None]).logsumexp(-1).sum(-1)
     return likelihood + torch.xlogy(pseudo, weights).sum(-1)
 
 
 def combined(head: Head, texts: Features, group: Tensor, n: int, weights: Tensor, options: PromptOptions) -> Features:
-    """One row a class, sum of weight times Gaussian: as the head weighs prompts, but for two settings of `options`.
+    """One row per class, the weighted sum of Gaussians: as the head's ensemble, except for two options.
 
-    The mean keeps its length, as the authors' code has it, or gets norm 1; variances are weighed by squares or plainly.
+    The mean is not normalised, as in the authors' code, unless `renormalise`; `variance`: weights of variances.
     """
     share = weights.to(texts["vec"])
     classes = head.ensemble(texts, group, n, share)

@@ -1,4 +1,4 @@
-"""What `kiloword eval MODEL zeroshot --html` draws: accuracy, and which prompts of each class count."""
+"""HTML page of `kiloword eval MODEL zeroshot`: accuracy, and weights of the prompts of each class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kiloword.types import Source
 
 CARDS = 12  # classes shown with images: those whose weights are least uniform
-SEEN = 3  # images of each
+SEEN = 3  # images per class
 ENDS = 3  # prompts at each end of a card
 LINES = 200  # classes in the table
 VALUES = {  # columns of the first table: metric -> heading
@@ -45,11 +45,11 @@ class Class:
 
     name: str
     prompts: list[tuple[str, float]]  # heaviest first
-    images: list[tuple[npt.NDArray[np.uint8], str]]  # that it learned from, with their true classes
+    images: list[tuple[npt.NDArray[np.uint8], str]]  # that it was fitted on, with their true classes
 
     @property
     def concentration(self) -> float:
-        """The largest weight against the uniform one."""
+        """Ratio of the largest weight to the uniform one."""
         return self.prompts[0][1] * len(self.prompts)
 
 
@@ -62,7 +62,7 @@ def drawn(
     images: Images,
     captions: Sequence[str],
 ) -> dict[str, Any]:
-    """What the page shows of one model: its classes, those with the least uniform weights first."""
+    """Page data of one model: its classes, those with the least uniform weights first."""
     group, weights = prompts.group.tolist(), chosen.weights.tolist()
     weighted: list[list[tuple[str, float]]] = [[] for _ in prompts.names]
     for c, caption, weight in zip(group, captions, weights, strict=True):
@@ -123,7 +123,7 @@ def _weights(classes: Sequence[Class]) -> str:
 
 def _cards(classes: Sequence[Class]) -> str:
     cards = [_card(one) for one in classes if one.images]
-    note = paragraph("Images that the weights were learned from, each with its true class below.")
+    note = paragraph("Images that the weights were fitted on, each with its true class below.")
     return note + grid(cards) if cards else ""
 
 

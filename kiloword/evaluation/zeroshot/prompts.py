@@ -1,4 +1,4 @@
-"""Which of a class's prompts count, and how much: all alike, the least uncertain, or as they explain images.
+"""Select and weight the prompts of a class: all equally, the least uncertain, or by how well they explain images.
 
 Source: arXiv:2410.18857, section 3.4 and table 3.
 """
@@ -22,7 +22,7 @@ from kiloword.randomness import key
 from kiloword.types import Features
 
 WEIGHT = "weight@"
-ROWS = 4096  # images whose scores are held at once
+ROWS = 4096  # images scored at once
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Prompts:
 
 @dataclass
 class Images:
-    """Images that weights may be learned from, and are then scored."""
+    """Images to fit weights on and to score."""
 
     images: Features  # of I images
     labels: Tensor  # [I] int64, or [I, C] 0/1
@@ -45,7 +45,7 @@ class Images:
     fingerprint: str  # of the source
 
     def without(self, places: Tensor) -> Images:
-        """All but some."""
+        """A copy without the images at `places`."""
         keep = torch.ones(len(self.rows), dtype=torch.bool)
         keep[places] = False
         where = keep.nonzero()[:, 0]
@@ -55,20 +55,20 @@ class Images:
 
 @dataclass
 class Chosen:
-    """Classes made of weighed prompts."""
+    """Classes from weighted prompts."""
 
     classes: Features  # [n, ...]
     weights: Tensor  # [T] float64; those of a class sum to 1
-    taken: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # labelled images learned from
-    seen: Tensor | None = None  # [n, M] images that each class learned from
+    taken: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # labelled images used for fitting
+    seen: Tensor | None = None  # [n, M] images that each class was fitted on
     steps: int = 0  # of expectation maximisation
 
 
 def check_gaussians(features: Features, way: Way) -> None:
-    """Raises: ValueError for a model that knows no uncertainty."""
+    """Raises: ValueError for a model without uncertainty."""
     if way != "ensemble" and "log_var" not in features:
         raise ValueError(
-            f"--prompts {way} weighs prompts by their uncertainty, which this model does not know. "
+            f"--prompts {way} weights prompts by their uncertainty, which this model does not have. "
             "Use --prompts ensemble, or a model trained by prolip or with +gaussian."
         )
 
@@ -81,9 +81,9 @@ def choose(
     images: Images,
     options: PromptOptions,
 ) -> Chosen:
-    """Classes from prompts; only bprw looks at the images, and only with shots at their labels.
+    """Classes from prompts; only bprw uses the images, and their labels only with shots.
 
-    Raises: ValueError for a model without Gaussians (but for the ensemble), and where labelled images are too few.
+    Raises: ValueError for a model without Gaussians (except for the ensemble), and for too few labelled images.
     """
     check_gaussians(prompts.texts, way)
     options.check(way)
@@ -99,7 +99,7 @@ def choose(
 
 
 def filtered(uncertainty: Tensor, group: Tensor, coeff: float) -> Tensor:
-    """Which prompts are at most mean + coeff * standard deviation uncertain, of their class; the least always is.
+    """Prompts of at most mean + coeff * standard deviation of the uncertainties of their class, and the least one.
 
     Args: uncertainty, group [T]. Returns: [T] bool.
     """
@@ -113,7 +113,7 @@ def filtered(uncertainty: Tensor, group: Tensor, coeff: float) -> Tensor:
 
 
 def least(uncertainty: Tensor, group: Tensor, k: int) -> Tensor:
-    """The k least uncertain prompts of each class, or half of them, rounded up, for k = 0; of equals the first.
+    """The k least uncertain prompts of each class, or half of them, rounded up, for k = 0; ties: the first.
 
     Args: uncertainty, group [T]. Returns: [T] bool.
     """
@@ -124,14 +124,14 @@ def least(uncertainty: Tensor, group: Tensor, k: int) -> Tensor:
 
 
 def _spread(kept: Tensor, place: Tensor, count: int) -> Tensor:
-    """From a table of classes [C, N] to their prompts [T]."""
+    """From a table by class [C, N] to prompts [T]."""
     out = torch.zeros(count, dtype=torch.bool)
     out[place[place >= 0]] = kept[place >= 0]
     return out
 
 
 def _shares(kept: Tensor, group: Tensor) -> Tensor:
-    """Equal weights of the prompts that stay, [T] float64."""
+    """Equal weights of the kept prompts, [T] float64."""
     count = torch.bincount(group[kept], minlength=int(group.max()) + 1)
     return kept / count[group].double()
 
@@ -157,7 +157,7 @@ def _bprw(
 
 
 def nearest(score: Score, images: Features, classes: Features, m: int) -> Tensor:
-    """The m images that each class scores best, all where there are fewer: [n, m]; no label is looked at."""
+    """The m images with the best scores for each class, all if there are fewer: [n, m]; does not use labels."""
     total = len(images["vec"])
     best, place = torch.zeros(len(classes["vec"]), 0), torch.zeros(len(classes["vec"]), 0, dtype=torch.int64)
     for part in chunks(total, ROWS):
@@ -172,10 +172,12 @@ def nearest(score: Score, images: Features, classes: Features, m: int) -> Tensor
 def labelled(images: Images, names: Sequence[str], options: PromptOptions) -> Tensor:
     """`shots` images of each class, [n, shots], drawn by the data's fingerprint and the seed.
 
-    Raises: ValueError for many labels an image, and where a class would keep no image to be scored.
+    Raises: ValueError for several labels per image, and for a class without an image left to score.
     """
     if images.labels.ndim != 1:
-        raise ValueError("--prompts.shots needs one class an image, but these have many: use --prompts.shots 0.")
+        raise ValueError(
+            "--prompts.shots needs one class per image, but these images have several: use --prompts.shots 0."
+        )
     drawn = [key(images.fingerprint, options.seed, "shots", row) for row in images.rows]
     order = sorted(range(len(drawn)), key=drawn.__getitem__)
     by_class: list[list[int]] = [[] for _ in names]
@@ -184,14 +186,14 @@ def labelled(images: Images, names: Sequence[str], options: PromptOptions) -> Te
     few = next((c for c, places in enumerate(by_class) if len(places) <= options.shots), None)
     if few is not None:
         raise ValueError(
-            f"the class {names[few]!r} has {len(by_class[few])} labelled images: --prompts.shots {options.shots} takes "
-            f"{options.shots} of each class away, and one at least must be left to score."
+            f"the class {names[few]!r} has {len(by_class[few])} labelled images: --prompts.shots {options.shots} needs "
+            f"{options.shots} of each class for fitting, and at least one more to score."
         )
     return torch.tensor([places[: options.shots] for places in by_class])
 
 
 def values(way: Way, chosen: Chosen, prompts: Prompts, captions: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """What the weights are like, beside what they are when all prompts count alike; then `weight@CLASS.N@PROMPT`.
+    """Statistics of the weights, and of uniform weights for comparison; then `weight@CLASS.N@PROMPT`.
 
     `max_weight` and `entropy` (nats) are means over classes (appendix C.5: 1 / N and ln N when uniform).
     """
@@ -213,7 +215,7 @@ def values(way: Way, chosen: Chosen, prompts: Prompts, captions: Sequence[str]) 
 
 
 def _weight_names(group: Sequence[int], captions: Sequence[str]) -> Iterator[str]:
-    """Numbers tell classes and prompts of one name apart."""
+    """Names with indices, which distinguish classes and prompts of equal text."""
     place: dict[int, int] = {}
     for c, caption in zip(group, captions, strict=True):
         place[c] = place.get(c, -1) + 1

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kiloword.model.model import Model
 
 Templates = Sequence[str] | Mapping[str, Sequence[str]]
-"""Prompts with `{c}` for the class name; or, per class name, its own prompts."""
+"""Prompts with `{c}` for the class name; or a list of prompts per class name."""
 
 
 def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str], list[int]]:
@@ -40,7 +40,7 @@ def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str],
     if isinstance(classnames, str) or not all(isinstance(name, str) for name in classnames):
         raise ValueError(f"class names must be a list of strings, got {classnames!r}")
     if not classnames:
-        raise ValueError("no class names came: at least one is needed")
+        raise ValueError("there are no class names: at least one is needed")
     if isinstance(templates, Mapping):
         missing = [name for name in classnames if not templates.get(name)]
         if missing:
@@ -55,7 +55,7 @@ def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str],
 
 
 def classifier(model: Model, tokenizer: Tokenizer, classnames: Sequence[str], templates: Templates) -> Features:
-    """One row of text features a class, from all its prompts, as the head ensembles them: every value [C, ...]."""
+    """Text features of classes, from the ensemble of their prompts: every value [C, ...]."""
     captions, group = prompts(classnames, templates)
     texts = encode_texts(model, tokenizer, captions)
     with inference(model):
@@ -89,7 +89,7 @@ def zeroshot(
 
 
 def _standing(scores: Tensor, labels: Tensor, count: int) -> Standing:
-    """Where the true class of every image stands among all classes."""
+    """Standing of the true class of every image among all classes."""
     _check_labels(labels, count)
     return standing(scores, torch.nn.functional.one_hot(labels, count).bool())
 
@@ -112,10 +112,10 @@ def run(
     skipped: list[Skipped] | None = None,
     shown: dict[str, Any] | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """Classify a source's images by the prompts of its classes; names and templates default to the source's own.
+    """Classify the images of a source by prompts; class names and templates default to those of the source.
 
-    Args: prompts: how a class's prompts become one row; all but "ensemble" need Gaussians and hold the features of all
-    images. They also yield what the ensemble makes of the same images (`ensemble_acc1`, ...), and all weights.
+    Args: prompts: how the prompts of a class are combined; all but "ensemble" need Gaussians and hold the features of
+    all images. They also yield the metrics of the ensemble on the same images (`ensemble_acc1`, ...), and all weights.
     """
     names = classnames or getattr(source, "classnames", None)
     if not names:
@@ -146,7 +146,7 @@ def run(
 
 
 def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tuple[list[str], Prompts]:
-    """All prompts of all classes, as words and as features."""
+    """All prompts of all classes, and their features."""
     captions, group = prompts(names, templates)
     texts = encode_texts(matcher.model, matcher.tokenizer, captions)
     return captions, Prompts(texts, torch.tensor(group, device=texts["vec"].device), len(names), names)
@@ -159,7 +159,7 @@ def chosen_by(matcher: Matcher, way: Way, class_prompts: Prompts, images: Images
 
 
 def judged(matcher: Matcher, images: Images, classes: Features) -> Iterator[tuple[str, float]]:
-    """`zeroshot` of images that are held."""
+    """`zeroshot` of images in memory."""
     parts = chunks(len(images.rows), ROWS)
     yield from zeroshot(matcher.score, ((rows(images.images, p), images.labels[p]) for p in parts), classes)
 
@@ -172,7 +172,7 @@ def encoded_images(
     workers: int = 0,
     skipped: list[Skipped] | None = None,
 ) -> Images:
-    """All labelled images of a source, held together."""
+    """All labelled images of a source, in memory."""
     held = list(_labelled(matcher, source, batch, workers, [] if skipped is None else skipped))
     labels = torch.cat([_labels(part).cpu() for part in held])
     if labels.ndim == 1:
@@ -181,12 +181,12 @@ def encoded_images(
 
 
 def _labels(part: Seen) -> Tensor:
-    assert part.labels is not None, "rows without labels were left out"
+    assert part.labels is not None, "rows without labels were dropped"
     return part.labels
 
 
 def brief(name: str) -> bool:
-    """Whether a value belongs on a screen: the prompts' weights do not."""
+    """Whether to print a value: all but the weights of prompts."""
     return not name.startswith(WEIGHT)
 
 

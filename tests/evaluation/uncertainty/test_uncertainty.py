@@ -215,7 +215,7 @@ def test_llip_with_gaussians_is_judged_by_its_score() -> None:
 def test_a_model_without_gaussians_is_refused() -> None:
     made = preset("siglip")
     plain = Matcher(build(sizes()["debug"], made, 0), Tokenizer.train(WORDS, vocab=300))
-    with pytest.raises(ValueError, match="no uncertainty to evaluate: train one that has"):
+    with pytest.raises(ValueError, match="no uncertainty to evaluate: train one with"):
         evaluate(plain, "uncertainty", "scenes:test?n=4")
 
 
