@@ -34,13 +34,14 @@ from kiloword.data.images import work
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.decode import decode, image_size
 from kiloword.data.reading import read
+from kiloword.data.sampler import choose_captions
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.sample import make_record
 from kiloword.data.tars.index import open_index
 from kiloword.data.tars.index_file import SUFFIX, Header, make_index, parse_index, write_index
 from kiloword.data.tars.shards import TarSource
-from kiloword.data.text.captions import choose, drop_words
+from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.store import TableFile
 from kiloword.randomness import Draw
@@ -167,7 +168,7 @@ def read_caption(data: bytes, folder: Path) -> None:
         text, meta, cls = [(body, None, None), (None, body, None), (b"x", body, None), (b"x", None, body)][choice]
         record = said(lambda: make_record("x", b"x", text, meta, cls))
         if record is not None and record.captions:
-            few = choose(record.captions, 2, DRAW)
+            few = choose_captions(record.captions, 2, DRAW)
             tokenizer().encode(drop_words(few, 0.5, DRAW), TextConfig(vocab=512))
         return
     path = folder / ("x.csv", "x.tsv", "x.parquet", "x.parquet")[choice - 4]

@@ -15,8 +15,7 @@ import tyro
 
 from kiloword.api import Matcher, load
 from kiloword.checkpoint.files import write_json
-from kiloword.data.scenes.tasks import TASKS
-from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS
+from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
 from kiloword.data.sources.open import open_source
 from kiloword.evaluation.command import labels
 from kiloword.evaluation.zeroshot.options import PromptOptions, Way

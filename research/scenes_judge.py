@@ -5,7 +5,7 @@ from __future__ import annotations
 from kiloword import evaluation
 from kiloword.api import Matcher
 from kiloword.data.scenes.sample import GROUP
-from kiloword.data.scenes.tasks import TASKS
+from kiloword.data.scenes.world import TASKS
 from kiloword.quickstart.contestants import TrainedModel, draw_all
 from kiloword.quickstart.judge import within_groups
 

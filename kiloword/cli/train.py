@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import arg
 
-from kiloword.cli.method import asked, values_of
+from kiloword.cli.words import asked, values_of
 from kiloword.config.options import RunOptions
 from kiloword.config.ranges import check
 from kiloword.config.recipes import AugmentConfig, Matmul, ModelConfig, OptimConfig, Precision, Recipe

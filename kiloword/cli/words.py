@@ -1,9 +1,17 @@
-"""The words of a command line before a verb reads them. No torch here: help is instant."""
+"""The words of a command line, before a verb reads them, and of verbs whose first word is a method.
+
+No torch at import: help is instant.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import arg
 
 from kiloword.addresses import public
 from kiloword.checkpoint.files import utf8
@@ -47,3 +55,91 @@ def interruption(argv: Sequence[str], error: KeyboardInterrupt) -> str:
     """What is printed after Ctrl-C: what is kept, where that is known."""
     kept = str(error) or NOTHING_KEPT.get(argv[0] if argv else "", "")
     return f"interrupted: {kept}" if kept else "interrupted."
+
+
+# flags that name a component for a slot
+MIXING = ("pooling", "transforms", "positives", "pair_loss", "uncertainty", "terms")
+ADDING = (*MIXING, "data", "side", "extra_captions", "weights")  # flags that add something
+
+
+@dataclass(frozen=True)
+class MethodCommand:
+    """The words of such a verb, of which the flags are still to be read."""
+
+    verb: str
+    method: str  # with the components that flags name; "" where help is all that is asked
+    flags: Sequence[str]
+    settings: type | None  # the method's own
+
+    def read(self, run: Any) -> tuple[Any, Any]:
+        """The flags of the verb, a dataclass whose defaults `run` holds, and those of the method, or None."""
+        kind: Any = self.settings
+        own = (kind, field(default_factory=kind)) if kind else (Annotated[None, tyro.conf.Suppress], None)
+        both = [("run", Annotated[type(run), arg(name="")], field(default=run)), ("settings", *own)]
+        name, about = f"kiloword {self.verb} METHOD", type(run).__doc__
+        found: Any = tyro.cli(make_dataclass("Both", both), args=self.flags, prog=name, description=about)
+        return found.run, found.settings
+
+
+def asked(argv: Sequence[str], example: str) -> MethodCommand:
+    """What stands behind the verb, with which the example begins.
+
+    Raises: ValueError without a method, for one that is not known, and as `mixed` and for what is given twice.
+    """
+    verb, method = example.split()[0], argv[0] if argv and not argv[0].startswith("-") else ""
+    if not method and not {"-h", "--help"} & set(argv):
+        raise ValueError(f"{verb} needs a method first, e.g. kiloword {example} (`kiloword methods`).")
+    flags = argv[1:] if method else argv
+    _check_once(flags)
+    method = mixed(method, flags)
+    if not method:
+        return MethodCommand(verb, method, flags, None)
+    from kiloword.methods.registry import find
+
+    return MethodCommand(verb, method, flags, find(method)[1])
+
+
+def mixed(method: str, argv: Sequence[str]) -> str:
+    """The method with the components that flags name: llip, --transforms compose -> "llip+compose".
+
+    Raises: ValueError for a component that fills another slot than its flag's, and for --terms of nothing.
+    """
+    if "--terms" in argv and not values_of(argv, "--terms"):
+        raise ValueError("--terms names nothing: expected one or several of caption, mim and inclusion behind it.")
+    chosen = [(slot, word) for slot in MIXING for word in values_of(argv, f"--{slot.replace('_', '-')}")]
+    if not (method and chosen):
+        return method
+    from kiloword.methods.registry import components
+
+    known = components()
+    for slot, word in chosen:
+        fits = [name for name, component in known.items() if component.slot == slot.replace("_", " ")]
+        if word not in fits:
+            raise ValueError(f"--{slot.replace('_', '-')} is {word!r}: expected {' or '.join(fits)}.")
+    return "+".join([method, *(word for _, word in chosen)])
+
+
+def _check_once(argv: Sequence[str]) -> None:
+    """Raises: ValueError for a flag that adds something and comes twice: the first would be forgotten.
+
+    Of any other flag the last counts, so that a command can be changed at its end.
+    """
+    flags = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    adds = [f"--{name.replace('_', '-')}" for name in ADDING]
+    twice = next((flag for flag in adds if flags.count(flag) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is given twice: give it once; where it takes several values, they follow it.")
+
+
+def values_of(argv: Sequence[str], flag: str) -> tuple[str, ...]:
+    """The values that follow a flag, or come with it behind "="; of a flag that comes again, the last ones."""
+    for n, word in reversed(list(enumerate(argv))):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") != flag:
+            continue
+        if equals:
+            return (value,)
+        rest = list(argv[n + 1 :])
+        end = next((i for i, w in enumerate(rest) if w.startswith("--")), len(rest))
+        return tuple(rest[:end])
+    return ()

@@ -18,10 +18,10 @@ from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.time_limit import Row, decoding
 from kiloword.data.reading import name_of, read
 from kiloword.data.remote.ahead import Ahead, ahead_of
-from kiloword.data.sampler import Order, Rows, share
+from kiloword.data.sampler import Order, Rows, choose_captions, share
 from kiloword.data.sources.questions import check_asks, question_of
 from kiloword.data.steps import in_order
-from kiloword.data.text.captions import choose, drop_words
+from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.store import SideTable
 from kiloword.randomness import Draw, key
@@ -253,7 +253,9 @@ class BatchReader:
         asked = question_of(record) if loader.questions else None
         if loader.questions and asked is None:
             raise BadSample("no question with an answer")
-        captions = choose(record.captions, loader.data.captions, draw if draw.row == row else replace(draw, row=row))
+        captions = choose_captions(
+            record.captions, loader.data.captions, draw if draw.row == row else replace(draw, row=row)
+        )
         if not captions:
             raise BadSample("no caption")
         with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):

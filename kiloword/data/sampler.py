@@ -1,19 +1,25 @@
-"""The order of rows: a pure function of (seed, epoch), so that one integer resumes a run on any number of ranks."""
+"""The order of rows, and of an image's captions: pure functions of (seed, epoch).
+
+So one integer resumes a run on any number of ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
-from kiloword.randomness import key
+from kiloword.randomness import Draw, key
 
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 FULL_SHUFFLE = 100_000  # rows up to which a whole permutation is cheap to draw and to read
 BLOCK = 512  # consecutive rows that stay neighbours on disk
 GROUP = 64  # blocks whose rows are shuffled together
+_LEHMER = 20  # 20! < 2^63: one key holds a whole permutation
 
 
 def steps_per_epoch(rows: int, batch: int) -> int:
@@ -120,3 +126,27 @@ def _frozen(rows: Rows) -> Rows:
     """Cached arrays are handed out as slices: nobody may write into them."""
     rows.setflags(write=False)
     return rows
+
+
+def choose_captions(captions: Sequence[str], how: int | Literal["one", "all"], draw: Draw) -> list[str]:
+    """One, N distinct (fewer where there are fewer), or all captions of the row that `draw` names.
+
+    Captions are visited in an order keyed by (seed, row), so that over the epochs all come equally often.
+    """
+    n = len(captions)
+    wanted = 1 if how == "one" else n if how == "all" else how
+    if wanted >= n:
+        return list(captions)
+    order = _caption_order(key(draw.seed, draw.row, "captions"), n)
+    start = draw.epoch * wanted
+    return [captions[order[(start + j) % n]] for j in range(wanted)]
+
+
+def _caption_order(number: int, n: int) -> list[int]:
+    if n > _LEHMER:
+        return [int(i) for i in np.random.Generator(np.random.Philox(number)).permutation(n)]
+    left, order = list(range(n)), []
+    for size in range(n, 0, -1):
+        number, digit = divmod(number, size)
+        order.append(left.pop(digit))
+    return order

@@ -25,8 +25,7 @@ from kiloword.explain.reconstruct import (
 from kiloword.explain.words import END, explain_words
 from kiloword.methods.coca import masked_images, masking
 from kiloword.randomness import uniform
-from kiloword.report.covered import covered
-from kiloword.report.overlay import Floats, Pixels, overlay, square
+from kiloword.report.overlay import Floats, Pixels, covered, overlay, square
 from kiloword.report.sheet import Panel, Strip
 
 if TYPE_CHECKING:

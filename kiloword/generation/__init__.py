@@ -8,9 +8,8 @@ from kiloword.generation.options import GenerationOptions
 
 if TYPE_CHECKING:
     from kiloword.generation.captioner import Caption, Captioner
-    from kiloword.generation.trie import Trie
 
-__all__ = ["Caption", "Captioner", "GenerationOptions", "Trie"]
+__all__ = ["Caption", "Captioner", "GenerationOptions"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,8 +18,4 @@ def __getattr__(name: str) -> Any:
         from kiloword.generation import captioner
 
         return getattr(captioner, name)
-    if name == "Trie":
-        from kiloword.generation import trie
-
-        return trie.Trie
     raise AttributeError(name)

@@ -14,7 +14,7 @@ from kiloword.evaluation.features import chunks, inference
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.decoding import DecoderMemory, next_logits, table_of
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.trie import Trie
+from kiloword.generation.rules import Trie
 from kiloword.methods.coca.answering import fused
 from kiloword.methods.coca.captioning import decoded
 from kiloword.model.model import Model

@@ -13,9 +13,8 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation.features import inference
 from kiloword.generation.decoding import DecoderMemory, ModelDecoding, WholeDecoding, text_decoder, writer
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.rules import NEVER, FinishedTexts, Rules
+from kiloword.generation.rules import NEVER, FinishedTexts, Rules, Trie
 from kiloword.generation.search import search
-from kiloword.generation.trie import Trie
 from kiloword.model.model import Model
 from kiloword.randomness import key
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import ModelConfig
-from kiloword.data.text.roles import Roles
+from kiloword.data.text.tokenizer_file import Roles
 from kiloword.interop import folder
 from kiloword.interop.open_clip import Imported, ImportReport, place, read
 from kiloword.interop.prolip_config import model_config

@@ -12,8 +12,8 @@ from kiloword.mining.calibrate import DIGITS, FLOOR, NEARLY_SAME, ThresholdChoic
 from kiloword.mining.corpus import Floats
 from kiloword.mining.images import Image, ReportImages, mined_pairs, term_rule, wide_captions
 from kiloword.mining.results import WHOLE, Group, MiningResults, flags, terms, thresholds, warning
-from kiloword.report.histogram import bins, doubling
-from kiloword.report.words import duration, percent
+from kiloword.report.distributions import bins, doubling
+from kiloword.report.parts import duration, percent
 
 SHOWN = 15  # of the most frequent captions
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kiloword.cli.method import asked, values_of
+from kiloword.cli.words import asked, values_of
 from kiloword.config import recipes
 from kiloword.methods.defaults import default_recipe
 from kiloword.planning.cards import card

@@ -11,8 +11,7 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.data.scenes.sample import GROUP
 from kiloword.data.scenes.source import ScenesSource
-from kiloword.data.scenes.tasks import TASKS, label
-from kiloword.data.scenes.world import SceneRows
+from kiloword.data.scenes.world import TASKS, SceneRows, label
 from kiloword.data.sources.open import mix, open_source
 from kiloword.evaluation import baseline
 from kiloword.evaluation.features import rows

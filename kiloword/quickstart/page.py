@@ -14,7 +14,7 @@ from kiloword import report
 from kiloword.quickstart.contestants import Scenes
 from kiloword.quickstart.results import Compared, Figures, QueryHits, QuickstartResults
 from kiloword.quickstart.words import SIDES, weaknesses
-from kiloword.report.words import duration, percent
+from kiloword.report.parts import duration, percent
 
 HEADER = ("kiloword", "colours alone", "chance")
 LEVELS = {1: "One fact", 2: "One thing, or how two things lie", 3: "Whole scenes"}

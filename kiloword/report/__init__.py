@@ -1,9 +1,7 @@
 """Self-contained HTML reports: every element is a pure function from numbers and images to a string."""
 
-from kiloword.report.boxes import box_plot
-from kiloword.report.gallery import card, gallery, tiles
-from kiloword.report.histogram import histogram
-from kiloword.report.ladder import ladder
+from kiloword.report.distributions import box_plot, histogram
+from kiloword.report.gallery import card, gallery, ladder, tiles
 from kiloword.report.page import page, write
 from kiloword.report.parts import code, grid, headline, heat_map, paragraph, table
 from kiloword.report.plot import line_plot

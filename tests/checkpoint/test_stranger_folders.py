@@ -31,8 +31,7 @@ from kiloword.checkpoint.model_folder import read_model_file, read_shapes
 from kiloword.config.ranges import RANGES
 from kiloword.config.ranges import check as check_recipe
 from kiloword.config.recipes import TextConfig
-from kiloword.data.text.cleaning import plain
-from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer
+from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, plain
 from kiloword.data.text.tokenizer_file import PATTERNS, check
 from kiloword.interop.open_clip import import_state, read
 from kiloword.methods.defaults import default_recipe

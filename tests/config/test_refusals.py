@@ -37,7 +37,7 @@ from kiloword.evaluation.zeroshot.options import PromptOptions
 from kiloword.features.teachers import _quiet
 from kiloword.generation import Captioner, GenerationOptions
 from kiloword.generation.command import write_captions
-from kiloword.generation.trie import Trie
+from kiloword.generation.rules import Trie
 from kiloword.interop.captioners import KilowordCaptioner, open_captioner
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import _check
@@ -46,7 +46,7 @@ from kiloword.methods.registry import preset
 from kiloword.mining.calibrate import some
 from kiloword.model.model import build
 from kiloword.planning.cards import card
-from kiloword.report.histogram import bins
+from kiloword.report.distributions import bins
 from kiloword.types import BadSample, Record, Skipped
 from tars import noise
 

@@ -20,9 +20,8 @@ from kiloword.data.sources.embedded import check_expanded
 from kiloword.data.tars import catalogue
 from kiloword.data.tars.shards import TarSource
 from kiloword.data.text import tokenizer_file
-from kiloword.data.text.roles import Roles
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.data.text.tokenizer_file import check
+from kiloword.data.text.tokenizer_file import Roles, check
 from tars import pairs, write_tar
 
 TOKENIZER = json.loads(Tokenizer.train(["a dog"] * 9, 270).to_bytes())

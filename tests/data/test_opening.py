@@ -34,7 +34,7 @@ from kiloword.data.tars import shard_sets
 from kiloword.data.tars.shard_sets import expand, natural
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.files import Rewrites, read_columns
-from kiloword.data.transforms.images import halves
+from kiloword.data.transforms.mix import halves
 from kiloword.types import BadSample, Record, Skipped
 from tars import noise, pairs, photo, write_tar
 

@@ -35,10 +35,9 @@ from kiloword.data.tars import index as index_module
 from kiloword.data.tars.index_file import COLUMNS, Header, make_index, open_file, write_index
 from kiloword.data.tars.shard_sets import text_lines
 from kiloword.data.tars.shards import TarSource
-from kiloword.data.text.cleaning import siglip
-from kiloword.data.text.roles import Roles
-from kiloword.data.text.tokenizer import Tokenizer, siglip_tokenizer_from
-from kiloword.data.transforms.images import halves
+from kiloword.data.text.tokenizer import Tokenizer, siglip, siglip_tokenizer_from
+from kiloword.data.text.tokenizer_file import Roles
+from kiloword.data.transforms.mix import halves
 from kiloword.randomness import Draw
 from kiloword.types import BadSample, NoCaption, Record
 from tars import noise, pairs, photo, write_tar

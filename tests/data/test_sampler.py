@@ -1,13 +1,16 @@
-"""The order of rows: once an epoch, resumable from any step, divided without rest."""
+"""The order of rows and captions: once an epoch, resumable from any step, divided without rest."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kiloword.data.sampler import Order, share
+from kiloword.data.sampler import Order, choose_captions, share
+from kiloword.randomness import Draw
 
 
 @st.composite
@@ -98,3 +101,20 @@ def test_data_are_permuted_whole_up_to_a_limit() -> None:
     assert rows[0] == rows[1] != rows[2]
     assert sorted(row for batch in rows[2] for row in batch) == list(range(600))
     assert [len(set(np.array(batch) // 8)) <= 2 * 4 for batch in rows[2]] == [True] * 30, "of one or two groups each"
+
+
+@given(st.integers(1, 30), st.integers(1, 31), st.integers(0, 99), st.integers(0, 3))
+def test_captions_of_a_image_come_equally_often(n: int, wanted: int, row: int, seed: int) -> None:
+    captions = [str(i) for i in range(n)]
+    epochs = [choose_captions(captions, wanted, Draw(seed, epoch, row)) for epoch in range(n)]
+    assert all(len(set(e)) == len(e) == min(n, wanted) for e in epochs)
+    assert set(Counter(c for e in epochs for c in e).values()) == {min(n, wanted)}
+
+
+def test_one_caption_is_redrawn_each_epoch_and_differs_between_rows() -> None:
+    captions = list("abcde")
+    one = {tuple(choose_captions(captions, "one", Draw(0, e, row))[0] for e in range(5)) for row in range(200)}
+    assert all(sorted(o) == captions for o in one)
+    assert len(one) > 50
+    assert choose_captions(captions, "all", Draw(0, 3, 4)) == captions
+    assert choose_captions([], "one", Draw(0, 0, 0)) == []

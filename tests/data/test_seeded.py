@@ -14,10 +14,9 @@ import torch
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig, sizes
 from kiloword.data.images import augmentation
 from kiloword.data.loader import BatchReader, Loader
-from kiloword.data.sampler import Order
+from kiloword.data.sampler import Order, choose_captions
 from kiloword.data.sources.mixture import MixtureSource
-from kiloword.data.text import captions
-from kiloword.data.text.eda import eda
+from kiloword.data.text.eda import drop_words, eda
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.mix import Compose, Cutmix, Mixup, Stylistic
 from kiloword.data.transforms.partner import another, cycle
@@ -75,8 +74,8 @@ def mixtures() -> Any:
 def chosen() -> Any:
     texts = [str(n) for n in range(6)]
     long = [str(n) for n in range(22)]
-    some = [captions.choose(texts, how, Draw(2, epoch, 5)) for how in ("one", 1, 4, "all", 9) for epoch in range(3)]
-    return some, captions.choose(long, 3, Draw(2, 1, 5)), captions.drop_words([" ".join(WORDS)] * 3, 0.4, Draw(1, 2, 3))
+    some = [choose_captions(texts, how, Draw(2, epoch, 5)) for how in ("one", 1, 4, "all", 9) for epoch in range(3)]
+    return some, choose_captions(long, 3, Draw(2, 1, 5)), drop_words([" ".join(WORDS)] * 3, 0.4, Draw(1, 2, 3))
 
 
 def tokens() -> Any:

@@ -18,7 +18,7 @@ from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.scenes.grammar import parse
-from kiloword.data.scenes.tasks import TASKS
+from kiloword.data.scenes.world import TASKS
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate

@@ -29,7 +29,7 @@ from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.registry import preset
 from kiloword.model.image import unfold
 from kiloword.model.model import build
-from kiloword.report.covered import covered
+from kiloword.report.overlay import covered
 from kiloword.types import Record, Skipped, Texts
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]

@@ -18,9 +18,8 @@ from kiloword.generation import captioner as captioner_module
 from kiloword.generation.captioner import Caption, Captioner
 from kiloword.generation.decoding import ModelDecoding, WholeDecoding
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.rules import FinishedTexts, Rules
+from kiloword.generation.rules import FinishedTexts, Rules, Trie
 from kiloword.generation.search import nucleus, search
-from kiloword.generation.trie import Trie
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build

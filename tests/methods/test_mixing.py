@@ -9,7 +9,7 @@ import pytest
 
 from kiloword.cli.describe import slots
 from kiloword.cli.main import main
-from kiloword.cli.method import mixed
+from kiloword.cli.words import mixed
 from kiloword.config.recipes import sizes
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods.registry import components, names, preset

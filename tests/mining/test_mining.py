@@ -33,7 +33,7 @@ from kiloword.mining.corpus import Corpus
 from kiloword.mining.options import MineOptions
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.pairs import TERMS, by_term, search
-from kiloword.report.words import percent
+from kiloword.report.parts import percent
 from kiloword.terminal import progress
 from kiloword.terminal.progress import Bar
 from pages import Section, plots, sections

@@ -20,8 +20,8 @@ from PIL import Image, ImageDraw
 
 import kiloword
 from kiloword import report
+from kiloword.report.distributions import bins, doubling
 from kiloword.report.gallery import image_data
-from kiloword.report.histogram import bins, doubling
 from kiloword.report.page import POLICY
 from kiloword.report.plot import linear_axis, log_axis
 from kiloword.report.style import DARK, LIGHT, SERIES, rgb

@@ -11,12 +11,25 @@ from PIL import Image, ImageFont
 
 from kiloword import report
 from kiloword.report import overlay as drawing
-from kiloword.report.covered import STRIPES, covered
-from kiloword.report.histogram import bins
-from kiloword.report.overlay import GAP, GLOW, HIGH, INK, MARGIN, PAPER, Row, TokenMap, figure, overlay, wrap
+from kiloword.report.distributions import bins
+from kiloword.report.overlay import (
+    GAP,
+    GLOW,
+    HIGH,
+    INK,
+    MARGIN,
+    PAPER,
+    STRIPES,
+    Row,
+    TokenMap,
+    covered,
+    figure,
+    overlay,
+    wrap,
+)
+from kiloword.report.parts import duration
 from kiloword.report.plot import linear_axis, log_axis, number
 from kiloword.report.scatter import Dots, Ellipse
-from kiloword.report.words import duration
 
 
 def label(html: str) -> str:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kiloword.data.scenes.sample import GROUP, Selection
-from kiloword.data.scenes.tasks import TASKS
-from kiloword.data.scenes.world import SPLITS
+from kiloword.data.scenes.world import SPLITS, TASKS
 
 Levels = tuple[float, float, float, float]
 

@@ -16,8 +16,7 @@ from kiloword.data.scenes.query import Bools, Query, matches, truth_table
 from kiloword.data.scenes.raster import draw, draw_inner
 from kiloword.data.scenes.sample import GROUP, Drawn, draw_scenes
 from kiloword.data.scenes.settings import VQA, SceneSettings, parse_settings
-from kiloword.data.scenes.tasks import TASKS, label
-from kiloword.data.scenes.world import VERSION, Scene, SceneRows, to_rows, to_scene
+from kiloword.data.scenes.world import TASKS, VERSION, Scene, SceneRows, label, to_rows, to_scene
 from kiloword.randomness import key
 from kiloword.types import Record
 

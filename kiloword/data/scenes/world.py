@@ -1,4 +1,7 @@
-"""What a scene is: one to three things on a 3 x 3 grid before a background. Frozen as scenes-v1."""
+"""What a scene is: one to three things on a 3 x 3 grid before a background; and the tasks of classifying scenes.
+
+Frozen as scenes-v1.
+"""
 
 from __future__ import annotations
 
@@ -111,3 +114,35 @@ def held_out(rows: SceneRows) -> npt.NDArray[np.bool_]:
     """Whether a scene has a thing of a held-out colour and shape, [N]: 8 of 64 pairs, each colour and shape once."""
     shape, colour = rows[:, 2::5].astype(int), rows[:, 3::5].astype(int)
     return np.asarray(((shape >= 0) & (shape == (3 * colour + 1) % 8)).any(1))
+
+
+_OF_ONE = ("something {c}", "a picture of something {c}", "an image with something {c}", "there is something {c}")
+
+
+@dataclass(frozen=True)
+class ClassTask:
+    """Classes of scenes; every prompt is a caption of the language when `{c}` is one of the names."""
+
+    classnames: tuple[str, ...]
+    templates: tuple[str, ...]
+    objects: tuple[int, ...] = (1,)  # numbers of things in its scenes
+
+
+TASKS = {
+    "colour": ClassTask(COLOURS, _OF_ONE),
+    "fill": ClassTask(FILLS, _OF_ONE),
+    "shape": ClassTask(SHAPES, ("a {c}", "a picture of a {c}", "an image with a {c}", "there is a {c}")),
+    "count": ClassTask(
+        ("one object", "two objects", "three objects"),
+        ("{c}", "exactly {c}", "a picture with {c}", "an image of exactly {c}"),
+        (1, 2, 3),
+    ),
+}
+
+
+def label(task: str, scene: Scene) -> int:
+    """The class of a scene, an index into the task's names."""
+    if task == "count":
+        return len(scene.things) - 1
+    thing = scene.things[0]
+    return {"colour": thing.colour, "fill": thing.fill, "shape": thing.shape}[task]

@@ -1,5 +1,7 @@
 """Easy data augmentation of captions: synonyms, insertions, swaps, deletions. Source: arXiv:1901.11196, section 2.
 
+`drop_words` deletes words alone, of all captions of a row.
+
 Words are what white space separates; what surrounds a word's letters and its first capital stay. Which words have a
 synonym decides what may be replaced, so that no list of stop words is needed.
 """
@@ -15,6 +17,7 @@ from numpy.random import Generator
 
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.text.synonyms import GROUPS
+from kiloword.randomness import Draw
 
 Synonyms = Mapping[str, Sequence[str]]
 """The other words of a word's group, all in lower case."""
@@ -126,3 +129,17 @@ def _dressed(word: str, new: str) -> str:
 
 def _pick(words: Sequence[str], rng: Generator) -> str:
     return words[int(rng.integers(len(words)))]
+
+
+def drop_words(captions: Sequence[str], share: float, draw: Draw) -> list[str]:
+    """Captions without a keyed choice of their words; where none would stay, the caption as it was.
+
+    Against learning captions by heart: each epoch sees other words of them.
+    """
+    rng = draw.rng("words")
+    out = []
+    for caption in captions:
+        words = caption.split()
+        kept = [word for word, luck in zip(words, rng.random(len(words)), strict=True) if luck >= share]
+        out.append(" ".join(kept) or caption)
+    return out

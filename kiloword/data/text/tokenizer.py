@@ -1,15 +1,20 @@
-"""From captions to packed token ids and back: our own byte-level BPE, CLIP's vocabulary and SigLIP's."""
+"""From captions to packed token ids and back: our own byte-level BPE, CLIP's vocabulary and SigLIP's.
+
+Captions are cleaned before they are split into tokens: our own way, CLIP's or SigLIP's.
+"""
 
 from __future__ import annotations
 
 import gzip
+import html
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+import string
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -18,9 +23,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from kiloword.checkpoint.files import write_atomic
 from kiloword.config.recipes import TextConfig
-from kiloword.data.text import cleaning
-from kiloword.data.text.roles import Roles
-from kiloword.data.text.tokenizer_file import CLIP_END, CLIP_START, CLIP_WORDS, read
+from kiloword.data.text.tokenizer_file import CLIP_END, CLIP_START, CLIP_WORDS, Roles, read
 from kiloword.types import Texts
 
 LEARNED = 1 << 16  # characters of a caption that a vocabulary is trained on; of a word, those of _LONG_WORD
@@ -47,11 +50,11 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         self.roles = Roles.read(parsed, self._backend.get_vocab_size())
-        self.clean: cleaning.Clean = _clean_of(parsed["model"])
+        self.clean: Clean = _clean_of(parsed["model"])
         # "<mask>" typed in a caption is text; only CLIP's pattern knows its two markers inside captions.
         self._backend.encode_special_tokens = self.clean != "clip"
         self._known: dict[str, list[int]] = {}
-        self._cleaner = cleaning.cleaner(self.clean)
+        self._cleaner = cleaner(self.clean)
 
     @staticmethod
     def train(captions: Iterable[str], vocab: int) -> Tokenizer:
@@ -232,7 +235,7 @@ def siglip_tokenizer_from(document: str) -> Tokenizer:
 
 def _learned(caption: str) -> str:
     """What a vocabulary is trained on: all of a usual caption."""
-    return _LONG_WORD.sub(r"\1", cleaning.plain(caption[:LEARNED]))
+    return _LONG_WORD.sub(r"\1", plain(caption[:LEARNED]))
 
 
 def _with_roles(backend: tokenizers.Tokenizer, roles: Roles) -> Tokenizer:
@@ -240,7 +243,7 @@ def _with_roles(backend: tokenizers.Tokenizer, roles: Roles) -> Tokenizer:
     return Tokenizer(backend.to_str())
 
 
-def _clean_of(model: dict[str, Any]) -> cleaning.Clean:
+def _clean_of(model: dict[str, Any]) -> Clean:
     """The kind of model says how its captions are cleaned. Errors: ValueError for a kind that we do not write."""
     kind = model.get("type")
     if kind not in ("BPE", "Unigram"):
@@ -292,3 +295,43 @@ def _convert_sentencepiece(path: Path) -> str:
 
     document: str = T5TokenizerFast(str(path), extra_ids=0, legacy=False).backend_tokenizer.to_str()
     return document
+
+
+Clean = Literal["plain", "clip", "siglip"]
+
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def cleaner(clean: Clean) -> Callable[[str], str]:
+    """The function that cleans one caption."""
+    return {"plain": plain, "clip": clip, "siglip": siglip}[clean]
+
+
+def plain(caption: str) -> str:
+    """One space between words; half characters (lone surrogates) become question marks, as no encoder takes them."""
+    if not caption.isascii():
+        caption = caption.encode("utf-8", "replace").decode()
+    return " ".join(caption.split())
+
+
+def _web(caption: str) -> str:
+    """Broken encodings and entities repaired as CLIP and SigLIP do (`ftfy`, then html twice)."""
+    if caption.isascii() and caption.isprintable() and "&" not in caption:
+        return " ".join(caption.split())  # ftfy and html change nothing here, and cost ten times the encoding
+    try:
+        import ftfy
+    except ImportError as error:
+        raise ValueError(
+            f"caption {caption[:40]!r} needs the package ftfy to be read as CLIP reads it: pip install ftfy"
+        ) from error
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(caption))).split())
+
+
+def clip(caption: str) -> str:
+    """Repaired, one space between words, lower case (open_clip's "lower")."""
+    return _web(caption).lower()
+
+
+def siglip(caption: str) -> str:
+    """Repaired, lower case, no ascii punctuation, underscores are spaces (open_clip's "canonicalize")."""
+    return " ".join(_web(caption).replace("_", " ").translate(PUNCTUATION).lower().split())

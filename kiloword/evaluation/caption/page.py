@@ -18,9 +18,8 @@ from kiloword.evaluation.caption.scorers import Floats
 from kiloword.evaluation.caption.truth import KINDS, JudgedCaption
 from kiloword.randomness import key
 from kiloword.report import card, grid, histogram, page, paragraph, table
-from kiloword.report.histogram import bins
-from kiloword.report.parts import Cell
-from kiloword.report.words import percent
+from kiloword.report.distributions import bins
+from kiloword.report.parts import Cell, percent
 from kiloword.types import BadSample, Source
 
 NOTHING = "(nothing)"

@@ -13,8 +13,8 @@ from kiloword.data.images.decode import decode
 from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.randomness import key
 from kiloword.report import histogram, ladder, line_plot, page, paragraph, table
-from kiloword.report.histogram import bins
-from kiloword.report.ladder import Steps
+from kiloword.report.distributions import bins
+from kiloword.report.gallery import Steps
 from kiloword.report.parts import Cell
 
 EXAMPLES = 8

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from kiloword.evaluation.command import number
 from kiloword.report import card, page, paragraph, table
-from kiloword.report.covered import covered
-from kiloword.report.overlay import Pixels
+from kiloword.report.overlay import Pixels, covered
 from kiloword.report.parts import Cell
 
 SHOWN = 8  # images per kind of mask

@@ -15,10 +15,9 @@ from kiloword.evaluation.uncertainty.data import Levelled, buckets
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
 from kiloword.evaluation.uncertainty.shown import Plane
 from kiloword.report import box_plot, grid, histogram, page, paragraph, scatter, table, tiles
-from kiloword.report.histogram import bins
-from kiloword.report.parts import Cell
+from kiloword.report.distributions import bins
+from kiloword.report.parts import Cell, percent
 from kiloword.report.scatter import Dots, Ellipse
-from kiloword.report.words import percent
 
 Values = Mapping[str, float]
 Shown = Mapping[str, Any]

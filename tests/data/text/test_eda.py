@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kiloword.data.text import eda
 from kiloword.data.text.synonyms import GROUPS
+from kiloword.randomness import Draw
 
 WORDS = {"dog": ["hound"], "runs": ["sprints", "dashes"], "big": ["large"]}
 
@@ -80,3 +81,13 @@ def test_synonyms_from_a_file(tmp_path: Path) -> None:
     for name, message in (("empty", "no line has two words"), ("bytes", "is not UTF-8"), ("none", "cannot be read")):
         with pytest.raises(ValueError, match=message):
             eda.read_synonyms(str(tmp_path / f"{name}.txt"))
+
+
+def test_dropped_words_are_keyed_and_never_all() -> None:
+    captions = ["a dog runs over the wide green grass", "dog"]
+    first = eda.drop_words(captions, 0.5, Draw(0, 0, 0))
+    assert first == eda.drop_words(captions, 0.5, Draw(0, 0, 0))
+    assert first != eda.drop_words(captions, 0.5, Draw(0, 1, 0))
+    assert eda.drop_words(captions, 1.0, Draw(0, 0, 0)) == captions
+    kept = [len(eda.drop_words(captions, 0.25, Draw(0, epoch, 0))[0].split()) for epoch in range(400)]
+    assert 5.7 < sum(kept) / 400 < 6.3  # three quarters of eight

@@ -33,8 +33,7 @@ from kiloword.data.transforms import (
     StylisticSettings,
 )
 from kiloword.data.transforms import partner as partners
-from kiloword.data.transforms.images import blend, box, halves, paste
-from kiloword.data.transforms.mix import joined, share
+from kiloword.data.transforms.mix import blend, box, halves, joined, paste, share
 from kiloword.data.transforms.partner import Partner, another, cycle
 from kiloword.data.transforms.settings import PartnerSettings
 from kiloword.features.extract import embed

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from kiloword.distributed import launch, rendezvous
+from kiloword.distributed import heartbeat, launch
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     port = launch.free_port()
     for name, value in {**launch.announced(1, 2, port), "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "CALL_S", 0.2)
+    monkeypatch.setattr(heartbeat, "CALL_S", 0.2)
     return port
 
 
@@ -26,7 +26,7 @@ def served(port: int) -> TCPStore:
 
 def test_a_rank_meets_the_others_and_waits_for_answers_as_long_as_it_is_told(port: int) -> None:
     server = served(port)
-    store = rendezvous.meet(1, False, 33)
+    store = heartbeat.meet(1, False, 33)
     assert store.timeout == timedelta(seconds=33)
     store.set("x", "y")
     assert server.get("x") == b"y"
@@ -39,7 +39,7 @@ def test_a_rank_whose_torchrun_was_killed_joins_nobody(
     kept = served(port) if answers else None
     monkeypatch.setattr(launch, "_PARENT", -1)
     with pytest.raises(ValueError, match="torchrun was killed before rank 1 had met the others"):
-        rendezvous.meet(1, False, 600)
+        heartbeat.meet(1, False, 600)
     del kept
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # a shell that starts ranks and leaves does nothing wrong
     assert not launch.orphaned()
@@ -48,18 +48,18 @@ def test_a_rank_whose_torchrun_was_killed_joins_nobody(
 def test_nobody_comes(port: int) -> None:
     begin = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 found nobody at 127"):
-        rendezvous.meet(1, False, 0.5)
+        heartbeat.meet(1, False, 0.5)
     assert time.monotonic() - begin >= 0.5
 
 
 def test_a_rank_is_there_once(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = PrefixStore("kiloword/none/0", served(port))
-    rendezvous.claim(store, 1)
-    rendezvous.claim(store, 1)
+    heartbeat.claim(store, 1)
+    heartbeat.claim(store, 1)
     monkeypatch.setattr("os.getpid", lambda: 7)
-    rendezvous.claim(store, 0)
+    heartbeat.claim(store, 0)
     with pytest.raises(ValueError, match=r"process \d+ on .+ is rank 1 already, perhaps of a torchrun that was killed"):
-        rendezvous.claim(store, 1)
+        heartbeat.claim(store, 1)
 
 
 class Calls:
@@ -86,16 +86,16 @@ def test_a_rank_calls_again_until_somebody_answers(
 ) -> None:
     clock, count = [0.0], 3 if timeout_s > 10 else 0
     calls = Calls(["nobody"] * count, clock)
-    monkeypatch.setattr(rendezvous, "CALL_S", 10.0)
-    monkeypatch.setattr(rendezvous, "TCPStore", calls)
-    monkeypatch.setattr(rendezvous, "time", type("Clock", (), {"monotonic": staticmethod(lambda: clock[0])}))
-    assert rendezvous.meet(1, False, timeout_s) is calls
+    monkeypatch.setattr(heartbeat, "CALL_S", 10.0)
+    monkeypatch.setattr(heartbeat, "TCPStore", calls)
+    monkeypatch.setattr(heartbeat, "time", type("Clock", (), {"monotonic": staticmethod(lambda: clock[0])}))
+    assert heartbeat.meet(1, False, timeout_s) is calls
     one = ("127.0.0.1", port, None, False, timedelta(seconds=call_s))
     assert calls.given == [one] * (count + 1) + [(timedelta(seconds=timeout_s),)]
     calls.errors = ["nobody"] * 100
     before = clock[0]
     with pytest.raises(ValueError, match="found nobody"):
-        rendezvous.meet(1, False, timeout_s)
+        heartbeat.meet(1, False, timeout_s)
     assert clock[0] - before == (610 if timeout_s > 10 else 10)
 
 
@@ -106,9 +106,9 @@ def test_a_rank_calls_again_until_somebody_answers(
 def test_the_rank_that_keeps_the_store_calls_once(
     port: int, monkeypatch: pytest.MonkeyPatch, error: str, why: str
 ) -> None:
-    monkeypatch.setattr(rendezvous, "TCPStore", Calls([error], [0.0]))
+    monkeypatch.setattr(heartbeat, "TCPStore", Calls([error], [0.0]))
     with pytest.raises(ValueError) as caught:
-        rendezvous.meet(0, True, 600)
+        heartbeat.meet(0, True, 600)
     assert str(caught.value) == (
         f"the ranks cannot meet at port {port} of 127.0.0.1: {why}. Set MASTER_PORT to another, for all ranks."
     )
