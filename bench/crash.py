@@ -169,7 +169,8 @@ def cases(base: Path) -> dict[str, Case]:
         "index": Case(lambda f: verb("data", "index", f / "photos"), copied),
         "index-in-cache": Case(lambda f: verb("data", "index", f / "photos"), lambda f: copied(f, 0o555)),
         "mine": Case(
-            lambda f: verb("mine", scenes, "--side", features, "--out", f / "mined"), free=("mine.json", "report.html")
+            lambda f: verb("mine", scenes, "--features", features, "--out", f / "mined"),
+            free=("mine.json", "report.html"),
         ),
         "import": Case(lambda f: import_(base, f), twice=(0, 2)),  # 2: it is there already
         "train": Case(lambda f: verb(*run.split(), "--out", f / "run"), free=(".lock", "metrics.jsonl")),

@@ -28,7 +28,7 @@ from kiloword.training.learner import Learner, learner_of
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Texts
 
-TEACHER = 16  # width of made-up side features
+TEACHER = 16  # width of made-up precomputed features
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def batch_of(config: ModelConfig, images: int, captions: int, needs: tuple[str, 
         seeds=numbers,
         position=numbers,
         composed=torch.zeros(images, dtype=torch.bool),
-        image_side={f"{name}{end}": _noise(rng, images) for name in teachers for end in ("", ".texts")},
-        text_side={name: _noise(rng, images * captions) for name in teachers},
+        image_features={f"{name}{end}": _noise(rng, images) for name in teachers for end in ("", ".texts")},
+        text_features={name: _noise(rng, images * captions) for name in teachers},
         questions=Texts.pack(asked) if "questions" in needs else None,
     )
 

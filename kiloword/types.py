@@ -77,8 +77,8 @@ class Example:
     captions: list[str]  # answers, where there is a question
     composed: bool = False  # a transform mixed it with another image
     question: str | None = None
-    image_side: dict[str, Tensor] = field(default_factory=dict)  # side tables, joined by key
-    text_side: dict[str, Tensor] = field(default_factory=dict)  # every value [captions, ...]
+    image_features: dict[str, Tensor] = field(default_factory=dict)  # feature stores, joined by key
+    text_features: dict[str, Tensor] = field(default_factory=dict)  # every value [captions, ...]
 
 
 class Fetch(Protocol):
@@ -98,7 +98,7 @@ Transform = Callable[[Example, Fetch, Draw], Example]
 
 A transform that must know the data set (which row is nearest to which) also has `bind(source) -> Transform`, called
 once before training. A transform that mixes images or captions sets `composed`, so that nobody mines stale features
-for it, and keeps one row of every `text_side` value for each of its captions.
+for it, and keeps one row of every `text_features` value for each of its captions.
 """
 
 
@@ -147,8 +147,8 @@ class Batch:
     seeds: Tensor  # [I] int64 from (seed, epoch, row): every later random choice derives from it
     position: Tensor  # [I] int64 place in the global batch, unique over ranks and micro-batches
     composed: Tensor  # [I] bool
-    image_side: dict[str, Tensor] = field(default_factory=dict)  # [I, ...]
-    text_side: dict[str, Tensor] = field(default_factory=dict)  # [T, ...]
+    image_features: dict[str, Tensor] = field(default_factory=dict)  # [I, ...]
+    text_features: dict[str, Tensor] = field(default_factory=dict)  # [T, ...]
     questions: Texts | None = None  # for VQA: fused with the image by the text tower
     skipped: list[Skipped] = field(default_factory=list)
     made_s: float = 0.0  # seconds that the loader took to make it
@@ -181,8 +181,8 @@ class Batch:
             seeds=self.seeds[i:j],
             position=self.position[i:j],
             composed=self.composed[i:j],
-            image_side={k: v[i:j] for k, v in self.image_side.items()},
-            text_side={k: v[t:u] for k, v in self.text_side.items()},
+            image_features={k: v[i:j] for k, v in self.image_features.items()},
+            text_features={k: v[t:u] for k, v in self.text_features.items()},
             questions=None if self.questions is None else self.questions.cut(i, j),
         )
 
@@ -196,8 +196,8 @@ class Batch:
             seeds=change(self.seeds),
             position=change(self.position),
             composed=change(self.composed),
-            image_side={k: change(v) for k, v in self.image_side.items()},
-            text_side={k: change(v) for k, v in self.text_side.items()},
+            image_features={k: change(v) for k, v in self.image_features.items()},
+            text_features={k: change(v) for k, v in self.text_features.items()},
             questions=None if self.questions is None else self.questions.each(change),
         )
 
@@ -234,8 +234,8 @@ class Pairs:
 
     logits: Tensor  # [i, t]
     annotated: Tensor  # [i, t] bool: the text was written for the image
-    images: Features  # beside the head's: "position" [i], "mineable" [i] bool, side features "image_side.NAME"
-    texts: Features  # likewise, of the image that the text was written for, "text_side.NAME", and "column" [t]
+    images: Features  # beside the head's: "position" [i], "mineable" [i] bool, precomputed "image_features.NAME"
+    texts: Features  # likewise, of the image that the text was written for, "text_features.NAME", and "column" [t]
 
 
 Positives = Callable[[Pairs], Tensor]

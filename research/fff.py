@@ -36,8 +36,8 @@ def arms(options: FffOptions) -> list[Arm]:
 
     def arm(name: str, method: str, settings: dict[str, Any] | None = None, captions: int = CAPTIONS) -> Arm:
         recipe = _base(options, method, captions)
-        side = (str(teacher.features(options.out)),) if name.startswith("mined") else ()
-        recipe = replace(recipe, data=replace(recipe.data, side=side), settings=settings or {})
+        features = (str(teacher.features(options.out)),) if name.startswith("mined") else ()
+        recipe = replace(recipe, data=replace(recipe.data, features=features), settings=settings or {})
         return Arm(name=name, recipe=recipe, judge=judge_scenes)
 
     return [

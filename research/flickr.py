@@ -36,8 +36,8 @@ def arms(options: FlickrOptions) -> list[Arm]:
 
     def arm(name: str, method: str, settings: dict[str, Any] | None = None) -> Arm:
         recipe = base(options, method)
-        side = (str(teacher.features(options.out)),) if name.endswith("mined") else ()
-        recipe = replace(recipe, data=replace(recipe.data, side=side), settings=settings or {})
+        features = (str(teacher.features(options.out)),) if name.endswith("mined") else ()
+        recipe = replace(recipe, data=replace(recipe.data, features=features), settings=settings or {})
         return Arm(name=name, recipe=recipe, judge=judge)
 
     annotated = {"positives": "annotated"}

@@ -24,13 +24,13 @@ def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
         return
     from kiloword.checkpoint.files import write_json
     from kiloword.features.extract import main as embed
-    from kiloword.features.store import SideTable
+    from kiloword.features.store import FeatureStore
     from kiloword.training.loop import RunOptions, train
     from kiloword.training.setup import open_sources
 
     model = train(replace(recipe, seed=SEED), out / "teacher", options=RunOptions(workers=workers, device=device))
     embed(str(model), recipe.data.sources, features(out), workers=workers, device=device)
-    write_json(out / "teacher.json", _calibrated(SideTable(features(out)), open_sources(recipe)))
+    write_json(out / "teacher.json", _calibrated(FeatureStore(features(out)), open_sources(recipe)))
 
 
 def _calibrated(table: Any, source: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def known(out: Path) -> dict[str, Any] | None:
 
 
 def features(out: Path) -> Path:
-    """The side table that mined positives need."""
+    """The feature store that mined positives need."""
     return out / "features"
 
 

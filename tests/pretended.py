@@ -248,13 +248,13 @@ def a_batch(method: Method, config: ModelConfig, images: int, captions: int) -> 
     lengths = [text.context if text.pad_to_context else 4 + i % 5 for i in range(n)]
     extra = len(text.extra_tokens)
     texts = Texts.pack([[1] * (length - extra) + [2] * extra for length in lengths])
-    image_side, text_side = {}, {}
+    image_features, text_features = {}, {}
     for need in method.needs:
         if need == "truth":
-            text_side[need] = torch.zeros(n, images, dtype=torch.bool)
+            text_features[need] = torch.zeros(n, images, dtype=torch.bool)
         elif need != "questions":
-            image_side |= {name: torch.zeros(images, 8, dtype=torch.float16) for name in (need, f"{need}.texts")}
-            text_side[need] = torch.zeros(n, 8, dtype=torch.float16)
+            image_features |= {name: torch.zeros(images, 8, dtype=torch.float16) for name in (need, f"{need}.texts")}
+            text_features[need] = torch.zeros(n, 8, dtype=torch.float16)
     return Batch(
         images=torch.zeros(images, 3, config.image.size, config.image.size, dtype=torch.uint8),
         texts=texts,
@@ -262,8 +262,8 @@ def a_batch(method: Method, config: ModelConfig, images: int, captions: int) -> 
         seeds=torch.arange(images),
         position=torch.arange(images),
         composed=torch.zeros(images, dtype=torch.bool),
-        image_side=image_side,
-        text_side=text_side,
+        image_features=image_features,
+        text_features=text_features,
         questions=Texts.pack([[1] * (4 + i % 3) for i in range(images)]) if "questions" in method.needs else None,
     )
 

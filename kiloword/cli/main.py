@@ -75,8 +75,8 @@ def embed(
     Args:
         model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (a CLIP as transformers saves it).
         data: what `train --data` takes.
-        out: side table to write, for `train --side`; the same command again goes on after an interruption.
-        name: of the features, where one run takes several side tables.
+        out: feature store to write, for `train --features`; the same command again goes on after an interruption.
+        name: of the features, where one run takes several feature stores.
         extra_captions: parquet tables (key, captions) whose captions are embedded too.
         batch: images at a time.
         workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
@@ -129,23 +129,23 @@ def caption(
 @app.command
 def mine(
     data: Positional[tuple[str, ...]],
-    side: Path,
+    features: Path,
     out: Path,
     options: Annotated[MineOptions, arg(name="")] = MINE,
 ) -> None:
-    """Captions that fit other images: kiloword mine photos/train --side features --out mined --calibrate
+    """Captions that fit other images: kiloword mine photos/train --features features --out mined --calibrate
 
     Writes OUT/report.html, pairs.parquet, mine.json and thresholds.json.
 
     Args:
         data: what `train --data` takes.
-        side: side table of a teacher's features of it (`kiloword embed`).
+        features: feature store of a teacher's features of it (`kiloword embed`).
         out: folder for report, pairs and numbers.
         options: thresholds, and what is shown.
     """
     from kiloword.mining import main as run
 
-    run(data, side, out, options)
+    run(data, features, out, options)
 
 
 @app.command

@@ -30,7 +30,7 @@ class Train:
       kiloword train siglip --data scenes --out runs/first
       kiloword train clip --data photos/train --val photos/dev --out runs/photos --epochs 30
       kiloword train siglip --data table.csv --out runs/table --size s16 --optim.lr 1e-3 --workers 8
-      kiloword train llip --transforms compose --positives mined --side features --data photos/train --out runs/mix
+      kiloword train llip --transforms compose --positives mined --features features --data photos/train --out runs/mix
     """
 
     out: Path = tyro.MISSING  # folder of the run
@@ -42,7 +42,7 @@ class Train:
     pooling: str | None = None  # another method's pooling: contextual
     uncertainty: str | None = None  # gaussian: features with a variance
     terms: tuple[str, ...] = ()  # more terms of the loss, one or several: caption, mim, inclusion
-    side: tuple[str, ...] = ()  # side tables of features (`kiloword embed`), joined by key
+    features: tuple[str, ...] = ()  # feature stores (`kiloword embed`), joined by key
     extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the images' own
     raw_captions: bool = True  # whether the images' own captions stay beside the extra ones
     size: str = "tiny"  # of the towers (`kiloword sizes`)
@@ -83,7 +83,7 @@ def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
         val=args.val,
         extra_captions=args.extra_captions,
         raw_captions=args.raw_captions,
-        side=args.side,
+        features=args.features,
         captions=args.captions,
         decoder=args.decoder,
         weights=args.weights,

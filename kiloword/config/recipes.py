@@ -147,7 +147,7 @@ class DataConfig(BaseSettings):
     val: str | None = None
     extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the images' own
     raw_captions: bool = True  # whether the images' own captions stay beside the extra ones
-    side: tuple[str, ...] = ()  # side tables of features (`kiloword embed`), joined by key
+    features: tuple[str, ...] = ()  # feature stores (`kiloword embed`), joined by key
     captions: int | Literal["one", "all"] = "one"  # an image's captions in a batch: one redrawn each epoch, N, all
     together: int = 1  # consecutive rows that stand in a batch together: groups of hard negatives
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
@@ -157,7 +157,7 @@ class DataConfig(BaseSettings):
 
     def __post_init__(self) -> None:
         """URLs are kept without credentials, which are remembered: see `kiloword.addresses`."""
-        for name in ("sources", "extra_captions", "side"):
+        for name in ("sources", "extra_captions", "features"):
             object.__setattr__(self, name, tuple(map(public, getattr(self, name))))
         if self.val is not None:
             object.__setattr__(self, "val", public(self.val))

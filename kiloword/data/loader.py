@@ -23,7 +23,7 @@ from kiloword.data.sources.questions import check_asks, question_of
 from kiloword.data.steps import in_order
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.features.store import SideTable
+from kiloword.features.store import FeatureStore
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Batch, Example, Skipped, Source, Texts, Transform
 
@@ -35,12 +35,12 @@ class Loader:
     """One rank's share of every global batch; a batch is a pure function of its step.
 
     Args: order decides the rows; data, how images are read and which captions come; text, how captions are packed;
-    transforms change examples, in order; sides, tables of features that join the examples; truth: texts also carry
+    transforms change examples, in order; stores, of features that are added to examples; truth: texts also carry
     which images of the global batch they are true of; questions: every image comes with the question that its texts
     answer; train False: images as for evaluation, no transforms; timeout in seconds
     a step; given_up: rows that took too long to decode, to be skipped from the start.
-    Errors: ValueError when the batch does not divide over the ranks, the order or a side table is of other data, or the
-    source knows no truth or no questions.
+    Errors: ValueError when the batch does not divide over the ranks, the order or a feature store is of other data,
+    or the source knows no truth or no questions.
     """
 
     source: Source
@@ -50,7 +50,7 @@ class Loader:
     image_size: int
     tokenizer: Tokenizer
     transforms: Sequence[Transform] = ()
-    sides: Sequence[SideTable] = ()
+    stores: Sequence[FeatureStore] = ()
     truth: bool = False
     questions: bool = False
     seed: int = 0
@@ -82,8 +82,8 @@ class Loader:
             )
         if self.questions:
             check_asks(self.source)
-        for side in self.sides:
-            side.check(self.source)
+        for store in self.stores:
+            store.check(self.source)
         self.transforms = [
             transform.bind(self.source) if hasattr(transform, "bind") else transform for transform in self.transforms
         ]
@@ -115,7 +115,7 @@ class Loader:
         """This rank's share of the global batch of one step.
 
         Bad samples are named in `skipped` and replaced by other rows, the same ones in every run.
-        Errors: ValueError when no replacement for a bad row can be read, a side table does not cover every row,
+        Errors: ValueError when no replacement for a bad row can be read, a feature store does not cover every row,
         or a row is bad whose truth is asked for.
         """
         began = time.perf_counter()
@@ -135,7 +135,7 @@ class Loader:
         for row in mine.tolist():
             example, draw = reader.readable(row, Draw(self.seed, epoch, row))
             if self.truth:
-                example.text_side["truth"] = self._truth(example, row, rows)
+                example.text_features["truth"] = self._truth(example, row, rows)
             for transform in self.transforms if self.train else ():
                 example = transform(example, reader, draw)
             examples.append(example)
@@ -189,8 +189,8 @@ class Loader:
             seeds=torch.tensor(seeds, dtype=torch.int64),
             position=torch.arange(first, first + len(examples)),
             composed=torch.tensor([e.composed for e in examples]),
-            image_side=_join([e.image_side for e in examples], torch.stack),
-            text_side=_join([e.text_side for e in examples], torch.cat),
+            image_features=_join([e.image_features for e in examples], torch.stack),
+            text_features=_join([e.text_features for e in examples], torch.cat),
             questions=self._questions(examples),
             skipped=skipped,
         )
@@ -261,8 +261,8 @@ class BatchReader:
         with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):
             image = loader.image(record.image, draw)
         example = Example(record.key, row, image, captions, question=asked)
-        for side in loader.sides:
-            side.join(example)  # before words are dropped: features are those of whole captions
+        for store in loader.stores:
+            store.join(example)  # before words are dropped: features are those of whole captions
         if loader.train and loader.data.augment.drop_words > 0 and asked is None:  # an answer is right as a whole
             example.captions = drop_words(captions, loader.data.augment.drop_words, draw)
         return example
@@ -273,8 +273,10 @@ def _changes(augment: AugmentConfig, natural: bool) -> bool:
     return geometry or augment.jitter > 0 or augment.grayscale > 0 or augment.blur > 0
 
 
-def _join(sides: list[dict[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
-    names = sides[0].keys()
-    if any(side.keys() != names for side in sides):
-        raise ValueError(f"side features {sorted(names)} are missing for some rows; a side table must cover every row")
-    return {name: join([side[name] for side in sides]) for name in names}
+def _join(features: list[dict[str, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
+    names = features[0].keys()
+    if any(one.keys() != names for one in features):
+        raise ValueError(
+            f"precomputed features {sorted(names)} are missing for some rows; a feature store must cover every row"
+        )
+    return {name: join([one[name] for one in features]) for name in names}

@@ -1,4 +1,4 @@
-"""A teacher's features of a whole data set, once, into a side table: what `kiloword embed` does."""
+"""A teacher's features of a whole data set, once, into a feature store: what `kiloword embed` does."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
-from kiloword.features.store import SideTable, StoredFeatures, TableFile, contents
+from kiloword.features.store import FeatureStore, StoredFeatures, TableFile, contents
 from kiloword.features.teachers import Teacher, open_teacher
-from kiloword.features.writer import FeatureRows, SideWriter, content_of, what_is_there
+from kiloword.features.writer import FeatureRows, FeatureWriter, content_of, what_is_there
 from kiloword.terminal import say
 from kiloword.terminal.progress import PLAIN_EVERY_S, duration, per_second
 from kiloword.types import Skipped, Source
@@ -63,7 +63,7 @@ def main(
             _say(out, table)
 
 
-def _say(out: Path, table: SideTable) -> None:
+def _say(out: Path, table: FeatureStore) -> None:
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
     captions = int(table.starts[-1])
     say(f"{out}: {len(table):,} images, {captions:,} captions, {table.dim} numbers each, {size:,.1f} MB")
@@ -82,7 +82,7 @@ def embed(
     workers: int = 0,
     part: int = PART,
     report: ProgressReport | None = None,
-) -> SideTable:
+) -> FeatureStore:
     """Features of every readable image, un-augmented, and of all its captions; goes on with what is in `out`.
 
     Args: source: of a mixture every row of each part is embedded, whatever its weight; teacher_name: as messages name
@@ -124,7 +124,7 @@ def _file(
 
 def _embed(
     teacher: Teacher, source: Source, out: Path, file: TableFile, batch: int, workers: int, report: ProgressReport
-) -> SideTable | None:
+) -> FeatureStore | None:
     """As `embed`. Of ranks that share the rows the first one alone writes, and gets the table."""
     if batch < 1:
         raise ValueError(f"a batch of {batch} images; expected at least 1")
@@ -133,12 +133,12 @@ def _embed(
         return None
     what_is_there(out, file)  # the folder of something else gets no lock
     with Lock(out, "writing"):
-        writer = SideWriter(out, file)
+        writer = FeatureWriter(out, file)
         _fill(writer, every_row(source), teacher, batch, workers, report)
         return _finish(writer, report)
 
 
-def _finish(writer: SideWriter, report: ProgressReport) -> SideTable:
+def _finish(writer: FeatureWriter, report: ProgressReport) -> FeatureStore:
     """The whole table, and a sentence about each kind of row that it lacks."""
     table = writer.finish()
     if writer.skipped:
@@ -149,7 +149,7 @@ def _finish(writer: SideWriter, report: ProgressReport) -> SideTable:
 
 
 def _fill(
-    writer: SideWriter | None, source: Source, teacher: Teacher, batch: int, workers: int, report: ProgressReport
+    writer: FeatureWriter | None, source: Source, teacher: Teacher, batch: int, workers: int, report: ProgressReport
 ) -> None:
     """Make and write the parts that are missing. Args: writer: on the first rank."""
     numbers, todo = missing_parts(writer, "features")
@@ -169,7 +169,7 @@ def _fill(
                 written.append(todo[n])
 
 
-def _rows(writer: SideWriter, made: list[FeatureBatch], report: ProgressReport) -> FeatureRows:
+def _rows(writer: FeatureWriter, made: list[FeatureBatch], report: ProgressReport) -> FeatureRows:
     """Batches put together, without rows that came before."""
     rows = FeatureRows()
     for one in made:

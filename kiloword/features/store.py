@@ -1,4 +1,4 @@
-"""Side tables: features of a data set's images and captions, computed once, joined to examples by key.
+"""Feature stores: features of a data set's images and captions, computed once, joined to examples by key.
 
 Format (a folder): `table.json` (`TableFile`); `part-00000.arrow` and on, each the readable images of `part` rows with
 their keys, captions and features, in the data's order; at last `index.npy`, [2, N] uint64: digests of the keys,
@@ -48,7 +48,7 @@ class TableFile(BaseSettings):
     contents: tuple[str, ...]  # see `contents`
     rows: int  # of the data, bad ones included
     part: int  # rows a part
-    format: Literal["kiloword-side-1"] = "kiloword-side-1"
+    format: Literal["kiloword-features-1"] = "kiloword-features-1"
 
     @property
     def parts(self) -> int:
@@ -109,14 +109,15 @@ class StorePart:
         return {caption: start + n for n, caption in enumerate(self.captions[start:end].to_pylist())}
 
 
-class SideTable:
+class FeatureStore:
     """Features of one teacher on one data set, memory-mapped; `kiloword embed` writes the folder.
 
-    `join` adds `image_side[name]` [D] and `text_side[name]` [captions, D] (unit norm; zeros, which match nothing, where
-    the table has none) and `image_side[name + ".texts"]` [D], the mean of the example's `text_side` rows.
+    `join` adds `image_features[name]` [D] and `text_features[name]` [captions, D] (unit norm; zeros, which match
+    nothing, where the store has none) and `image_features[name + ".texts"]` [D], the mean of the example's
+    `text_features` rows.
 
     N images in the data's order, without bad rows; T captions. Sending it to a worker sends the path alone.
-    Errors: ValueError when the folder is no finished side table, or is damaged. What asks for the whole table checks
+    Errors: ValueError when the folder is no finished feature store, or is damaged. What asks for the whole table checks
     every byte; `join` sees only what makes a part unreadable.
     """
 
@@ -126,7 +127,7 @@ class SideTable:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not (self.path / TABLE).is_file():
-            raise ValueError(f"{path} is no side table: it has no {TABLE}. Make one by `kiloword embed`.")
+            raise ValueError(f"{path} is no feature store: it has no {TABLE}. Make one by `kiloword embed`.")
         self.file = read_config(self.path / TABLE, TableFile)
         self.name, self.dim = self.file.name, self.file.dim
         self._open()
@@ -142,7 +143,7 @@ class SideTable:
         except (OSError, ValueError, EOFError):
             raise ValueError(f"{path / INDEX} is damaged. Remove that file. {_AGAIN}") from None
         if self._index.dtype != np.uint64 or self._index.ndim != 2 or len(self._index) != 2:
-            raise ValueError(f"{path / INDEX} is no index of a side table. Remove that file. {_AGAIN}")
+            raise ValueError(f"{path / INDEX} is no index of a feature store. Remove that file. {_AGAIN}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("path", "file", "name", "dim")}
@@ -162,8 +163,8 @@ class SideTable:
         if contents(source) <= set(self.file.contents):
             return
         raise ValueError(
-            f"the side table {self.path} was made from {self.file.data} (fingerprint {self.file.fingerprint}), but the "
-            f"run reads {source.name} ({source.fingerprint}): make one from the same data and extra captions by "
+            f"the feature store {self.path} was made from {self.file.data} (fingerprint {self.file.fingerprint}), but "
+            f"the run reads {source.name} ({source.fingerprint}): make one from the same data and extra captions by "
             "`kiloword embed MODEL --data SRC --out DIR`."
         )
 
@@ -182,12 +183,12 @@ class SideTable:
                     texts[n] = part.texts[place]
         if not (np.isfinite(image).all() and np.isfinite(texts).all()):
             raise ValueError(
-                f"the side table {self.path} has features of {example.key} that are no numbers: make it again in "
+                f"the feature store {self.path} has features of {example.key} that are no numbers: make it again in "
                 "another folder by `kiloword embed`, with --precision fp32."
             )
-        example.image_side[self.name] = torch.from_numpy(image)
-        example.text_side[self.name] = torch.from_numpy(texts)
-        example.image_side[self.name + ".texts"] = example.text_side[self.name].mean(0)
+        example.image_features[self.name] = torch.from_numpy(image)
+        example.text_features[self.name] = torch.from_numpy(texts)
+        example.image_features[self.name + ".texts"] = example.text_features[self.name].mean(0)
 
     def _find(self, key: str) -> tuple[StorePart, int] | None:
         raw = keyed.raw(key)

@@ -1,4 +1,4 @@
-"""Writing a side table part by part: each part is whole or not there, so that an interrupted run can go on."""
+"""Writing a feature store part by part: each part is whole or not there, so that an interrupted run can go on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kiloword.data import keyed
 from kiloword.features.store import (
     INDEX,
     TABLE,
-    SideTable,
+    FeatureStore,
     StoredFeatures,
     StorePart,
     TableFile,
@@ -52,8 +52,8 @@ class FeatureRows:
     skipped: list[Skipped] = field(default_factory=list)
 
 
-class SideWriter:
-    """The side table in a folder, new or gone on with.
+class FeatureWriter:
+    """The feature store in a folder, new or gone on with.
 
     Errors: ValueError when the folder holds something else, or features of another teacher or data.
     """
@@ -128,7 +128,7 @@ class SideWriter:
         write_atomic(part_path(self.folder, number), sink.getvalue().to_pybytes())
         self.skipped += rows.skipped
 
-    def finish(self) -> SideTable:
+    def finish(self) -> FeatureStore:
         """Write the index; all parts are there. Raises: ValueError when no image was usable."""
         keys: list[bytes] = []
         places = []
@@ -142,7 +142,7 @@ class SideWriter:
         data = io.BytesIO()
         np.save(data, keyed.lookup(keys, np.concatenate(places)))
         write_atomic(self.folder / INDEX, data.getvalue())
-        return SideTable(self.folder)
+        return FeatureStore(self.folder)
 
 
 def what_is_there(folder: Path, file: TableFile) -> TableFile | None:
@@ -153,7 +153,7 @@ def what_is_there(folder: Path, file: TableFile) -> TableFile | None:
         _check_same(folder, there, file)
         return there
     if is_taken(folder):
-        raise ValueError(f"{folder} exists and is no side table: choose another --out, or remove it.")
+        raise ValueError(f"{folder} exists and is no feature store: choose another --out, or remove it.")
     return None
 
 

@@ -150,7 +150,7 @@ class Blocks:
 
 def learns(name: str, value: Tensor) -> bool:
     """Whether a feature can have a gradient: precomputed features are constants."""
-    return value.is_floating_point() and "_side." not in name
+    return value.is_floating_point() and "_features." not in name
 
 
 def sigmoid_loss(pairs: PairBlocks, positives: Positives, reduction: Literal["images", "texts"] = "images") -> Total:

@@ -10,19 +10,19 @@ from pathlib import Path
 from kiloword.mining.options import MineOptions
 
 
-def main(sources: Sequence[str], side: Path, out: Path, options: MineOptions) -> None:
+def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions) -> None:
     """What the command line calls: writes report.html, pairs.parquet, mine.json and thresholds.json into `out`.
 
     Ranks that torchrun started share the search; the first one writes.
 
-    Errors: ValueError for data that cannot be opened, a side table of other data, or settings out of range.
+    Errors: ValueError for data that cannot be opened, a feature store of other data, or settings out of range.
     """
     from kiloword.checkpoint.lock import Lock
     from kiloword.config.recipes import DataConfig
     from kiloword.data.sources.open import open_data
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
-    from kiloword.features.store import SideTable
+    from kiloword.features.store import FeatureStore
     from kiloword.methods.fff.preset import Mined, check
     from kiloword.mining import output
     from kiloword.mining.corpus import Corpus
@@ -33,7 +33,7 @@ def main(sources: Sequence[str], side: Path, out: Path, options: MineOptions) ->
     options = replace(options, device=choose(options.device))
     check(options.over(Mined()))
     with together(options.device):
-        table = SideTable(side)
+        table = FeatureStore(features)
         settings = options.over(Mined(teacher=table.name))
         source = open_data(DataConfig(sources=tuple(sources), extra_captions=tuple(map(str, options.extra_captions))))
         table.check(source)

@@ -71,7 +71,7 @@ def random_pairs(
     owner = corpus.owner[columns]
     others = torch.from_numpy(rows[:, None] != owner[None])
     if not bool(others.any()):
-        raise ValueError("the side table knows no two images with captions: there are no pairs to mine.")
+        raise ValueError("the feature store knows no two images with captions: there are no pairs to mine.")
     image_features, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
     values = similarities(image_features, means, corpus.load(corpus.texts, columns), corpus.load(corpus.images, owner))
     it, ii, tt = (v.cpu()[others] for v in values)

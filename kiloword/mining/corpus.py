@@ -17,7 +17,7 @@ Floats = NDArray[np.floating[Any]]
 
 
 class TeacherFeatures(Protocol):
-    """What mining needs of a `SideTable`."""
+    """What mining needs of a `FeatureStore`."""
 
     @property
     def name(self) -> str: ...
@@ -46,11 +46,11 @@ class Corpus:
 
     @staticmethod
     def of(table: TeacherFeatures, device: str = "cpu") -> Corpus:
-        """The features of a side table. Errors: ValueError when it has fewer than two images or captions."""
+        """The features of a feature store. Errors: ValueError when it has fewer than two images or captions."""
         starts = np.asarray(table.starts, np.int64)
         if len(table.keys) < 2 or len(table.captions) < 2:
             raise ValueError(
-                f"the side table '{table.name}' has {len(table.keys)} images and {len(table.captions)} captions: "
+                f"the feature store '{table.name}' has {len(table.keys)} images and {len(table.captions)} captions: "
                 "there are no pairs to mine. Expected two of each at least."
             )
         return Corpus(table.keys, table.captions, starts, table.images(), table.texts(), table.text_means(), device)

@@ -12,7 +12,7 @@ Mined = TypeVar("Mined", bound=Any)
 
 @dataclass(frozen=True, kw_only=True)
 class MineOptions:
-    """Flags of `kiloword mine`, beside data, side table and output folder."""
+    """Flags of `kiloword mine`, beside data, feature store and output folder."""
 
     p1: float | None = None  # a pair matches when image and caption are more alike; the paper's 0.27
     p2: float | None = None  # or when the caption's image is more alike; the paper's 0.92

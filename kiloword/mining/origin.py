@@ -1,4 +1,4 @@
-"""What the data set itself knows of a side table's images: their pixels, and for scenes what is true of them."""
+"""What the data set itself knows of a feature store's images: their pixels, and for scenes what is true of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import captions_at
 from kiloword.data.sources.extra_captions import CaptionTable, key_of
-from kiloword.features.store import SideTable, contents
+from kiloword.features.store import FeatureStore, contents
 from kiloword.mining.corpus import Corpus, Ints
 from kiloword.types import BadSample, Source
 
@@ -30,8 +30,8 @@ class Origin:
     rows: Ints  # [N]
 
     @staticmethod
-    def of(source: Source, corpus: Corpus, table: SideTable) -> tuple[Origin, Corpus]:
-        """The rows behind a side table's images, and its features as far as the source has them.
+    def of(source: Source, corpus: Corpus, table: FeatureStore) -> tuple[Origin, Corpus]:
+        """The rows behind a feature store's images, and its features as far as the source has them.
 
         A table may know more: other parts of a mixture, captions of tables that are left out this time.
         """

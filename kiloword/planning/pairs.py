@@ -26,14 +26,14 @@ class Side:
     """What a feature row holds that travels between ranks, in numbers."""
 
     floats: int  # with gradient
-    constant: int = 0  # side features
+    constant: int = 0  # precomputed features
     whole: int = 2  # integers: position, mineable
 
 
 def features(model: Model, teacher: int = 0) -> tuple[Side, Side]:
     """Numbers of an image's and of a text's features.
 
-    Args: teacher: width of side features, an image's own, those of its texts' mean and a text's; 0: there are none.
+    Args: teacher: width of precomputed features, an image's own, those of its texts' mean and a text's; 0: none.
     """
     dim = model.config.head.dim
     uncertainty = dim if model.head.uncertainty is not None else 0

@@ -71,17 +71,17 @@ class Learner(nn.Module):
         return Encoded(image_tokens, text_tokens, images, texts)
 
     def pair_inputs(self, encoded: Encoded, batch: Batch) -> tuple[Features, Features]:
-        """Features as the pair loss sees them: at least fp32, with positions and side features."""
+        """Features as the pair loss sees them: at least fp32, with positions and precomputed features."""
         of = batch.image_of_text
         images = {k: at_least_float(v) for k, v in encoded.images.items()}
         texts = {k: at_least_float(v) for k, v in encoded.texts.items()}
         mineable = ~batch.composed
         images |= {"position": batch.position, "mineable": mineable}
         texts |= {"position": batch.position[of], "mineable": mineable[of]}
-        for name, value in batch.image_side.items():
-            images[f"image_side.{name}"] = value
-            texts[f"image_side.{name}"] = value[of]
-        texts |= {f"text_side.{name}": value for name, value in batch.text_side.items()}
+        for name, value in batch.image_features.items():
+            images[f"image_features.{name}"] = value
+            texts[f"image_features.{name}"] = value[of]
+        texts |= {f"text_features.{name}": value for name, value in batch.text_features.items()}
         return images, texts
 
     def pair_loss(self, images: Features, texts: Features) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from kiloword.config.recipes import BaseSettings, ModelConfig, Recipe, read_conf
 from kiloword.data.sources.digest import sampled, whole
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
-from kiloword.features.store import SideTable, TableFile
+from kiloword.features.store import FeatureStore, TableFile
 from kiloword.methods.registry import preset
 from kiloword.training.signals import Stopped
 from kiloword.types import Source
@@ -51,7 +51,7 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
         data_fingerprint=source.fingerprint,
         data_sampled=digests[0],
         data_digest=digests[1],
-        features=tuple(_computed(SideTable(path).file) for path in recipe.data.side),
+        features=tuple(_computed(FeatureStore(path).file) for path in recipe.data.features),
         model=preset(recipe.method, recipe.settings).shape(recipe.model),
     )
 

@@ -28,7 +28,7 @@ from kiloword.data.sources.open import open_data, open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import activations, collectives, cuda_graphs, engine
 from kiloword.distributed.engine import Reducer
-from kiloword.features.store import SideTable
+from kiloword.features.store import FeatureStore
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.model.model import build, initialise
@@ -231,7 +231,7 @@ def make_loader(
         recipe.model.image.size,
         tokenizer,
         transforms=method.transforms,
-        sides=_sides(recipe, method),
+        stores=_stores(recipe, method),
         truth="truth" in method.needs,
         questions="questions" in method.needs,
         seed=recipe.seed,
@@ -243,20 +243,20 @@ def make_loader(
     )
 
 
-def _sides(recipe: Recipe, method: Method) -> list[SideTable]:
-    """The recipe's side tables. Raises: ValueError when the method needs one that is not there."""
-    sides = [SideTable(path) for path in recipe.data.side]
-    names = [side.name for side in sides]
+def _stores(recipe: Recipe, method: Method) -> list[FeatureStore]:
+    """The recipe's feature stores. Raises: ValueError when the method needs one that is not there."""
+    stores = [FeatureStore(path) for path in recipe.data.features]
+    names = [store.name for store in stores]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ValueError(f"two side tables are named {twice[0]!r}: give each a name of its own when it is made.")
+        raise ValueError(f"two feature stores are named {twice[0]!r}: give each a name of its own when it is made.")
     missing = [name for name in method.needs if name not in (*names, "truth", "questions")]
     if missing:
         raise ValueError(
             f"{recipe.method} needs features named {missing[0]!r} beside the data: make them once by `kiloword embed "
-            f"MODEL --data SRC --out DIR`, then train with --side DIR."
+            f"MODEL --data SRC --out DIR`, then train with --features DIR."
         )
-    return sides
+    return stores
 
 
 def _order(recipe: Recipe, source: Source) -> Order:

@@ -26,14 +26,14 @@ def config() -> ModelConfig:
 def batch(first: int = 0, end: int = IMAGES, order: Sequence[int] | None = None, method: str = "siglip") -> Batch:
     """Images `first` to `end` of a fixed batch, with one to three captions of two to nine tokens each.
 
-    It carries the side features and questions that the method needs; where it has transforms, some images count as
-    composed.
+    It carries the precomputed features and questions that the method needs; where it has transforms, some images count
+    as composed.
     """
     rows, slots = list(order or range(IMAGES))[first:end], preset(method)
     text = slots.shape(config()).text
     tail = [text.special[name] for name in text.extra_tokens]
     captions = [[_tokens(row, c) + tail for c in range(1 + row % 3)] for row in rows]
-    image_side, text_side = _sides(slots.needs, rows)
+    image_features, text_features = _precomputed(slots.needs, rows)
     return Batch(
         images=torch.stack([_noise(row, (3, 32, 32)) for row in rows]),
         texts=Texts.pack([ids for some in captions for ids in some]),
@@ -41,27 +41,27 @@ def batch(first: int = 0, end: int = IMAGES, order: Sequence[int] | None = None,
         seeds=torch.tensor([key(0, "verify", row) for row in rows]),
         position=torch.tensor(rows),
         composed=torch.tensor([bool(slots.transforms) and row % 5 == 0 for row in rows]),
-        image_side=image_side,
-        text_side=text_side,
+        image_features=image_features,
+        text_features=text_features,
         questions=Texts.pack([_tokens(row, QUESTION) for row in rows]) if "questions" in slots.needs else None,
     )
 
 
-def _sides(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Side features as a loader joins them: of a few directions alone, so that any threshold finds and leaves pairs."""
-    image_side, text_side = {}, {}
+def _precomputed(needs: Sequence[str], rows: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Precomputed features as a loader joins them: of few directions, so that any threshold finds and leaves pairs."""
+    image_features, text_features = {}, {}
     for name in needs:
         if name == "questions":
             continue
         if name == "truth":
             known = [_uniform("truth", row, c, size=IMAGES) < 0.2 for row in rows for c in range(1 + row % 3)]
-            text_side[name] = torch.stack(known)
+            text_features[name] = torch.stack(known)
             continue
         texts = [torch.stack([_direction(name, row + c) for c in range(1 + row % 3)]) for row in rows]
-        image_side[name] = torch.stack([_direction(name, row) for row in rows])
-        image_side[f"{name}.texts"] = torch.stack([own.mean(0) for own in texts])
-        text_side[name] = torch.cat(texts)
-    return image_side, text_side
+        image_features[name] = torch.stack([_direction(name, row) for row in rows])
+        image_features[f"{name}.texts"] = torch.stack([own.mean(0) for own in texts])
+        text_features[name] = torch.cat(texts)
+    return image_features, text_features
 
 
 def _direction(name: str, row: int) -> Tensor:

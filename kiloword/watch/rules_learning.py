@@ -47,7 +47,7 @@ class ManyMined(Rule):
     def says(self, value: float) -> str:
         return (
             f"{value:.1%} of all pairs are mined as positives, so a positive tells the model little. Do the thresholds "
-            "fit the teacher? `kiloword mine SRC --side DIR --out OUT --calibrate` proposes some."
+            "fit the teacher? `kiloword mine SRC --features DIR --out OUT --calibrate` proposes some."
         )
 
 

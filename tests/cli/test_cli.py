@@ -27,9 +27,9 @@ RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3
 
 # Every setting has a place below --optim, --augment or --model: a flag up here is a decision, not a habit.
 FLAGS = (
-    "out data val transforms positives pair_loss pooling uncertainty terms side extra_captions raw_captions size steps "
-    "epochs samples batch micro chunk precision matmul freeze init captions decoder weights together vocab bad_share "
-    "seed dry_run options optim augment model"
+    "out data val transforms positives pair_loss pooling uncertainty terms features extra_captions raw_captions size "
+    "steps epochs samples batch micro chunk precision matmul freeze init captions decoder weights together vocab "
+    "bad_share seed dry_run options optim augment model"
 )
 OPTIONS = (  # flags too: what may change when a run is resumed
     "workers device log_every log_to save_every eval_every keep_states timeout max_skipped_steps parallel "
@@ -187,7 +187,7 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("words", "said"),
     [
         (["fff"], "fff needs features named 'teacher' beside the data"),
-        (["fff", "--side", "nowhere"], "nowhere is no side table"),
+        (["fff", "--features", "nowhere"], "nowhere is no feature store"),
         (["llip", "--settings.heads", "7"], "7 heads do not divide"),
         (["clip-c", "--settings.partner", "file", "--settings.partner-file", "none.parquet"], "none.parquet cannot"),
         (["clip", "--batch", "80"], "fewer than one batch of 80"),
@@ -253,7 +253,9 @@ def test_sharding_over_one_process_is_told(tmp_path: Path, capsys: pytest.Captur
     )
 
 
-@pytest.mark.parametrize("words", [["--transforms", "compose", "--transforms", "mixup"], ["--side=a", "--side", "b"]])
+@pytest.mark.parametrize(
+    "words", [["--transforms", "compose", "--transforms", "mixup"], ["--features=a", "--features", "b"]]
+)
 def test_a_flag_given_twice_is_refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         run("train", "clip", *RUN, *words, "--out", tmp_path / "out")
@@ -266,7 +268,7 @@ EMPTY = {
     "train --out=": ["siglip", "--data", "scenes?n=4", "--out="],
     "train --data": ["siglip", "--data", "", "--out", "out"],
     "train --init": ["siglip", "--init", "", "--out", "out"],
-    "train --side": ["siglip", "--side", "side", "", "--out", "out"],
+    "train --features": ["siglip", "--features", "side", "", "--out", "out"],
     "quickstart": ["--out", ""],
     "eval": ["", "retrieval", "--data", "scenes:test?n=4"],
     "eval --json": ["model", "retrieval", "--data", "scenes:test?n=4", "--json", ""],
@@ -274,7 +276,7 @@ EMPTY = {
     "score --explain": ["model", "--images", "a.png", "--texts", "a", "--explain", ""],
     "embed": ["model", "--data", "scenes?n=4", "--out", ""],
     "caption": ["model", "--data", "scenes?n=4", "--out", ""],
-    "mine": ["scenes?n=4", "--side", "", "--out", "out"],
+    "mine": ["scenes?n=4", "--features", "", "--out", "out"],
     "data": ["index", ""],
     "import": ["open_clip", "ViT-B-32", "", "--out", "out"],
     "watch": [""],

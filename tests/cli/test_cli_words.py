@@ -16,7 +16,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.errors import count
 from kiloword.evaluation.command import number
 from kiloword.features import extract
-from kiloword.features.writer import SideWriter
+from kiloword.features.writer import FeatureWriter
 from kiloword.methods.registry import find, preset
 from tars import photo
 
@@ -106,15 +106,15 @@ def test_a_run_goes_on_in_another_locale(tmp_path: Path, capsys: pytest.CaptureF
 def test_an_interrupted_embed_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = 0
 
-    def write(self: SideWriter, *args: Any) -> None:
+    def write(self: FeatureWriter, *args: Any) -> None:
         nonlocal written
         if written == 2:
             raise KeyboardInterrupt
         written += 1
         real(self, *args)
 
-    real = SideWriter.write
-    monkeypatch.setattr(SideWriter, "write", write)
+    real = FeatureWriter.write
+    monkeypatch.setattr(FeatureWriter, "write", write)
     with pytest.raises(KeyboardInterrupt, match=r"^8 of 12 rows are kept, the same command goes on with the others\.$"):
         extract.embed(Ones(), open_source("scenes?n=12"), tmp_path / "features", part=4)
 

@@ -141,7 +141,7 @@ ATTACKS: dict[str, tuple[int, Attack]] = {
     "no task": (2, lambda w: ["eval", w / MODEL, EVIL, "--data", w / "data"]),
     "score": (0, lambda w: ["score", w / MODEL, "--images", w / "photo.png", w / f"{NAME[:60]}.png", "--texts", EVIL]),
     "embed": (0, lambda w: ["embed", w / MODEL, "--data", w / "data", "--out", w / "side", *OWN]),
-    "mine": (0, lambda w: ["mine", w / "data", "--side", _side(w), "--out", w / "mined"]),
+    "mine": (0, lambda w: ["mine", w / "data", "--features", _side(w), "--out", w / "mined"]),
     "caption": (0, lambda w: ["caption", w / MODEL, "--data", w / "data", "--out", w / "c.parquet", *OWN]),
     "watch": (0, lambda w: ["watch", _run(w), "--once"]),
     "watch folder": (0, lambda w: ["watch", w / "runs", "--once", "--curves", EVIL]),
@@ -276,7 +276,7 @@ def test_a_locale_of_ascii(world: World, tmp_path: Path) -> None:
         ["eval", "run/model", "retrieval", "--data", "tars", "--json", "r.json"],
         ["eval", "run/model", "spectrum", "--data", "tars", "--html", "s.html"],
         ["embed", "run/model", "--data", "tars", "--out", "side"],
-        ["mine", "tars", "--side", "side", "--out", "mined"],
+        ["mine", "tars", "--features", "side", "--out", "mined"],
         ["caption", "model", "--data", "tars", "--out", "c.parquet"],
         ["data", "stats", "tars", "--png", "é.png"],
         ["score", "model", "--images", "é.png", "--texts", "é", "--explain", "ex"],
@@ -308,6 +308,6 @@ def test_names_of_members(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_mined_from_a_path_of_bytes(world: World) -> None:
     folder = _odd(world, NAMES[0])
     main(["embed", f"{folder}/model", "--data", f"{folder}/tars", "--out", f"{folder}/s", *OWN])
-    main(["mine", f"{folder}/tars", "--side", f"{folder}/s", "--out", f"{folder}/mined"])
+    main(["mine", f"{folder}/tars", "--features", f"{folder}/s", "--out", f"{folder}/mined"])
     assert json.loads((folder / "mined" / "mine.json").read_text())
     assert "\\udcff\\udce9" in (folder / "mined" / "report.html").read_text(encoding="utf-8")

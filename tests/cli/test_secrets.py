@@ -101,7 +101,7 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         ],
         "embed": ["embed", model, "--data", data, "--out", str(out / "side")],
         "caption": ["caption", model, "--data", data, "--out", str(out / "captions.parquet")],
-        "mine": ["mine", data, "--side", str(out / "side"), "--out", str(out / "mined")],
+        "mine": ["mine", data, "--features", str(out / "side"), "--out", str(out / "mined")],
         "data": ["data", "stats", data, "--png", str(out / "samples.png")],
         "watch": ["watch", str(out / "run"), "--once"],
         "score": ["score", model, "--images", "no.png", "--texts", "a"],

@@ -45,7 +45,7 @@ SHORTEST: list[Words] = [
         {"model": "m", "data": ("d",), "out": OUT, "options": GenerationOptions(), "batch": 16, "workers": "auto"}
         | {"device": "auto", "precision": "auto", "trust": Trust()},
     ),
-    ("mine d --side s --out o", "kiloword.mining:main", {"sources": ("d",), "options": MineOptions()}),
+    ("mine d --features s --out o", "kiloword.mining:main", {"sources": ("d",), "options": MineOptions()}),
     ("data stats d", "kiloword.data.inspect:main", {"what": "stats", "src": "d", "png": None, "digest": False}),
     ("verify clip", "kiloword.verify.suite:main", {"method": "clip", "ranks": (1, 2, 4)}),
     (
@@ -98,9 +98,9 @@ EVERY_FLAG: list[Words] = [
         | {"precision": "bf16", "trust": Trust(method="coca", trust_code=True)},
     ),
     (
-        "mine d e --side s --out o --p1 0.5 --gallery 2",
+        "mine d e --features s --out o --p1 0.5 --gallery 2",
         "kiloword.mining:main",
-        {"sources": ("d", "e"), "side": Path("s"), "out": OUT, "options": MineOptions(p1=0.5, gallery=2)},
+        {"sources": ("d", "e"), "features": Path("s"), "out": OUT, "options": MineOptions(p1=0.5, gallery=2)},
     ),
     ("data index d --digest", "kiloword.data.inspect:main", {"what": "index", "src": "d", "digest": True}),
     ("data stats d --png p", "kiloword.data.inspect:main", {"png": Path("p")}),

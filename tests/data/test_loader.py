@@ -78,7 +78,7 @@ def same(a: Batch, b: Batch) -> bool:
     tensors = ("images", "image_of_text", "seeds", "position", "composed")
     sides = all(
         x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
-        for x, y in ((a.image_side, b.image_side), (a.text_side, b.text_side))
+        for x, y in ((a.image_features, b.image_features), (a.text_features, b.text_features))
     )
     texts = torch.equal(a.texts.ids, b.texts.ids) and torch.equal(a.texts.starts, b.texts.starts)
     return (
@@ -92,13 +92,13 @@ def captions_of(batch: Batch) -> list[str]:
 
 
 def mixed(example: Example, fetch: Fetch, draw: Draw) -> Example:
-    """A transform with everything a transform may do: another row, side features, the composed flag."""
+    """A transform with everything a transform may do: another row, precomputed features, the composed flag."""
     other = fetch.example(int(draw.rng("mix").integers(len(fetch))), draw)
     image = torch.cat([example.image[:, :, : SIZE // 2], other.image[:, :, SIZE // 2 :]], 2)
     sides = {"other": torch.tensor([other.row])}
     captions = [f"{example.captions[0]} and {other.captions[0]}", *example.captions[1:]]
     per_text = {"length": torch.tensor([len(c) for c in captions])}
-    return replace(example, image=image, captions=captions, composed=True, image_side=sides, text_side=per_text)
+    return replace(example, image=image, captions=captions, composed=True, image_features=sides, text_features=per_text)
 
 
 class Framed(Images):
@@ -209,8 +209,8 @@ def test_transforms_get_replacements_too_and_report_them() -> None:
 
 def test_transforms_see_sides_and_flags_stacked() -> None:
     batch = make(captions=2, transforms=(mixed,)).batch(2)
-    assert batch.image_side["other"].shape == (BATCH, 1)
-    assert batch.text_side["length"].shape == (len(batch.texts),)
+    assert batch.image_features["other"].shape == (BATCH, 1)
+    assert batch.text_features["length"].shape == (len(batch.texts),)
     assert batch.composed.all()
     assert not make(captions=2, transforms=(mixed,), train=False).batch(2).composed.any()
 
@@ -348,7 +348,7 @@ def test_errors_are_sentences() -> None:
         make(captions=0)
 
     def partly(example: Example, fetch: Fetch, draw: Draw) -> Example:
-        return replace(example, image_side={"x": torch.zeros(1)} if example.row % 2 else {})
+        return replace(example, image_features={"x": torch.zeros(1)} if example.row % 2 else {})
 
     with pytest.raises(ValueError, match="must cover every row"):
         make(transforms=(partly,)).batch(0)

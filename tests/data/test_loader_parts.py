@@ -73,7 +73,7 @@ def test_a_batch_says_what_belongs_to_whom() -> None:
     assert whole.image_of_text.tolist() == [n for n, count in enumerate(counts) for _ in range(count)]
     assert whole.seeds.tolist() == [Draw(2, 0, row).sample_seed for row in rows]
     assert (whole.position.tolist(), whole.composed.tolist()) == ([0, 1, 2, 3], [False] * 4)
-    assert (whole.images.dtype, whole.questions, whole.image_side, whole.skipped) == (torch.uint8, None, {}, [])
+    assert (whole.images.dtype, whole.questions, whole.image_features, whole.skipped) == (torch.uint8, None, {}, [])
     assert 0 < whole.made_s < 600
     second = make(Rows(12), rank=1, ranks=2).batch(1)
     assert (second.position.tolist(), second.seeds.tolist()) == ([2, 3], whole.seeds.tolist()[2:])
@@ -175,7 +175,7 @@ def test_transforms_change_training_examples_alone_and_say_what_to_know() -> Non
         make(Rows(4), transforms=[drops]).batch(0)
     one = {"a": torch.ones(2)}
     assert _join([one, one], torch.stack)["a"].shape == (2, 2)
-    with pytest.raises(ValueError, match=r"side features \['a'\] are missing for some rows"):
+    with pytest.raises(ValueError, match=r"precomputed features \['a'\] are missing for some rows"):
         _join([one, {}], torch.stack)
 
 

@@ -30,7 +30,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.tars.shards import TarSource
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
-from kiloword.features.store import SideTable
+from kiloword.features.store import FeatureStore
 from kiloword.methods.defaults import default_recipe
 from kiloword.training import cadence
 from kiloword.training.log import read_metrics
@@ -156,11 +156,11 @@ def test_features_that_are_no_numbers(tmp_path: Path, ends: Callable[..., str]) 
     main(train(tmp_path / "teacher", data=SCENES))
     side = tmp_path / "side"
     main(["embed", str(tmp_path / "teacher" / "model"), "--data", SCENES, "--out", str(side)])
-    part = SideTable(side)._part(0)
+    part = FeatureStore(side)._part(0)
     raw, row = (side / "part-00000.arrow").read_bytes(), part.images[0].tobytes()
     assert raw.count(row) == 1
     (side / "part-00000.arrow").write_bytes(raw.replace(row, np.full_like(part.images[0], np.nan).tobytes()))
-    assert "that are no numbers: make it again" in ends(train(tmp_path / "out", "--side", side, steps=9))
+    assert "that are no numbers: make it again" in ends(train(tmp_path / "out", "--features", side, steps=9))
 
 
 # Signals

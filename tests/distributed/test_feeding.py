@@ -27,8 +27,8 @@ def batch(images: int = 4, captions: int = 2) -> Batch:
         seeds=torch.arange(images),
         position=torch.arange(images),
         composed=torch.zeros(images, dtype=torch.bool),
-        image_side={"teacher": torch.rand(images, 3)},
-        text_side={"truth": torch.rand(count, images)},
+        image_features={"teacher": torch.rand(images, 3)},
+        text_features={"truth": torch.rand(count, images)},
         questions=Texts.pack([[n] for n in range(images)]),
     )
 

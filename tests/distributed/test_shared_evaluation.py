@@ -28,7 +28,7 @@ from kiloword.evaluation.caption.options import CaptionOptions
 from kiloword.evaluation.features import encode_texts
 from kiloword.evaluation.probe.options import ProbeOptions
 from kiloword.features.extract import ProgressReport, _embed, _file
-from kiloword.features.store import SideTable
+from kiloword.features.store import FeatureStore
 from kiloword.features.teachers import KilowordTeacher as Teacher
 from kiloword.generation import Captioner, GenerationOptions, command
 from kiloword.interop.captioners import KilowordCaptioner as Describer
@@ -162,7 +162,7 @@ class Repeats(Holes):
 
 
 def write_files(folder: Path) -> None:
-    """A side table and a table of captions in parts of 6 rows, batches of 2."""
+    """A feature store and a table of captions in parts of 6 rows, batches of 2."""
     model = matcher("coca")
     teacher, describer = (
         Teacher(model.model, model.tokenizer, "t"),
@@ -197,7 +197,7 @@ def same_files(a: Path, b: Path) -> None:
 
 def check_files(folder: Path) -> None:
     write_files(folder / "one")
-    assert len(SideTable(folder / "one" / "side")) == 4
+    assert len(FeatureStore(folder / "one" / "side")) == 4
     same_files(folder / "one", folder / "files")
     found = pickle.loads((folder / "files" / "mined.pickle").read_bytes())
     alone = search(random_corpus(0, n=23), LOW, most=4, chunk=3, truth=lambda c: some_truth(c, 23))

@@ -27,7 +27,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.data.sources.open import open_source
 from kiloword.distributed import collectives, sharing
 from kiloword.features.extract import _dim, embed
-from kiloword.features.store import SideTable
+from kiloword.features.store import FeatureStore
 from kiloword.features.teachers import Foreign, KilowordTeacher, open_teacher
 from kiloword.interop.compat import torchvision_ready
 from kiloword.methods.defaults import default_recipe
@@ -62,7 +62,7 @@ def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr()
     assert "t: 48 images, 144 captions, 16 numbers each, " in said.out
     assert "row 48/48" in said.err
-    table, matcher = SideTable(tmp_path / "t"), load(model)
+    table, matcher = FeatureStore(tmp_path / "t"), load(model)
     source = open_source(SCENES, size=32)
     records = [source.record(row) for row in range(48)]
     images = [Image.fromarray(np.asarray(record.image)) for record in records]
@@ -81,7 +81,7 @@ def test_several_sources_and_extra_captions(model: Path, tmp_path: Path) -> None
     pa.parquet.write_table(pa.table({"key": ["0007"], "captions": [["a pseudo-caption"]]}), extra)
     data = [str(tmp_path / f"{n}.tar") for n in range(2)]
     run("embed", model, "--data", *data, "--extra-captions", extra, "--out", tmp_path / "t", "--name", "seer")
-    table = SideTable(tmp_path / "t")
+    table = FeatureStore(tmp_path / "t")
     assert table.name == "seer"
     assert table.keys == [f"{n:04d}" for n in range(10)]
     assert table.captions[7:9] == ["image 7", "a pseudo-caption"]
@@ -153,7 +153,7 @@ def test_a_run_takes_the_table_and_goes_on_exactly(model: Path, tmp_path: Path) 
     """Positives are mined with the features of a model that was trained here; other data is refused."""
     run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--device", "cpu")
     base = small("siglip+mined")
-    recipe = replace(base, data=replace(base.data, side=(str(tmp_path / "t"),), captions=2))
+    recipe = replace(base, data=replace(base.data, features=(str(tmp_path / "t"),), captions=2))
     options = RunOptions(quiet=True, device="cpu", save_every=2)
     whole = load_file(train(recipe, tmp_path / "run", options=options) / "model.safetensors")
     for file in (tmp_path / "run" / "state").glob("step-000000004.*"):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kiloword.data.transforms.partner import similar
-from kiloword.features.store import INDEX, SideTable, StorePart, TableFile, checksum, part_path
-from kiloword.features.writer import FeatureRows, SideWriter
+from kiloword.features.store import INDEX, FeatureStore, StorePart, TableFile, checksum, part_path
+from kiloword.features.writer import FeatureRows, FeatureWriter
 from kiloword.types import BadSample, Example, Record, Skipped
 
 
@@ -25,7 +25,7 @@ def about(**changes: Any) -> TableFile:
     return TableFile(**given | changes)  # type: ignore[arg-type]
 
 
-def rows(writer: SideWriter, number: int, captions: int = 2) -> FeatureRows:
+def rows(writer: FeatureWriter, number: int, captions: int = 2) -> FeatureRows:
     """Row n has the features (n, 1) and captions (n, 2), (n, 3)."""
     made = FeatureRows()
     for row in writer.rows_of(number):
@@ -38,8 +38,8 @@ def rows(writer: SideWriter, number: int, captions: int = 2) -> FeatureRows:
     return made
 
 
-def store(folder: Path, **changes: Any) -> SideTable:
-    writer = SideWriter(folder, about(**changes))
+def store(folder: Path, **changes: Any) -> FeatureStore:
+    writer = FeatureWriter(folder, about(**changes))
     for number in writer.missing:
         writer.write(number, rows(writer, number))
     return writer.finish()
@@ -58,19 +58,19 @@ def test_parts_hold_their_rows_and_the_last_one_the_rest(tmp_path: Path) -> None
     ]  # fmt: skip
     example = Example("k3", 3, torch.zeros(3, 1, 1), ["3 1", "unknown", "3 0"])
     table.join(example)
-    assert example.image_side["teacher"].tolist() == [3, 1]
-    assert example.text_side["teacher"].tolist() == [[3, 3], [0, 0], [3, 2]]
-    assert example.image_side["teacher.texts"].tolist() == pytest.approx([2, 5 / 3])
+    assert example.image_features["teacher"].tolist() == [3, 1]
+    assert example.text_features["teacher"].tolist() == [[3, 3], [0, 0], [3, 2]]
+    assert example.image_features["teacher.texts"].tolist() == pytest.approx([2, 5 / 3])
 
 
 def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> None:
-    writer = SideWriter(tmp_path, about())
+    writer = FeatureWriter(tmp_path, about())
     part = rows(writer, 0)
     part.skipped.append(Skipped(1, "k1", "damaged"))
     writer.write(0, part)
     assert writer.skipped == part.skipped
     assert not (tmp_path / INDEX).exists()
-    again = SideWriter(tmp_path, about())
+    again = FeatureWriter(tmp_path, about())
     assert (again.missing, again.skipped) == ([1, 2], part.skipped)
     assert not again.is_new("k0", bytes(16))
     assert (again.repeated, again.is_new("new", bytes(16))) == (1, True)
@@ -78,7 +78,7 @@ def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> No
         with pytest.raises(ValueError, match=f"two images of d have the key 'k{row}' and differ"):
             again.is_new(f"k{row}", content)
     with pytest.raises(ValueError, match=r"is not finished\. The same `kiloword embed`"):
-        SideTable(tmp_path)
+        FeatureStore(tmp_path)
     for name, value, said in (
         ("teacher_fingerprint", "other", r"holds other features: there teacher t \(tf\), here teacher t \(other\)"),
         ("contents", ("g images",), r"there data d \(f\), here data d \(f\)"),
@@ -88,12 +88,12 @@ def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> No
         ("dtype", "fp16", "there dtype fp32, here dtype fp16"),
     ):
         with pytest.raises(ValueError, match=said):
-            SideWriter(tmp_path, about(**{name: value}))
-    assert SideWriter(tmp_path, about(part=4)).file.part == 2, "goes on with the parts that are there"
+            FeatureWriter(tmp_path, about(**{name: value}))
+    assert FeatureWriter(tmp_path, about(part=4)).file.part == 2, "goes on with the parts that are there"
 
 
 def test_no_features_are_no_table(tmp_path: Path) -> None:
-    writer = SideWriter(tmp_path, about(rows=2))
+    writer = FeatureWriter(tmp_path, about(rows=2))
     writer.write(0, FeatureRows(skipped=[Skipped(0, "k", "first"), Skipped(1, "k", "second")]))
     with pytest.raises(ValueError, match="d: none of its 2 rows is a usable image, the first because: first"):
         writer.finish()
@@ -102,12 +102,12 @@ def test_no_features_are_no_table(tmp_path: Path) -> None:
         writer.finish()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="exists and is no side table: choose another --out"):
-        SideWriter(tmp_path / "other", about())
+    with pytest.raises(ValueError, match="exists and is no feature store: choose another --out"):
+        FeatureWriter(tmp_path / "other", about())
 
 
 def test_images_without_captions_have_no_mean(tmp_path: Path) -> None:
-    writer = SideWriter(tmp_path, about(rows=2, dtype="fp16"))
+    writer = FeatureWriter(tmp_path, about(rows=2, dtype="fp16"))
     writer.write(0, rows(writer, 0, captions=0))
     table = writer.finish()
     assert table.text_means().tolist() == [[0, 0], [0, 0]]
@@ -148,7 +148,7 @@ def test_parts_that_are_none(tmp_path: Path) -> None:
     assert StorePart(path, schema).whole()
     written(path, lambda batch, meta: (meta.update(crc=meta["crc"] + 1), batch)[1])
     assert not StorePart(path, schema).whole()
-    again = SideTable(tmp_path / "t")
+    again = FeatureStore(tmp_path / "t")
     with pytest.raises(ValueError, match=r"part-00000\.arrow is damaged"):
         again.images()
 
@@ -159,17 +159,17 @@ def test_indexes_that_are_none(tmp_path: Path) -> None:
     good = np.load(index)
     for wrong in (good.astype(np.int64), good[0], good[:1], good[None]):
         np.save(index, wrong)
-        with pytest.raises(ValueError, match=r"index\.npy is no index of a side table\. Remove that file"):
-            SideTable(tmp_path / "t")
+        with pytest.raises(ValueError, match=r"index\.npy is no index of a feature store\. Remove that file"):
+            FeatureStore(tmp_path / "t")
     for raw in (b"", b"no array"):
         index.write_bytes(raw)
         with pytest.raises(ValueError, match=r"index\.npy is damaged\. Remove that file"):
-            SideTable(tmp_path / "t")
+            FeatureStore(tmp_path / "t")
 
 
 @pytest.mark.parametrize("where", ["images", "texts"])
 def test_features_that_are_nan_are_named(tmp_path: Path, where: str) -> None:
-    writer = SideWriter(tmp_path, about(rows=2))
+    writer = FeatureWriter(tmp_path, about(rows=2))
     part = rows(writer, 0)
     getattr(part, where)[1][0, 0] = np.nan
     writer.write(0, part)

@@ -85,8 +85,8 @@ def _features(rank: int, n: int) -> Features:
         **floats,
         "position": torch.arange(n) + 10 * rank,
         "mineable": torch.arange(n) % 2 == 0,
-        "text_side.x": torch.randn(n, 3, generator=generator).half(),
-        "text_side.truth": torch.rand(n, 7, generator=generator) < 0.5,
+        "text_features.x": torch.randn(n, 3, generator=generator).half(),
+        "text_features.truth": torch.rand(n, 7, generator=generator) < 0.5,
     }
 
 

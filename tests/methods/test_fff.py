@@ -53,8 +53,12 @@ def sides(composed: tuple[int, ...] = ()) -> tuple[Features, Features]:
     mineable = torch.tensor([i not in composed for i in range(5)])
     images = {"vec": unit(5, 6, 0).requires_grad_(), "position": torch.arange(5), "mineable": mineable}
     texts = {"vec": unit(9, 6, 1).requires_grad_(), "position": torch.tensor(OF), "mineable": mineable[OF]}
-    images |= {"image_side.teacher": image, "image_side.teacher.texts": means}
-    texts |= {"image_side.teacher": image[OF], "text_side.teacher": text, "image_side.teacher.texts": means[OF]}
+    images |= {"image_features.teacher": image, "image_features.teacher.texts": means}
+    texts |= {
+        "image_features.teacher": image[OF],
+        "text_features.teacher": text,
+        "image_features.teacher.texts": means[OF],
+    }
     return images, texts
 
 
@@ -69,7 +73,7 @@ def dot(a: Tensor, b: Tensor) -> float:
 
 def literal_m(settings: Mined, images: Features, texts: Features) -> Tensor:
     """arXiv:2405.10286, eq. 2 and section 4.3, with M as 0 and 1; annotated pairs forced where the settings say so."""
-    x, f = images["image_side.teacher"], texts["text_side.teacher"]
+    x, f = images["image_features.teacher"], texts["text_features.teacher"]
     m = torch.zeros(len(x), len(f), dtype=torch.float64)
     for i, (t, j) in itertools.product(range(len(x)), enumerate(OF)):
         own = [f[c] for c in range(len(f)) if OF[c] == i]
@@ -175,7 +179,7 @@ def test_composed_examples_are_never_mined(name: str) -> None:
     composed = (0, 2)
     images, texts = sides(composed)
     truth = torch.ones(9, 5, dtype=torch.bool)
-    texts["text_side.truth"] = truth
+    texts["text_features.truth"] = truth
     positives = preset(f"siglip+{name}", {"mined": {"p1": 1e-9, "annotated_always": False}} if name == "mined" else {})
     found = positives.positives(pairs_of(images, texts))
     plain = positives.positives(pairs_of(*({**f, "mineable": torch.ones_like(f["mineable"])} for f in (images, texts))))
@@ -189,8 +193,8 @@ def test_composed_examples_are_never_mined(name: str) -> None:
 
 def test_unknown_features_match_nothing_and_change_no_annotation() -> None:
     images, texts = sides()
-    images["image_side.teacher"][1] = 0
-    texts["text_side.teacher"][4] = 0
+    images["image_features.teacher"][1] = 0
+    texts["text_features.teacher"][4] = 0
     found = MinedPositives(terms("image_text", p1=1e-9, annotated_always=False))(pairs_of(images, texts))
     assert found[1].tolist() == [float(j == 1) for j in OF]
     assert found[:, 4].tolist() == [float(i == OF[4]) for i in range(5)]
@@ -200,7 +204,7 @@ def test_exact_positives() -> None:
     images, texts = sides()
     images["position"], texts["position"] = images["position"] + 3, texts["position"] + 3  # of the second rank
     known = torch.rand(9, 8, generator=torch.Generator().manual_seed(0)) < 0.3
-    texts["text_side.truth"] = known
+    texts["text_features.truth"] = known
     found = preset("siglip+exact").positives(pairs_of(images, texts))
     for i, t in itertools.product(range(5), range(9)):
         assert found[i, t] == float(known[t, i + 3] or OF[t] == i)
@@ -208,9 +212,9 @@ def test_exact_positives() -> None:
 
 def test_no_similarity_is_asked_for_that_no_term_needs() -> None:
     images, texts = sides()
-    for key in ("image_side.teacher.texts", "image_side.teacher"):
+    for key in ("image_features.teacher.texts", "image_features.teacher"):
         texts.pop(key)
-    images.pop("image_side.teacher.texts")
+    images.pop("image_features.teacher.texts")
     settings = terms("image_text")
     assert MinedPositives(settings)(pairs_of(images, texts)).any()
     cosines = torch.tensor([[0.4, 0.6]])

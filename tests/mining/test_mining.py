@@ -493,7 +493,7 @@ class Colours:
         return torch.nn.functional.normalize(torch.tensor(counts).reshape(-1, 8), dim=1)
 
 
-def test_from_side_table_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_feature_store_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     src, extra = "scenes?n=30&captions=2", tmp_path / "extra.parquet"
     keys = [parse_scenes(src).record(row).key for row in range(30)]
     pyarrow.parquet.write_table(pyarrow.table({"key": keys, "caption": [f"bead {n % 4}" for n in range(30)]}), extra)
@@ -524,7 +524,7 @@ def test_from_side_table_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[
 
     with pytest.raises(ValueError, match="was made from scenes"):
         main(["scenes?n=31&captions=2"], tmp_path / "side", tmp_path / "no", options)
-    with pytest.raises(ValueError, match="is no side table"):
+    with pytest.raises(ValueError, match="is no feature store"):
         main([src], tmp_path / "nothing", tmp_path / "no", options)
     assert not (tmp_path / "no").exists()
 

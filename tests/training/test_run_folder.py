@@ -16,7 +16,7 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.training.run_folder import RunFile, _differences, check_same_run, error_kept, forget_error, holds_run
-from kiloword.training.setup import _order, _sides, micro_batches
+from kiloword.training.setup import _order, _stores, micro_batches
 from kiloword.training.signals import Stopped
 
 RECIPE = replace(default_recipe("siglip", "debug", ("scenes?n=70",)), batch=16, steps=20)
@@ -189,17 +189,17 @@ def test_what_features_a_method_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, path: str) -> None:
             self.name = Path(path).name
 
-    monkeypatch.setattr("kiloword.training.setup.SideTable", Table)
+    monkeypatch.setattr("kiloword.training.setup.FeatureStore", Table)
     method = replace(preset("siglip"), needs=("teacher", "truth", "questions"))
 
-    def sides(*paths: str) -> list[str]:
-        return [side.name for side in _sides(replace(RECIPE, data=replace(RECIPE.data, side=paths)), method)]
+    def stores(*paths: str) -> list[str]:
+        return [store.name for store in _stores(replace(RECIPE, data=replace(RECIPE.data, features=paths)), method)]
 
-    assert sides("a/teacher", "b/other") == ["teacher", "other"]
+    assert stores("a/teacher", "b/other") == ["teacher", "other"]
     with pytest.raises(ValueError, match="siglip needs features named 'teacher' beside the data"):
-        sides("b/other")
-    with pytest.raises(ValueError, match="two side tables are named 'teacher'"):
-        sides("a/teacher", "b/other", "c/teacher")
+        stores("b/other")
+    with pytest.raises(ValueError, match="two feature stores are named 'teacher'"):
+        stores("a/teacher", "b/other", "c/teacher")
 
 
 def test_precisions() -> None:

@@ -38,17 +38,17 @@ def test_every_check_of_every_method(method: str) -> None:
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A side table of a hardly trained model: which pairs it finds does not matter here."""
+    """A feature store of a hardly trained model: which pairs it finds does not matter here."""
     folder = tmp_path_factory.mktemp("teacher")
     train(recipe("siglip", (), steps=2), folder / "run", options=EVERY)
     extract.main(str(folder / "run" / "model"), (DATA,), folder / "features")
     return folder / "features"
 
 
-def recipe(method: str, side: tuple[str, ...], steps: int = 8) -> Recipe:
+def recipe(method: str, features: tuple[str, ...], steps: int = 8) -> Recipe:
     base = default_recipe(method, "debug", (DATA,))
     return replace(
-        base, data=replace(base.data, tokenizer_vocab=300, side=side), batch=16, micro=8, steps=steps, seed=5
+        base, data=replace(base.data, tokenizer_vocab=300, features=features), batch=16, micro=8, steps=steps, seed=5
     )
 
 
@@ -78,7 +78,7 @@ def test_a_cut_run_goes_on_as_if_nothing_had_been(
 
 
 def test_what_needs_features_says_how_to_make_them(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs features named 'teacher'.*kiloword embed.*--side"):
+    with pytest.raises(ValueError, match=r"needs features named 'teacher'.*kiloword embed.*--features"):
         train(recipe("siglip+mined", ()), tmp_path, options=EVERY)
 
 

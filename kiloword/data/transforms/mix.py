@@ -4,7 +4,7 @@ Source: arXiv:2407.01408 (CLIP-C), section 3 and its studies of other image oper
 
 Images are uint8 [3, H, W] of equal size; none is changed in place.
 Captions are joined as they are written: white space and full stops stay. Caption c of an example goes with caption
-c mod n of a partner that has n, so that an example keeps its number of captions and its rows of side features.
+c mod n of a partner that has n, so that an example keeps its number of captions and its rows of precomputed features.
 """
 
 from __future__ import annotations

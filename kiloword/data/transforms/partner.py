@@ -13,7 +13,7 @@ from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
 from kiloword.data.transforms.files import keys, read_columns
 from kiloword.data.transforms.settings import PartnerSettings
-from kiloword.features.store import SideTable
+from kiloword.features.store import FeatureStore
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Source
 
@@ -46,7 +46,7 @@ class Partner:
             return replace(self, rows=named(source, s.partner_file))
         if s.partner in ("nearest", "farthest"):
             assert s.partner_table is not None
-            table = SideTable(s.partner_table)
+            table = FeatureStore(s.partner_table)
             table.check(source)
             return replace(self, rows=similar(source, table, farthest=s.partner == "farthest"))
         return self
@@ -99,7 +99,7 @@ def named(source: Source, path: str) -> Partners:
     return rows
 
 
-def similar(source: Source, table: SideTable, farthest: bool) -> Partners:
+def similar(source: Source, table: FeatureStore, farthest: bool) -> Partners:
     """The row whose captions' mean embedding has the greatest (or least) cosine with a row's own.
 
     Raises: ValueError when the table has no embedding of a readable row.

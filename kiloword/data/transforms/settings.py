@@ -22,7 +22,7 @@ class PartnerSettings(MixingSettings):
     """Which example an example is composed with."""
 
     partner: Literal["random", "fixed", "nearest", "farthest", "file"] = "random"  # random: another each epoch
-    partner_table: str | None = None  # side table of sentence embeddings (`kiloword embed`), for nearest and farthest
+    partner_table: str | None = None  # feature store of sentence embeddings, for nearest and farthest
     partner_file: str | None = None  # parquet with columns key and partner, for file
     rewrites: str | None = None  # parquet (key, partner, caption): said of a pair in place of both captions
 

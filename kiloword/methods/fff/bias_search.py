@@ -20,7 +20,7 @@ STEPS = (1.0, 0.1, 0.02)  # of successive grids, each around the best value of t
 EDGE, NOTHING = 0.5, 1e-5  # this close to the ends, or below this loss, nearly all pairs are of one class
 ABOVE = (
     "A bias above 0 predicts a match at cosine 0; where few pairs match, the best bias is below 0. If positives are "
-    "mined, are the thresholds too low? `kiloword mine SRC --side DIR --out OUT --calibrate` proposes some."
+    "mined, are the thresholds too low? `kiloword mine SRC --features DIR --out OUT --calibrate` proposes some."
 )
 CLOSE = 1e-4  # tolerance of the descent
 
@@ -49,7 +49,7 @@ def search(learner: Learner, batches: Iterator[Batch], how: Literal["grid", "gra
     which = "no" if best < 0 else "every"
     return (
         f"{message}. The bias alone minimises the loss, as nearly {which} pair matches, so there is little to learn: "
-        "do the thresholds fit the teacher? `kiloword mine SRC --side DIR --out OUT --calibrate` proposes some."
+        "do the thresholds fit the teacher? `kiloword mine SRC --features DIR --out OUT --calibrate` proposes some."
     )
 
 

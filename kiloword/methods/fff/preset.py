@@ -139,14 +139,14 @@ class MinedPositives:
     def __call__(self, pairs: Pairs) -> Tensor:
         """[i, t] in {0, 1}."""
         settings, name = self.settings, self.settings.teacher
-        image, text = pairs.images[f"image_side.{name}"], pairs.texts[f"text_side.{name}"]
+        image, text = pairs.images[f"image_features.{name}"], pairs.texts[f"text_features.{name}"]
         it = ii = tt = None
         if settings.image_text or settings.text_text:
             it = _cosines(image, text)
         if settings.image_image:
-            ii = _cosines(image, pairs.texts[f"image_side.{name}"])
+            ii = _cosines(image, pairs.texts[f"image_features.{name}"])
         if settings.text_text:  # the mean of cosines with the image's texts is the cosine with their mean
-            tt = _cosines(pairs.images[f"image_side.{name}.texts"], text)
+            tt = _cosines(pairs.images[f"image_features.{name}.texts"], text)
         mineable = pairs.images["mineable"][:, None] & pairs.texts["mineable"]
         mined = matches(settings, it, ii, tt) & mineable
         judged = mineable & image.any(1)[:, None] & text.any(1)
@@ -161,7 +161,7 @@ def _cosines(a: Tensor, b: Tensor) -> Tensor:
 
 def exact(pairs: Pairs) -> Tensor:
     """All true pairs, by the ground truth of the data, and the annotated pairs: [i, t] in {0, 1}."""
-    true = pairs.texts["text_side.truth"].T[pairs.images["position"]]
+    true = pairs.texts["text_features.truth"].T[pairs.images["position"]]
     mineable = pairs.images["mineable"][:, None] & pairs.texts["mineable"]
     return (pairs.annotated | (true & mineable)).to(pairs.logits.dtype)
 

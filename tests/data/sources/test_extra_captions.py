@@ -104,7 +104,7 @@ def test_the_fingerprint_is_of_all_that_is_read(tar: Path, extra: Path, tmp_path
     assert with_captions(plain, [copy]).fingerprint in prints
 
 
-def test_contents_tell_what_a_side_table_covers(tar: Path, extra: Path) -> None:
+def test_contents_tell_what_a_feature_store_covers(tar: Path, extra: Path) -> None:
     plain = open_source(str(tar))
     both, alone = contents(with_captions(plain, [extra])), contents(with_captions(plain, [extra], own=False))
     assert contents(plain) < both

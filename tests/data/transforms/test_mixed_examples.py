@@ -207,7 +207,7 @@ class FakeTable:
 
 @pytest.mark.parametrize(("block", "bad"), [(1 << 24, {"bad": (5,)}), (3, {"silent": (5,)})])
 def test_nearest_and_farthest_by_a_table(monkeypatch: pytest.MonkeyPatch, block: int, bad: dict[str, Any]) -> None:
-    monkeypatch.setattr(partners, "SideTable", FakeTable)
+    monkeypatch.setattr(partners, "FeatureStore", FakeTable)
     monkeypatch.setattr(partners, "_BLOCK", block)
     near, far = (
         Partner(PartnerSettings(partner=how, partner_table="x")).bind(Rows(5)).rows for how in ("nearest", "farthest")
@@ -223,7 +223,7 @@ def test_nearest_and_farthest_by_a_table(monkeypatch: pytest.MonkeyPatch, block:
 
 
 def test_a_sample_that_comes_twice_is_not_its_own_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partners, "SideTable", FakeTable)
+    monkeypatch.setattr(partners, "FeatureStore", FakeTable)
     twice = MixtureSource([Rows(5)], [2.0])
     found = Partner(PartnerSettings(partner="nearest", partner_table="x")).bind(twice).rows
     assert found is not None
@@ -296,7 +296,7 @@ def test_a_table_that_embed_wrote(tmp_path: Path) -> None:
         assert transform.partner.rows is not None
         assert transform.partner.rows.tolist() == expected
         assert pickle.loads(pickle.dumps(transform)).partner.rows.tolist() == expected
-    with pytest.raises(ValueError, match=r"the side table .* was made from rows"):
+    with pytest.raises(ValueError, match=r"the feature store .* was made from rows"):
         transform.bind(Rows(12, fingerprint="other"))
 
 
@@ -415,12 +415,12 @@ def test_tiny_data_and_odd_sizes(name: str, n: int, size: int) -> None:
     data, transform = Rows(n, size=size), TRANSFORMS[name](rho=1)
     for draw in draws(n, 4):
         own = data.example(draw.row, draw)
-        own.text_side["x"] = torch.zeros(len(own.captions), 2)
+        own.text_features["x"] = torch.zeros(len(own.captions), 2)
         made = transform(own, data, draw)
         assert made.composed
         assert made.image.shape == (3, size, size)
         assert made.image.dtype == torch.uint8
-        assert len(made.captions) == len(own.captions) == len(made.text_side["x"])
+        assert len(made.captions) == len(own.captions) == len(made.text_features["x"])
         assert all(made.captions)
         assert (made.key, made.row) == (own.key, own.row)
         assert torch.equal(own.image, noise(draw.row, size, size)), "the own image was changed in place"

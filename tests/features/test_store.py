@@ -1,4 +1,4 @@
-"""Side tables: what is embedded once is what a batch carries, whatever workers, interruptions and captions."""
+"""Feature stores: what is embedded once is what a batch carries, whatever workers, interruptions and captions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.extract import ProgressReport, embed
-from kiloword.features.store import SideTable, StorePart, checksum
+from kiloword.features.store import FeatureStore, StorePart, checksum
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw, key
 from kiloword.training.loop import train
@@ -97,12 +97,12 @@ def pixels(source: Images, row: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> SideTable:
+def table(tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
     """Three parts: of 16, 16 and 8 rows."""
-    return embed(Fake(), Images(), tmp_path_factory.mktemp("side") / "t", batch=5, part=PART)
+    return embed(Fake(), Images(), tmp_path_factory.mktemp("features") / "t", batch=5, part=PART)
 
 
-def test_round_trip(table: SideTable) -> None:
+def test_round_trip(table: FeatureStore) -> None:
     source, teacher = Images(), Fake()
     table.check(source)
     assert table.name == "teacher"
@@ -120,60 +120,60 @@ def test_round_trip(table: SideTable) -> None:
     assert torch.allclose(torch.from_numpy(table.text_means()), torch.stack(means), atol=1e-7)
 
 
-def test_join_by_key_and_text(table: SideTable) -> None:
+def test_join_by_key_and_text(table: FeatureStore) -> None:
     source, teacher = Images(), Fake()
     for row in (0, 2, 7, 8, 15, 16, 39):
         texts = source.record(row).captions
         asked = [*reversed(texts), "never seen", texts[0]]
         joined = example(source, row, *asked)
         table.join(joined)
-        assert torch.equal(joined.image_side["teacher"], rounded(teacher.encode_images(pixels(source, row)))[0])
-        found = joined.text_side["teacher"]
+        assert torch.equal(joined.image_features["teacher"], rounded(teacher.encode_images(pixels(source, row)))[0])
+        found = joined.text_features["teacher"]
         expected = rounded(teacher.encode_texts(asked))
         expected[-2] = 0
         assert found.dtype == torch.float32
         assert torch.equal(found, expected)
-        assert torch.equal(joined.image_side["teacher.texts"], expected.mean(0))
+        assert torch.equal(joined.image_features["teacher.texts"], expected.mean(0))
 
 
-def test_unknown_key_is_zeros(table: SideTable) -> None:
+def test_unknown_key_is_zeros(table: FeatureStore) -> None:
     for row in (5, 100):  # bad; never there
         joined = example(Images(), row, "image 0 caption 0")
         table.join(joined)
-        assert not joined.image_side["teacher"].any()
-        assert not joined.text_side["teacher"].any()
-        assert not joined.image_side["teacher.texts"].any()
+        assert not joined.image_features["teacher"].any()
+        assert not joined.text_features["teacher"].any()
+        assert not joined.image_features["teacher.texts"].any()
 
 
-def test_pickles_as_its_path(table: SideTable) -> None:
+def test_pickles_as_its_path(table: FeatureStore) -> None:
     table.join(example(Images(), 1, "a"))
     document = pickle.dumps(table)
     assert len(document) < 2000
     copy, joined, again = pickle.loads(document), example(Images(), 1, "a"), example(Images(), 1, "a")
     copy.join(joined)
     table.join(again)
-    assert torch.equal(joined.image_side["teacher"], again.image_side["teacher"])
+    assert torch.equal(joined.image_features["teacher"], again.image_features["teacher"])
     assert copy.keys == table.keys
 
 
 TOKENIZER = Tokenizer.train([f"image {i} caption {j}" for i in range(ROWS) for j in range(3)], 320)
 
 
-def loader(table: SideTable, captions: int | Literal["one", "all"], **changes: object) -> Loader:
+def loader(table: FeatureStore, captions: int | Literal["one", "all"], **changes: object) -> Loader:
     data = DataConfig(captions=captions, augment=AugmentConfig(crop=0.5, flip=0.5, drop_words=0.3))
     order, text = Order(ROWS, 8, seed=3), TextConfig(context=24, vocab=400)
-    return Loader(Images(), order, data, text, SIZE, TOKENIZER, sides=[table], seed=5, **changes)  # type: ignore[arg-type]
+    return Loader(Images(), order, data, text, SIZE, TOKENIZER, stores=[table], seed=5, **changes)  # type: ignore[arg-type]
 
 
 def same(a: Batch, b: Batch) -> bool:
-    sides = [(a.image_side, b.image_side), (a.text_side, b.text_side)]
-    equal = all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in sides)
+    features = [(a.image_features, b.image_features), (a.text_features, b.text_features)]
+    equal = all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in features)
     return equal and torch.equal(a.images, b.images) and torch.equal(a.texts.ids, b.texts.ids)
 
 
 @pytest.mark.parametrize("captions", ["one", 2, "all"])
 def test_a_batch_carries_the_features_of_its_whole_captions(
-    table: SideTable, captions: int | Literal["one", "all"]
+    table: FeatureStore, captions: int | Literal["one", "all"]
 ) -> None:
     """Words are dropped from the texts, not from what the features are of."""
     teacher, dropped = Fake(), 0
@@ -183,30 +183,30 @@ def test_a_batch_carries_the_features_of_its_whole_captions(
         batch, undropped = plain.batch(step), whole.batch(step)
         edges = undropped.texts.starts.tolist()
         texts = [TOKENIZER.decode(undropped.texts.ids[a:b].tolist()) for a, b in pairwise(edges)]
-        assert torch.equal(batch.text_side["teacher"], rounded(teacher.encode_texts(texts)))
+        assert torch.equal(batch.text_features["teacher"], rounded(teacher.encode_texts(texts)))
         rows = [int(text.split()[1]) for text in texts]
         images = torch.cat([rounded(teacher.encode_images(pixels(Images(), row))) for row in rows])
-        assert torch.equal(batch.image_side["teacher"][batch.image_of_text], images)
+        assert torch.equal(batch.image_features["teacher"][batch.image_of_text], images)
         for n in range(len(batch)):
-            own = batch.text_side["teacher"][batch.image_of_text == n]
-            assert torch.allclose(batch.image_side["teacher.texts"][n], own.mean(0), atol=1e-7)
+            own = batch.text_features["teacher"][batch.image_of_text == n]
+            assert torch.allclose(batch.image_features["teacher.texts"][n], own.mean(0), atol=1e-7)
         dropped += len(undropped.texts.ids) - len(batch.texts.ids)
     assert dropped > 0
 
 
-def test_workers_change_nothing(table: SideTable) -> None:
+def test_workers_change_nothing(table: FeatureStore) -> None:
     alone = loader(table, 2)
     pairs = zip(alone.batches(0, 6), replace(alone, workers=2).batches(0, 6), strict=True)
     assert all(same(a, b) for a, b in pairs)
 
 
-def test_transforms_keep_a_row_for_each_caption(table: SideTable) -> None:
+def test_transforms_keep_a_row_for_each_caption(table: FeatureStore) -> None:
     def joined(example: Example, fetch: Fetch, draw: Draw) -> Example:
-        sides = {name: value[:1] for name, value in example.text_side.items()}
-        return replace(example, captions=["two halves"], composed=True, text_side=sides)
+        features = {name: value[:1] for name, value in example.text_features.items()}
+        return replace(example, captions=["two halves"], composed=True, text_features=features)
 
     batch = loader(table, 2, transforms=[joined]).batch(0)
-    assert batch.text_side["teacher"].shape == (8, DIM)
+    assert batch.text_features["teacher"].shape == (8, DIM)
     assert batch.composed.all()
 
 
@@ -215,12 +215,12 @@ def test_stands_beside_the_truth(tmp_path: Path) -> None:
     table = embed(Fake(), scenes, tmp_path / "t")
     order, text = Order(24, 8, 0), TextConfig(context=48, vocab=400)
     tokenizer = Tokenizer.train((c for r in range(24) for c in scenes.captions(r)), 320)
-    made = Loader(scenes, order, DataConfig(captions=2), text, SIZE, tokenizer, sides=[table], truth=True)
+    made = Loader(scenes, order, DataConfig(captions=2), text, SIZE, tokenizer, stores=[table], truth=True)
     batch = made.batch(0)
-    assert batch.text_side["truth"].shape == (16, 8)
-    assert batch.text_side["teacher"].shape == (16, DIM)
-    assert batch.text_side["teacher"].norm(dim=1).sub(1).abs().max() < 2e-3
-    assert batch.text_side["truth"][torch.arange(16), batch.image_of_text].all()
+    assert batch.text_features["truth"].shape == (16, 8)
+    assert batch.text_features["teacher"].shape == (16, DIM)
+    assert batch.text_features["teacher"].norm(dim=1).sub(1).abs().max() < 2e-3
+    assert batch.text_features["truth"][torch.arange(16), batch.image_of_text].all()
 
 
 def test_the_truth_of_a_row_in_place_of_another_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_goes_on_after_an_interruption(tmp_path: Path, workers: int) -> None:
         embed(Fake(stop_after=1 + 23), Images(), tmp_path / "cut", part=PART, batch=4)  # within the second part
     assert not (tmp_path / "cut" / "index.npy").exists()
     with pytest.raises(ValueError, match=r"cut is not finished\. The same `kiloword embed` command again"):
-        SideTable(tmp_path / "cut")
+        FeatureStore(tmp_path / "cut")
     teacher = Fake()
     embed(teacher, Images(), tmp_path / "cut", part=PART, batch=4, workers=workers)
     assert teacher.images == 1 + ROWS - PART  # and one to see how many numbers a feature has
@@ -269,27 +269,27 @@ def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, harm: str) -> No
         other = embed(Fake("other"), Images(fingerprint="q"), tmp_path / "o", part=PART).path
         part.write_bytes((other / part.name).read_bytes())
     elif harm == "flip":  # within the features, where no offset tells
-        feature = SideTable(folder).images()[20].tobytes()
+        feature = FeatureStore(folder).images()[20].tobytes()
         place = raw.index(feature)
         part.write_bytes(raw[:place] + bytes(DIM * 2) + raw[place + DIM * 2 :])
         with pytest.raises(ValueError, match=r"part-00001\.arrow is damaged\. The same `kiloword embed`"):
-            SideTable(folder).images()
+            FeatureStore(folder).images()
     elif harm in ("caption", "key"):
         text = b"image 20 caption" if harm == "caption" else b"k020"
         part.write_bytes(raw.replace(text, b"\xff" * len(text)))
         with pytest.raises(ValueError, match=r"part-00001\.arrow is damaged\. The same `kiloword embed`"):
-            SideTable(folder).captions  # noqa: B018
+            FeatureStore(folder).captions  # noqa: B018
     else:
         part.unlink() if harm == "remove" else part.write_bytes(raw[: len(raw) // 2 if harm == "cut" else 0])
         with pytest.raises(ValueError, match=r"part-00001\.arrow is (missing|damaged)\. The same `kiloword embed`"):
-            SideTable(folder).join(example(Images(), 20, "a"))
+            FeatureStore(folder).join(example(Images(), 20, "a"))
     teacher = Fake()
     embed(teacher, Images(), folder, part=PART)
     assert teacher.images == 1 + PART
     assert parts_of(folder) == before
 
 
-def test_a_finished_table_is_left_alone(table: SideTable) -> None:
+def test_a_finished_table_is_left_alone(table: FeatureStore) -> None:
     times = {path: path.stat().st_mtime_ns for path in table.path.glob("part-*")}
     teacher = Fake()
     embed(teacher, Images(), table.path, batch=3)
@@ -297,7 +297,7 @@ def test_a_finished_table_is_left_alone(table: SideTable) -> None:
     assert times == {path: path.stat().st_mtime_ns for path in table.path.glob("part-*")}
 
 
-def test_another_teacher_or_data_is_refused(table: SideTable) -> None:
+def test_another_teacher_or_data_is_refused(table: FeatureStore) -> None:
     folder = table.path.parent / "named"
     embed(Fake(), Images(), folder, teacher_name="a")
     with pytest.raises(ValueError, match=r"holds other features: there teacher a \(fake\), here teacher b \(new\)"):
@@ -310,7 +310,7 @@ def test_another_teacher_or_data_is_refused(table: SideTable) -> None:
         embed(Fake(), Images(), table.path, dtype="fp32")
 
 
-def test_check_wants_the_data_it_was_made_from(table: SideTable) -> None:
+def test_check_wants_the_data_it_was_made_from(table: FeatureStore) -> None:
     with pytest.raises(
         ValueError, match=r"was made from images \(fingerprint p\), but the run reads others \(o\): make one from the"
     ):
@@ -419,12 +419,12 @@ def test_features_must_be_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("dim", 2**31), ("dim", 0), ("part", 0), ("rows", -5)])
-def test_numbers_that_no_store_has(tmp_path: Path, table: SideTable, name: str, value: int) -> None:
+def test_numbers_that_no_store_has(tmp_path: Path, table: FeatureStore, name: str, value: int) -> None:
     shutil.copytree(table.path, tmp_path / "store")
     file = tmp_path / "store" / "table.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
     with pytest.raises(ValueError, match=rf"table.json cannot be used: {name} is {value}: expected 1 to"):
-        SideTable(tmp_path / "store")
+        FeatureStore(tmp_path / "store")
 
 
 def other_part(path: Path, **columns: pa.Array) -> None:
@@ -439,7 +439,7 @@ def other_part(path: Path, **columns: pa.Array) -> None:
 
 
 @pytest.mark.parametrize("what", ["null keys", "null images", "null captions", "no features of captions", "NaN"])
-def test_a_strangers_part(tmp_path: Path, table: SideTable, what: str) -> None:
+def test_a_strangers_part(tmp_path: Path, table: FeatureStore, what: str) -> None:
     """With the right checksum: damaged, or refused for its NaN, and never a traceback."""
     shutil.copytree(table.path, tmp_path / "store")
     path = tmp_path / "store" / "part-00000.arrow"
@@ -459,10 +459,10 @@ def test_a_strangers_part(tmp_path: Path, table: SideTable, what: str) -> None:
     other_part(path, **columns)
     says = "NaN or infinite: make it again" if what == "NaN" else "part-00000.arrow is damaged"
     with pytest.raises(ValueError, match=says):
-        SideTable(tmp_path / "store").images()
+        FeatureStore(tmp_path / "store").images()
 
 
-def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: SideTable) -> None:
+def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: FeatureStore) -> None:
     os.mkfifo(tmp_path / "part.arrow")
     with pytest.raises(ValueError, match="is damaged"):
         StorePart(tmp_path / "part.arrow", table.file.schema())
@@ -471,7 +471,7 @@ def test_a_pipe_in_place_of_a_part(tmp_path: Path, table: SideTable) -> None:
 def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: Path) -> None:
     """Made again by the same teacher, it is the same."""
     base = default_recipe("siglip", "debug", ("scenes?n=16",))
-    data = replace(base.data, tokenizer_vocab=300, side=(str(tmp_path / "t"),))
+    data = replace(base.data, tokenizer_vocab=300, features=(str(tmp_path / "t"),))
     recipe = replace(base, data=data, batch=8)
 
     def go_on(steps: int, teacher: Fake) -> None:
@@ -488,25 +488,25 @@ def test_a_table_of_another_teacher_at_the_same_path_is_no_resumption(tmp_path: 
         go_on(3, Fake("other"))
 
 
-def test_refuses_what_is_no_side_table(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no side table: it has no table\.json"):
-        SideTable(tmp_path)
+def test_refuses_what_is_no_feature_store(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no feature store: it has no table\.json"):
+        FeatureStore(tmp_path)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").touch()
-    with pytest.raises(ValueError, match="photos exists and is no side table"):
+    with pytest.raises(ValueError, match="photos exists and is no feature store"):
         embed(Fake(), Images(), tmp_path / "photos")
     folder = embed(Fake(), Images(), tmp_path / "t").path
     index = (folder / "index.npy").read_bytes()
     for raw in (b"", index[:40], index[:-8], b"nonsense" * 20):
         (folder / "index.npy").write_bytes(raw)
         with pytest.raises(ValueError, match=r"index\.npy is damaged\. Remove that file\."):
-            SideTable(folder)
+            FeatureStore(folder)
     table = folder / "table.json"
     good = json.loads(table.read_text())
     for change in ({"format": "kiloword-side-9"}, {"dim": "many"}, {"more": 1}):
         table.write_text(json.dumps(good | change))
         with pytest.raises(ValueError, match=r"table\.json cannot be used: .* It was damaged"):
-            SideTable(folder)
+            FeatureStore(folder)
     table.write_text('{"format"')
     with pytest.raises(ValueError, match=r"table\.json cannot be used: .* It was damaged"):
         embed(Fake(), Images(), folder)
@@ -547,4 +547,4 @@ def test_equal_digests_are_told_apart_by_the_key(tmp_path: Path, monkeypatch: py
     for row in (0, 20, 39):
         joined = example(source, row, "a")
         table.join(joined)
-        assert torch.equal(joined.image_side["teacher"], rounded(Fake().encode_images(pixels(source, row)))[0])
+        assert torch.equal(joined.image_features["teacher"], rounded(Fake().encode_images(pixels(source, row)))[0])
