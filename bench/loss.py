@@ -25,12 +25,12 @@ from torch import Tensor
 from kiloword.config.recipes import sizes
 from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import Blocks, sigmoid_loss, softmax_loss
-from kiloword.methods.method import PairLoss, annotated
+from kiloword.methods.method import annotated
 from kiloword.methods.pcmepp.matching import matching_loss
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
 from kiloword.model.model import initialise
-from kiloword.types import Features
+from kiloword.types import Features, PairLoss
 from plan_allocated import peak
 
 PRESETS = {"single": "siglip", "gaussian": "prolip", "contextual": "llip"}

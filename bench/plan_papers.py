@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kiloword.cli.plan import planner_of
 from kiloword.planning import parameters
 from kiloword.planning.advice import Option, Planner
 from kiloword.planning.cards import CARDS, GIB
-from kiloword.planning.command import planner_of
 from kiloword.planning.tables import days_of
 from kiloword.terminal import say
 

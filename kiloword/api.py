@@ -84,9 +84,10 @@ class Matcher:
         self.method = method
 
     def __repr__(self) -> str:
-        from kiloword.cli.describe import model_in_words
+        from kiloword.model.model import model_in_words
 
-        return f"Matcher({model_in_words(self.model, self.method)})"
+        name = self.method.name if self.method else "unknown method"
+        return f"Matcher({model_in_words(self.model, name)})"
 
     def preprocess(self, image: OneImage) -> Tensor:
         """An image as the model wants it: uint8 [3, H, W]; the model normalises it itself."""

@@ -10,7 +10,7 @@ K  mixture tokens            M  heads of a pooling
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -252,3 +252,30 @@ class Total:
     sum: Tensor  # scalar, with gradient
     count: Tensor  # scalar; depends on the batch alone, never on parameters
     rows: Tensor | None = None  # [I] each local image's part of the sum, without gradient
+
+
+class PairBlocks(Protocol):
+    """Input of a pair loss: all pairs of local images and the texts of all ranks, one block at a time."""
+
+    shape: tuple[int, int]  # number of local images, number of texts of all ranks
+    rows: Tensor  # [I] set by `total`: the contribution of each image to the sum
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of every block."""
+        ...
+
+    def beside(self, name: str) -> PairBlocks:
+        """The same pairs, scored by the auxiliary head that is the attribute `name` of the model's head."""
+        ...
+
+    def block(self, rows: slice, columns: slice) -> Pairs:
+        """One block, without gradient."""
+        ...
+
+    def total(self, loss: Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]) -> Tensor:
+        """Sum over all blocks of `loss`, which returns values [i] and their gradient by the logits [i, t]."""
+        ...
+
+
+PairLoss = Callable[[PairBlocks, Positives], Total]
+"""Returns the sum over the rows of this rank, and the count (images or texts) to divide by for a mean."""

@@ -19,7 +19,7 @@ from kiloword.methods.method import Method
 from kiloword.methods.registry import components, names, preset
 from kiloword.model.heads import Head
 from kiloword.model.image import extra, stem_plan
-from kiloword.model.model import Model
+from kiloword.model.model import Model, tower_shape
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
 
@@ -67,7 +67,7 @@ def sizes_table() -> None:
         image, text = config.image, config.text
         work = image_flops(config), text_flops(config), image_flops(config) + text_flops(config)
         table.add_row(
-            *(name, str(image.size), str(image.patch), _shape(image), _shape(text), str(text.context)),
+            *(name, str(image.size), str(image.patch), tower_shape(image), tower_shape(text), str(text.context)),
             *(str(config.head.dim), f"{parameters(config) / 1e6:.2f}", *(f"{w / 1e9:.3g}" for w in work)),
         )
     Screen(_WIDE).print(table)
@@ -82,19 +82,6 @@ def parameters(config: ModelConfig, method: str = "clip") -> int:
     with torch.device("meta"):
         model = Model(config, _head(preset(method), config))
     return sum(p.numel() for p in model.parameters())
-
-
-def model_in_words(model: Model, method: Method | None = None) -> str:
-    """A model on one line: method, towers, size, number of parameters, precision, device."""
-    config, some = model.config, next(model.parameters())
-    more = f", with {', '.join(name.replace('_', ' ') for name in model.more)}" if model.more else ""
-    name = method.name if method else "unknown method"
-    return (
-        f"{name}: image tower {_shape(config.image)}, {config.image.size} pixels, "
-        f"patch {config.image.patch}; text tower {_shape(config.text)}, {config.text.context} tokens; embedding "
-        f"{config.head.dim}{more}; {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
-        f"{str(some.dtype).removeprefix('torch.')} on {some.device}"
-    )
 
 
 def image_flops(config: ModelConfig) -> int:
@@ -183,10 +170,6 @@ def _word(thing: object | Callable[..., object]) -> str:
     thing = thing.func if isinstance(thing, partial) else thing
     name = getattr(thing, "__name__", type(thing).__name__)
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).replace("_", " ").lower().strip()
-
-
-def _shape(tower: ImageConfig | TextConfig) -> str:
-    return f"{tower.width} x {tower.depth} / {tower.heads}"
 
 
 def _version(package: str) -> str:

@@ -174,9 +174,9 @@ def data(
     if inspect.main(what, source, png if as_ is None else None, digest):
         raise SystemExit(1)
     if as_ is not None and png is not None:
-        from kiloword.training.preview import draw
+        from kiloword.training.dry_run import draw_examples
 
-        say(draw(source, as_, size, png))
+        say(draw_examples(source, as_, size, png))
 
 
 @app.command
@@ -293,7 +293,7 @@ def _run(argv: Sequence[str]) -> None:
 
         run_train(argv[1:])
     elif argv[:1] == ["plan"]:
-        from kiloword.planning.command import main as run_plan
+        from kiloword.cli.plan import main as run_plan
 
         run_plan(argv[1:])
     else:

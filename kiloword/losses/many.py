@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kiloword.distributed.collectives import sum_over_ranks
 from kiloword.losses.pairs import anchor_weights, logsumexp_over_ranks, softmax_loss
-from kiloword.methods.method import PairBlocks
-from kiloword.types import Pairs, Positives, Total
+from kiloword.types import PairBlocks, Pairs, Positives, Total
 
 
 @dataclass(frozen=True)

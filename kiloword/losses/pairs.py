@@ -17,8 +17,8 @@ from kiloword.distributed.collectives import extreme_over_ranks, ranks, sum_over
 from kiloword.types import Features, Pairs, Positives, Total
 
 if TYPE_CHECKING:
-    from kiloword.methods.method import PairBlocks
     from kiloword.model.heads import Head
+    from kiloword.types import PairBlocks
 
 # whether backward runs with retain_graph; versions of torch without this function get copies
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)

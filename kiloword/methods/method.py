@@ -13,39 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
-from kiloword.types import Batch, Encoded, Pairs, Positives, Total, Transform
+from kiloword.types import Batch, Encoded, PairLoss, Pairs, Positives, Transform
 
 if TYPE_CHECKING:
     from kiloword.model.heads import Head
     from kiloword.model.model import Model
     from kiloword.training.learner import Learner
-
-
-class PairBlocks(Protocol):
-    """Input of a pair loss: all pairs of local images and the texts of all ranks, one block at a time."""
-
-    shape: tuple[int, int]  # number of local images, number of texts of all ranks
-    rows: Tensor  # [I] set by `total`: the contribution of each image to the sum
-
-    def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of every block."""
-        ...
-
-    def beside(self, name: str) -> PairBlocks:
-        """The same pairs, scored by the auxiliary head that is the attribute `name` of the model's head."""
-        ...
-
-    def block(self, rows: slice, columns: slice) -> Pairs:
-        """One block, without gradient."""
-        ...
-
-    def total(self, loss: Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]) -> Tensor:
-        """Sum over all blocks of `loss`, which returns values [i] and their gradient by the logits [i, t]."""
-        ...
-
-
-PairLoss = Callable[["PairBlocks", Positives], Total]
-"""Returns the sum over the rows of this rank, and the count (images or texts) to divide by for a mean."""
 
 
 class Term(Protocol):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.recipes import EncoderPrecision, ModelConfig
+from kiloword.config.recipes import EncoderPrecision, ImageConfig, ModelConfig, TextConfig
 from kiloword.distributed.device import precision_of
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Head
@@ -235,3 +235,20 @@ def resize_text(
     middle = F.interpolate(middle, context - first - last, mode="linear")[0].T.to(places.dtype)
     resized = {**state, name: torch.cat([places[:first], middle, places[len(places) - last :]])}
     return replace(config, text=replace(config.text, context=context)), resized
+
+
+def model_in_words(model: Model, method: str = "unknown method") -> str:
+    """A model on one line: method, towers, size, number of parameters, precision, device."""
+    config, some = model.config, next(model.parameters())
+    more = f", with {', '.join(name.replace('_', ' ') for name in model.more)}" if model.more else ""
+    return (
+        f"{method}: image tower {tower_shape(config.image)}, {config.image.size} pixels, "
+        f"patch {config.image.patch}; text tower {tower_shape(config.text)}, {config.text.context} tokens; embedding "
+        f"{config.head.dim}{more}; {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
+        f"{str(some.dtype).removeprefix('torch.')} on {some.device}"
+    )
+
+
+def tower_shape(tower: ImageConfig | TextConfig) -> str:
+    """Width, depth and attention heads: "384 x 12 / 6"."""
+    return f"{tower.width} x {tower.depth} / {tower.heads}"

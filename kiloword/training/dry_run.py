@@ -1,4 +1,4 @@
-"""A run that is not made: what would run, or the message with which it would be refused."""
+"""What a run would do, before it is made: its plan or the message with which it is refused; its first examples."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from PIL import Image
+
 from kiloword.config import effects
 from kiloword.config.by_device import settle, summary
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
 from kiloword.data.bad import BadRows
-from kiloword.data.sampler import steps_per_epoch
+from kiloword.data.images.contact import TILES, draw_tiles
+from kiloword.data.loader import Loader
+from kiloword.data.sampler import Order, steps_per_epoch
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives, cuda_graphs
 from kiloword.distributed.device import choose
+from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import shapes
 from kiloword.terminal import say
 from kiloword.training.run_folder import RunFile, check_same_run, check_utf8, earlier, run_file
-from kiloword.training.setup import make_learner, make_loader, micro_batches, open_val, resolve
+from kiloword.training.setup import make_learner, make_loader, micro_batches, open_sources, open_val, resolve
 from kiloword.training.validation import check_val
-from kiloword.types import Batch, Source
+from kiloword.types import Batch, Example, Source
 
 MOST = 256  # images of a rank's first batch that are decoded, at most
 WIDE = 110  # columns
@@ -161,3 +167,37 @@ def _first_batch(batch: Batch, bad: int) -> list[str]:
     cut = f", {batch.texts.truncated} cut" if batch.texts.truncated else ""
     kind = f", {bad} bad samples" if bad else ""
     return [f"read       {len(batch)} images of the first batch, {len(batch.texts)} captions{cut}{kind}"]
+
+
+def draw_examples(src: str, method: str, size: str, png: Path) -> str:
+    """Draw the first examples of a run by the method's defaults: augmented, transforms applied, with all captions.
+
+    `kiloword data stats SRC --as METHOD --png FILE`.
+
+    Returns: a line about them. Errors: ValueError for an unknown method or size, and data that cannot be read.
+    """
+    recipe = default_recipe(method, size, (src,))
+    chosen, source = preset(recipe.method, recipe.settings), open_sources(recipe)
+    loader = Loader(
+        source,
+        Order(len(source), min(TILES, len(source)), recipe.seed),
+        recipe.data,
+        chosen.shape(recipe.model).text,
+        recipe.model.image.size,
+        Tokenizer.train([], 262),  # nothing is packed
+        transforms=chosen.transforms,
+        questions="questions" in chosen.needs,
+        seed=recipe.seed,
+        resize=recipe.model.preprocess.resize,
+    )
+    examples = loader.examples(0)[0]
+    draw_tiles([(Image.fromarray(e.image.permute(1, 2, 0).numpy()), _text(e), 1) for e in examples], png)
+    composed = sum(e.composed for e in examples)
+    return f"{len(examples)} examples as {method} at size {size} sees them, {composed} composed: {png}"
+
+
+def _text(example: Example) -> str:
+    """The captions, or the question with its answers; composed examples are named so."""
+    captions = " | ".join(example.captions)
+    asked = f"{example.question} " if example.question else ""
+    return f"{'composed: ' if example.composed else ''}{asked}{captions}"

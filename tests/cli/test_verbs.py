@@ -118,7 +118,7 @@ EVERY_FLAG: list[Words] = [
     ),
     ("import prolip w --out o", "kiloword.interop.prolip:main", {"path": Path("w"), "out": OUT}),
     ("train clip --data d", "kiloword.cli.train:main", {"argv": ["clip", "--data", "d"]}),
-    ("plan clip --gpus 8", "kiloword.planning.command:main", {"argv": ["clip", "--gpus", "8"]}),
+    ("plan clip --gpus 8", "kiloword.cli.plan:main", {"argv": ["clip", "--gpus", "8"]}),
 ]
 
 

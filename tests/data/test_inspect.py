@@ -13,7 +13,7 @@ from kiloword.data.images import contact
 from kiloword.data.images.contact import contact_sheet
 from kiloword.data.inspect import check, main, stats
 from kiloword.data.sources.open import open_source
-from kiloword.training.preview import draw
+from kiloword.training.dry_run import draw_examples
 from kiloword.types import Skipped
 from tars import encode, noise, pairs, photo, write_tar
 
@@ -161,8 +161,8 @@ def test_examples_are_drawn_as_a_method_sees_them(
 
 def test_all_captions_of_an_example_are_drawn(red_and_blue: str, tmp_path: Path) -> None:
     one, all_ = tmp_path / "clip.png", tmp_path / "siglip.png"
-    draw(red_and_blue, "fff", "debug", all_)
-    draw(red_and_blue, "siglip", "debug", one)
+    draw_examples(red_and_blue, "fff", "debug", all_)
+    draw_examples(red_and_blue, "siglip", "debug", one)
     assert one.read_bytes() != all_.read_bytes()
 
 

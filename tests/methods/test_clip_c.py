@@ -22,13 +22,12 @@ from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
-from kiloword.methods.method import PairBlocks
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.loop import RunOptions, train
-from kiloword.types import Batch, Positives, Record, Total
+from kiloword.types import Batch, PairBlocks, Positives, Record, Total
 from kiloword.verify.batch import batch as fixed_batch
 from kiloword.verify.suite import _transforms
 

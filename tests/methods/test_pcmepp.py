@@ -15,7 +15,7 @@ from kiloword.config.recipes import ModelConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.losses.pairs import Blocks, sigmoid_loss
 from kiloword.methods.defaults import MUON, default_recipe
-from kiloword.methods.method import PairBlocks, annotated
+from kiloword.methods.method import annotated
 from kiloword.methods.pcmepp.matching import cosine_head, matching_loss
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head
@@ -23,7 +23,7 @@ from kiloword.model.model import build
 from kiloword.training import start
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups
-from kiloword.types import Features, Positives, Total
+from kiloword.types import Features, PairBlocks, Positives, Total
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import EXACT, Way, _least, gradients, gradients_over_ranks, learner, verify
 

@@ -19,13 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import plan_papers
 from kiloword.cli.main import main
+from kiloword.cli.plan import planner_of
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed import collectives, engine
 from kiloword.methods.registry import names, preset
 from kiloword.model.model import build
 from kiloword.planning import memory, parameters, step
 from kiloword.planning.advice import Planner
-from kiloword.planning.command import planner_of
 from kiloword.planning.memory import Layout
 from kiloword.planning.shapes import Kernels, Lengths, Load
 from kiloword.planning.traffic import traffic

@@ -33,7 +33,6 @@ HEAVY = (
     "tokenizers",
     "safetensors.torch",
     "sklearn.metrics",
-    "torchmetrics",
 )
 MEMORY = 6 << 30
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from kiloword.distributed.collectives import extreme_over_ranks, sum_over_ranks
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
-from kiloword.methods.method import PairBlocks, PairLoss
 from kiloword.model.heads import Head
 from kiloword.model.pooling import at_least_float
-from kiloword.types import Features, Pairs, Positives, Total
+from kiloword.types import Features, PairBlocks, PairLoss, Pairs, Positives, Total
 
 ROUNDING = 1e3  # margin in machine epsilons: ties of equal captions do not depend on the number of ranks
 

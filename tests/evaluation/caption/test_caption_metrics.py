@@ -17,9 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kiloword.evaluation.caption import java as caption_java
-from kiloword.evaluation.caption.metrics import check_programs, score, score_captions, tokenized
+from kiloword.evaluation.caption.metrics import (
+    PUNCTUATION,
+    check_programs,
+    own,
+    score,
+    score_captions,
+    tokenize,
+    tokenized,
+)
 from kiloword.evaluation.caption.scorers import Captions, bleu, cider, common_subsequence, rouge_l
-from kiloword.evaluation.caption.tokens import PUNCTUATION, own, tokenize
 from kiloword.randomness import key
 
 official = pytest.mark.skipif(find_spec("pycocoevalcap") is None, reason="pycocoevalcap is not installed")
