@@ -152,7 +152,7 @@ def _trained(here: Here) -> Iterator[Run]:
         "train siglip s16 30 epochs", 200, *words, "--out", f"{out}", metrics=out / "metrics.jsonl", needs=(train, dev)
     )
     if here.has(out / "model", dev):
-        words = ["eval", f"{out / 'model'}", "retrieval", "--data", f"{dev}"]
+        words = ["eval", "retrieval", f"{out / 'model'}", "--data", f"{dev}"]
         yield here.kiloword("eval s16 retrieval", 60, *words, "--json", f"{here.out / 's16-retrieval.json'}")
 
 
@@ -230,7 +230,7 @@ def _pages(here: Here, experiment: str, data: str) -> Iterator[Run]:
         kinds = ["caption", "reconstruction"] if model.parent.name.startswith("sycoca") else ["caption"]
         for kind in kinds:
             page = here.out / experiment / f"{model.parent.name}-{kind}"
-            words = ["eval", f"{model}", kind, "--data", data, "--device", here.device]
+            words = ["eval", kind, f"{model}", "--data", data, "--device", here.device]
             yield here.kiloword(f"{kind} {page}", 120, *words, "--html", f"{page}.html", "--json", f"{page}.json")
 
 

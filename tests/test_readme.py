@@ -101,7 +101,7 @@ def test_command(command: str, place: Path, capsys: pytest.CaptureFixture[str]) 
         main(["embed", "runs/photos/model", "--data", "photos/train", "--out", "features"])
     if "captions.parquet" in words and words[0] != "caption":
         main(["caption", "runs/sycoca/model", "--data", "photos/train", "--out", "captions.parquet", "--longest", "8"])
-    if words[0] == "eval" and words[2] == "caption":
+    if words[0] == "eval" and words[1] == "caption":
         words.append("--judge.no-meteor")  # Java takes seconds to start
     main(words)
     assert capsys.readouterr().out

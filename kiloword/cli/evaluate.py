@@ -1,102 +1,74 @@
-"""The verb eval: what every task may be told. No torch at import: help is instant."""
+"""The verb eval: one subcommand a task, whose flags are its options. No torch at import: help is instant."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
+import tyro
 from tyro.conf import Positional, arg
 
-from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.evaluation.caption.options import CaptionOptions
-from kiloword.evaluation.probe.options import ProbeOptions
-from kiloword.evaluation.vqa.options import VqaOptions
-from kiloword.evaluation.zeroshot.options import PromptOptions
-from kiloword.generation.options import GenerationOptions
+from kiloword.evaluation import TASKS, command, find
+from kiloword.evaluation.command import Execution
+from kiloword.evaluation.task import Task
 
-GENERATE = GenerationOptions()
-JUDGE = CaptionOptions()
-PROBE = ProbeOptions()
-PROMPTS = PromptOptions()
-VQA = VqaOptions()
+EXAMPLE = "kiloword eval retrieval runs/first/model --data scenes:test"
 
 
-def evaluate(
-    model: Positional[str],
-    task: Positional[str],
-    data: str,
-    with_: Annotated[tuple[str, ...], arg(name="with")] = (),
-    shortlist: int | None = None,
-    of: Literal["tower", "vec"] | None = None,
-    samples: int | None = None,
-    includes: Literal["inc", "h"] | None = None,
-    eps: float | None = None,
-    prompts: Literal["ensemble", "filter", "topk", "bprw"] | None = None,
-    prompt_options: Annotated[PromptOptions, arg(name="prompts")] = PROMPTS,
-    train: str | None = None,
-    val: str | None = None,
-    cache: Path | None = None,
-    probe: ProbeOptions = PROBE,
-    generate: GenerationOptions = GENERATE,
-    judge: CaptionOptions = JUDGE,
-    vqa: VqaOptions = VQA,
-    json: Path | None = None,
-    html: Path | None = None,
-    batch: int = 256,
-    workers: int | Literal["auto"] = "auto",
-    device: str = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
-    trust: Annotated[Trust, arg(name="")] = NONE,
-) -> None:
-    """Evaluate a model: kiloword eval runs/first/model retrieval --data scenes:test
+def main(argv: Sequence[str]) -> None:
+    """`kiloword eval TASK MODEL... --data SRC`. Raises: ValueError for words that name no task, or no model."""
+    if {"-h", "--help"} & set(argv[:1]):
+        _overview()
+    task = _task_of(argv)
+    _check_html(task, argv)
+    words: Any = tyro.cli(flags(task), args=argv[1:], prog=f"kiloword eval {task.name}", description=task.help)
+    if not words.models:
+        raise ValueError(f"eval {task.name} needs a model: kiloword eval {task.name} MODEL --data SRC.")
+    html = words.html if task.page is not None else None
+    command.main(task, words.models, words.data, words.options, words.execution, words.json, html)
 
-    Several beside each other: kiloword eval A spectrum --with B --data photos/dev --html spectrum.html
-    Captions of any captioner: kiloword eval captions.parquet caption --data photos/dev
 
-    Args:
-        model: model folder (OUT/model of a run); for caption also a parquet table (key, captions).
-        task: retrieval, zeroshot, probe, caption, vqa, reconstruction, hierarchy, uncertainty or spectrum.
-        data: test data; for zeroshot and probe with .cls labels and classnames.txt, or scenes:test?task=colour;
-            for vqa with questions and answers, or scenes:test?task=vqa.
-        with_: more model folders, evaluated on the same data and shown beside the first.
-        shortlist: retrieval: score only the N nearest by vec exactly, and say what that loses.
-        of: spectrum: tower (what the image tower puts out, the default) or vec.
-        samples: spectrum: images, 5000 if not given.
-        includes: hierarchy: what a caption includes an image most by, inc (the default) or h. With h at eps 0 the
-            narrowest captions are chosen, not the most general.
-        eps: hierarchy: log-space epsilon of inc and h, 0 if not given. At -10 or less distances hardly count: h then
-            chooses the widest caption, inc the narrowest.
-        prompts: zeroshot: how a class's prompts count: alike (ensemble, the default), the least uncertain (filter,
-            topk), or as they explain images (bprw); all but the first need a model with Gaussians.
-        prompt_options: zeroshot: what filter, topk and bprw may be told.
-        train: probe: what it is fitted on; without it the split `train` that goes with --data. vqa: whose answers are
-            those to choose from; without it the data's own list.
-        val: probe: where its weight decay is chosen.
-        cache: probe: folder that keeps the features.
-        probe: probe: how it is fitted.
-        generate: caption: how the model writes.
-        judge: caption: how its captions are compared with those of the data.
-        vqa: vqa: what answers there are, and how one is chosen.
-        json: also write the numbers to this file.
-        html: zeroshot, caption, reconstruction, spectrum, hierarchy, uncertainty: write a page with the plots.
-        batch: images at a time.
-        workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
-        device: auto, cpu, cuda, cuda:N.
-        precision: of encoders and decoders; auto: bf16 on CUDA where the model is larger than size tiny, else fp32.
-            Features, scores and probes are fp32.
-        trust: whose code model folders may run; --method is MODEL's, and of --with where it is the same.
-    """
-    from kiloword.evaluation.command import main as run
+def flags(task: Task) -> type:
+    """The words of a task's command line: models and data, the task's options, and those that all tasks share."""
+    models = Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]", help=task.models)]
+    parts: list[tuple[str, Any, Any]] = [
+        ("models", models, field()),
+        ("data", Annotated[str, arg(metavar="SRC", help=f"test data: {task.data}")], field()),
+        ("options", Annotated[task.options, arg(name="")], field(default_factory=task.options)),
+        ("json", Annotated[Path | None, arg(help="write the metrics to this file")], field(default=None)),
+    ]
+    if task.page is not None:
+        parts.append(("html", Annotated[Path | None, arg(help="write a page with plots")], field(default=None)))
+    parts.append(("execution", Annotated[Execution, arg(name="")], field(default_factory=Execution)))
+    return make_dataclass("Words", parts)
 
-    options: dict[str, object] = {
-        "shortlist": shortlist,
-        "of": of,
-        "samples": samples,
-        "includes": includes,
-        "eps": eps,
-    }
-    options |= {"prompts": prompts, "prompt_options": None if prompt_options == PROMPTS else prompt_options}
-    options |= {"train": train, "val": val, "cache": cache, "probe": None if probe == PROBE else probe}
-    options |= {"generate": None if generate == GENERATE else generate, "judge": None if judge == JUDGE else judge}
-    options |= {"vqa": None if vqa == VQA else vqa, "batch": batch}
-    run([model, *with_], task, data, json, html, device, trust, precision, workers, **options)
+
+def _overview() -> None:
+    """Print the tasks with a line each, and exit."""
+    tasks = tyro.extras.SubcommandApp()
+    for task in TASKS.values():
+
+        def stub() -> None: ...
+
+        stub.__doc__ = task.help
+        tasks.command(name=task.name)(stub)
+    about = f"Evaluate models by a task: {EXAMPLE}. Flags of a task: kiloword eval TASK --help."
+    tasks.cli(args=["--help"], prog="kiloword eval", description=about)
+
+
+def _task_of(argv: Sequence[str]) -> Task:
+    """The task that is named first. Raises: ValueError where there is none, or where it stands behind the model."""
+    if not argv or argv[0].startswith("-"):
+        raise ValueError(f"eval needs a task first, e.g. {EXAMPLE} (`kiloword eval --help`).")
+    later = next((word for word in argv[1:] if word in TASKS), None)
+    if argv[0] not in TASKS and later is not None:
+        raise ValueError(f"the task comes before the model: kiloword eval {later} {argv[0]} --data SRC.")
+    return find(argv[0])
+
+
+def _check_html(task: Task, argv: Sequence[str]) -> None:
+    """Raises: ValueError for a page of a task that has none: the flag is not among its own."""
+    if task.page is None and any(word.partition("=")[0] == "--html" for word in argv):
+        raise ValueError(f"the task {task.name} has no page to write: leave --html away, or use --json.")

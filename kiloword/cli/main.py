@@ -15,7 +15,6 @@ from tyro.conf import Positional, arg
 from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import NONE, Trust
-from kiloword.cli.evaluate import GENERATE, evaluate
 from kiloword.cli.score import score
 from kiloword.cli.watch import watch
 from kiloword.cli.words import interruption, settled
@@ -26,10 +25,11 @@ from kiloword.mining.options import MineOptions
 from kiloword.terminal import guarded, say, show_traceback, warn
 
 app = tyro.extras.SubcommandApp()
+GENERATE = GenerationOptions()
 MINE = MineOptions()
 
 
-@app.command(name="train")  # for the list of verbs: main reads its words, as those of plan
+@app.command(name="train")  # for the list of verbs: main reads its words, as those of eval and plan
 def _train_stub() -> None:
     """Train a model, or resume it: kiloword train METHOD --data SRC --out DIR."""
 
@@ -48,7 +48,9 @@ def quickstart(out: Path = Path("quickstart"), steps: int | None = None, seed: i
     run(out, steps=steps, seed=seed)
 
 
-app.command(name="eval")(evaluate)
+@app.command(name="eval")
+def _eval_stub() -> None:
+    """Evaluate models by a task: kiloword eval TASK MODEL --data SRC (`kiloword eval --help` lists the tasks)."""
 
 
 app.command(score)
@@ -292,6 +294,10 @@ def _run(argv: Sequence[str]) -> None:
         from kiloword.cli.train import main as run_train
 
         run_train(argv[1:])
+    elif argv[:1] == ["eval"]:
+        from kiloword.cli.evaluate import main as run_eval
+
+        run_eval(argv[1:])
     elif argv[:1] == ["plan"]:
         from kiloword.cli.plan import main as run_plan
 

@@ -1,61 +1,69 @@
-"""Tasks that judge a model: one module each, with `run(matcher, source, **options)` that yields (name, value)."""
+"""Evaluation of a model by tasks: each declares itself (see `task.py`), and is a subcommand of `kiloword eval`."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Iterable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kiloword.evaluation import (
+    caption,
+    hierarchy,
+    probe,
+    reconstruction,
+    retrieval,
+    spectrum,
+    uncertainty,
+    vqa,
+    zeroshot,
+)
+from kiloword.evaluation.task import IMAGES, Inputs, Task, suggestion
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Skipped, Source
 
-TASKS = {
-    "caption": "kiloword.evaluation.caption.task",
-    "hierarchy": "kiloword.evaluation.hierarchy.task",
-    "probe": "kiloword.evaluation.probe.task",
-    "reconstruction": "kiloword.evaluation.reconstruction.task",
-    "retrieval": "kiloword.evaluation.retrieval.task",
-    "spectrum": "kiloword.evaluation.spectrum",
-    "uncertainty": "kiloword.evaluation.uncertainty.task",
-    "vqa": "kiloword.evaluation.vqa.task",
-    "zeroshot": "kiloword.evaluation.zeroshot.task",
-}
+FOLDERS = (retrieval, zeroshot, probe, caption, vqa, reconstruction, hierarchy, uncertainty, spectrum)
+TASKS: dict[str, Task] = {folder.TASK.name: folder.TASK for folder in FOLDERS}
 
 
 def evaluate(
-    matcher: Matcher | None, task: str, source: Source | str, *, skipped: list[Skipped] | None = None, **options: Any
+    matcher: Matcher | None,
+    task: str,
+    source: Source | str,
+    *,
+    batch: int = IMAGES,
+    workers: int = 0,
+    skipped: list[Skipped] | None = None,
+    shown: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, float]:
-    """Judge a model by one task on one data set.
+    """Evaluate a model by one task on one data set: evaluate(matcher, "retrieval", "scenes:test?n=20", shortlist=5)
 
     Args: matcher, None for what needs no model (captions of a table); task one of TASKS; source as on the command line,
-    or opened; options of the task's `run` (batch, workers, ks, shortlist, classnames, templates, of, samples, train,
-    val, captions, generate, judge). Bad rows are left out, named in the list `skipped` if given.
-    Returns: metrics by name, and how many rows were left out as "skipped". Of ranks that share the work (see
+    or opened; batch: images encoded at a time; workers: loader processes; skipped: receives the rows that cannot be
+    used; shown: receives what the task's page draws; options: fields of the task's `options`.
+    Returns: metrics by name, and the number of skipped rows as "skipped". Of ranks that share the work (see
     `distributed/sharing.py`) all know those of most tasks; what cannot be shared (caption's scores, probe's fits) is
-    made and known by the first alone.
+    computed and known by the first alone.
+    Raises: ValueError for an unknown task or option, and for data that the task cannot use.
     """
-    check(task, options)
+    declared = find(task)
+    chosen = declared.options_from(options)
     if isinstance(source, str):
         from kiloword.data.sources.open import open_source
 
         source = open_source(source, None if matcher is None else matcher.model.config.image.size)
-    bad = [] if skipped is None else skipped
-    before = len(bad)
-    values = dict(import_module(TASKS[task]).run(matcher, source, skipped=bad, **options))
-    return {**values, "skipped": float(len(bad) - before)}
+    return run(declared, Inputs(matcher, source, batch, workers, [] if skipped is None else skipped, shown), chosen)
 
 
-def check(task: str, options: Iterable[str]) -> None:
-    """Refuse an unknown task, and options that the task does not have."""
-    if task not in TASKS:
-        close = difflib.get_close_matches(task, TASKS, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise ValueError(f"unknown task {task!r}; known: {', '.join(TASKS)}.{hint}")
-    parameters = inspect.signature(import_module(TASKS[task]).run).parameters
-    known = [name for name in parameters if name not in ("matcher", "source", "skipped", "shown")]
-    strange = [name for name in options if name not in (*known, "shown")]
-    if strange:
-        raise ValueError(f"the task {task} has no option {strange[0]}; it has: {', '.join(known)}.")
+def run(task: Task, inputs: Inputs, options: Any) -> dict[str, float]:
+    """What `evaluate` returns, of options that are made and a source that is open."""
+    before = len(inputs.skipped)
+    values = dict(task.run(inputs, options))
+    return {**values, "skipped": float(len(inputs.skipped) - before)}
+
+
+def find(name: str) -> Task:
+    """A task by its name. Raises: ValueError for an unknown one, with a close name."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}.{suggestion(name, TASKS)}")
+    return TASKS[name]

@@ -2,132 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import arg
 
 from kiloword import evaluation
 from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.evaluation.task import Inputs, Results, Task
 from kiloword.terminal import say, warn
-from kiloword.types import Skipped
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-Found = Mapping[str, float]
 
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a model is opened and fed: flags of every task."""
 
-@dataclass(frozen=True)
-class How:
-    """How a model is opened and fed."""
-
-    device: str
-    precision: str
-    workers: int | Literal["auto"]
-    trust: Trust
+    batch: int = 256  # images at a time
+    workers: int | Literal["auto"] = "auto"  # loader processes; auto: none on a CPU, on CUDA the cores but two
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    # of encoders and decoders; auto: bf16 on CUDA where the model is larger than size tiny, else fp32. Features, scores
+    # and probes are fp32
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    trust: Annotated[Trust, arg(name="")] = NONE  # --method is of the first model, and of others where it is the same
 
 
 def main(
+    task: Task,
     models: Sequence[str],
-    task: str,
     data: str,
+    options: Any,
+    execution: Execution,
     json: Path | None = None,
     html: Path | None = None,
-    device: str = "auto",
-    trust: Trust = NONE,
-    precision: str = "auto",
-    workers: int | Literal["auto"] = "auto",
-    **options: Any,
 ) -> None:
     """Evaluate, print, and write what is asked for; ranks that torchrun started share the work.
 
-    Args: models: their folders, or what the task takes in place of one (a table of captions); json: of one model its
-    values by name, of several `{model: values}`; html: a page, where the task has one; options of the task's `run`,
-    None: its own default; trust: of the first model, whose method the others may have too; precision: of encoders, as
-    `by_device.encoder_precision`; workers: as `by_device.workers_of`.
+    Args: models: their folders, or what the task takes in place of one (a table of captions); options of the task;
+    json: file for the metrics, of one model by name, of several `{model: metrics}`; html: file for the task's page.
     """
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import together
     from kiloword.terminal.progress import showing_progress
 
-    given = {name: value for name, value in options.items() if value is not None}
-    evaluation.check(task, given)
-    page = getattr(import_module(evaluation.TASKS[task]), "report", None)
-    if html is not None and page is None:
-        raise ValueError(f"the task {task} has no page to write: leave --html away, or use --json.")
-    device = choose(device)
+    device = choose(execution.device)
     with together(device), showing_progress():
-        _main(models, task, data, json, html, How(device, precision, workers, trust), given)
+        _main(task, models, data, options, replace(execution, device=device), json, html)
 
 
 def _main(
+    task: Task,
     models: Sequence[str],
-    task: str,
     data: str,
+    options: Any,
+    execution: Execution,
     json: Path | None,
     html: Path | None,
-    how: How,
-    given: dict[str, Any],
 ) -> None:
     from kiloword.checkpoint.files import write_json
     from kiloword.distributed.sharing import is_first
     from kiloword.report import write
 
-    page = getattr(import_module(evaluation.TASKS[task]), "report", None)
-    found: dict[str, Found] = {}
+    results: dict[str, dict[str, float]] = {}
     shown: dict[str, dict[str, Any]] = {}
     for name, folder in zip(labels(models), models, strict=True):
-        more = {"shown": shown.setdefault(name, {})} if page is not None and _shows(task) else {}
+        drawn = None if html is None else shown.setdefault(name, {})
         try:
-            found[name] = _judged(folder, task, data, how, {**given, **more})
+            results[name] = _metrics(task, folder, data, options, execution, drawn)
         except ValueError as error:
             raise ValueError(f"{name}: {error}" if len(models) > 1 else str(error)) from error
-        named = how.trust.method or how.trust.named
-        how = replace(how, trust=Trust(named=named, trust_code=how.trust.trust_code))
+        named = execution.trust.method or execution.trust.named
+        execution = replace(execution, trust=Trust(named=named, trust_code=execution.trust.trust_code))
     if not is_first():
         return
-    _print(task, found)
+    _print(task, results)
     if json is not None:
-        write_json(json, found if len(found) > 1 else next(iter(found.values())))
-    if html is not None and page is not None:
-        write(html, page(found, data, shown) if _shows(task) else page(found, data))
+        write_json(json, results if len(results) > 1 else next(iter(results.values())))
+    if html is not None and task.page is not None:
+        write(html, task.page(results, data, shown))
 
 
-def _judged(folder: str, task: str, data: str, how: How, options: dict[str, Any]) -> Found:
-    """The values of one model; rows that are left out are named on stderr."""
+def _metrics(
+    task: Task, folder: str, data: str, options: Any, execution: Execution, shown: dict[str, Any] | None
+) -> dict[str, float]:
+    """Metrics of one model; skipped rows are named on stderr."""
     from kiloword.data.sources.open import open_source
 
-    instead = getattr(import_module(evaluation.TASKS[task]), "instead", None)
-    stands = instead(folder) if instead is not None else None
-    matcher, feeding = _opened(folder, how, options) if stands is None else (None, stands)
-    skipped: list[Skipped] = []
+    without_model = None if task.without_model is None else task.without_model(folder, options)
+    matcher, workers = _opened(folder, execution) if without_model is None else (None, 0)
     source = open_source(data, size=None if matcher is None else matcher.model.config.image.size)
-    found = evaluation.evaluate(matcher, task, source, skipped=skipped, **{**options, **feeding})
-    for one in skipped:
+    inputs = Inputs(matcher, source, execution.batch, workers, shown=shown)
+    metrics = evaluation.run(task, inputs, options if without_model is None else without_model)
+    for one in inputs.skipped:
         warn(f"skipped {one.key}: {one.reason}")
-    return found
+    return metrics
 
 
-def _opened(folder: str, how: How, options: Mapping[str, Any]) -> tuple[Matcher, dict[str, int]]:
-    """A model, and the workers that read for it."""
+def _opened(folder: str, execution: Execution) -> tuple[Matcher, int]:
+    """A model, and the number of workers that read for it."""
     from kiloword.api import Matcher
     from kiloword.checkpoint.model_folder import open_model
     from kiloword.config.by_device import announce, image_bytes, reason_of, workers_of
-    from kiloword.evaluation.features import IMAGES
 
-    matcher = Matcher(*open_model(folder, how.device, trust=how.trust, precision=how.precision))
+    device, precision = execution.device, execution.precision
+    matcher = Matcher(*open_model(folder, device, trust=execution.trust, precision=precision))
     config = matcher.model.config
-    workers = workers_of(how.workers, how.device, image_bytes(options.get("batch", IMAGES), config.image.size))
-    announce(how.device, matcher.model.precision, reason_of(how.precision, config), workers)
-    return matcher, {"workers": workers}
-
-
-def _shows(task: str) -> bool:
-    """Whether a task's `run` fills a dict `shown` with what its page draws beside the values."""
-    return "shown" in signature(import_module(evaluation.TASKS[task]).run).parameters
+    workers = workers_of(execution.workers, device, image_bytes(execution.batch, config.image.size))
+    announce(device, matcher.model.precision, reason_of(precision, config), workers)
+    return matcher, workers
 
 
 def labels(models: Sequence[str]) -> list[str]:
@@ -138,17 +124,20 @@ def labels(models: Sequence[str]) -> list[str]:
     return short if len(set(short)) == len(short) and all(short) else list(models)
 
 
-def _print(task: str, found: Mapping[str, Found]) -> None:
-    brief = getattr(import_module(evaluation.TASKS[task]), "brief", None)
-    width = max(10, *map(len, found))
-    names = dict.fromkeys(name for values in found.values() for name in values)
+def _print(task: Task, results: Results) -> None:
+    width = max(10, *map(len, results))
+    names = dict.fromkeys(name for values in results.values() for name in values)
     first = max(36, *map(len, names))
-    if len(found) > 1:
-        say(" ".join([" " * first, *(f"{name:>{width}s}" for name in found)]))
+    if len(results) > 1:
+        say(" ".join([" " * first, *(f"{name:>{width}s}" for name in results)]))
     for name in names:
-        if brief is None or brief(name):
-            shown = (number(values[name]) if name in values else "-" for values in found.values())
-            say(" ".join([f"{name:{first}s}", *(f"{value:>{width}s}" if len(found) > 1 else value for value in shown)]))
+        if task.printed is None or task.printed(name):
+            shown = (number(values[name]) if name in values else "-" for values in results.values())
+            say(
+                " ".join(
+                    [f"{name:{first}s}", *(f"{value:>{width}s}" if len(results) > 1 else value for value in shown)]
+                )
+            )
 
 
 ROUNDING = 1e-12  # what is smaller is shown as 0

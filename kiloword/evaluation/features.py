@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Made = TypeVar("Made")
-IMAGES, TEXTS = 64, 256  # encoded at a time
+TEXTS = 256  # encoded at a time
 
 
 def rows(features: Features, which: slice) -> Features:

@@ -205,7 +205,7 @@ def _next(results: QuickstartResults, out: Path, captions: Sequence[str]) -> str
             "Score an image against texts",
             f"kiloword score {model} --images {q(str(out / 'example.png'))} --texts {texts}",
         ),
-        ("Test it on other captions", f"kiloword eval {model} retrieval --data 'scenes:test?levels=2&captions=3'"),
+        ("Test it on other captions", f"kiloword eval retrieval {model} --data 'scenes:test?levels=2&captions=3'"),
         ("Train longer", f"kiloword quickstart --out {other} --steps {2 * f.steps}"),
         ("Train on your own images", "kiloword train siglip --data photos/train --val photos/dev --out runs/photos"),
         ("Look at your data first", "kiloword data stats photos/train --png samples.png"),

@@ -70,7 +70,7 @@ def train(data: Path | str, out: Path, *more: object) -> list[str]:
 def commands(data: Path | str, model: Path, tmp_path: Path) -> list[list[str]]:
     """Every verb that reads a data set."""
     looks = [["data", what, str(data)] for what in ("index", "check", "stats")]
-    evals = [["eval", str(model), task, "--data", str(data)] for task in ("retrieval", "zeroshot")]
+    evals = [["eval", task, str(model), "--data", str(data)] for task in ("retrieval", "zeroshot")]
     return [train(data, tmp_path / "out"), *looks, *evals]
 
 
@@ -237,14 +237,14 @@ def test_unknown_names(refused: Refused, a_run: Path, tmp_path: Path) -> None:
     assert "unknown method 'siglop'" in (said := refused("train", "siglop", *out))
     assert "Did you mean siglip?" in said
     assert "unknown size 'huge': expected one of debug, tiny" in refused("train", "siglip", "--size", "huge", *out)
-    assert "retrieval" in refused("eval", a_run / "model", "retreival", "--data", "scenes:test?n=8")
+    assert "Did you mean retrieval?" in refused("eval", "retreival", a_run / "model", "--data", "scenes:test?n=8")
     assert "cannot load method nowhere:preset" in refused("train", "nowhere:preset", *out)
     assert "unknown method" in refused("verify", "siglop")
     assert "train needs a method first" in refused("train", *out)
     assert "scenes" in refused("train", "siglip", "--data", "scenes:tset", *out)
     assert "cuda" in refused("train", "siglip", "--device", "cuda:99", *out)
-    assert "cuda" in refused("eval", a_run / "model", "retrieval", "--data", "scenes:test?n=8", "--device", "cuda:99")
-    assert "device" in refused("eval", a_run / "model", "retrieval", "--data", "scenes:test?n=8", "--device", "gpu")
+    assert "cuda" in refused("eval", "retrieval", a_run / "model", "--data", "scenes:test?n=8", "--device", "cuda:99")
+    assert "device" in refused("eval", "retrieval", a_run / "model", "--data", "scenes:test?n=8", "--device", "gpu")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def uses(model: Path, tmp_path: Path) -> list[list[str]]:
     """Every verb that reads a model folder."""
     (tmp_path / "a.png").write_bytes(photo())
     return [
-        ["eval", str(model), "retrieval", "--data", "scenes:test?n=8"],
+        ["eval", "retrieval", str(model), "--data", "scenes:test?n=8"],
         ["score", str(model), "--images", str(tmp_path / "a.png"), "--texts", "x"],
         train(SCENES, tmp_path / "out", "--init", model),
     ]
@@ -381,7 +381,7 @@ def test_out_cannot_be_written(refused: Refused, model: Path, tmp_path: Path) ->
     assert "cannot be made (Not a directory)" in refused(*train(SCENES, tmp_path / "file" / "below"))
     assert "--out /proc/none cannot be made" in refused(*train(SCENES, Path("/proc/none")))
     json_out = ("--data", "scenes:test?n=4", "--json", tmp_path / "file" / "r.json")
-    assert "cannot write" in refused("eval", model, "retrieval", *json_out)
+    assert "cannot write" in refused("eval", "retrieval", model, *json_out)
 
 
 def test_out_holds_another_run(refused: Refused, a_run: Path, tmp_path: Path) -> None:

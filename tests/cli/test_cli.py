@@ -270,8 +270,8 @@ EMPTY = {
     "train --init": ["siglip", "--init", "", "--out", "out"],
     "train --features": ["siglip", "--features", "side", "", "--out", "out"],
     "quickstart": ["--out", ""],
-    "eval": ["", "retrieval", "--data", "scenes:test?n=4"],
-    "eval --json": ["model", "retrieval", "--data", "scenes:test?n=4", "--json", ""],
+    "eval": ["retrieval", "", "--data", "scenes:test?n=4"],
+    "eval --json": ["retrieval", "model", "--data", "scenes:test?n=4", "--json", ""],
     "score": ["model", "--images", "", "--texts", "a"],
     "score --explain": ["model", "--images", "a.png", "--texts", "a", "--explain", ""],
     "embed": ["model", "--data", "scenes?n=4", "--out", ""],
@@ -452,7 +452,7 @@ def test_a_model_to_start_from_brings_its_towers(
 
 
 def test_eval_prints_and_writes_the_same(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("eval", model, "retrieval", "--data", "scenes:test?n=16", "--json", tmp_path / "r.json")
+    run("eval", "retrieval", model, "--data", "scenes:test?n=16", "--json", tmp_path / "r.json")
     found = json.loads((tmp_path / "r.json").read_text())
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines} == set(found)
@@ -461,7 +461,7 @@ def test_eval_prints_and_writes_the_same(model: Path, tmp_path: Path, capsys: py
 
 
 def test_eval_of_classes(model: Path, tmp_path: Path) -> None:
-    run("eval", model, "zeroshot", "--data", "scenes:test?task=colour&n=16", "--json", tmp_path / "r.json")
+    run("eval", "zeroshot", model, "--data", "scenes:test?task=colour&n=16", "--json", tmp_path / "r.json")
     assert {"acc1", "acc5", "mean_per_class_recall"} <= json.loads((tmp_path / "r.json").read_text()).keys()
 
 

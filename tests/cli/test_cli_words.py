@@ -45,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 @pytest.mark.parametrize(
     ("words", "meant"),
-    [("trian siglip --data scenes --out x", "train"), ("evla m retrieval", "eval"), ("methdos", "methods")],
+    [("trian siglip --data scenes --out x", "train"), ("evla retrieval m", "eval"), ("methdos", "methods")],
 )
 def test_a_verb_that_is_misspelled(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, *words.split())
@@ -123,7 +123,7 @@ def test_an_interrupted_embed_says_what_is_kept(tmp_path: Path, monkeypatch: pyt
     ("words", "error", "shown"),
     [
         ("embed m --data d --out o", "8 of 12 rows are kept.", "interrupted: 8 of 12 rows are kept."),
-        ("eval m retrieval --data d", "", "interrupted: no results were written."),
+        ("eval retrieval m --data d", "", "interrupted: no results were written."),
         ("sizes", "", "interrupted."),
     ],
 )

@@ -90,8 +90,8 @@ def commands(out: Path, server: Guarded) -> dict[str, list[str]]:
         "train": ["train", "coca", "--data", data, "--val", server.secret("0.tar"), "--out", str(out / "run"), *SMALL],
         "eval": [
             "eval",
-            model,
             "spectrum",
+            model,
             "--data",
             data,
             "--json",

@@ -13,9 +13,16 @@ from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.cli import main as cli
 from kiloword.cli.main import main
 from kiloword.distributed import heartbeat, launch
-from kiloword.evaluation.caption.options import CaptionOptions
+from kiloword.evaluation import TASKS
+from kiloword.evaluation.caption import CaptionOptions, CaptionTaskOptions
+from kiloword.evaluation.command import Execution
+from kiloword.evaluation.hierarchy import HierarchyTaskOptions
+from kiloword.evaluation.probe import ProbeTaskOptions
 from kiloword.evaluation.probe.options import ProbeOptions
-from kiloword.evaluation.vqa.options import VqaOptions
+from kiloword.evaluation.retrieval import RetrievalTaskOptions
+from kiloword.evaluation.spectrum import SpectrumTaskOptions
+from kiloword.evaluation.vqa import VqaOptions, VqaTaskOptions
+from kiloword.evaluation.zeroshot import ZeroshotTaskOptions
 from kiloword.evaluation.zeroshot.options import PromptOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import MineOptions
@@ -24,14 +31,23 @@ OUT = Path("o")
 Words = tuple[str, str, dict[str, Any]]
 """A command line, what it calls, and arguments that must arrive there."""
 
+TRUST = Trust(method="clip", trust_code=True)
+
+
+def evaluated(task: str, flags: str, options: object) -> Words:
+    """A task with its own flags, and what they become."""
+    arguments = {"task": TASKS[task], "models": ("m",), "options": options, "execution": Execution()}
+    return f"eval {task} m --data d {flags}", "kiloword.evaluation.command:main", arguments
+
+
 SHORTEST: list[Words] = [
     ("quickstart", "kiloword.quickstart.run:run", {"out": Path("quickstart"), "steps": None, "seed": 0}),
     (
-        "eval m zeroshot --data d",
+        "eval zeroshot m --data d",
         "kiloword.evaluation.command:main",
-        {"models": ["m"], "task": "zeroshot", "data": "d", "json": None, "html": None, "device": "auto"}
-        | {"trust": NONE, "batch": 256, "workers": "auto", "precision": "auto"}
-        | dict.fromkeys(("shortlist", "of", "samples", "prompts", "train", "val", "cache", "probe", "generate", "vqa")),
+        {"task": TASKS["zeroshot"], "models": ("m",), "data": "d", "json": None, "html": None}
+        | {"options": ZeroshotTaskOptions()}
+        | {"execution": Execution(batch=256, workers="auto", device="auto", precision="auto", trust=NONE)},
     ),
     (
         "embed m --data d --out o",
@@ -64,25 +80,31 @@ EVERY_FLAG: list[Words] = [
         {"out": OUT, "steps": 7, "seed": 3},
     ),
     (
-        "eval m retrieval --data d --with a b --shortlist 5 --json j --html h --batch 3 --workers 2 --device cuda:1 "
-        "--precision bf16 --method clip --trust-code --of vec --samples 9 --includes h --prompts filter "
-        "--prompts.coeff 2 --train t --val v --cache c --probe.shots 4 --generate.beams 7 --judge.limit 8 "
-        "--vqa.beams 2",
+        "eval retrieval m a b --data d --shortlist 5 --json j --batch 3 --workers 2 --device cuda:1 --precision bf16 "
+        "--method clip --trust-code",
         "kiloword.evaluation.command:main",
-        {"models": ["m", "a", "b"], "task": "retrieval", "data": "d", "json": Path("j"), "html": Path("h")}
-        | {
-            "shortlist": 5,
-            "batch": 3,
-            "workers": 2,
-            "device": "cuda:1",
-            "precision": "bf16",
-            "trust": Trust(method="clip", trust_code=True),
-            "of": "vec",
-        }
-        | {"samples": 9, "includes": "h", "prompts": "filter", "prompt_options": PromptOptions(coeff=2)}
-        | {"train": "t", "val": "v", "cache": Path("c"), "probe": ProbeOptions(shots=4)}
-        | {"generate": GenerationOptions(beams=7), "judge": CaptionOptions(limit=8), "vqa": VqaOptions(beams=2)},
+        {"task": TASKS["retrieval"], "models": ("m", "a", "b"), "data": "d", "json": Path("j"), "html": None}
+        | {"options": RetrievalTaskOptions(shortlist=5)}
+        | {"execution": Execution(batch=3, workers=2, device="cuda:1", precision="bf16", trust=TRUST)},
     ),
+    evaluated("spectrum", "--of vec --samples 9", SpectrumTaskOptions(of="vec", samples=9)),
+    evaluated("hierarchy", "--includes h --eps 2", HierarchyTaskOptions(includes="h", eps=2)),
+    evaluated(
+        "zeroshot",
+        "--prompts filter --prompts.coeff 2",
+        ZeroshotTaskOptions(prompts="filter", prompt_options=PromptOptions(coeff=2)),
+    ),
+    evaluated(
+        "probe",
+        "--train t --val v --cache c --probe.shots 4",
+        ProbeTaskOptions(train="t", val="v", cache=Path("c"), probe=ProbeOptions(shots=4)),
+    ),
+    evaluated(
+        "caption",
+        "--generate.beams 7 --judge.limit 8",
+        CaptionTaskOptions(generate=GenerationOptions(beams=7), judge=CaptionOptions(limit=8)),
+    ),
+    evaluated("vqa", "--train t --vqa.beams 2", VqaTaskOptions(train="t", vqa=VqaOptions(beams=2))),
     (
         "embed m --data d e --out o --name n --extra-captions x --batch 3 --workers 2 --device cpu --precision bf16 "
         "--dtype fp32 --method clip --trust-code",
@@ -130,8 +152,7 @@ def test_words_arrive(words: str, called: str, arguments: dict[str, Any], monkey
     parameters = inspect.signature(getattr(place, name))
 
     def note(*args: Any, **named: Any) -> None:
-        bound = parameters.bind(*args, **named).arguments
-        calls.append({**bound, **bound.pop("options", {})} if name == "main" and "task" in bound else dict(bound))
+        calls.append(dict(parameters.bind(*args, **named).arguments))
 
     monkeypatch.setattr(place, name, note)
     main(words.split())

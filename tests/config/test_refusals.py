@@ -200,7 +200,7 @@ def test_files_that_are_no_lists_of_answers(tmp_path: Path) -> None:
         (["score", "model", "--texts", "a", "--images"], "holds no images: expected image files in it"),
         (["data", "stats", "scenes?n=2", "--as", "siglip"], "expected data stats SRC --as METHOD --png FILE"),
         (["watch"], "watch needs the folder of a run"),
-        (["eval", "model", "retrieval", "--data", "scenes?n=2", "--html", "x.html"], "has no page to write"),
+        (["eval", "retrieval", "model", "--data", "scenes?n=2", "--html", "x.html"], "has no page to write"),
     ],
 )
 def test_command_lines_that_lack_something(

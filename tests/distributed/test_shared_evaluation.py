@@ -24,7 +24,7 @@ from kiloword.distributed import collectives
 from kiloword.distributed import sharing as sharing_of
 from kiloword.distributed.sharing import gathered, in_turns, is_first, part_by_part, share, sharing, sums
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.caption.options import CaptionOptions
+from kiloword.evaluation.caption import CaptionOptions
 from kiloword.evaluation.features import encode_texts
 from kiloword.evaluation.probe.options import ProbeOptions
 from kiloword.features.extract import ProgressReport, _embed, _file
@@ -269,11 +269,11 @@ def test_commands_over_ranks(tmp_path: Path) -> None:
     save_model(model, matcher("coca").model, matcher("coca").tokenizer, ModelFile(
         method="coca", settings={}, model=matcher("coca").model.config
     ))  # fmt: skip
-    words = ["eval", str(model), "retrieval", "--data", data, "--batch", "4"]
+    words = ["eval", "retrieval", str(model), "--data", data, "--batch", "4"]
     one, two = torchrun(1, *words), torchrun(2, *words)
     assert one.returncode == two.returncode == 0, two.stderr[-3000:]
     assert one.stdout == two.stdout
-    failed = torchrun(2, "eval", str(tmp_path / "none"), "retrieval", "--data", data)
+    failed = torchrun(2, "eval", "retrieval", str(tmp_path / "none"), "--data", data)
     assert failed.returncode != 0
     assert failed.stderr.count("kiloword: ") == 1
     assert "expected a model folder" in failed.stderr

@@ -138,7 +138,7 @@ def test_auto_is_bf16_for_large_models_on_cuda() -> None:
 def test_another_precision_is_refused(folders: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r"^precision is 'fp16': expected auto, fp32 or bf16\.$"):
         load(folders["clip"], precision="fp16")
-    for words in (["eval", "m", "retrieval", "--data", "d"], ["score", "m", "--images", "a", "--texts", "b"]):
+    for words in (["eval", "retrieval", "m", "--data", "d"], ["score", "m", "--images", "a", "--texts", "b"]):
         with pytest.raises(SystemExit) as end:
             run(*words, "--precision", "fp16")
         assert end.value.code == 2
@@ -175,7 +175,7 @@ def test_eval_and_score_take_a_precision(
     found = {}
     for precision in ("fp32", "auto", "bf16"):
         out, flags = tmp_path / f"{precision}.json", ("--precision", precision, "--device", "cpu")
-        run("eval", folders["llip"], "retrieval", "--data", SCENES, "--json", out, *flags)
+        run("eval", "retrieval", folders["llip"], "--data", SCENES, "--json", out, *flags)
         found[precision] = json.loads(out.read_text())
         inside = ("--images", tmp_path / "a.png", "--texts", *TEXTS, "--explain", tmp_path / f"inside-{precision}")
         run("score", folders["llip"], *inside, *flags)
@@ -230,8 +230,8 @@ def test_loader_processes_are_chosen_for_the_device(
     )
     for place in ("config.by_device", "features.extract", "generation.command"):
         monkeypatch.setattr(f"kiloword.{place}.workers_of", workers_of)
-    task = ("retrieval",) if verb == "eval" else ("--out", tmp_path / "out")
+    task, out = (("retrieval",), ()) if verb == "eval" else ((), ("--out", tmp_path / "out"))
     words = ("--data", SCENES, "--batch", 4, "--device", "cpu", "--workers", asked)
-    run(verb, folders["sycoca"], *task, *words)
+    run(verb, *task, folders["sycoca"], *out, *words)
     assert chosen == [(asked if asked == "auto" else 9, "cpu", (16 if verb == "caption" else 4) * 3 * 32 * 32)]
     assert set(used) == {0 if asked == "auto" else 3}

@@ -50,7 +50,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow")
 def test_eval_shows_share_rate_and_time_left_on_stderr(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["eval", folder, "retrieval", "--data", "scenes:test?n=8", "--batch", "2"])
+    main(["eval", "retrieval", folder, "--data", "scenes:test?n=8", "--batch", "2"])
     said = capsys.readouterr()
     images = [line for line in said.err.splitlines() if line.startswith("images")]
     assert [int(re.search(r"(\d+)%", line)[1]) for line in images] == [25, 50, 75, 100]  # type: ignore[index]
@@ -77,7 +77,7 @@ def test_evaluate_from_python_prints_nothing(matcher: Matcher, capsys: pytest.Ca
 
 
 def test_short_work_shows_nothing(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["eval", folder, "retrieval", "--data", "scenes:test?n=4"])
+    main(["eval", "retrieval", folder, "--data", "scenes:test?n=4"])
     assert capsys.readouterr().err == ""
 
 
@@ -126,5 +126,5 @@ def test_the_device_is_chosen_unless_given(
     monkeypatch.setattr(model_folder, "choose", choose)
     Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
     rest = ["--images", str(tmp_path / "a.png"), "--texts", "a dog"]
-    main([verb, folder, *(rest if verb == "score" else ["retrieval", "--data", "scenes:test?n=4"])])
+    main(["score", folder, *rest] if verb == "score" else ["eval", "retrieval", folder, "--data", "scenes:test?n=4"])
     assert asked[0] == "auto"

@@ -452,9 +452,9 @@ def test_verb_writes_numbers_and_a_page(tmp_path: Path) -> None:
         save_model(
             tmp_path / name, model.model, model.tokenizer, ModelFile(method=name, settings={}, model=sizes()["debug"])
         )
-    models = [str(tmp_path / "prolip"), "hierarchy", "--with", str(tmp_path / "clip")]
+    models = [str(tmp_path / "prolip"), str(tmp_path / "clip")]
     files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
-    main(["eval", *models, "--data", "scenes:test?n=9", "--includes", "inc", *files])
+    main(["eval", "hierarchy", *models, "--data", "scenes:test?n=9", "--includes", "inc", *files])
     found = json.loads((tmp_path / "a.json").read_text())
     assert set(found) == {"prolip", "clip"}
     html = (tmp_path / "a.html").read_text()

@@ -404,7 +404,7 @@ def test_a_probe_of_scenes(debug: Matcher, tmp_path: Path, caplog: pytest.LogCap
     assert few["acc1"] == pytest.approx(np.mean(each))
     assert few["acc1_std"] == pytest.approx(np.std(each, ddof=1))
     assert few["train_rows"] == 12
-    shown = {name for name in few if probe.brief(name)} - {"weight_decay"}
+    shown = {name for name in few if probe.printed(name)} - {"weight_decay"}
     judged -= {"acc5"}
     assert shown == {"train_rows", "skipped"} | judged | {f"{name}_std" for name in judged}
     assert sum(name.startswith("seed@1.sweep@") for name in few) >= 10
@@ -423,16 +423,16 @@ def test_every_recipe_learns_and_is_deterministic(name: str) -> None:
 
 def test_of_what_is_swept(debug: Matcher) -> None:
     val = replace(TEST, name="val", fingerprint="val-v1")
-    found = dict(probe.run(debug, TEST, train=TRAIN, val=val, probe=ProbeOptions(epochs=1)))
+    found = evaluate(debug, "probe", TEST, train=TRAIN, val=val, probe=ProbeOptions(epochs=1))
     assert found["train_rows"] == 19 + 11  # the validation rows are fitted in the end
     tried = {name for name in found if name.startswith("sweep@")}
     assert len(tried) >= 10
-    assert not any(map(probe.brief, tried))
+    assert not any(map(probe.printed, tried))
     assert f"sweep@{found['weight_decay']:.3g}" in tried
     assert found[f"sweep@{found['weight_decay']:.3g}"] == max(found[name] for name in tried)
-    own = dict(probe.run(debug, TEST, train=TRAIN, probe=ProbeOptions(epochs=1, val_share=0.3)))
+    own = evaluate(debug, "probe", TEST, train=TRAIN, probe=ProbeOptions(epochs=1, val_share=0.3))
     assert own["train_rows"] == 19
-    few = dict(probe.run(debug, TEST, train=TRAIN, val=val, probe=ProbeOptions(epochs=1, shots=2, seeds=(0,))))
+    few = evaluate(debug, "probe", TEST, train=TRAIN, val=val, probe=ProbeOptions(epochs=1, shots=2, seeds=(0,)))
     assert few["train_rows"] == 6
 
 
@@ -545,7 +545,7 @@ def test_from_the_command_line(tmp_path: Path, debug: Matcher, capsys: pytest.Ca
         rows = range(first, first + count)
         members = [(f"{n}.{s}", photo(n) if s == "png" else b"%d" % (n % 2)) for n in rows for s in ("png", "cls")]
         write_tar(data / part / "0.tar", members)
-    words = ["eval", str(tmp_path / "model"), "probe", "--data", str(data / "test"), "--json", str(tmp_path / "r.json")]
+    words = ["eval", "probe", str(tmp_path / "model"), "--data", str(data / "test"), "--json", str(tmp_path / "r.json")]
     main([*words, "--cache", str(tmp_path / "cache"), "--probe.shots", "3", "--probe.seeds", "4", "5"])
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["train_rows"] == 6

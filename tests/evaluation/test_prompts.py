@@ -258,7 +258,7 @@ def test_verb_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     model = matcher()
     file = ModelFile(method="prolip", settings={}, model=model.model.config)
     save_model(tmp_path / "a" / "model", model.model, model.tokenizer, file)
-    words = ["eval", str(tmp_path / "a" / "model"), "zeroshot", "--data", SCENES]
+    words = ["eval", "zeroshot", str(tmp_path / "a" / "model"), "--data", SCENES]
     html, numbers = tmp_path / "z.html", tmp_path / "z.json"
     main([*words, "--prompts", "bprw", "--prompts.shots", "2", "--html", str(html), "--json", str(numbers)])
     said = capsys.readouterr().out

@@ -21,7 +21,8 @@ from kiloword.config.recipes import ImageConfig, ModelFile, sizes
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.reconstruction.task import Judge, report, values
+from kiloword.evaluation.reconstruction.page import report
+from kiloword.evaluation.reconstruction.task import Judge, values
 from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
 from kiloword.explain.reconstruct import fill, mask_settings, mean_colour, mim_settings, reconstruct, speaks_of
 from kiloword.methods.coca import masked_images, masking
@@ -309,7 +310,7 @@ def test_verb_writes_numbers_and_a_page(tmp_path: Path, capsys: pytest.CaptureFi
     file = ModelFile(method="sycoca", settings={}, model=model.model.config)
     save_model(tmp_path / "model", model.model, model.tokenizer, file)
     out = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
-    main(["eval", str(tmp_path / "model"), "reconstruction", "--data", "scenes:test?n=4", *out])
+    main(["eval", "reconstruction", str(tmp_path / "model"), "--data", "scenes:test?n=4", *out])
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "r.json").read_text())
     assert all(name in said for name in found)

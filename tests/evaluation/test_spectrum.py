@@ -17,7 +17,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.command import labels
-from kiloword.evaluation.spectrum import _chosen, covariance, effective_rank, report, singular_values, tower_output
+from kiloword.evaluation.spectrum.task import _chosen, covariance, effective_rank, report, singular_values, tower_output
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import Skipped
@@ -101,7 +101,7 @@ def test_one_image_and_equal_images() -> None:
         evaluate(matcher(), "spectrum", "scenes:test?n=1")
     same = {"effective_rank": 0.0, "dimensions": 2.0, "vectors": 5.0, "singular_value@1": 0.0}
     with pytest.raises(ValueError, match="no spectrum to draw"):
-        report({"a": same}, "scenes")
+        report({"a": same}, "scenes", {})
 
 
 def test_verb_shows_several_models_in_one_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_verb_shows_several_models_in_one_plot(tmp_path: Path, capsys: pytest.Ca
     a, b = (str(tmp_path / name / "model") for name in "ab")
     html, numbers = tmp_path / "s.html", tmp_path / "s.json"
     data = ["--data", "scenes:test?n=9"]
-    main(["eval", a, "spectrum", *data, "--with", b, "--html", str(html), "--json", str(numbers), "--samples", "7"])
+    main(["eval", "spectrum", a, b, *data, "--html", str(html), "--json", str(numbers), "--samples", "7"])
     said = capsys.readouterr().out
     assert "effective_rank" in said
     assert "singular_value@8 " in said
@@ -122,12 +122,12 @@ def test_verb_shows_several_models_in_one_plot(tmp_path: Path, capsys: pytest.Ca
     assert found["a"]["vectors"] == 7
     assert "singular_value@7" in found["b"]
     assert html.read_text().count('<path class="line"') == 2 * 2 + 2 * 2  # two plots of two lines, two legends
-    for words, said in (("retrieval", "no page"), ("zeroshot --shortlist 5", "has no option shortlist")):
+    for task, flags, said in (("retrieval", (), "no page"), ("zeroshot", ("--shortlist", "5"), "--shortlist")):
         with pytest.raises(SystemExit):
-            main(["eval", a, *words.split(), *data, "--html", str(html)])
+            main(["eval", task, a, *flags, *data, "--html", str(html)])
         assert said in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["eval", a, "uncertainty", *data, "--with", b])
+        main(["eval", "uncertainty", a, b, *data])
     assert "kiloword: a: this model's features have no variance" in capsys.readouterr().err
 
 

@@ -24,7 +24,7 @@ from kiloword.data.reading import captions_of
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.vqa.options import VqaOptions
+from kiloword.evaluation.vqa import VqaOptions
 from kiloword.generation.answerer import Answerer
 from kiloword.generation.options import GenerationOptions
 from kiloword.methods.coca.answering import fused
@@ -343,7 +343,7 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path, monkeyp
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ValueError, match="is empty: expected an answer a line"):
         evaluate(matcher, "vqa", data, vqa=VqaOptions(answers=tmp_path / "empty.txt"))
-    for options in (VqaOptions(decode="free"), None):
+    for options in (VqaOptions(decode="free"), VqaOptions()):
         with pytest.raises(ValueError, match="asks no questions"):
             evaluate(matcher, "vqa", "scenes:test?n=4", vqa=options)
     with pytest.raises(ValueError, match=r"scenes:train\?n=4 asks no questions"):
@@ -359,7 +359,7 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path, monkeyp
 
 
 def test_on_the_command_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["eval", str(trained), "vqa", "--data", "scenes:test?task=vqa&n=8", "--vqa.decode", "rank", "--json"]
+    command = ["eval", "vqa", str(trained), "--data", "scenes:test?task=vqa&n=8", "--vqa.decode", "rank", "--json"]
     cli.main([*command, str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["questions"], found["answers"], found["outside"]) == (8, 42, 0)

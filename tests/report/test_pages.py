@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kiloword.evaluation import command
-from kiloword.evaluation import spectrum as spectrum_page
+from kiloword.evaluation import TASKS, command
 from kiloword.evaluation.calibration import Bins
 from kiloword.evaluation.caption import page as caption_page
 from kiloword.evaluation.caption.page import Told
@@ -19,6 +18,7 @@ from kiloword.evaluation.hierarchy import page as hierarchy_page
 from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.evaluation.reconstruction import page as reconstruction_page
 from kiloword.evaluation.reconstruction.page import PaintedExample
+from kiloword.evaluation.spectrum import task as spectrum_page
 from kiloword.evaluation.uncertainty import page as uncertainty_page
 from kiloword.evaluation.uncertainty.data import Levelled
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
@@ -405,7 +405,7 @@ def test_the_page_of_spectra(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = plots(monkeypatch, spectrum_page, "line_plot")
     values = {"effective_rank": 1.75, "dimensions": 3.0, "vectors": 1200.0}
     values |= {"singular_value@1": 4.0, "singular_value@2": 1.0, "singular_value@3": 1e-13}
-    page = sections(spectrum_page.report({"m": values}, "d"))
+    page = sections(spectrum_page.report({"m": values}, "d", {}))
     assert page["Effective rank"].tables == [
         [["model", "effective rank", "dimensions", "vectors"], ["m", "1.8", "3", "1200"]]
     ]
@@ -433,16 +433,16 @@ def test_small_values_keep_digits_that_count(value: float, text: str) -> None:
 
 def test_eval_prints_a_column_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Values that a task keeps from the screen are left out, one that a model lacks is a dash."""
-    command._print("spectrum", {"one": {"effective_rank": 2.0, "singular_value@3": 1.0}})
+    command._print(TASKS["spectrum"], {"one": {"effective_rank": 2.0, "singular_value@3": 1.0}})
     assert capsys.readouterr().out.splitlines() == ["effective_rank".ljust(36) + " 2.0000"]
     found = {"one": {"effective_rank": 2.0}, "a long name": {"effective_rank": 0.001, "vectors": 5.0}}
-    command._print("spectrum", found)
+    command._print(TASKS["spectrum"], found)
     assert capsys.readouterr().out.splitlines() == [
         " " * 36 + "         one a long name",
         "effective_rank".ljust(36) + "      2.0000       0.001",
         "vectors".ljust(36) + "           -      5.0000",
     ]
-    command._print("retrieval", {"a": {"x" * 40: 1.0, "y": 2.0}})
+    command._print(TASKS["retrieval"], {"a": {"x" * 40: 1.0, "y": 2.0}})
     assert capsys.readouterr().out.splitlines() == ["x" * 40 + " 1.0000", "y" + " " * 40 + "2.0000"]
 
 

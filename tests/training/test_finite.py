@@ -159,7 +159,7 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 VERBS: dict[str, Callable[[Path, Path], list[object]]] = {
     "score": lambda model, tmp: ["score", model, "--images", tmp / "a.png", "--texts", "x"],
-    "eval": lambda model, tmp: ["eval", model, "retrieval", "--data", "scenes:test?n=8"],
+    "eval": lambda model, tmp: ["eval", "retrieval", model, "--data", "scenes:test?n=8"],
     "embed": lambda model, tmp: ["embed", model, "--data", SCENES, "--out", tmp / "side"],
     "caption": lambda model, tmp: ["caption", model, "--data", SCENES, "--out", tmp / "captions.parquet"],
     "train": lambda model, tmp: ["train", "clip", "--data", SCENES, "--out", tmp / "out", "--init", model],

@@ -20,7 +20,7 @@ def run(
     out: Annotated[Positional[Path], arg(metavar="OUT")],
     options: Annotated[BuildOptions, arg(name="")] = DEFAULTS,
 ) -> None:
-    """HierarImgs: photos by levels, from their largest segment alone to the whole, for `kiloword eval MODEL hierarchy`.
+    """HierarImgs: photos by levels, from their largest segment alone to the whole, for `kiloword eval hierarchy MODEL`.
 
     python -m kiloword.data.hierarimgs instances_val2014.json val2014 hierarimgs
 

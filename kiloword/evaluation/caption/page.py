@@ -1,4 +1,4 @@
-"""The page of `kiloword eval MODEL caption --html`: figures, and captions beside those that people wrote."""
+"""The page of `kiloword eval caption MODEL --html`: figures, and captions beside those that people wrote."""
 
 from __future__ import annotations
 

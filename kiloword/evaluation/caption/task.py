@@ -1,4 +1,4 @@
-"""What a model says of images against what people said: `kiloword eval MODEL caption`.
+"""What a model says of images against what people said: `kiloword eval caption MODEL`.
 
 In place of a model there may be a parquet table of captions (key, captions), of any captioner.
 """
@@ -6,64 +6,38 @@ In place of a model there may be a parquet table of captions (key, captions), of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.scenes.world import Scene
 from kiloword.data.sources.extra_captions import CaptionTable, key_of
 from kiloword.distributed.sharing import is_first
-from kiloword.evaluation.caption import java
+from kiloword.evaluation.caption import CaptionOptions, CaptionTaskOptions, java
 from kiloword.evaluation.caption.metrics import Scored, check_programs, score, variety
-from kiloword.evaluation.caption.options import CaptionOptions
-from kiloword.evaluation.caption.page import CaptionPageData, Told, report
+from kiloword.evaluation.caption.page import CaptionPageData, Told
 from kiloword.evaluation.caption.truth import elsewhere, judge_caption, summary
-from kiloword.evaluation.features import IMAGES, batches_in_turns
+from kiloword.evaluation.features import batches_in_turns
+from kiloword.evaluation.task import Inputs, Values
 from kiloword.generation.options import GenerationOptions
 from kiloword.terminal import warn
 from kiloword.types import BadSample, Skipped, Source
 
-if TYPE_CHECKING:
-    from kiloword.api import Matcher
 
-__all__ = ["brief", "instead", "report", "run", "score_source"]
-
-Values = Iterator[tuple[str, float]]
-
-
-def instead(model: str) -> dict[str, Any] | None:
-    """Options that stand for a model that is none but a table of captions; nothing is left to generate."""
-    return {"captions": Path(model), "generate": None} if model.lower().endswith(".parquet") else None
-
-
-def run(
-    matcher: Matcher | None,
-    source: Source,
-    *,
-    captions: Path | None = None,
-    generate: GenerationOptions | None = None,
-    judge: CaptionOptions | None = None,
-    batch: int = IMAGES,
-    workers: int = 0,
-    skipped: list[Skipped] | None = None,
-    shown: dict[str, Any] | None = None,
-) -> Values:
+def run(inputs: Inputs, options: CaptionTaskOptions) -> Values:
     """Describe every readable image that has captions of its own, and yield what `score_source` does.
 
-    Args: captions: a table whose captions are judged, the first of each key, in place of the model's (matcher None);
-    generate: how the model writes; judge: how its captions are compared; shown: is filled with what the page draws.
     Errors: ValueError for a model that cannot write, a table without a caption of these images, images without
     captions, and for what `judge` asks for and is not there. Of ranks that share the work the first one scores.
     """
-    judge, bad = judge or CaptionOptions(), [] if skipped is None else skipped
+    source, bad, captions, judge = inputs.source, inputs.skipped, options.captions, options.judge
     judge.check()
     check_programs(judge.tokenizer, judge.spice)
-    if captions is not None and generate is not None:
+    if captions is not None and options.generate != GenerationOptions():
         raise ValueError(f"generate says how a model writes, but the captions of {captions} are there: leave it out.")
     if captions is not None:
         told = list(existing(source, CaptionTable(captions), bad))
-    elif matcher is not None:
-        told = list(generated(matcher, source, generate or GenerationOptions(), batch, workers, bad))
+    elif inputs.model is not None:
+        told = list(generated(inputs, options.generate))
     else:
         raise ValueError("there is neither a model to write captions nor a table of captions to judge.")
     if not is_first():
@@ -71,7 +45,7 @@ def run(
     if not told:
         why = f", the first because: {bad[0].reason}" if bad else ""
         raise ValueError(f"{source.name}: none of its {len(source)} images can be judged{why}.")
-    yield from score_source(source, told, judge, shown)
+    yield from score_source(source, told, judge, inputs.shown)
 
 
 def score_source(
@@ -105,12 +79,11 @@ def _scenes(source: Source, told: Sequence[Told]) -> list[Scene] | None:
     return None if scene is None else [scene(one.row) for one in told]
 
 
-def generated(
-    matcher: Matcher, source: Source, options: GenerationOptions, batch: int, workers: int, skipped: list[Skipped]
-) -> Iterator[Told]:
+def generated(inputs: Inputs, options: GenerationOptions) -> Iterator[Told]:
     """A model's captions; images that cannot be read or have no captions are named in `skipped`."""
     from kiloword.generation.captioner import Captioner
 
+    matcher, skipped = inputs.matcher, inputs.skipped
     captioner = Captioner(matcher.model, matcher.tokenizer)
 
     def describe(part: EvalBatch) -> tuple[list[Told], list[Skipped]]:
@@ -123,7 +96,7 @@ def generated(
         captions = [texts[0].text if texts else "" for texts in found]
         return [Told(*pairs[i], said, part.captions[i]) for i, said in zip(kept, captions, strict=True)], bare
 
-    for made, bad in batches_in_turns(matcher, source, batch, workers, describe):
+    for made, bad in batches_in_turns(matcher, inputs.source, inputs.batch, inputs.workers, describe):
         skipped += bad
         if made is not None:
             skipped += made[1]
@@ -162,6 +135,6 @@ def _meteor(scored: Scored, limit: float) -> Values:
         warn(f"meteor is left out: {error}")
 
 
-def brief(name: str) -> bool:
+def printed(name: str) -> bool:
     """Whether a value belongs on a screen."""
     return not name.startswith(("bleu_2", "bleu_3"))

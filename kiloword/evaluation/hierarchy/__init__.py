@@ -1,1 +1,34 @@
-"""The task `hierarchy`: general and specific captions (arXiv:2410.18857)."""
+"""The task `hierarchy`: retrieval along chains of ever more specific captions, and levels of images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kiloword.evaluation.task import Deferred, PythonOnly, Task
+
+Includes = Literal["inc", "h"]
+Nearest = Literal["cosine", "csd"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchyTaskOptions:
+    """How the caption that includes an image most is chosen, and how a traversal steps."""
+
+    # measure by which a caption includes an image most; None: inc. With h at eps 0 the narrowest captions are chosen,
+    # not the most general
+    includes: Includes | None = None
+    # log-space epsilon of inc and h; None: 0. At -10 or less distances hardly count: h then chooses the widest
+    # caption, inc the narrowest
+    eps: float | None = None
+    nearest: PythonOnly[Nearest] = "cosine"  # distance of a traversal's steps; csd needs a model with Gaussians
+
+
+TASK = Task(
+    name="hierarchy",
+    help="Retrieve from general to specific captions along chains, and measure uncertainty by level.",
+    data="images with chains of captions (`hierarchies`) or of several levels (HierarImgs), or scenes",
+    options=HierarchyTaskOptions,
+    run=Deferred("kiloword.evaluation.hierarchy.task:run"),
+    page=Deferred("kiloword.evaluation.hierarchy.page:report"),
+)

@@ -1,4 +1,4 @@
-"""HTML page of `kiloword eval MODEL hierarchy`."""
+"""HTML page of `kiloword eval hierarchy MODEL`."""
 
 from __future__ import annotations
 

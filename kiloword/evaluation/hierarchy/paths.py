@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.features import chunks, rows
+from kiloword.evaluation.hierarchy import Includes, Nearest
 from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.evaluation.metrics import check_scores
 from kiloword.evaluation.retrieval.relevance import Score
@@ -22,8 +23,6 @@ from kiloword.model.heads import unit
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Features
 
-Includes = Literal["inc", "h"]
-Nearest = Literal["cosine", "csd"]
 Truth = Callable[[list[int], slice], Tensor]
 """Texts, by index, and images i to j -> [texts, j - i] bool: whether the text is true of the image."""
 

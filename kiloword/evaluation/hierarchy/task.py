@@ -1,4 +1,4 @@
-"""General and specific captions and images: `kiloword eval MODEL hierarchy` (arXiv:2410.18857, section 4.4).
+"""General and specific captions and images: `kiloword eval hierarchy MODEL` (arXiv:2410.18857, section 4.4).
 
 Two protocols retrieve texts of an image from specific to general (metrics `hierarcaps_` and `traversal_`). Gaussian
 models also get the uncertainty and inclusion by level of texts and images.
@@ -6,14 +6,16 @@ models also get the uncertainty and inclusion by level of texts and images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import is_first
-from kiloword.evaluation.features import IMAGES, join, seen
+from kiloword.evaluation.features import join, seen
+from kiloword.evaluation.hierarchy import HierarchyTaskOptions, Includes, Nearest
 from kiloword.evaluation.hierarchy.chains import Chains, SourceLevels, complete, gather, read
 from kiloword.evaluation.hierarchy.levels import (
     included,
@@ -22,10 +24,7 @@ from kiloword.evaluation.hierarchy.levels import (
     uncertainty_by_level,
     wrong_texts,
 )
-from kiloword.evaluation.hierarchy.page import report
 from kiloword.evaluation.hierarchy.paths import (
-    Includes,
-    Nearest,
     Truth,
     check_includes,
     mean_root,
@@ -37,56 +36,40 @@ from kiloword.evaluation.hierarchy.paths import (
     radius_paths,
     traversals,
 )
+from kiloword.evaluation.task import Inputs, Values
 from kiloword.methods.prolip.gaussian import variance_sum
 from kiloword.terminal import warn
-from kiloword.types import Features, Skipped, Source
+from kiloword.types import Features, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-__all__ = ["report", "run"]
 
-Values = Iterator[tuple[str, float]]
-
-
-def run(
-    matcher: Matcher,
-    source: Source,
-    *,
-    includes: Includes | None = None,
-    eps: float | None = None,
-    nearest: Nearest = "cosine",
-    batch: int = IMAGES,
-    workers: int = 0,
-    skipped: list[Skipped] | None = None,
-    shown: dict[str, Any] | None = None,
-) -> Values:
+def run(inputs: Inputs, options: HierarchyTaskOptions) -> Values:
     """Evaluate on chains of captions (json `hierarchies`, scenes) and on images of several levels (HierarImgs, scenes).
 
-    Args: includes, eps: measure of inclusion, see `most_inclusive`; None: "inc" and 0; nearest: measure of the nearest
-    text in a traversal, "cosine" or "csd" (Gaussian models).
     Raises: ValueError for options out of range, for data without levels, and for data with levels of images only if
     the model has no uncertainty.
     """
-    by: tuple[Includes, float] = ("inc" if includes is None else includes, 0.0 if eps is None else eps)
+    by: tuple[Includes, float] = ("inc" if options.includes is None else options.includes, options.eps or 0.0)
     check_includes(*by)
-    bad = [] if skipped is None else skipped
-    page: dict[str, Any] = {} if shown is None else shown
+    matcher, source = inputs.matcher, inputs.source
+    page: dict[str, Any] = {} if inputs.shown is None else inputs.shown
     stored = read(source)
     if stored.chains:
-        chains, images = _encode(matcher, source, stored, batch, workers, bad)
+        chains, images = _encode(inputs, stored)
         texts = matcher.encode_text(chains.texts)
         truth = _truth(source, chains)
         yield from _official(matcher, images, texts, chains, truth, page)
-        yield from _traversals(matcher, images, texts, chains, truth, by, nearest, page)
-        if "log_var" not in texts and (includes, eps) != (None, None) and is_first():
+        yield from _traversals(matcher, images, texts, chains, truth, by, options.nearest, page)
+        if "log_var" not in texts and (options.includes, options.eps) != (None, None) and is_first():
             warn("note: --includes and --eps have no effect: they compare Gaussians, and this model has none.")
         if "log_var" in texts:
             yield from _text_levels(texts, chains, truth, page)
         page |= {"chains": chains, "source": source, "truth": truth}
     levelled = _levelled(source, stored)
     if levelled is not None:
-        yield from _image_levels(matcher, levelled, bool(stored.chains), batch, workers, bad, page)
+        yield from _image_levels(replace(inputs, source=levelled), bool(stored.chains), page)
     elif not stored.chains:
         why = f" (row {next(iter(stored.problems))}: {next(iter(stored.problems.values()))})" if stored.problems else ""
         raise ValueError(
@@ -95,19 +78,17 @@ def run(
         )
 
 
-def _encode(
-    matcher: Matcher, source: Source, stored: SourceLevels, batch: int, workers: int, skipped: list[Skipped]
-) -> tuple[Chains, Features]:
+def _encode(inputs: Inputs, stored: SourceLevels) -> tuple[Chains, Features]:
     """Encode the images with chains; append all others to `skipped`."""
     parts, chains = [], []
-    for part in seen(matcher, source, batch, workers, skipped):
+    for part in seen(inputs.matcher, inputs.source, inputs.batch, inputs.workers, inputs.skipped):
         why = {row: stored.problems.get(row, "no hierarchies") for row in part.rows if row not in stored.chains}
         for reason in sorted(set(why.values())):
-            part = part.without([why.get(row) == reason for row in part.rows], reason, skipped)
+            part = part.without([why.get(row) == reason for row in part.rows], reason, inputs.skipped)
         parts.append(part.images)
         chains += [(row, stored.chains[row]) for row in part.rows]
     if not chains:
-        raise ValueError(f"{source.name}: none of the images that have hierarchies is usable")
+        raise ValueError(f"{inputs.source.name}: none of the images that have hierarchies is usable")
     return gather(chains), join(parts)
 
 
@@ -180,17 +161,10 @@ def _levelled(source: Source, stored: SourceLevels) -> Source | None:
     return source if stored.groups else None
 
 
-def _image_levels(
-    matcher: Matcher,
-    source: Source,
-    optional: bool,
-    batch: int,
-    workers: int,
-    skipped: list[Skipped],
-    page: dict[str, Any],
-) -> Values:
+def _image_levels(inputs: Inputs, optional: bool, page: dict[str, Any]) -> Values:
     """Uncertainty of images by level, and inclusion of specific images in general ones."""
-    parts = list(seen(matcher, source, batch, workers, skipped))
+    source = inputs.source
+    parts = list(seen(inputs.matcher, source, inputs.batch, inputs.workers, inputs.skipped))
     images = {name: value.cpu() for name, value in join([part.images for part in parts]).items()}
     place = {row: i for i, row in enumerate(row for part in parts for row in part.rows)}
     groups = _usable(complete(read(source).groups), place)

@@ -1,4 +1,4 @@
-"""How a linear probe is fitted: what `kiloword eval MODEL probe` may be told. No torch: help is instant."""
+"""How a linear probe is fitted: what `kiloword eval probe MODEL` may be told. No torch: help is instant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear probe: how well one linear layer on frozen features tells classes apart. `kiloword eval MODEL probe`."""
+"""Linear probe: how well one linear layer on frozen features tells classes apart. `kiloword eval probe MODEL`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from kiloword.distributed.sharing import is_first
-from kiloword.evaluation.features import IMAGES, chunks
+from kiloword.evaluation.features import chunks
+from kiloword.evaluation.probe import ProbeTaskOptions
 from kiloword.evaluation.probe.data import Split, held_out, log, order, shots, split
 from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, fit, sweep
 from kiloword.evaluation.probe.options import RECIPES, ProbeOptions
+from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.zeroshot.task import zeroshot
 from kiloword.types import Features, Skipped, Source
 
@@ -28,30 +30,18 @@ TESTS = ("test", "val", "valid", "validation", "dev")  # folders beside `train`
 ROWS = 4096  # images classified at once
 
 
-def run(
-    matcher: Matcher,
-    source: Source,
-    *,
-    train: Source | str | None = None,
-    val: Source | str | None = None,
-    cache: Path | None = None,
-    probe: ProbeOptions | None = None,
-    batch: int = IMAGES,
-    workers: int = 0,
-    skipped: list[Skipped] | None = None,
-) -> Iterator[tuple[str, float]]:
+def run(inputs: Inputs, task_options: ProbeTaskOptions) -> Values:
     """Fit on `train`, judge on `source`: `acc1`, `acc5`, `mean_per_class_recall`, as `zeroshot` names them.
 
-    Args: train: without it, the split named train beside or in `source`; val: where the weight decay is chosen; cache:
-    folder that keeps the features; probe: recipe and numbers. Of several seeds the mean, and the standard deviation
+    Of several seeds the mean, and the standard deviation
     over them (of a sample: divided by their number less one) as `acc1_std`; then every seed's own as `seed@0.acc1`.
     Also yields the accuracy on the training rows, how many these are, and the decay; of sweeps, the accuracy on the
     validation rows by decay, as `sweep@0.01`.
     """
-    options = probe or ProbeOptions()
-    options.check(val is not None)
-    options = options.resolved(val is not None)
-    data = _read(matcher, _sources(matcher, source, train, val), options, cache, batch, workers, skipped)
+    matcher, val = inputs.matcher, task_options.val
+    task_options.probe.check(val is not None)
+    options = task_options.probe.resolved(val is not None)
+    data = _read(inputs, _sources(matcher, inputs.source, task_options.train, val), options, task_options.cache)
     if not is_first():
         return
     by_seed = [dict(_once(data, options, seed)) for seed in options.seeds]
@@ -74,7 +64,7 @@ def _together(by_seed: Sequence[dict[str, float]]) -> Iterator[tuple[str, float]
             yield name, values[0]
 
 
-def brief(name: str) -> bool:
+def printed(name: str) -> bool:
     """Whether a value belongs on a screen: single draws and sweeps do not."""
     return not name.startswith((SWEEP, SEED))
 
@@ -139,21 +129,12 @@ def judged(layer: Linear, test: LabelledFeatures) -> Iterator[tuple[str, float]]
     yield from zeroshot(score, batches, {"vec": layer.weight})
 
 
-def _read(
-    matcher: Matcher,
-    sources: dict[str, Source],
-    options: ProbeOptions,
-    cache: Path | None,
-    batch: int,
-    workers: int,
-    skipped: list[Skipped] | None,
-) -> ProbeData:
+def _read(inputs: Inputs, sources: dict[str, Source], options: ProbeOptions, cache: Path | None) -> ProbeData:
     """Features of all splits, checked."""
     splits: dict[str, Split] = {}
     for what, source in sources.items():
-        splits[what] = split(matcher, source, batch, workers, cache)
-        if skipped is not None:
-            skipped += [_told(row, what) for row in splits[what].skipped]
+        splits[what] = split(inputs.matcher, source, inputs.batch, inputs.workers, cache)
+        inputs.skipped.extend(_told(row, what) for row in splits[what].skipped)
     names = _classes(sources, splits)
     rows = {what: _rows(sources[what].name, splits[what], options) for what in splits}
     train = splits["train"]

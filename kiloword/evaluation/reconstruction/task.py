@@ -1,4 +1,4 @@
-"""Whether the right caption improves the reconstruction of masked patches: `kiloword eval MODEL reconstruction`.
+"""Whether the right caption improves the reconstruction of masked patches: `kiloword eval reconstruction MODEL`.
 
 Text-guided masked images (arXiv:2401.02137, section 3.2), evaluated by their training loss, the L1 of masked patches.
 The paper reports no such metric; the term is meant to make the right caption the best guide.
@@ -10,15 +10,17 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
-from kiloword.evaluation.features import IMAGES, batches_in_turns, inference
-from kiloword.evaluation.reconstruction.page import SHOWN, PaintedExample, report, worse_than_flat
+from kiloword.evaluation.features import batches_in_turns, inference
+from kiloword.evaluation.reconstruction import ReconstructionTaskOptions
+from kiloword.evaluation.reconstruction.page import SHOWN, PaintedExample, worse_than_flat
 from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
+from kiloword.evaluation.task import Inputs, Values
 from kiloword.explain.reconstruct import fill, mean_colour, mim_settings, reconstruct, speaks_of
 from kiloword.methods.coca import masked_images, masking
 from kiloword.model.image import unfold
@@ -28,7 +30,6 @@ from kiloword.types import Skipped, Source
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-__all__ = ["report", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +37,7 @@ MASKS = ("attentive", "random")
 GUIDES = ("right", "wrong", "none")
 
 
-def run(
-    matcher: Matcher,
-    source: Source,
-    *,
-    batch: int = IMAGES,
-    workers: int = 0,
-    skipped: list[Skipped] | None = None,
-    shown: dict[str, Any] | None = None,
-) -> Iterator[tuple[str, float]]:
+def run(inputs: Inputs, options: ReconstructionTaskOptions) -> Values:
     """Yield, for masks "attentive" and "random", losses of masked patches with the right caption, a wrong one and none.
 
     `reconstruction_l1_right@MASK`, `_wrong`, `_none`: mean over images of the L1 of their masked patches, in
@@ -63,19 +56,19 @@ def run(
 
     Raises: ValueError for a model without an image decoder, and for data without two images that differ in captions.
     """
-    judge = Judge(matcher)
-    bad = [] if skipped is None else skipped
-    wrong, mean = _known(judge, source, batch, workers, bad)
+    judge, source = Judge(inputs.matcher), inputs.source
+    wrong, mean = _known(judge, inputs)
 
     def judged(part: EvalBatch) -> JudgedImages | None:
         places = [n for n, row in enumerate(part.rows) if row in wrong]
         return judge.judged(source, part, places, [wrong[part.rows[n]] for n in places], mean) if places else None
 
-    for batch_losses, _ in batches_in_turns(matcher, source, batch, workers, judged):
+    for batch_losses, _ in batches_in_turns(inputs.matcher, source, inputs.batch, inputs.workers, judged):
         if batch_losses is not None:
             judge.add(batch_losses)
-    if shown is not None:
-        shown.update(examples=judge.examples, norm_pix=judge.settings.norm_pix, truth=hasattr(source, "relevance"))
+    if inputs.shown is not None:
+        truth = hasattr(source, "relevance")
+        inputs.shown.update(examples=judge.examples, norm_pix=judge.settings.norm_pix, truth=truth)
     yield "images", float(len(wrong))
     for mask, losses in judge.losses.items():
         metrics = dict(values(losses, mask))
@@ -103,7 +96,7 @@ def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, flo
             yield f"{other}_minus_right_se@{mask}", float(difference.std()) / math.sqrt(len(difference))
 
 
-def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Skipped]) -> tuple[dict[int, str], Tensor]:
+def _known(judge: Judge, inputs: Inputs) -> tuple[dict[int, str], Tensor]:
     """First pass over the data: a wrong caption of each row, and the mean image [3, H, W], 0 to 255."""
 
     def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor, list[Skipped]]:
@@ -112,9 +105,10 @@ def _known(judge: Judge, source: Source, batch: int, workers: int, bad: list[Ski
         bare = [Skipped(row, name, "no caption") for row, name, image_captions in named if not image_captions]
         return [named[n] for n in kept], part.images[kept].double().sum(0), bare
 
+    source, bad = inputs.source, inputs.skipped
     captioned: list[tuple[int, str, list[str]]] = []
     total = torch.zeros((), dtype=torch.float64)  # sums of integers are exact in any order
-    for made, skipped in batches_in_turns(judge.matcher, source, batch, workers, look):
+    for made, skipped in batches_in_turns(inputs.matcher, source, inputs.batch, inputs.workers, look):
         bad += skipped
         if made is not None:
             captioned += made[0]

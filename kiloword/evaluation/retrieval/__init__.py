@@ -1,1 +1,25 @@
-"""The task `retrieval`: image and text retrieval, optionally in two stages."""
+"""The task `retrieval`: images by texts and texts by images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kiloword.evaluation.task import Deferred, PythonOnly, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalTaskOptions:
+    """How pairs are ranked."""
+
+    shortlist: int | None = None  # score only the N nearest by vec exactly, and print what that loses
+    ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)  # of recall@k
+    chunk: PythonOnly[int] = 1024  # rows and columns of scores held at a time
+
+
+TASK = Task(
+    name="retrieval",
+    help="Rank images by text and texts by image: recall@k, and mean average precision where ground truth is known.",
+    data="images with captions",
+    options=RetrievalTaskOptions,
+    run=Deferred("kiloword.evaluation.retrieval.task:run"),
+)

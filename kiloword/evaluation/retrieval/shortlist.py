@@ -1,6 +1,6 @@
 """Two-stage retrieval: a shortlist by "vec", then exact scores of the items on it.
 
-For heads whose score is more expensive than a dot product: `kiloword eval MODEL retrieval --shortlist 50`.
+For heads whose score is more expensive than a dot product: `kiloword eval retrieval MODEL --shortlist 50`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Image and text retrieval with several captions per image: `kiloword eval MODEL retrieval`."""
+"""Image and text retrieval with several captions per image: `kiloword eval retrieval MODEL`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import gathered, own, sums
-from kiloword.evaluation.features import IMAGES, chunks, join, rows, seen
+from kiloword.evaluation.features import chunks, join, rows, seen
 from kiloword.evaluation.metrics import Standing, check_scores, hit, rounding
+from kiloword.evaluation.retrieval import RetrievalTaskOptions
 from kiloword.evaluation.retrieval.relevance import Relevance, Score, check_pairs, true_relevance
 from kiloword.evaluation.retrieval.shortlist import shortlisted
+from kiloword.evaluation.task import Inputs, Values
 from kiloword.terminal.progress import track
-from kiloword.types import Features, Skipped, Source
+from kiloword.types import Features
 
 if TYPE_CHECKING:
-    from kiloword.api import Matcher
+    pass
 
 
 def retrieval(
@@ -46,27 +48,15 @@ def retrieval(
         yield from true_relevance(score, images, texts, relevance, ks, chunk)
 
 
-def run(
-    matcher: Matcher,
-    source: Source,
-    *,
-    batch: int = IMAGES,
-    workers: int = 0,
-    ks: Sequence[int] = (1, 5, 10),
-    chunk: int = 1024,
-    shortlist: int | None = None,
-    skipped: list[Skipped] | None = None,
-) -> Iterator[tuple[str, float]]:
-    """Encode a source and yield its retrieval metrics; true relevance too where the source offers it.
-
-    Args: shortlist: number of items per query to score exactly, the nearest by "vec"; None: all.
-    """
-    bad = [] if skipped is None else skipped
+def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
+    """Encode a source and yield its retrieval metrics; true relevance too where the source offers it."""
+    matcher, source, bad = inputs.matcher, inputs.source, inputs.skipped
+    ks, shortlist = options.ks, options.shortlist
     captioned: list[Features] = []
     captions: list[str] = []
     places: list[int] = []  # rows of the source
     image: list[int] = []  # of each caption, an index into places
-    for part in seen(matcher, source, batch, workers, bad):
+    for part in seen(matcher, source, inputs.batch, inputs.workers, bad):
         described = part.without([not some for some in part.captions], "no caption", bad)
         for row, some in zip(described.rows, described.captions, strict=True):
             image += [len(places)] * len(some)
@@ -76,14 +66,14 @@ def run(
     if not captions:
         raise ValueError(
             f"{source.name} has no captions to retrieve with: expected images with captions. Class data is for "
-            "`kiloword eval MODEL zeroshot`."
+            "`kiloword eval zeroshot MODEL`."
         )
     truth = getattr(source, "relevance", None)
     relevance = None if truth is None else lambda c: truth(captions[c], places)
     texts = matcher.encode_text(captions)
     images, image_of_text = join(captioned), torch.tensor(image)
     if shortlist is None:
-        yield from retrieval(matcher.score, images, texts, image_of_text, ks, relevance, chunk)
+        yield from retrieval(matcher.score, images, texts, image_of_text, ks, relevance, options.chunk)
     else:
         yield from shortlisted(matcher.score_pairs, images, texts, image_of_text, shortlist, ks, relevance)
 

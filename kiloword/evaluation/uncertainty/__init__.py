@@ -1,1 +1,29 @@
-"""The task `uncertainty`: what a model's variances say (arXiv:2410.18857, section 4.3)."""
+"""The task `uncertainty`: what the variances of a model with Gaussians depend on, and whether they predict errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kiloword.evaluation.task import Deferred, PythonOnly, Task
+from kiloword.evaluation.zeroshot.options import Templates
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncertaintyTaskOptions:
+    """Classes of the zero-shot calibration, and the size of blocks."""
+
+    classnames: PythonOnly[Sequence[str] | None] = None  # None: those of the data
+    templates: PythonOnly[Templates | None] = None  # None: those of the data, or "{c}" alone
+    chunk: PythonOnly[int] = 1024  # rows and columns of scores held at a time
+
+
+TASK = Task(
+    name="uncertainty",
+    help="Compare the uncertainty of images and texts with lengths, levels, ground truth and errors (calibration).",
+    data="images, with captions or labels where there are any; the model needs Gaussians",
+    options=UncertaintyTaskOptions,
+    run=Deferred("kiloword.evaluation.uncertainty.task:run"),
+    page=Deferred("kiloword.evaluation.uncertainty.page:report"),
+    printed=Deferred("kiloword.evaluation.uncertainty.task:printed"),
+)

@@ -1,4 +1,4 @@
-"""The page of `kiloword eval MODEL uncertainty --html`."""
+"""The page of `kiloword eval uncertainty MODEL --html`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluate a model's uncertainty: `kiloword eval MODEL uncertainty` (arXiv:2410.18857, section 4.3).
+"""Evaluate a model's uncertainty: `kiloword eval uncertainty MODEL` (arXiv:2410.18857, section 4.3).
 
 The uncertainty of an image or a text is the sum of the variances of its Gaussian. It is compared with the length and
 level of captions, the number of images that they are true of, inclusion, and errors (calibration, as in PCME++).
@@ -7,7 +7,7 @@ level of captions, the number of images that they are true of, inclusion, and er
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.calibration import binned, calibration, defined, groups, spearman
-from kiloword.evaluation.features import IMAGES, chunks
+from kiloword.evaluation.features import chunks
 from kiloword.evaluation.metrics import hit, standing
 from kiloword.evaluation.retrieval.relevance import PANEL
 from kiloword.evaluation.retrieval.task import standings
+from kiloword.evaluation.task import Inputs, Values
+from kiloword.evaluation.uncertainty import UncertaintyTaskOptions
 from kiloword.evaluation.uncertainty.data import (
     EncodedData,
     Levelled,
@@ -30,47 +32,33 @@ from kiloword.evaluation.uncertainty.data import (
     levelled,
 )
 from kiloword.evaluation.uncertainty.inclusion import answers, inclusion_tests, links, matched
-from kiloword.evaluation.uncertainty.page import report
 from kiloword.evaluation.uncertainty.shown import Findings, drawn
-from kiloword.evaluation.zeroshot.task import Templates, classifier
-from kiloword.types import Skipped, Source
+from kiloword.evaluation.zeroshot.options import Templates
+from kiloword.evaluation.zeroshot.task import classifier
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-__all__ = ["brief", "report", "run"]
 
 QUANTILES = (5, 25, 50, 75, 95)  # percent
-Values = Iterator[tuple[str, float]]
 
 
-def run(
-    matcher: Matcher,
-    source: Source,
-    *,
-    classnames: Sequence[str] | None = None,
-    templates: Templates | None = None,
-    batch: int = IMAGES,
-    workers: int = 0,
-    chunk: int = 1024,
-    skipped: list[Skipped] | None = None,
-    shown: dict[str, Any] | None = None,
-) -> Values:
+def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Values:
     """Encode a source and yield all metrics that its data allows; without captions, those of images and classes.
 
     `image_uncertainty_*`, `text_uncertainty_*` (mean, std, q05 to q95; by words, `_words_A-B` and `_words_spearman`; by
     level, `_level@k` and `_level_spearman`), `text_above_image`, `image_in_text`, `text_in_image`, then the
     metrics of `of_truth`, `inclusion_tests` and `calibration`.
 
-    Args: classnames, templates: of zero-shot classes, default to those of the source; shown: filled with page data.
-    Errors: ValueError for a model without Gaussians.
+    Raises: ValueError for a model without Gaussians.
     """
+    matcher, source = inputs.matcher, inputs.source
     if matcher.model.head.uncertainty is None:
         raise ValueError(
             "this model's features have no variance, so there is no uncertainty to evaluate: train one with "
             "`kiloword train prolip`, or any method with --uncertainty gaussian"
         )
-    data = gather(matcher, source, batch, workers, [] if skipped is None else skipped)
+    data = gather(matcher, source, inputs.batch, inputs.workers, inputs.skipped)
     findings = Findings(data)
     yield from spread("image_uncertainty", data.image_uncertainty)
     if data.texts is not None:
@@ -83,11 +71,11 @@ def run(
         findings.exact = caption_levels(source, [text for _, texts in written for text in texts]) is not None
         findings.answers = answers(matcher, links(written, findings.exact))
         yield from inclusion_tests(findings.answers)
-    for name, uncertainties, right in _judged(matcher, data, classnames, templates, chunk):
+    for name, uncertainties, right in _judged(matcher, data, options.classnames, options.templates, options.chunk):
         findings.bins[name] = binned(uncertainties, right)
         yield from calibration(f"calibration_{name}", findings.bins[name])
-    if shown is not None:
-        shown |= drawn(findings)
+    if inputs.shown is not None:
+        inputs.shown.update(drawn(findings))
 
 
 def spread(name: str, uncertainties: Tensor) -> Values:
@@ -190,6 +178,6 @@ def _classified(
     return torch.cat(parts)
 
 
-def brief(name: str) -> bool:
+def printed(name: str) -> bool:
     """Whether to print a value: all but calibration bins and most quantiles."""
     return "_right@" not in name and "_uncertainty@" not in name and not name.endswith(("_q25", "_q75"))

@@ -1,9 +1,9 @@
-"""Visual question answering: how right a model's answers are. `kiloword eval MODEL vqa`."""
+"""Visual question answering: how right a model's answers are. `kiloword eval vqa MODEL`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,33 +16,23 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.sources.questions import ANSWERS, check_asks, question_in
 from kiloword.data.sources.sample import check_regular
 from kiloword.distributed.sharing import alone, lockstep
-from kiloword.evaluation.features import IMAGES, batches_in_turns
+from kiloword.evaluation.features import batches_in_turns
+from kiloword.evaluation.task import Inputs, Values
+from kiloword.evaluation.vqa import VqaOptions, VqaTaskOptions
 from kiloword.evaluation.vqa.metric import JudgedAnswer, accuracy, means
-from kiloword.evaluation.vqa.options import VqaOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import BadSample, Skipped, Source
 
 if TYPE_CHECKING:
-    from kiloword.api import Matcher
     from kiloword.generation.answerer import Answerer, AnswerList
 
 Guesses = Mapping[str | None, str]
 """The most frequent answer by question type, and over all of them under None."""
 
 
-def run(
-    matcher: Matcher,
-    source: Source,
-    *,
-    train: Source | str | None = None,
-    vqa: VqaOptions | None = None,
-    batch: int = IMAGES,
-    workers: int = 0,
-    skipped: list[Skipped] | None = None,
-) -> Iterator[tuple[str, float]]:
+def run(inputs: Inputs, task_options: VqaTaskOptions) -> Values:
     """VQA accuracy (see `vqa_metric.accuracy`) over all questions, by question type and by answer type.
 
-    Args: train: data whose answers are the closed list; vqa: other lists, and how an answer is found.
     Yields: "accuracy", "accuracy/question/TYPE", "accuracy/answer/TYPE"; where the training answers are known, the same
     as "majority_..." of who always gives the most frequent one (to this type of question, on scenes); "questions";
     and, where there is a list, its length as "answers" and the share of answers outside it as "outside".
@@ -50,18 +40,18 @@ def run(
     """
     from kiloword.generation.answerer import Answerer
 
-    options = vqa or VqaOptions()
+    matcher, options = inputs.matcher, task_options.vqa
     options.check()
-    check_asks(source)
-    answerer, bad = Answerer(matcher.model, matcher.tokenizer), [] if skipped is None else skipped
-    known = _known(source, train, options)
+    check_asks(inputs.source)
+    answerer = Answerer(matcher.model, matcher.tokenizer)
+    known = _known(inputs.source, task_options.train, options)
     listed = None if known.answers is None else answerer.close(known.answers)
 
     def answer(images: Tensor, infos: Sequence[Mapping[str, Any]]) -> list[_Given]:
         guesses = _answer(answerer, images, [info["question"] for info in infos], listed, options)
         return [_Given(answer, info) for answer, info in zip(guesses, infos, strict=True)]
 
-    answered = _asked(matcher, source, batch, workers, bad, answer)
+    answered = _asked(inputs, answer)
     yield from means(item.judged(item.answer) for item in answered)
     if known.guesses:
         judged = (item.judged(known.guess(item)) for item in answered)
@@ -144,14 +134,7 @@ def _lines(path: Path) -> list[str]:
     return answers
 
 
-def _asked(
-    matcher: Matcher,
-    source: Source,
-    batch: int,
-    workers: int,
-    skipped: list[Skipped],
-    answer: Callable[[Tensor, Sequence[Mapping[str, Any]]], list[_Given]],
-) -> list[_Given]:
+def _asked(inputs: Inputs, answer: Callable[[Tensor, Sequence[Mapping[str, Any]]], list[_Given]]) -> list[_Given]:
     """All answers, given images [n, 3, H, W] and what is known of their questions; rows without one are `skipped`.
 
     A sharded model answers the same questions on every rank: how often it is called hangs on the answers.
@@ -164,9 +147,10 @@ def _asked(
         infos = [info for info, asks_one in zip(part.infos, asks, strict=True) if asks_one]
         return answer(part.images[asks], infos) if infos else [], bare
 
+    source, skipped = inputs.source, inputs.skipped
     answered: list[_Given] = []
     with alone() if lockstep() else nullcontext():
-        for made, bad in batches_in_turns(matcher, source, batch, workers, ask):
+        for made, bad in batches_in_turns(inputs.matcher, source, inputs.batch, inputs.workers, ask):
             skipped += bad
             if made is not None:
                 skipped += made[1]

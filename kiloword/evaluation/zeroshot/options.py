@@ -1,4 +1,4 @@
-"""Options of `kiloword eval MODEL zeroshot`: how the prompts of a class are combined. No torch: help is instant.
+"""Options of `kiloword eval zeroshot MODEL`: how the prompts of a class are combined. No torch: help is instant.
 
 Source: arXiv:2410.18857, section 3.4, algorithm 1, table 3 and appendix C.5.
 """
@@ -6,12 +6,16 @@ Source: arXiv:2410.18857, section 3.4, algorithm 1, table 3 and appendix C.5.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from kiloword.config.recipes import BaseSettings
 
 Way = Literal["ensemble", "filter", "topk", "bprw"]
+
+Templates = Sequence[str] | Mapping[str, Sequence[str]]
+"""Prompts with `{c}` for the class name; or a list of prompts per class name."""
 
 
 @dataclass(frozen=True, kw_only=True)

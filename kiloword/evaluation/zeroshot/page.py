@@ -1,4 +1,4 @@
-"""HTML page of `kiloword eval MODEL zeroshot`: accuracy, and weights of the prompts of each class."""
+"""HTML page of `kiloword eval zeroshot MODEL`: accuracy, and weights of the prompts of each class."""
 
 from __future__ import annotations
 

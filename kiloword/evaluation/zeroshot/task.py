@@ -1,19 +1,20 @@
-"""Zero-shot classification by prompts: `kiloword eval MODEL zeroshot`."""
+"""Zero-shot classification by prompts: `kiloword eval zeroshot MODEL`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import IMAGES, Seen, chunks, encode_texts, inference, join, labelled, rows, seen
+from kiloword.evaluation.features import Seen, chunks, encode_texts, inference, join, labelled, rows, seen
 from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
 from kiloword.evaluation.retrieval.relevance import Score
-from kiloword.evaluation.zeroshot.options import PromptOptions, Way
+from kiloword.evaluation.task import IMAGES, Inputs, Values
+from kiloword.evaluation.zeroshot import ZeroshotTaskOptions
+from kiloword.evaluation.zeroshot.options import PromptOptions, Templates, Way
 from kiloword.evaluation.zeroshot.page import drawn
-from kiloword.evaluation.zeroshot.page import report as report
 from kiloword.evaluation.zeroshot.prompts import (
     ROWS,
     WEIGHT,
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.model.model import Model
-
-Templates = Sequence[str] | Mapping[str, Sequence[str]]
-"""Prompts with `{c}` for the class name; or a list of prompts per class name."""
 
 
 def prompts(classnames: Sequence[str], templates: Templates) -> tuple[list[str], list[int]]:
@@ -99,34 +97,22 @@ def _check_labels(labels: Tensor, count: int) -> None:
         raise ValueError(f"labels run from {int(labels.min())} to {int(labels.max())}, but there are {count} classes")
 
 
-def run(
-    matcher: Matcher,
-    source: Source,
-    *,
-    classnames: Sequence[str] | None = None,
-    templates: Templates | None = None,
-    prompts: Way = "ensemble",
-    prompt_options: PromptOptions | None = None,
-    batch: int = IMAGES,
-    workers: int = 0,
-    skipped: list[Skipped] | None = None,
-    shown: dict[str, Any] | None = None,
-) -> Iterator[tuple[str, float]]:
+def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Values:
     """Classify the images of a source by prompts; class names and templates default to those of the source.
 
-    Args: prompts: how the prompts of a class are combined; all but "ensemble" need Gaussians and hold the features of
+    `prompts` is how the prompts of a class are combined; all but "ensemble" need Gaussians and hold the features of
     all images. They also yield the metrics of the ensemble on the same images (`ensemble_acc1`, ...), and all weights.
     """
-    names = classnames or getattr(source, "classnames", None)
+    matcher, source, prompts = inputs.matcher, inputs.source, options.prompts
+    names = options.classnames or getattr(source, "classnames", None)
     if not names:
         raise ValueError(
             f"{source.name} has no class names: expected classnames.txt in its folder or the one above "
             "(for scenes: scenes:test?task=colour)"
         )
-    prompt_templates = templates or getattr(source, "templates", None) or ["{c}"]
-    options = prompt_options or PromptOptions()
-    options.check(prompts)
-    bad = [] if skipped is None else skipped
+    prompt_templates = options.templates or getattr(source, "templates", None) or ["{c}"]
+    options.prompt_options.check(prompts)
+    batch, workers, bad = inputs.batch, inputs.workers, inputs.skipped
     if prompts == "ensemble":
         parts = _labelled(matcher, source, batch, workers, bad)
         classes = classifier(matcher.model, matcher.tokenizer, names, prompt_templates)
@@ -135,14 +121,14 @@ def run(
     captions, class_prompts = encoded(matcher, names, prompt_templates)
     check_gaussians(class_prompts.texts, prompts)
     images = encoded_images(matcher, source, len(names), batch, workers, bad)
-    chosen = chosen_by(matcher, prompts, class_prompts, images, options)
+    chosen = chosen_by(matcher, prompts, class_prompts, images, options.prompt_options)
     rest = images.without(chosen.taken)
     yield from judged(matcher, rest, chosen.classes)
     ensemble = chosen_by(matcher, "ensemble", class_prompts, rest, PromptOptions())
     yield from ((f"ensemble_{name}", value) for name, value in judged(matcher, rest, ensemble.classes))
     yield from values(prompts, chosen, class_prompts, captions)
-    if shown is not None:
-        shown |= drawn(matcher, source, prompts, chosen, class_prompts, images, captions)
+    if inputs.shown is not None:
+        inputs.shown.update(drawn(matcher, source, prompts, chosen, class_prompts, images, captions))
 
 
 def encoded(matcher: Matcher, names: Sequence[str], templates: Templates) -> tuple[list[str], Prompts]:
@@ -185,7 +171,7 @@ def _labels(part: Seen) -> Tensor:
     return part.labels
 
 
-def brief(name: str) -> bool:
+def printed(name: str) -> bool:
     """Whether to print a value: all but the weights of prompts."""
     return not name.startswith(WEIGHT)
 

@@ -18,8 +18,8 @@ from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
+from kiloword.evaluation.caption import CaptionOptions
 from kiloword.evaluation.caption.metrics import score_captions
-from kiloword.evaluation.caption.options import CaptionOptions
 from kiloword.evaluation.caption.truth import elsewhere, judge
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.options import GenerationOptions
@@ -96,7 +96,7 @@ def test_photos_have_no_oracle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"captions": {"elsewhere": ["a star"]}}, "has captions for none of the images.*'elsewhere'"),
         ({"captions": people(1), "judge": CaptionOptions(spice=True)}, "SPICE cannot be computed"),
         ({"captions": people(1), "judge": CaptionOptions(limit=0)}, "limit is 0. Expected seconds above 0"),
-        ({"captions": people(1), "generate": GenerationOptions()}, "says how a model writes"),
+        ({"captions": people(1), "generate": GenerationOptions(beams=2)}, "says how a model writes"),
         ({}, "neither a model to write captions nor a table"),
         ({"captions": people(1), "beams": 3}, "the task caption has no option beams"),
     ],
@@ -131,7 +131,7 @@ def test_the_command_and_its_page(writer: Matcher, tmp_path: Path, capsys: pytes
         ModelFile(method="coca", settings={}, model=writer.model.config),
     )
     file = table(tmp_path / "said.parquet", {**people(), "test-000003": ["three red stars"]})
-    words = ["eval", tmp_path / "model", "caption", "--with", file, "--data", SCENES, "--judge.no-meteor"]
+    words = ["eval", "caption", tmp_path / "model", file, "--data", SCENES, "--judge.no-meteor"]
     words += ["--generate.method", "greedy", "--generate.longest", "8"]
     main([*map(str, words), "--json", str(tmp_path / "c.json"), "--html", str(tmp_path / "c.html")])
     values = json.loads((tmp_path / "c.json").read_text())

@@ -21,7 +21,7 @@ from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.calibration import spearman
 from kiloword.evaluation.uncertainty.data import buckets, different, level
-from kiloword.evaluation.uncertainty.task import brief
+from kiloword.evaluation.uncertainty.task import printed
 from kiloword.methods.prolip.gaussian import inclusion
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -235,7 +235,9 @@ def test_buckets_hold_every_length_once() -> None:
     assert [words[inside].max().item() for _, inside in found] == [5, 10, 15, 20, 30, 59]
 
 
-def test_brief_hides_bins() -> None:
-    assert brief("text_uncertainty_mean")
-    assert brief("calibration_text_pearson")
-    assert not any(map(brief, ["calibration_text_right@3", "calibration_image_uncertainty@1", "text_uncertainty_q25"]))
+def test_the_screen_hides_bins() -> None:
+    assert printed("text_uncertainty_mean")
+    assert printed("calibration_text_pearson")
+    assert not any(
+        map(printed, ["calibration_text_right@3", "calibration_image_uncertainty@1", "text_uncertainty_q25"])
+    )

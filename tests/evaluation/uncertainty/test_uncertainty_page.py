@@ -105,10 +105,8 @@ def test_verb_writes_a_page_of_two_models(tmp_path: Path, capsys: pytest.Capture
     main(
         [
             "eval",
-            folders[0],
             "uncertainty",
-            "--with",
-            folders[1],
+            *folders,
             "--data",
             source,
             "--html",

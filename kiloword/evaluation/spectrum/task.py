@@ -1,4 +1,4 @@
-"""Spectrum of image features: `kiloword eval MODEL spectrum` (arXiv:2405.00740, section 7, figure 5).
+"""Spectrum of image features: `kiloword eval spectrum MODEL` (arXiv:2405.00740, section 7, figure 5).
 
 The singular values of the covariance of the image tower's outputs, as in arXiv:2110.09348, which measures collapse.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,45 +16,36 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
 from kiloword.distributed.sharing import share
-from kiloword.evaluation.features import IMAGES, batches_in_turns, inference
+from kiloword.evaluation.features import batches_in_turns, inference
+from kiloword.evaluation.spectrum import Of, SpectrumTaskOptions
+from kiloword.evaluation.task import Inputs, Results, Values
 from kiloword.methods.llip.pooling import OneVector
 from kiloword.model.heads import Single
 from kiloword.model.image import extra
 from kiloword.randomness import key
 from kiloword.report import line_plot, page, paragraph, table
 from kiloword.report.parts import Cell
-from kiloword.types import Record, Skipped, Source
+from kiloword.types import Record, Source
 
 if TYPE_CHECKING:
-    from kiloword.api import Matcher
     from kiloword.model.model import Model
 
-Of = Literal["tower", "vec"]
 VALUE = "singular_value@"
 NOTHING = 1e-12  # of the largest singular value: what is smaller is rounding
 
 
-def run(
-    matcher: Matcher,
-    source: Source,
-    *,
-    of: Of = "tower",
-    samples: int = 5000,
-    batch: int = IMAGES,
-    workers: int = 0,
-    skipped: list[Skipped] | None = None,
-) -> Iterator[tuple[str, float]]:
+def run(inputs: Inputs, options: SpectrumTaskOptions) -> Values:
     """Yield `effective_rank`, `dimensions`, `vectors` and every `singular_value@k`, k from 1, the largest first.
 
-    Args: of: "tower", as in the paper: the outputs of the image tower that the head uses, [W] each, one vector per
-    mixture token or per pooled image; "vec": the images' "vec" [D]. samples: number of images, drawn by the data set's
+    `of`: "tower", as in the paper: the outputs of the image tower that the head uses, [W] each, one vector per
+    mixture token or per pooled image; "vec": the images' "vec" [D]. `samples` images are drawn by the data set's
     fingerprint; all if there are fewer.
     """
-    bad = [] if skipped is None else skipped
+    source, samples = inputs.source, options.samples
     if samples < 1:
         raise ValueError(f"samples is {samples}: a spectrum needs at least 2 images")
     subset = _SpectrumRows(source, _chosen(source, samples))
-    count, spread = covariance(_outputs(matcher, subset, of, batch, workers, bad))
+    count, spread = covariance(_outputs(inputs, subset, options.of))
     if count < 2:
         raise ValueError(f"{source.name}: {count} usable vectors; a covariance needs at least 2")
     values = singular_values(spread)
@@ -116,11 +107,9 @@ class _SpectrumRows:
         return self.source.record(self.rows[row])
 
 
-def _outputs(
-    matcher: Matcher, subset: _SpectrumRows, of: Of, batch: int, workers: int, skipped: list[Skipped]
-) -> Iterator[Tensor]:
+def _outputs(inputs: Inputs, subset: _SpectrumRows, of: Of) -> Iterator[Tensor]:
     """Vectors of all images in batches: [n, W], or [n, D] for "vec"."""
-    model = matcher.model
+    model = inputs.matcher.model
     device = next(model.parameters()).device
 
     def encode(part: EvalBatch) -> Tensor:
@@ -129,8 +118,8 @@ def _outputs(
             vectors = features["vec"] if of == "vec" else tower_output(model, tokens).flatten(0, 1)
             return vectors if share()[1] == 1 else vectors.cpu()
 
-    for made, bad in batches_in_turns(matcher, subset, batch, workers, encode):
-        skipped += [replace(one, row=subset.rows[one.row]) for one in bad]
+    for made, bad in batches_in_turns(inputs.matcher, subset, inputs.batch, inputs.workers, encode):
+        inputs.skipped.extend(replace(one, row=subset.rows[one.row]) for one in bad)
         if made is not None:
             yield made.to(device)
 
@@ -147,7 +136,7 @@ def tower_output(model: Model, tokens: Tensor) -> Tensor:
     return tokens[:, :mixture] if mixture else tokens
 
 
-def brief(name: str) -> bool:
+def printed(name: str) -> bool:
     """Whether to print a value: of the singular values the 1st, 2nd, 4th, 8th, ..."""
     if not name.startswith(VALUE):
         return True
@@ -155,7 +144,7 @@ def brief(name: str) -> bool:
     return k & (k - 1) == 0
 
 
-def report(metrics: Mapping[str, Mapping[str, float]], data: str) -> str:
+def report(metrics: Results, data: str, shown: Mapping[str, Any]) -> str:
     """HTML page with the spectra of several models. Args: metrics: model -> metrics from `run`."""
     spectra = {model: _spectrum(values) for model, values in metrics.items()}
     relative = {model: [(k, v / points[0][1]) for k, v in points] for model, points in spectra.items()}

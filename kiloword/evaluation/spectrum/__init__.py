@@ -1,0 +1,29 @@
+"""The task `spectrum`: the number of directions that image features use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kiloword.evaluation.task import Deferred, Task
+
+Of = Literal["tower", "vec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectrumTaskOptions:
+    """Which features, of how many images."""
+
+    of: Of = "tower"  # tower: output of the image tower, which the head reads; vec: the embeddings
+    samples: int = 5000  # images, drawn by the fingerprint of the data; all where there are fewer
+
+
+TASK = Task(
+    name="spectrum",
+    help="Singular values of the covariance of image features, and their effective rank.",
+    data="images",
+    options=SpectrumTaskOptions,
+    run=Deferred("kiloword.evaluation.spectrum.task:run"),
+    page=Deferred("kiloword.evaluation.spectrum.task:report"),
+    printed=Deferred("kiloword.evaluation.spectrum.task:printed"),
+)

@@ -1,0 +1,104 @@
+"""What an evaluation task is: each declares itself once, for Python and for `kiloword eval`. No torch: help is instant.
+
+A new task is a folder here: its `__init__.py` holds the options and TASK, its `task.py` what computes the metrics;
+then it joins the list in `kiloword.evaluation`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
+
+if TYPE_CHECKING:
+    from kiloword.api import Matcher
+    from kiloword.types import Skipped, Source
+
+    Data = Source | str
+else:
+    Data = str  # what a flag can name
+"""Data that an option names as the command line does; from Python also an open source."""
+
+IMAGES = 64  # encoded at a time
+
+T = TypeVar("T")
+PythonOnly = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
+"""Type of an option that has no flag: `ks: PythonOnly[tuple[int, ...]] = (1, 5, 10)`."""
+
+Values = Iterator[tuple[str, float]]
+"""Metrics by name, in the order in which they are printed."""
+
+Results = Mapping[str, Mapping[str, float]]
+"""Metrics of several models: model -> name -> value."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every task gets beside its own options."""
+
+    model: Matcher | None  # None: what is evaluated is in the options (captions of a table)
+    source: Source
+    batch: int = IMAGES  # images encoded at a time
+    workers: int = 0  # loader processes
+    skipped: list[Skipped] = field(default_factory=list)  # the task appends the rows that it cannot use
+    shown: dict[str, Any] | None = None  # the task fills it with what its page draws beside the metrics; None: no page
+
+    @property
+    def matcher(self) -> Matcher:
+        """The model. Raises: ValueError where there is none."""
+        if self.model is None:
+            raise ValueError("this task needs a model, but matcher is None.")
+        return self.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task, as Python and the command line know it. Functions are `Deferred`."""
+
+    name: str
+    help: str  # one line for the list of tasks
+    data: str  # what --data takes, for its help
+    models: str = "model folder (OUT/model of a run); several are evaluated on the same data and shown side by side"
+    options: type[Any]  # frozen dataclass; each field has a type, a default, and its help as a comment or docstring
+    run: Callable[[Inputs, Any], Values]  # of the inputs and the options
+    page: Callable[[Results, str, Mapping[str, Any]], str] | None = None
+    """HTML of: results; the data, as --data names it; `Inputs.shown` of each model. None: the task has no page."""
+    printed: Callable[[str], bool] | None = None  # whether the metric of a name is printed; None: all are
+    without_model: Callable[[str, Any], Any] | None = None
+    """Of a model's path and the options: options that take the place of the model, or None for a model folder."""
+
+    def options_from(self, chosen: Mapping[str, Any]) -> Any:
+        """The options with some of them chosen by name. Raises: ValueError for a name that the task does not have."""
+        known = [f.name for f in fields(self.options)]
+        unknown = next((name for name in chosen if name not in known), None)
+        if unknown is not None:
+            listed, hint = ", ".join([*known, "batch", "workers"]), suggestion(unknown, known)
+            raise ValueError(f"the task {self.name} has no option {unknown}; it has: {listed}.{hint}")
+        return self.options(**chosen)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A function "module:name" of ours, imported at its first call: declaring a task then needs no torch."""
+
+    place: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What is called."""
+        module, _, name = self.place.partition(":")
+        function: Callable[..., Any] = getattr(import_module(module), name)
+        return function
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ " Did you mean X?", or nothing where no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""

@@ -1,0 +1,139 @@
+"""The contract of tasks: what each declares, its flags and help, and what wrong names are told."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+
+from kiloword.cli.main import main
+from kiloword.evaluation import TASKS, evaluate
+from kiloword.evaluation.command import Execution
+
+PYTHON_ONLY = {"ks", "chunk", "classnames", "templates", "captions", "nearest"}
+SHARED = {"help", "data", "json", "method", "trust-code", *(f.name for f in fields(Execution))} - {"trust"}
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["eval", *words, "--help"])
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def words_of(said: str) -> str:
+    return " ".join(said.replace("│", " ").split())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["eval", *words])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def flags_of(options: Any) -> set[str]:
+    """Names of the flags that a dataclass of options stands for; those inside another dataclass have its prefix."""
+    flags = set[str]()
+    for f in fields(options):
+        value, name = getattr(options, f.name), f.name.replace("prompt_options", "prompts").replace("_", "-")
+        if is_dataclass(value):
+            flags |= {f"{name}.{inner}" for inner in flags_of(value)}
+        elif f.name not in PYTHON_ONLY:
+            flags.add(name)
+    return flags
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_is_declared_whole(name: str) -> None:
+    task = TASKS[name]
+    assert task.name == name
+    assert re.fullmatch(r"[A-Z].{20,110}\.", task.help)
+    assert (task.options.__doc__ or "").endswith(".")
+    task.options()  # every option has a default
+    module = sys.modules[task.options.__module__]
+    assert (module.__doc__ or "").startswith(f"The task `{name}`")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_deferred_functions_are_there(name: str) -> None:
+    """With the parameters of the contract."""
+    counts = {"run": 2, "page": 3, "printed": 1}
+    for part, count in counts.items():
+        deferred = getattr(TASKS[name], part)
+        assert deferred is None or len(inspect.signature(deferred.function).parameters) == count
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_help_of_a_task_has_its_own_flags_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    task = TASKS[name]
+    said = help_of(capsys, name)
+    flags = re.findall(r"^[│ ] {1,2}(?:-h, )?--([a-z][\w.-]+)", said, re.MULTILINE)
+    expected = flags_of(task.options()) | SHARED | ({"html"} if task.page else set())
+    assert sorted(flags) == sorted(expected)
+    said = words_of(said)
+    assert task.help in said
+    assert f"test data: {task.data}" in said
+
+
+def test_help_lists_the_tasks_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    said = words_of(help_of(capsys))
+    assert all(re.search(rf"\b{name} {re.escape(task.help)}", said) for name, task in TASKS.items())
+    assert "--shortlist" not in said
+
+
+def test_help_of_a_task_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom kiloword.cli.main import main\ntry:\n    main(['eval', 'caption', '--help'])\n"
+        "except SystemExit:\n    assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "eval needs a task first, e.g. kiloword eval retrieval runs/first/model --data scenes:test"),
+        ("--data d m retrieval", "eval needs a task first"),
+        ("retreival m --data d", "unknown task 'retreival'; known: caption, .*\\. Did you mean retrieval\\?"),
+        ("runs/a/model retrieval --data d", "the task comes before the model: kiloword eval retrieval runs/a/model --"),
+        ("retrieval --data d", "eval retrieval needs a model: kiloword eval retrieval MODEL --data SRC"),
+        ("retrieval m --data d --html=x", "the task retrieval has no page to write: leave --html away"),
+        ("retrieval m m --data d", "one model is named twice: m, m"),
+    ],
+)
+def test_wrong_words_get_one_message(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, *words.split())
+    assert re.match(f"kiloword: {message}", said)
+    assert said.count("\n") == 1
+
+
+def test_flags_of_other_tasks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--shortlist" in refused(capsys, "spectrum", "m", "--data", "d", "--shortlist", "5")
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("retreival", {}, "unknown task 'retreival'; known: .* Did you mean retrieval\\?"),
+        (
+            "retrieval",
+            {"shortlst": 5},
+            "no option shortlst; it has: shortlist, ks, chunk, batch, workers\\. Did you mean s",
+        ),
+        (
+            "spectrum",
+            {"shortlist": 5},
+            "the task spectrum has no option shortlist; it has: of, samples, batch, workers\\.$",
+        ),
+        ("retrieval", {}, "this task needs a model, but matcher is None"),
+    ],
+)
+def test_wrong_names_from_python(task: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(None, task, "scenes:test?n=4", **options)
