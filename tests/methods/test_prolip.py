@@ -198,7 +198,11 @@ def test_any_method_may_have_gaussians_and_inclusion(base: str) -> None:
         assert method.name == name
         assert set(method.terms) == set(plain.terms) | set(TERMS)
         assert method.terms["vib_text"][0] == 0.5
-        assert (method.views, method.captions, method.positives) == (plain.views, plain.captions, plain.positives)
+        assert (method.transforms, method.captions, method.positives) == (
+            plain.transforms,
+            plain.captions,
+            plain.positives,
+        )
         assert repr(method.pair_loss) == repr(plain.pair_loss)  # a partial is equal to none but itself
         made = build(config(), method)
         assert isinstance(made.head.uncertainty, Gaussian)
