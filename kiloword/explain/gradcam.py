@@ -1,4 +1,4 @@
-"""Grad-CAM: what in an early layer of the image tower made an image match a text, or the decoder write it.
+"""Grad-CAM: attribute the score of a text, or its probability under the decoder, to patches of an early layer.
 
 Source: Selvaraju et al., ICCV 2017 (arXiv:1610.02391), eq. 1 and 2; the first layer: arXiv:2401.02137, figure 3.
 """
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from kiloword.model.model import Model
 
 Target = Literal["score", "caption"]
-"""Of what gradients are: the score of image and text, or the log probability that the decoder gives the caption."""
+"""Target of the gradients: the score of image and text, or the log probability of the caption."""
 
 
 @dataclass(frozen=True)
 class GradCam:
     """Grad-CAM of I images and T texts; `grid` rows x columns of patches make P."""
 
-    maps: Tensor  # [I, T, P], at least 0, of any scale; 0 everywhere where no channel speaks for the text
+    maps: Tensor  # [I, T, P], non-negative, of any scale; 0 if no channel supports the text
     values: Tensor  # [I, T] the scores, or log probabilities
     grid: tuple[int, int]
 
@@ -42,10 +42,9 @@ def gradcam(
 ) -> GradCam:
     """ReLU(sum_c alpha_c A_c) of a layer's patches A [P, W]; alpha_c is the mean over patches of d target / d A_c.
 
-    Args: layer: 0, what the stem makes of the patches (the figure's first layer, before positions are added), or the
-    number of a block.
-    Raises: ValueError for a layer or target that is not there, and of target "caption" for a model without a text
-    decoder.
+    Args: layer: 0: output of the stem (the first layer of the figure, before positions are added), or the number of a
+    block.
+    Raises: ValueError for an invalid layer or target, and for target "caption" with a model without text decoder.
     """
     model = matcher.model
     if not 0 <= layer <= len(model.image_tower.blocks):
@@ -64,7 +63,7 @@ def gradcam(
 
 
 def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
-    """[I, P], of the values [I] of one text: no image's depends on another's activations."""
+    """Maps [I, P] for the values [I] of one text; images are independent of each other."""
     (gradient,) = torch.autograd.grad(values.sum(), seen["leaf"], retain_graph=True)
     first = seen["leaf"].shape[1] - seen["activations"].shape[1]
     alpha = at_least_float(gradient[:, first:]).mean(1, keepdim=True)  # [I, 1, W]
@@ -73,7 +72,7 @@ def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
 
 def _scores(matcher: Matcher, texts: Sequence[str]) -> Callable[[Tensor], Tensor]:
     """From image tokens to scores [I, T]."""
-    # made without a record for gradients, and copied, so that gradients of images may pass through them
+    # computed without gradients, and copied, as inference tensors cannot take part in autograd
     features: Features = {name: value.clone() for name, value in matcher.encode_text(texts).items()}
     model = matcher.model
     return lambda tokens: model.score(model.head.image(tokens), features)

@@ -1,4 +1,4 @@
-"""Images whose hidden patches a model paints, and which patches captions hide: as in training, to look at."""
+"""Reconstruct masked patches, and select the patches that captions mask, as in training."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 
 def mim_settings(matcher: Matcher) -> MimSettings:
-    """How the model learned to paint hidden patches.
+    """Settings of the masked image term that the model was trained with.
 
-    Raises: ValueError for a model without an image decoder, or whose method is not known.
+    Raises: ValueError for a model without an image decoder, or of unknown method.
     """
     if "image_decoder" not in matcher.model.more:
         raise ValueError(
-            "this model has no image decoder, so it cannot paint patches: train sycoca, or another method with +mim."
+            "this model has no image decoder, so it cannot reconstruct patches: train sycoca, or a method with +mim."
         )
     if matcher.method is None:
-        raise ValueError("how this model's images were masked is not known: load it by kiloword.load(folder).")
+        raise ValueError("the mask settings of this model are not known: load it by kiloword.load(folder).")
     settings = _term(matcher, "mim")
     assert isinstance(settings, MimSettings)
     return settings
 
 
 def mask_settings(matcher: Matcher) -> tuple[MaskSettings, float, float]:
-    """How captions choose patches, the share hidden from the image decoder and that from the text decoder.
+    """Mask settings, share of patches masked for the image decoder, and share masked for the text decoder.
 
-    Of a model that was trained without such masks: the paper's (arXiv:2401.02137).
+    For a model trained without such masks: the defaults of the paper (arXiv:2401.02137).
     """
     mim, caption = _term(matcher, "mim"), _term(matcher, "caption")
     high = mim.mim_share if isinstance(mim, MimSettings) else MimSettings().mim_share
@@ -50,20 +50,20 @@ def mask_settings(matcher: Matcher) -> tuple[MaskSettings, float, float]:
 
 
 def masked_by_caption(matcher: Matcher) -> bool:
-    """Whether captions chose the masks of its training."""
+    """Whether the model was trained with attentive masks."""
     mim, caption = _term(matcher, "mim"), _term(matcher, "caption")
     return "attentive" in (getattr(mim, "mim_mask", None), getattr(caption, "caption_mask", None))
 
 
 def _term(matcher: Matcher, name: str) -> object:
-    """The settings of one of the method's terms; None where it has none."""
+    """The settings of a term of the method; None if it has none."""
     if matcher.method is None or name not in matcher.method.terms:
         return None
     return getattr(matcher.method.terms[name][1](matcher.model.config), "settings", None)
 
 
 def speaks_of(model: Model, images: Tensor, texts: Texts, settings: MaskSettings) -> Tensor:
-    """How much caption n speaks of each patch of image n, both whole: [N, P] (arXiv:2401.02137, eq. 7).
+    """Similarity of caption n with each patch of image n, both unmasked: [N, P] (arXiv:2401.02137, eq. 7).
 
     Args: images uint8 [N, 3, H, W]; texts: N captions.
     Raises: ValueError for a model whose patches and words cannot be compared.
@@ -78,12 +78,12 @@ def speaks_of(model: Model, images: Tensor, texts: Texts, settings: MaskSettings
 def reconstruct(
     model: Model, images: Tensor, hidden: Tensor, guides: Sequence[Texts], settings: MimSettings
 ) -> list[Tensor]:
-    """What a model paints where patches are hidden, once for each guide: normalised pixels [N, m, 3 * patch^2].
+    """Reconstruct masked patches, once per guide: normalised pixels [N, m, 3 * patch^2].
 
-    Args: images uint8 [N, 3, H, W]; hidden [N, m] int64, ascending; guides: N captions each, which a model that was
-    trained without text does not see. Of a model with `norm_pix` they get mean and deviation of the true patch.
+    Args: images uint8 [N, 3, H, W]; hidden [N, m] int64, ascending; guides: N captions each, ignored by a model trained
+    without text. For a model with `norm_pix`, mean and deviation are those of the true patch.
     """
-    tokens = masked_images.visible(model, images, hidden, settings.mim_op)  # the guides share this pass
+    tokens = masked_images.visible(model, images, hidden, settings.mim_op)  # shared by all guides
     painted = []
     for texts in guides:
         packing = model.text_tower.packing(texts)
@@ -93,7 +93,7 @@ def reconstruct(
         return painted
     true = masked_images.pixels(model, images, hidden, norm_pix=False)
     deviation = (true.var(-1, keepdim=True) + masked_images.EPSILON).sqrt()
-    return [one * deviation + true.mean(-1, keepdim=True) for one in painted]
+    return [patches * deviation + true.mean(-1, keepdim=True) for patches in painted]
 
 
 def fill(model: Model, images: Tensor, hidden: Tensor, painted: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def fill(model: Model, images: Tensor, hidden: Tensor, painted: Tensor) -> Tenso
 
 
 def mean_colour(images: Tensor, hidden: Tensor, patch: int) -> Tensor:
-    """The mean colour of the patches that are seen, for every hidden one: [N, m, 3 * patch^2].
+    """The mean colour of the visible patches, for every masked one: [N, m, 3 * patch^2].
 
     Args: images: normalised, [N, 3, H, W].
     """

@@ -1,6 +1,6 @@
-"""Where a text decoder looks in an image as it writes each word of a caption: its cross-attention, word by word.
+"""Cross-attention maps of a text decoder for each word of a caption.
 
-Nothing here runs while a model trains: as in `maps.py`, probabilities are computed again from what hooks see.
+Not used in training: as in `maps.py`, attention probabilities are recomputed from the inputs that hooks record.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from kiloword.model.model import Model
 
 Layers = Literal["last", "mean"]
-"""Whose cross-attention is shown: the last layer's, or the mean of all layers'."""
+"""Cross-attention of the last layer, or the mean of all layers."""
 
 When = Literal["writing", "reading"]
-"""writing: the attention from which a word is predicted; reading: that of its own place, which predicts the next."""
+"""writing: attention at the position that predicts a word; reading: at the position of the word."""
 
-END = "(end)"  # what the end of a caption is called
+END = "(end)"  # label of the end of a caption
 
 
 @dataclass(frozen=True)
 class WordMaps:
-    """Where a text decoder looks in one image for the n words of one caption; the last "word" is its end.
+    """Attention of a text decoder to one image for the n words of one caption; the last "word" is its end.
 
-    `grid` rows x columns of patches make P. A word of several tokens has their mean map, and all their chances.
+    `grid`: rows x columns of patches, P in all. A word of several tokens has their mean map and joint probability.
     """
 
     words: list[str]  # n
     maps: Tensor  # [n, P], each sums to 1
-    on_patches: Tensor  # [n] share of the attention that patches have; the class token and others have the rest
+    on_patches: Tensor  # [n] share of the attention on patches; the rest is on class token and others
     chances: Tensor  # [n] probability of each word, given the words before it
     grid: tuple[int, int]
 
@@ -60,12 +60,12 @@ def explain_words(
     layers: Layers = "last",
     when: When = "writing",
 ) -> list[list[WordMaps]]:
-    """Where the decoder looks for each word of T texts in each of I images: I lists of T.
+    """Attention maps for each word of T texts in each of I images: I lists of T.
 
     The mean over heads of the cross-attention to the patches, scaled to sum to 1. With attentional pooling the decoder
-    looks at queries, which look at the patches: its map is the product of the two.
+    attends to queries, which attend to the patches: the map is the product of both.
 
-    Raises: ValueError for a model without a text decoder, and for what cannot be encoded.
+    Raises: ValueError for a model without a text decoder, and for invalid images or texts.
     """
     decoder = writer(matcher.model)
     check_texts("explain_words", texts)
@@ -78,7 +78,7 @@ def explain_words(
 
 
 def check_texts(name: str, texts: Sequence[str]) -> None:
-    """Raises: ValueError for anything but a list of at least one string; `name` says who got it."""
+    """Raises: ValueError for anything but a list of at least one string; `name`: of the function, for the message."""
     if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"{name} got {str(texts)[:60]!r} as texts: expected a list of strings")
     if not texts:
@@ -86,7 +86,7 @@ def check_texts(name: str, texts: Sequence[str]) -> None:
 
 
 def check_choice(name: str, value: str, kind: Any) -> None:
-    """Raises: ValueError for a value that the Literal `kind` does not name."""
+    """Raises: ValueError for a value that is not in the Literal `kind`."""
     if value not in get_args(kind):
         raise ValueError(f"{name} is {value!r}: expected {' or '.join(get_args(kind))}.")
 
@@ -99,7 +99,7 @@ def _explained(
         memory = model.memory(model.image_tokens(pixels))
     first, side = extra(model.config.image), model.config.image.size // model.config.image.patch
     groups = [_words(tokenizer, model, texts.cut(t, t + 1).ids.tolist()) for t in range(len(texts))]
-    found = []
+    explained = []
     for i in range(len(pixels)):
         keys = decoder.remember(memory[i : i + 1].expand(len(texts), -1, -1))
         with looking(_crossings(decoder, layers)) as seen:
@@ -107,21 +107,21 @@ def _explained(
         looks = torch.stack(seen).mean(0)  # [T, L, M]
         looks = looks @ gathered[0][i] if gathered else looks  # [T, L, E + P]
         rows = packing.pad(log_p)  # [T, L]
-        found.append(
+        explained.append(
             [_word_maps(looks[t, :, first:], rows[t], groups[t], (side, side), when) for t in range(len(texts))]
         )
-    return found
+    return explained
 
 
 def _word_maps(
     looks: Tensor, log_p: Tensor, groups: list[tuple[str, list[int]]], grid: tuple[int, int], when: When
 ) -> WordMaps:
-    """Of one caption: looks [L, P] and log_p [L] by the place that predicts; groups: words and their tokens' places."""
+    """Maps of one caption: looks [L, P] and log_p [L] by predicting position; groups: words and token positions."""
     last = max(place for _, places in groups for place in places) - 1
     maps, on_patches, chances, words = [], [], [], []
     for word, places in groups:
         predicted = [place - 1 for place in places if place > 0]
-        if not predicted:  # the first word, of a tokenizer without a start token
+        if not predicted:  # the first word, for a tokenizer without start token
             continue
         here = predicted if when == "writing" else [min(place + 1, last) for place in predicted]
         seen = looks[here]  # [tokens, P]
@@ -133,7 +133,7 @@ def _word_maps(
 
 
 def _words(tokenizer: Tokenizer, model: Model, ids: list[int]) -> list[tuple[str, list[int]]]:
-    """The words of one caption and the places of their tokens in it; the end comes last."""
+    """Words of one caption and the positions of their tokens; the end is last."""
     end = len(ids) - 1 - len(model.config.text.extra_tokens)
     start = int(tokenizer.roles.prefix)
     inside = words_of(tokenizer, ids[start:end])
@@ -141,9 +141,9 @@ def _words(tokenizer: Tokenizer, model: Model, ids: list[int]) -> list[tuple[str
 
 
 def words_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Words, split at spaces, of a caption's ids without special tokens, and which of the ids make each.
+    """Words, split at spaces, of ids without special tokens, and the indices of the tokens of each.
 
-    A token belongs to the word that the caption ends in once the token is there: so with any kind of tokens.
+    A token belongs to the last word of the text decoded up to it, which holds for any tokenizer.
     """
     words = tokenizer.decode(ids).split()
     groups: list[list[int]] = [[] for _ in words]
@@ -157,9 +157,9 @@ def words_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[tuple[str, list[i
 def log_chances(
     model: Model, decoder: TextDecoder, texts: Texts, tokens: Tensor, keys: list[Keys]
 ) -> tuple[Tensor, Packing]:
-    """log probability of each caption's next tokens, its words and its end: [S'], packed as the packing says.
+    """Log probabilities of the next tokens (words and end) of captions: [S'], and their packing.
 
-    Args: tokens [S, W] of the text tower; keys: of what text n sees, as `TextDecoder.remember` makes it.
+    Args: tokens [S, W]: outputs of the text tower; keys: memory of text n, from `TextDecoder.remember`.
     """
     extras = len(model.config.text.extra_tokens)
     x, targets = decoded(decoder, model, texts, tokens, keys, extras)
@@ -170,7 +170,7 @@ def log_chances(
 
 @contextmanager
 def looking(attentions: Sequence[CrossAttention]) -> Iterator[list[Tensor]]:
-    """While they run, collect what cross-attentions look at, mean over heads: [N, L, M] each."""
+    """Context that records the attention probabilities of cross-attentions, mean over heads: [N, L, M] each."""
     seen: list[Tensor] = []
 
     def look(module: nn.Module, inputs: tuple[Tensor, Keys, Packing | None, Packing | None]) -> None:
@@ -187,7 +187,7 @@ def looking(attentions: Sequence[CrossAttention]) -> Iterator[list[Tensor]]:
 
 
 def probabilities(attention: CrossAttention, x: Tensor, k: Tensor, packing: Packing | None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) of what is given to a cross-attention: [N, H, L, M].
+    """softmax(q k^T / sqrt(d)) of a cross-attention: [N, H, L, M].
 
     Args: x dense [N, L, W] or packed [S, W]; k dense [N, M, H, d].
     """
@@ -207,7 +207,7 @@ def _crossings(decoder: TextDecoder, layers: Layers) -> list[CrossAttention]:
 
 
 def _pools(model: Model) -> list[CrossAttention]:
-    """The attention by which queries gather what the decoder looks at, where there is one."""
+    """The attention of the pooling queries, if any, whose outputs the decoder attends to."""
     pooling = model.head.pooling
     pool = pooling.image_pool.attentional if isinstance(pooling, Single) else None
     assert pool is None or isinstance(pool, AttentionalPool)

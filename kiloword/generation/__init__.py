@@ -1,4 +1,4 @@
-"""Text from images: search over a decoder's next tokens, captions of a model, answers from a closed list."""
+"""Text generation: search over next tokens, captions of images, answers to questions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Caption", "Captioner", "GenerationOptions"]
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch comes when it is asked for: help texts are instant."""
+    """Import modules that need torch lazily, so that help texts are instant."""
     if name in ("Caption", "Captioner"):
         from kiloword.generation import captioner
 

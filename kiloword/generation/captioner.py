@@ -1,4 +1,4 @@
-"""Images in, captions out."""
+"""Generate captions of images."""
 
 from __future__ import annotations
 
@@ -18,51 +18,49 @@ from kiloword.generation.search import search
 from kiloword.model.model import Model
 from kiloword.randomness import key
 
-ROUNDS = 4  # of search, each wider than the one before, where an image's captions are not all different
+ROUNDS = 4  # of search, each with more beams or samples, until the captions of an image are unique
 
 
 @dataclass(frozen=True)
 class Caption:
-    """A text that was generated."""
+    """A generated text."""
 
     text: str
-    score: float  # logprob / tokens^length_penalty, the end among the tokens
-    logprob: float  # that the model gives the text, its end included
-    ids: tuple[int, ...]  # tokens as they were generated: no start, and an end unless the text was cut at the limit
+    score: float  # logprob / tokens^length_penalty, end token included
+    logprob: float  # log probability of the text, end token included
+    ids: tuple[int, ...]  # generated tokens: without start, with end unless the text was cut at the limit
 
 
 class Captioner:
-    """A model that describes images.
+    """Generates captions with a model.
 
-    Args: cache: whether keys and values of earlier tokens are kept; without, every step computes them again.
-    Raises: ValueError for a model that cannot write.
+    Args: cache: cache keys and values of earlier tokens; else every step computes them again.
+    Raises: ValueError for a model without a text decoder.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: bool = True) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.decoder = text_decoder(model)
         if not tokenizer.roles.prefix:
-            raise ValueError(
-                "this tokenizer's captions have no start token, so there is nothing to begin to write from."
-            )
+            raise ValueError("captions of this tokenizer have no start token, so generation cannot begin.")
 
     def caption(
         self, images: Tensor, options: GenerationOptions | None = None, keys: Sequence[str] | None = None
     ) -> list[list[Caption]]:
-        """Captions of I images, `num` different ones each, best first; fewer where no more were found.
+        """Captions of I images, `num` unique ones each, best first; fewer if no more were generated.
 
-        Different tokens may read the same; where they do, more beams are searched, or more texts drawn.
+        Different tokens can give equal text; then more beams are searched, or more texts sampled.
 
-        Args: images uint8 [I, 3, H, W]; keys: names that nucleus draws by; None: by the images' pixels. What stands
-        beside an image does not matter to it.
-        Raises: ValueError for options that do not fit, or a model that gives no numbers.
+        Args: images uint8 [I, 3, H, W]; keys: names that key the samples of nucleus; None: the pixels of the images.
+        The captions of an image do not depend on other images.
+        Raises: ValueError for invalid options, or a model that outputs NaN or infinity.
         """
         options = options or GenerationOptions()
         named = [_digest(image) for image in images] if keys is None and options.method == "nucleus" else keys
         return self.write(self.memory(images), options, named or [""] * len(images))
 
     def memory(self, images: Tensor) -> DecoderMemory:
-        """What the decoder sees of images: uint8 [I, 3, H, W]. Raises: ValueError where it sees questions."""
+        """Decoder memory of images uint8 [I, 3, H, W]. Raises: ValueError for a model that answers questions."""
         decoder = writer(self.model)
         with inference(self.model), self.model.computing():
             tokens = self.model.image_tokens(images.to(self._device))
@@ -71,26 +69,28 @@ class Captioner:
     def write(
         self, memory: DecoderMemory, options: GenerationOptions, keys: Sequence[str], trie: Trie | None = None
     ) -> list[list[Caption]]:
-        """Texts about B memories; as `caption`. Args: trie: the only texts that may be written."""
+        """Generate texts from memories of B images; see `caption`. Args: trie: restricts the texts to a closed list."""
         options.check()
         rules = self.rules(options, trie)
         texts: list[dict[str, Caption]] = [{} for _ in keys]
         lacking = list(range(len(keys)))
         for round_ in range(1 if options.method == "greedy" or trie is not None else ROUNDS):
-            some = memory if len(lacking) == len(memory) else memory.take(torch.tensor(lacking, device=self._device))
+            remaining = (
+                memory if len(lacking) == len(memory) else memory.take(torch.tensor(lacking, device=self._device))
+            )
             wider = replace(options, beams=options.beams << round_)
-            found = self._search(some, wider, rules, self._seeds([keys[n] for n in lacking], options, round_))
-            for n, new in zip(lacking, self._texts(found), strict=True):
+            finished = self._search(remaining, wider, rules, self._seeds([keys[n] for n in lacking], options, round_))
+            for n, new in zip(lacking, self._texts(finished), strict=True):
                 for caption in new:
                     texts[n].setdefault(caption.text, caption)
             lacking = [n for n in lacking if len(texts[n]) < options.num]
             if not lacking:
                 break
-        ranked = (sorted(some.values(), key=lambda caption: -caption.score) for some in texts)
-        return [some[: options.num] for some in ranked]
+        ranked = (sorted(by_text.values(), key=lambda caption: -caption.score) for by_text in texts)
+        return [captions[: options.num] for captions in ranked]
 
     def rules(self, options: GenerationOptions, trie: Trie | None = None) -> Rules:
-        """What may be said. Raises: ValueError for texts longer than the text tower reads."""
+        """Constraints of generation. Raises: ValueError for texts longer than the text tower's context."""
         config, roles = self.model.config.text, self.tokenizer.roles
         room = config.context - len(config.extra_tokens)
         if options.longest > room:
@@ -118,23 +118,29 @@ class Captioner:
     ) -> FinishedTexts:
         kind = ModelDecoding if self.cache else WholeDecoding
         with inference(self.model), self.model.computing():
-            found = search(kind(self.model, memory), len(memory), rules, options, seeds)
-        if not bool(torch.isfinite(found.score[:, 0]).all()):
-            raise ValueError("the text decoder gives no finite probabilities: its weights are damaged, or diverged.")
-        return found
+            finished = search(kind(self.model, memory), len(memory), rules, options, seeds)
+        if not bool(torch.isfinite(finished.score[:, 0]).all()):
+            raise ValueError(
+                "the text decoder outputs NaN or infinite probabilities: its weights are damaged, or diverged."
+            )
+        return finished
 
     def _seeds(self, keys: Sequence[str], options: GenerationOptions, round_: int) -> Tensor | None:
-        """[B, num]: each image's draws are its own, whatever stands beside it."""
+        """Seeds [B, num], keyed by image, so that samples do not depend on other images."""
         if options.method != "nucleus":
             return None
         samples = range(round_ * options.num, (round_ + 1) * options.num)
         seeds = [[key(options.seed, name, "caption", n) for n in samples] for name in keys]
         return torch.tensor(seeds, dtype=torch.int64, device=self._device)
 
-    def _texts(self, found: FinishedTexts) -> list[list[Caption]]:
-        """Of every image, best first."""
+    def _texts(self, finished: FinishedTexts) -> list[list[Caption]]:
+        """Captions of every image, best first."""
         rows = zip(
-            found.ids.tolist(), found.lengths.tolist(), found.score.tolist(), found.logprob.tolist(), strict=True
+            finished.ids.tolist(),
+            finished.lengths.tolist(),
+            finished.score.tolist(),
+            finished.logprob.tolist(),
+            strict=True,
         )
         return [
             [

@@ -1,4 +1,4 @@
-"""A model that writes: text tower and text decoder, one token at a time, with keys and values kept."""
+"""Autoregressive decoding with text tower and text decoder, with cached keys and values."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kiloword.types import Texts
 
 @dataclass(frozen=True)
 class DecoderMemory:
-    """What a text decoder looks at, of B images (or questions about them): keys and values, one pair a layer."""
+    """Memory of a text decoder for B images (or questions about them): keys and values of each layer."""
 
     keys: list[Keys]  # each [B, M, H, d], or packed [S, H, d]
-    starts: Tensor | None = None  # [B + 1] int64, of packed ones
-    longest: int | None = None  # of packed ones; None: the device has to be asked
+    starts: Tensor | None = None  # [B + 1] int64, if packed
+    longest: int | None = None  # if packed; None: read from the device
 
     def __len__(self) -> int:
         return len(self.keys[0][0]) if self.starts is None else len(self.starts) - 1
 
     def take(self, which: Tensor, tokens: int | None = None) -> DecoderMemory:
-        """Some of them, in that order, each as often as it is named: [b] int64.
+        """Select rows by index [b] int64, in that order, with repeats.
 
-        Args: tokens: of all that is taken, where the caller knows it and takes each at least once: the device is not
-        waited for.
+        Args: tokens: total number of tokens of the result, if known and every row is selected at least once; avoids
+        synchronising with the device.
         """
         if self.starts is None:
             return DecoderMemory([(k[which], v[which]) for k, v in self.keys])
@@ -43,7 +43,7 @@ class DecoderMemory:
         )
 
     def packing(self) -> Packing | None:
-        """Of packed ones."""
+        """Packing of the memory, if packed."""
         if self.starts is None:
             return None
         ids = torch.empty(len(self.keys[0][0]), dtype=torch.int64, device=self.starts.device)
@@ -56,30 +56,30 @@ def text_decoder(model: Model) -> TextDecoder:
     decoder = dict(model.more.items()).get("text_decoder")
     if not isinstance(decoder, TextDecoder):
         raise ValueError(
-            "this model has no text decoder, so it cannot write: train coca or sycoca, or another method with +caption."
+            "this model has no text decoder, so it cannot generate text: train coca, sycoca or a method with +caption."
         )
     return decoder
 
 
 def writer(model: Model) -> TextDecoder:
-    """The text decoder that looks at images. Raises: ValueError for a model without one."""
+    """The text decoder of images. Raises: ValueError for a model without one."""
     if "fuser" in model.more:
         raise ValueError(
-            "this model answers questions: its decoder looks at a question, and at no image without one. Take a "
-            "model of coca, sycoca or another method with +caption."
+            "this model answers questions: its decoder needs a question about the image. Use a model of coca, sycoca "
+            "or another method with +caption."
         )
     return text_decoder(model)
 
 
 class ModelDecoding:
-    """`Decoding` of a model. Texts of one image share its memory where they stand side by side in equal numbers."""
+    """`Decoding` of a model. Consecutive texts of one image share its memory if all images have equal numbers."""
 
     def __init__(self, model: Model, memory: DecoderMemory) -> None:
         self._tower, self._decoder = model.text_tower, text_decoder(model)
         self._table = table_of(model, self._decoder)
         self._caches = [KeyValueCache() for _ in self._tower.blocks], [KeyValueCache() for _ in self._decoder.layers]
         self._whole, self._of = memory, torch.arange(len(memory), device=self._table.device)
-        self._seen = self._of  # images whose memory is at hand
+        self._seen = self._of  # images of the current memory
         self._memory, self._packing = memory, memory.packing()
 
     def step(self, ids: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class ModelDecoding:
         return next_logits(x, self._table)
 
     def reorder(self, rows: Tensor) -> None:
-        """Row n goes on from what was row rows[n]."""
+        """Row n continues from row rows[n]."""
         for cache in (*self._caches[0], *self._caches[1]):
             cache.take(rows)
         self._of = self._of[rows]
@@ -102,39 +102,39 @@ class ModelDecoding:
 
 
 class WholeDecoding:
-    """`Decoding` as training computes it: every step puts all tokens so far through both towers. A reference."""
+    """Reference `Decoding` without cache: every step runs all tokens through text tower and decoder, as in training."""
 
     def __init__(self, model: Model, memory: DecoderMemory) -> None:
         self._model, self._decoder, self._memory = model, text_decoder(model), memory
         self._table = table_of(model, self._decoder)
-        self._said = torch.empty(len(memory), 0, dtype=torch.int64, device=self._table.device)
+        self._ids = torch.empty(len(memory), 0, dtype=torch.int64, device=self._table.device)
 
     def step(self, ids: Tensor) -> Tensor:
         """Newest tokens [N] -> logits of the next ones, at least fp32 [N, V]."""
-        self._said = torch.cat([self._said, ids[:, None]], 1)
-        n, longest = self._said.shape
+        self._ids = torch.cat([self._ids, ids[:, None]], 1)
+        n, longest = self._ids.shape
         starts = torch.arange(0, n * longest + 1, longest, device=ids.device)
-        texts = Texts(self._said.flatten(), starts, longest)
+        texts = Texts(self._ids.flatten(), starts, longest)
         packing = self._model.text_tower.packing(texts)
         x = F.pad(self._model.text_tower(texts), (0, 0, 0, packing.tail))
         x = self._decoder(x, self._memory.keys, packing, self._memory.packing())[starts[1:] - 1]
         return next_logits(x, self._table)
 
     def reorder(self, rows: Tensor) -> None:
-        """Row n goes on from what was row rows[n]."""
-        self._said, self._memory = self._said[rows], self._memory.take(rows)
+        """Row n continues from row rows[n]."""
+        self._ids, self._memory = self._ids[rows], self._memory.take(rows)
 
 
 def table_of(model: Model, decoder: TextDecoder) -> Tensor:
-    """The output's weight [V, W], at least fp32, converted once."""
+    """Output weight [V, W], at least fp32, converted once."""
     table = decoder.table(model.text_tower.tokens)
     return table.to(torch.promote_types(table.dtype, torch.float32))
 
 
 def next_logits(x: Tensor, table: Tensor) -> Tensor:
-    """Logits of the next tokens [N, V], in the table's type under autocast too: bf16 would make close ones equal.
+    """Logits of the next tokens [N, V], without autocast: in bf16 close logits would be equal.
 
-    Args: x [N, W] of the decoder; table [V, W], as `table_of` makes it.
+    Args: x [N, W]: decoder outputs; table [V, W]: from `table_of`.
     """
     with torch.autocast(x.device.type, enabled=False):
         return x.to(table.dtype) @ table.T

@@ -1,4 +1,4 @@
-"""How text is generated. No torch here, so that help texts are instant."""
+"""Options of text generation. No torch here, so that help texts are instant."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ Way = Literal["greedy", "beam", "nucleus"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions(BaseSettings):
-    """What of all texts a decoder could write is written.
+    """How a decoder searches for texts.
 
-    Beam search is the default because the field's captions are made by it (BLIP, GIT, open_clip's CoCa; the
-    pseudo-captions of arXiv:2405.10286, fig. 3): greedy search loses the likelier sentence to the likelier first word.
+    Beam search is the default, as in BLIP, GIT and open_clip's CoCa (and the pseudo-captions of arXiv:2405.10286, fig.
+    3): greedy search can miss a more likely sentence for a more likely first word.
     """
 
-    method: Way = "beam"  # greedy: the likeliest word each time; beam: the likeliest text; nucleus: drawn texts
-    num: int = 1  # different captions of an image, best first
-    beams: int = 5  # beam: unfinished captions that are kept
-    length_penalty: float = 1.0  # a caption's score is its log probability / tokens^this; more favours longer ones
-    exact: bool = False  # beam: search until nothing unfinished can win; else, as usual, until none wins as it stands
-    top_p: float = 0.9  # nucleus: words are drawn from the smallest set with this much probability
-    temperature: float = 1.0  # nucleus: below 1 likely words become likelier
-    longest: int = 0  # tokens at most, start and end included; 0: as many as the text tower reads
-    shortest: int = 1  # tokens before the end, at least
-    no_repeat: int = 0  # so many tokens in a row never come twice in a caption; 0: they may
-    seed: int = 0  # nucleus: another seed gives other captions
+    method: Way = (
+        "beam"  # greedy: the most likely word at each step; beam: the most likely text; nucleus: sampled texts
+    )
+    num: int = 1  # number of unique captions per image, best first
+    beams: int = 5  # beam: number of unfinished captions to keep
+    length_penalty: float = 1.0  # score = log probability / tokens^length_penalty; larger values favour longer captions
+    exact: bool = False  # beam: search until no unfinished caption can win; else until none has a better score now
+    top_p: float = 0.9  # nucleus: sample from the smallest set of tokens with this probability
+    temperature: float = 1.0  # nucleus: below 1, likely words become more likely
+    longest: int = 0  # largest number of tokens, start and end included; 0: the text tower's context
+    shortest: int = 1  # smallest number of tokens before the end
+    no_repeat: int = 0  # n-grams of this size occur only once in a caption; 0: no limit
+    seed: int = 0  # nucleus: seed of the samples
 
     def check(self) -> None:
-        """Errors: ValueError for numbers that make no sense, and for more captions than a method can find."""
+        """Errors: ValueError for values out of range, and for more captions than a method can generate."""
         if self.method not in get_args(Way):
             raise ValueError(f"method is {self.method!r}. Expected {' or '.join(get_args(Way))}.")
         least = {"num": 1, "beams": 1, "longest": 0, "shortest": 0, "no_repeat": 0}
@@ -41,7 +43,7 @@ class GenerationOptions(BaseSettings):
                 raise ValueError(f"{name} is {getattr(self, name)}. Expected at least {low}.")
         if self.longest and self.longest < self.shortest + 2:
             raise ValueError(
-                f"longest is {self.longest}, shortest {self.shortest}: start and end need 2 tokens more than shortest."
+                f"longest is {self.longest}, shortest {self.shortest}: expected at least shortest + 2 (start and end)."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p:g}. Expected a share above 0 and at most 1, such as 0.9.")
@@ -53,15 +55,15 @@ class GenerationOptions(BaseSettings):
         self._check_num()
 
     def _check_read(self) -> None:
-        """Errors: ValueError for a number that the method does not look at."""
+        """Errors: ValueError for an option that the method does not use."""
         read = {"beam": ("beams", "exact"), "nucleus": ("top_p", "temperature", "seed")}
         for method, names in read.items():
             for name in names:
                 if method != self.method and getattr(self, name) != getattr(GenerationOptions, name):
-                    raise ValueError(f"{name} is of the method {method}, not of {self.method}: leave it away.")
+                    raise ValueError(f"{name} is an option of method {method}, not of {self.method}: omit it.")
 
     def _check_num(self) -> None:
         if self.method == "greedy" and self.num > 1:
-            raise ValueError(f"greedy finds one caption, but num is {self.num}: choose method beam or nucleus.")
+            raise ValueError(f"greedy generates one caption, but num is {self.num}: choose method beam or nucleus.")
         if self.method == "beam" and self.num > self.beams:
             raise ValueError(f"num is {self.num}, but there are {self.beams} beams. Expected at least as many beams.")

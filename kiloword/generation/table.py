@@ -1,8 +1,8 @@
-"""A table of captions that is written part by part: each part is whole or not there, so that a run can go on.
+"""A table of captions, written in atomic parts so that a run can be resumed.
 
-Files: `OUT.parts/captions.json` (`CaptionFile`) and `OUT.parts/part-00000.parquet` and on, each the images of `part`
-rows of the data; at last OUT, a parquet table with the columns key, captions (list of text, best first) and scores,
-whose metadata holds the `CaptionFile`; the parts go then.
+Files: `OUT.parts/captions.json` (`CaptionFile`) and `OUT.parts/part-00000.parquet`, ..., each with the images of `part`
+rows of the data. At the end OUT, a parquet table with the columns key, captions (list of text, best first) and scores,
+whose metadata is the `CaptionFile`; the parts are then removed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _PART = SCHEMA.append(pa.field("content", pa.binary(16)))  # digest of the pixel
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionFile(BaseSettings):
-    """What captions were made of, and how."""
+    """Model, data and options that captions were generated with."""
 
-    model: str  # as the user wrote it
+    model: str  # as given by the user
     model_fingerprint: str
-    precision: str  # that the model computed in
+    precision: str  # compute precision
     options: GenerationOptions
     data: str  # as the user wrote it
     fingerprint: str  # of the data
-    rows: int  # of the data, bad ones included
-    part: int  # rows a part
+    rows: int  # number of rows of the data, bad ones included
+    part: int  # rows per part
     format: Literal["kiloword-captions-1"] = "kiloword-captions-1"
 
     @property
@@ -50,7 +50,7 @@ class CaptionFile(BaseSettings):
         return -(-self.rows // self.part)
 
 
-# what must be equal for a table to be gone on with, and what a sentence says of it
+# fields that must be equal to resume a table, and their description in messages
 _SAME: dict[str, Callable[[CaptionFile], str]] = {
     "model_fingerprint": lambda file: f"model {file.model} ({file.model_fingerprint[:16]})",
     "fingerprint": lambda file: f"data {file.data} ({file.fingerprint[:16]})",
@@ -60,7 +60,7 @@ _SAME: dict[str, Callable[[CaptionFile], str]] = {
 
 @dataclass
 class CaptionRows:
-    """The images of one part, while they come."""
+    """Collected rows of one part."""
 
     keys: list[str] = field(default_factory=list)
     contents: list[bytes] = field(default_factory=list)
@@ -70,9 +70,9 @@ class CaptionRows:
 
 
 class CaptionWriter:
-    """The table of captions at a path, new, gone on with, or finished (then nothing is missing).
+    """Writes the table of captions at a path: new, resumed, or finished (then `missing` is empty).
 
-    Errors: ValueError when there is something else, or captions of another model, of other data or by other options.
+    Errors: ValueError if the path has anything else, or captions of another model, other data or other options.
     """
 
     def __init__(self, out: Path, file: CaptionFile) -> None:
@@ -81,9 +81,9 @@ class CaptionWriter:
         if self.file is file:
             write_json(self.folder / FILE, asdict(file))
         self._id = hashlib.blake2b(json.dumps(asdict(self.file), sort_keys=True).encode(), digest_size=16).hexdigest()
-        self._contents: dict[bytes, bytes] = {}  # of every key so far
+        self._contents: dict[bytes, bytes] = {}  # digest of the image of every key
         self.skipped: list[Skipped] = []
-        self.repeated = 0  # rows whose key and image came before
+        self.repeated = 0  # rows that repeat a key and its image
         self.finished = out.exists()
         numbers = range(0 if self.finished else self.file.parts)
         self.missing = [number for number in numbers if not self._is_whole(number)]
@@ -93,7 +93,7 @@ class CaptionWriter:
         return range(number * self.file.part, min((number + 1) * self.file.part, self.file.rows))
 
     def _is_whole(self, number: int) -> bool:
-        """Takes note of the keys and bad rows of a part that is there and whole."""
+        """Whether a part is complete; if so, loads its keys and bad rows."""
         try:
             table = self._read(number)
             meta = json.loads((table.schema.metadata or {})[b"kiloword"])
@@ -115,24 +115,24 @@ class CaptionWriter:
         return self.folder / f"part-{number:05d}.parquet"
 
     def is_new(self, key: str, content: bytes) -> bool:
-        """Whether a row's key comes for the first time.
+        """Whether the key of a row is new.
 
-        Args: content: see `content_of`. Raises: ValueError when the key came before with another image.
+        Args: content: see `content_of`. Raises: ValueError if the key occurred with another image.
         """
         raw = keyed.raw(key)
-        known = self._contents.get(raw)
-        if known is None:
+        earlier = self._contents.get(raw)
+        if earlier is None:
             self._contents[raw] = content
             return True
-        if known != content:
+        if earlier != content:
             raise ValueError(
                 f"two images of {self.file.data} have the key {key!r}. Captions are joined by key: give each image "
-                "a key of its own, or describe and train on one source at a time."
+                "a unique key, or caption and train on one source at a time."
             )
         return False
 
     def write(self, number: int, rows: CaptionRows) -> None:
-        """One part, all of it or nothing. Errors: ValueError when it cannot be written."""
+        """Write one part atomically. Errors: ValueError if it cannot be written."""
         repeated = len(self.rows_of(number)) - len(rows.skipped) - len(rows.keys)
         skipped = [[one.row, one.key, one.reason] for one in rows.skipped]
         meta = {"table": self._id, "skipped": skipped, "repeated": repeated}
@@ -146,7 +146,7 @@ class CaptionWriter:
         self.repeated += repeated
 
     def finish(self) -> tuple[int, int]:
-        """Put the parts together; returns numbers of images and captions. Raises: ValueError when there are none."""
+        """Merge the parts; returns the numbers of images and captions. Raises: ValueError if there are none."""
         if not self.finished:
             if not self._contents:
                 why = f", the first because: {self.skipped[0].reason}" if self.skipped else ""
@@ -161,14 +161,14 @@ class CaptionWriter:
             return whole.metadata.num_rows, sum(len(batch.column(0).flatten()) for batch in batches)
 
     def leave(self) -> int:
-        """After a failure: the number of finished parts that stay; none without a caption, and their folder goes."""
+        """After a failure: the number of finished parts; removes the folder if they have no captions."""
         kept = sum(self._path(number).is_file() for number in range(self.file.parts)) if self._contents else 0
         if not kept and not self.finished:
             shutil.rmtree(self.folder, ignore_errors=True)
         return kept
 
     def _tables(self) -> Iterator[pa.Table]:
-        """Of parts that hold images."""
+        """Tables of the parts with images."""
         for number in range(self.file.parts):
             table = self._read(number).select(SCHEMA.names)
             if len(table):
@@ -176,9 +176,9 @@ class CaptionWriter:
 
 
 def _digest(table: pa.Table, meta: dict[str, Any]) -> str:
-    """Of all that a part says."""
-    said = repr([column.to_pylist() for column in table.columns]) + json.dumps(meta)
-    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+    """Digest of the content of a part."""
+    content = repr([column.to_pylist() for column in table.columns]) + json.dumps(meta)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def content_of(image: Tensor) -> bytes:
@@ -192,9 +192,9 @@ def parts_of(out: Path) -> Path:
 
 
 def what_is_there(out: Path, file: CaptionFile) -> CaptionFile | None:
-    """What the captions at a path were made of; None where there are none.
+    """`CaptionFile` of the captions at a path; None if there are none.
 
-    Raises: ValueError when there is something else, or captions of another model, of other data or by other options.
+    Raises: ValueError if the path has anything else, or captions of another model, other data or other options.
     """
     there, folder = made_of(out), parts_of(out)
     if there is not None:
@@ -205,7 +205,7 @@ def what_is_there(out: Path, file: CaptionFile) -> CaptionFile | None:
 
 
 def made_of(out: Path) -> CaptionFile | None:
-    """What the captions at a path, finished or not, were made of. Raises: ValueError when there is something else."""
+    """`CaptionFile` of finished or unfinished captions at a path. Raises: ValueError for anything else."""
     if out.exists():
         return _file_of(out)
     begun = parts_of(out) / FILE
@@ -213,7 +213,7 @@ def made_of(out: Path) -> CaptionFile | None:
 
 
 def _file_of(path: Path) -> CaptionFile:
-    """What a finished table says it was made of. Raises: ValueError for anything else."""
+    """`CaptionFile` of a finished table. Raises: ValueError for anything else."""
     try:
         with path.open("rb") as file:
             meta = pq.read_schema(file).metadata or {}
@@ -238,7 +238,7 @@ def _refuse(path: Path, there: str, here: str) -> None:
     )
 
 
-def columns(found: Sequence[Sequence[tuple[str, float]]]) -> tuple[list[list[str]], list[list[float]]]:
-    """Texts and scores of n images, empty texts left out."""
-    kept = [[(text, score) for text, score in some if text] for some in found]
-    return [[text for text, _ in some] for some in kept], [[score for _, score in some] for some in kept]
+def columns(captions: Sequence[Sequence[tuple[str, float]]]) -> tuple[list[list[str]], list[list[float]]]:
+    """Texts and scores of n images, without empty texts."""
+    kept = [[(text, score) for text, score in texts if text] for texts in captions]
+    return [[text for text, _ in texts] for texts in kept], [[score for _, score in texts] for texts in kept]

@@ -1,4 +1,4 @@
-"""`kiloword mine`: which captions of a data set fit other images than their own (FFF, arXiv:2405.10286)."""
+"""`kiloword mine`: find captions of a data set that match other images (FFF, arXiv:2405.10286)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kiloword.mining.options import MineOptions
 
 
 def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions) -> None:
-    """What the command line calls: writes report.html, pairs.parquet, mine.json and thresholds.json into `out`.
+    """Run the command: write report.html, pairs.parquet, mine.json and thresholds.json into `out`.
 
-    Ranks that torchrun started share the search; the first one writes.
+    Ranks of torchrun share the search; the first one writes.
 
-    Errors: ValueError for data that cannot be opened, a feature store of other data, or settings out of range.
+    Errors: ValueError for data that cannot be opened, features of other data, or settings out of range.
     """
     from kiloword.checkpoint.lock import Lock
     from kiloword.config.recipes import DataConfig

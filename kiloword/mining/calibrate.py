@@ -1,18 +1,17 @@
 """Thresholds of eq. 2 for a teacher that is not the paper's.
 
-What the paper says of its own teacher (arXiv:2405.10286, appendix B): p1 starts at the mean S_it of the annotated
-pairs, and p2 and p3 are high, to take nearly identical samples only. Here:
+The paper, for its teacher (arXiv:2405.10286, appendix B): p1 starts at the mean S_it of the annotated pairs; p2 and p3
+are high, to accept only nearly identical samples. Here:
 
-p1   the mean S_it of the annotated pairs, but at least what only `false_rate` of random pairs exceed: a weak teacher
-     scores many random pairs above that mean, and hardly any of them is right;
-p2   the S_ii that only `false_rate` of random pairs exceed, so that another image counts as the same one only
-     where that is rare in this data under this teacher; at most NEARLY_SAME, or exact copies would not match;
-p3   the same of S_tt;
-p1'  the S_it that nine of ten annotated pairs exceed, at most p1: the last term must not accept what hardly any
-     annotated pair would be.
+p1   the mean S_it of the annotated pairs, but at least the value that only `false_rate` of random pairs exceed: a weak
+     teacher scores many random pairs above that mean, and few of them are true;
+p2   the S_ii that only `false_rate` of random pairs exceed, so that another image is rarely accepted as the same; at
+     most NEARLY_SAME, as exact copies must match;
+p3   the same for S_tt;
+p1'  the S_it that nine of ten annotated pairs exceed, at most p1.
 
-A random pair is an image and a caption that was not written for it, both drawn evenly. Where captions are so general
-that many random pairs are true, a rate of 1e-4 leaves most of them out: ask for a higher one, or give p1.
+A random pair is an image and a caption of another image, drawn uniformly. If captions are so general that many random
+pairs are true, a rate of 1e-4 rejects most of them: use a higher rate, or set p1.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from kiloword.methods.fff.preset import Mined, matches
 from kiloword.mining.corpus import Corpus, Floats, Ints, similarities
 from kiloword.randomness import key
 
-NEARLY_SAME = 0.999  # highest p2 and p3: rounding may put identical features below 1
-FLOOR = 0.1  # share of annotated pairs that p1' refuses
-DIGITS = 4  # of a threshold
+NEARLY_SAME = 0.999  # largest p2 and p3: identical features can round below 1
+FLOOR = 0.1  # share of annotated pairs that p1' rejects
+DIGITS = 4  # decimal digits of a threshold
 
 Known = Callable[[Ints, Ints], Tensor]
-"""Which of some captions [t] are true of which images [i]: bool [t, i]."""
+"""Ground truth: which captions [t] are true of which images [i]: bool [t, i]."""
 
 
 @dataclass(frozen=True)
@@ -44,27 +43,27 @@ class RandomPairs:
     it: Tensor
     ii: Tensor
     tt: Tensor
-    true: Tensor | None  # bool, where the truth is known
+    true: Tensor | None  # bool, with ground truth
 
 
 @dataclass(frozen=True)
 class ThresholdChoice:
-    """What one p1 gives, the other thresholds being as they are. Shares in [0, 1]."""
+    """Effect of a value of p1, with the other thresholds unchanged. Shares in [0, 1]."""
 
     p1: float
     annotated_above: float  # share of annotated pairs with S_it > p1
     random_above: float  # share of random pairs with S_it > p1
     mined_per_image: float  # by the whole of eq. 2, expected from the random pairs
-    precision: float | None = None  # of what the whole of eq. 2 mines; None: the truth is unknown, or nothing mined
+    precision: float | None = None  # of eq. 2; None: no ground truth, or nothing mined
     recall: float | None = None  # of all true pairs that are not annotated
 
 
 def random_pairs(
-    corpus: Corpus, seed: int, images: int = 2048, captions: int = 4096, known: Known | None = None
+    corpus: Corpus, seed: int, images: int = 2048, captions: int = 4096, truth: Known | None = None
 ) -> RandomPairs:
-    """All pairs of some images with some captions, drawn by the seed, less the annotated ones.
+    """All pairs of a random sample of images with one of captions, without annotated pairs.
 
-    Errors: ValueError when the features known make no such pair.
+    Errors: ValueError if the features give no such pair.
     """
     rows = some(corpus.known_images, images, key(seed, "random pairs", "pictures"))
     columns = some(corpus.paired, captions, key(seed, "random pairs", "captions"))
@@ -75,11 +74,11 @@ def random_pairs(
     image_features, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
     values = similarities(image_features, means, corpus.load(corpus.texts, columns), corpus.load(corpus.images, owner))
     it, ii, tt = (v.cpu()[others] for v in values)
-    return RandomPairs(it, ii, tt, None if known is None else known(columns, rows).T[others])
+    return RandomPairs(it, ii, tt, None if truth is None else truth(columns, rows).T[others])
 
 
 def some(items: Ints, most: int, number: int) -> Ints:
-    """At most so many of the items, drawn without replacement, ascending."""
+    """At most `most` of the items, drawn without replacement, ascending."""
     if len(items) <= most:
         return items
     rng = np.random.Generator(np.random.Philox(number))
@@ -99,7 +98,7 @@ def calibrate(annotated: Floats, sample: RandomPairs, settings: Mined, false_rat
     if mean <= 0:
         raise ValueError(
             f"the teacher gives its annotated pairs a mean similarity of {mean:.4f}; expected above 0. "
-            "It cannot tell which captions match: train it longer, or use another."
+            "It cannot distinguish matching captions: train it longer, or use another."
         )
     rare = (min(exceeded_by(values, false_rate), NEARLY_SAME) for values in (sample.it, sample.ii, sample.tt))
     p1, p2, p3 = (max(low, value) for low, value in zip((mean, 0.0, 0.0), rare, strict=True))
@@ -108,7 +107,7 @@ def calibrate(annotated: Floats, sample: RandomPairs, settings: Mined, false_rat
 
 
 def exceeded_by(values: Tensor, share: float) -> float:
-    """A number, of DIGITS digits, that at most this share of the values exceeds; the largest value for very few."""
+    """A value, rounded to DIGITS digits, that at most this share of the values exceeds."""
     allowed = int(share * len(values))
     value = float(values.kthvalue(len(values) - allowed).values)
     scale = 10.0**DIGITS
@@ -116,7 +115,7 @@ def exceeded_by(values: Tensor, share: float) -> float:
 
 
 def candidates(annotated: Floats, sample: RandomPairs, p1: float) -> list[float]:
-    """Values of p1 to compare, ascending: half deviations around the mean, and what few random pairs exceed."""
+    """Values of p1 to compare, ascending: half deviations around the mean, and values that few random pairs exceed."""
     mean, deviation = float(np.mean(annotated)), float(np.std(annotated))
     around = [mean + step * deviation for step in (-1, -0.5, 0, 0.5, 1)]
     rare = [exceeded_by(sample.it, rate) for rate in (1e-2, 1e-3, 1e-4)]
@@ -126,7 +125,7 @@ def candidates(annotated: Floats, sample: RandomPairs, p1: float) -> list[float]
 def compare(
     corpus: Corpus, annotated: Floats, sample: RandomPairs, settings: Mined, values: Sequence[float]
 ) -> list[ThresholdChoice]:
-    """What each p1 would mine."""
+    """Effect of each value of p1."""
     captions = len(corpus.captions) * (1 - 1 / len(corpus.keys))  # of the other images
     return [_choice(replace(settings, p1=p1), annotated, sample, captions) for p1 in values]
 

@@ -1,4 +1,4 @@
-"""A teacher's features of a whole data set, as mining reads them: a block at a time."""
+"""Teacher features of a whole data set, loaded in blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.floating[Any]]
 
 
 class TeacherFeatures(Protocol):
-    """What mining needs of a `FeatureStore`."""
+    """The part of `FeatureStore` that mining uses."""
 
     @property
     def name(self) -> str: ...
@@ -34,19 +34,19 @@ class TeacherFeatures(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """N images and their T captions under one teacher. Rows are unit norm, or zeros where the teacher has none."""
+    """Features of N images and their T captions by one teacher. Rows have unit norm, or are zero if missing."""
 
     keys: Sequence[str]  # [N]
     captions: Sequence[str]  # [T]
     starts: Ints  # [N + 1], first caption of every image
     images: Floats  # [N, D]
     texts: Floats  # [T, D]
-    means: Floats  # [N, D], mean of an image's captions, not of unit norm
+    means: Floats  # [N, D], mean over the captions of an image, not normalised
     device: str = "cpu"
 
     @staticmethod
     def of(table: TeacherFeatures, device: str = "cpu") -> Corpus:
-        """The features of a feature store. Errors: ValueError when it has fewer than two images or captions."""
+        """Corpus of a feature store. Errors: ValueError for fewer than two images or captions."""
         starts = np.asarray(table.starts, np.int64)
         if len(table.keys) < 2 or len(table.captions) < 2:
             raise ValueError(
@@ -56,7 +56,7 @@ class Corpus:
         return Corpus(table.keys, table.captions, starts, table.images(), table.texts(), table.text_means(), device)
 
     def only(self, captions: NDArray[np.bool_], images: NDArray[np.bool_] | None = None) -> Corpus:
-        """Some of the captions [T] and of the images [N]; an image that is left out takes its captions along."""
+        """Select captions by mask [T] and images by mask [N]; captions of dropped images are dropped."""
         images = np.ones(len(self.keys), bool) if images is None else images
         rows, kept = np.flatnonzero(images), np.flatnonzero(captions & images[self.owner])
         owner = (np.cumsum(images) - 1)[self.owner[kept]]
@@ -78,34 +78,34 @@ class Corpus:
 
     @cached_property
     def owner(self) -> Ints:
-        """[T] the image that each caption was written for."""
+        """[T] the image of each caption."""
         return np.repeat(np.arange(len(self.keys)), np.diff(self.starts))
 
     @cached_property
     def known_images(self) -> Ints:
-        """The images that the teacher has features of, ascending."""
+        """Images with features, ascending."""
         return np.flatnonzero(_known(self.images))
 
     @cached_property
     def known_texts(self) -> Ints:
-        """The captions that the teacher has features of, ascending."""
+        """Captions with features, ascending."""
         return np.flatnonzero(_known(self.texts))
 
     @cached_property
     def paired(self) -> Ints:
-        """The known captions of known images, ascending."""
+        """Captions with features of images with features, ascending."""
         return self.known_texts[np.isin(self.owner[self.known_texts], self.known_images)]
 
     def load(self, values: Floats, which: slice | Ints) -> Tensor:
-        """Some rows of `images`, `texts` or `means`: [n, D] float32 on the device."""
+        """Load rows of `images`, `texts` or `means`: [n, D] float32 on the device."""
         return torch.from_numpy(np.array(values[which], dtype=np.float32)).to(self.device)
 
     def annotated(self, chunk: int = 65536) -> Floats:
-        """S_it of every known caption with its own known image, [n] float32, in the captions' order."""
-        known = self.paired
+        """S_it of every caption in `paired` with its image, [n] float32."""
+        paired = self.paired
         parts = [
-            (self.load(self.images, self.owner[some]) * self.load(self.texts, some)).sum(1).cpu().numpy()
-            for some in np.split(known, range(chunk, len(known), chunk))
+            (self.load(self.images, self.owner[captions]) * self.load(self.texts, captions)).sum(1).cpu().numpy()
+            for captions in np.split(paired, range(chunk, len(paired), chunk))
         ]
         return np.concatenate(parts)
 
@@ -116,9 +116,9 @@ def _known(values: Floats, chunk: int = 65536) -> NDArray[np.bool_]:
 
 
 def similarities(images: Tensor, means: Tensor, texts: Tensor, owners: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """S_it, S_ii and S_tt of some images with some captions, [i, t] each (arXiv:2405.10286, eq. 2 and section 4.3).
+    """S_it, S_ii and S_tt of images with captions, [i, t] each (arXiv:2405.10286, eq. 2 and section 4.3).
 
-    Args: images and means [i, D] of the images; texts [t, D]; owners [t, D], the images the captions were written
-    for. S_tt is the mean over the captions of an image.
+    Args: images and means [i, D] of the images; texts [t, D]; owners [t, D], the images of the captions. S_tt is the
+    mean over the captions of an image.
     """
     return images @ texts.T, images @ owners.T, means @ texts.T

@@ -79,7 +79,7 @@ def wide_captions(results: MiningResults, shown: ReportImages, image: Image) -> 
     queries = []
     for caption, hits in shown.wide:
         images = [(p, score, true) for n, score, true in hits if (p := image(n)) is not None]
-        text = f"{results.corpus.captions[caption]} ({int(results.found.per_text[caption]):,} images)"
+        text = f"{results.corpus.captions[caption]} ({int(results.mined.per_text[caption]):,} images)"
         queries.append((text, images))
     if not queries:
         return ""

@@ -1,4 +1,4 @@
-"""What `kiloword mine` may be asked. No torch here, so that help texts are instant."""
+"""Options of `kiloword mine`. No torch here, so that help texts are instant."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ Mined = TypeVar("Mined", bound=Any)
 
 @dataclass(frozen=True, kw_only=True)
 class MineOptions:
-    """Flags of `kiloword mine`, beside data, feature store and output folder."""
+    """Flags of `kiloword mine`, besides data, feature store and output folder."""
 
-    p1: float | None = None  # a pair matches when image and caption are more alike; the paper's 0.27
-    p2: float | None = None  # or when the caption's image is more alike; the paper's 0.92
-    p3: float | None = None  # or when the caption is more like the image's captions, on average (0.99), and p1-text
-    p1_text: float | None = None  # is what image and caption must then be alike; the paper's 0.24
-    calibrate: bool = False  # fit the thresholds that are not given to the teacher, and print the flags for training
-    false_rate: float = 1e-4  # share of random pairs that p1, p2 and p3 may each accept at most when calibrated
-    batch: int = 1024  # images in the random batches in which the true caption is ranked
-    most: int = 20  # mined pairs of an image in pairs.parquet, best first; all are counted
-    gallery: int = 6  # mined pairs that the report shows of each term
-    chunk: int = 2048  # images and captions whose similarities are held at once
-    extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the images' own captions
+    p1: float | None = None  # a pair matches if the cosine of image and caption is larger; the paper: 0.27
+    p2: float | None = None  # or if the cosine of the image and the caption's image is larger; the paper: 0.92
+    p3: float | None = (
+        None  # or if the mean cosine of the caption and the image's captions is larger (0.99), and p1-text holds
+    )
+    p1_text: float | None = None  # with p3: the cosine of image and caption is larger; the paper: 0.24
+    calibrate: bool = False  # fit unspecified thresholds to the teacher, and print the flags for training
+    false_rate: float = 1e-4  # calibrate: largest share of random pairs that p1, p2 and p3 each accept
+    batch: int = 1024  # images per random batch in which the true caption is ranked
+    most: int = 20  # mined pairs per image in pairs.parquet, best first; all are counted
+    gallery: int = 6  # mined pairs per term in the report
+    chunk: int = 2048  # images and captions per block of similarities
+    extra_captions: tuple[Path, ...] = ()  # parquet tables (key, captions), compared with the original captions
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    seed: int = 0  # of what is drawn: batches, random pairs, the gallery
+    seed: int = 0  # seed of batches, random pairs and the gallery
 
     def check(self) -> None:
-        """Errors: ValueError for numbers that make no sense."""
+        """Errors: ValueError for values out of range."""
         least = {"batch": 2, "most": 1, "gallery": 0, "chunk": 1}
         for name, low in least.items():
             if getattr(self, name) < low:
@@ -38,6 +40,6 @@ class MineOptions:
             raise ValueError(f"--false-rate is {self.false_rate:g}. Expected a share between 0 and 1, such as 1e-4.")
 
     def over(self, settings: Mined) -> Mined:
-        """The settings with the thresholds that were given."""
-        given = {name: getattr(self, name) for name in ("p1", "p2", "p3", "p1_text")}
-        return replace(settings, **{name: value for name, value in given.items() if value is not None})
+        """The settings with the specified thresholds."""
+        thresholds = {name: getattr(self, name) for name in ("p1", "p2", "p3", "p1_text")}
+        return replace(settings, **{name: value for name, value in thresholds.items() if value is not None})

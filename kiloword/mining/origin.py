@@ -1,4 +1,4 @@
-"""What the data set itself knows of a feature store's images: their pixels, and for scenes what is true of them."""
+"""The data behind a feature store: pixels, and ground truth for scenes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kiloword.features.store import FeatureStore, contents
 from kiloword.mining.corpus import Corpus, Ints
 from kiloword.types import BadSample, Source
 
-THUMB = 160  # pixels of the longer side of an image in the report
+THUMB = 160  # longer side of images in the report, in pixels
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,23 @@ class Origin:
 
     @staticmethod
     def of(source: Source, corpus: Corpus, table: FeatureStore) -> tuple[Origin, Corpus]:
-        """The rows behind a feature store's images, and its features as far as the source has them.
+        """The source rows of a feature store's images, and the corpus restricted to them.
 
-        A table may know more: other parts of a mixture, captions of tables that are left out this time.
+        A store can have more than the source: other parts of a mixture, captions of other tables.
         """
         places = _places(source)
         if not set(table.file.contents) <= contents(source):
             images = np.array([key in places for key in corpus.keys])
             captions = np.zeros(len(corpus.captions), bool)
             for n in np.flatnonzero(images).tolist():
-                said = set(captions_at(source, places[corpus.keys[n]]))
-                own = slice(int(corpus.starts[n]), int(corpus.starts[n + 1]))
-                captions[own] = [caption in said for caption in corpus.captions[own]]
+                source_captions = set(captions_at(source, places[corpus.keys[n]]))
+                caption_rows = slice(int(corpus.starts[n]), int(corpus.starts[n + 1]))
+                captions[caption_rows] = [caption in source_captions for caption in corpus.captions[caption_rows]]
             corpus = corpus.only(captions, images)
         return Origin(source, np.array([places[key] for key in corpus.keys], np.int64)), corpus
 
     def thumbnail(self, image: int) -> NDArray[np.uint8] | None:
-        """An image [H, W, 3], made smaller where it is large; None where it cannot be read."""
+        """An image [H, W, 3], downscaled if large; None if it cannot be read."""
         try:
             pixels = decode(self.source.record(int(self.rows[image])).image, at_least=2 * THUMB)
         except BadSample:
@@ -57,21 +57,21 @@ class Origin:
         return np.asarray(small)
 
     def truth(self, captions: Sequence[str]) -> Truths | None:
-        """Who is right, where the source knows that of all the captions; else None."""
+        """Ground truth, if the source has it for all captions; else None."""
         relevance = getattr(self.source, "relevance", None)
         if not callable(relevance):
             return None
         unique, inverse = np.unique(np.array(captions, dtype=object), return_inverse=True)
         try:
             relevance(unique.tolist(), self.rows[:1].tolist())
-        except ValueError:  # captions that somebody else wrote
+        except ValueError:  # captions that the source cannot parse
             return None
         return Truths(relevance, unique.tolist(), inverse.reshape(-1), self.rows)
 
 
 @dataclass(frozen=True)
 class Truths:
-    """Which of T captions are true of which of N images; equal captions are looked at once."""
+    """Which of T captions are true of which of N images; equal captions are evaluated once."""
 
     relevance: Callable[[Sequence[str], Sequence[int]], NDArray[np.bool_]]
     unique: Sequence[str]
@@ -81,21 +81,21 @@ class Truths:
     def of(self, captions: Ints, images: Ints) -> Tensor:
         """bool [t, i]."""
         needed, place = np.unique(self.inverse[captions], return_inverse=True)
-        found = self.relevance([self.unique[n] for n in needed], self.rows[images].tolist())
-        return torch.from_numpy(np.asarray(found))[torch.from_numpy(place.reshape(-1))]
+        relevant = self.relevance([self.unique[n] for n in needed], self.rows[images].tolist())
+        return torch.from_numpy(np.asarray(relevant))[torch.from_numpy(place.reshape(-1))]
 
     def columns(self, which: slice) -> Tensor:
-        """bool [t, N] of a range of captions and every image."""
+        """bool [t, N] of a slice of captions and every image."""
         return self.of(np.arange(which.start, which.stop), np.arange(len(self.rows)))
 
 
 def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
-    """All captions, or the images' own and those that stand in extra tables."""
+    """All captions, or the original captions and those of extra tables."""
     tables = [CaptionTable(path) for path in paths]
     if not tables:
         return {"captions": corpus}
-    said = [{caption for table in tables for caption in table.captions(key)} for key in corpus.keys]
-    extra = np.array([caption in said[n] for n, caption in zip(corpus.owner, corpus.captions, strict=True)])
+    extra_captions = [{caption for table in tables for caption in table.captions(key)} for key in corpus.keys]
+    extra = np.array([caption in extra_captions[n] for n, caption in zip(corpus.owner, corpus.captions, strict=True)])
     parts = {"own": corpus.only(~extra), "extra": corpus.only(extra)}
     return {name: part for name, part in parts.items() if len(np.unique(part.owner[part.paired])) > 1} or {
         "captions": corpus
@@ -103,7 +103,7 @@ def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
 
 
 def _places(source: Source) -> dict[str, int]:
-    """The first row of every key; rows that cannot be read are left out."""
+    """The first row of every key; unreadable rows are skipped."""
     places: dict[str, int] = {}
     for row in range(len(source)):
         try:

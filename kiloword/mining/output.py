@@ -1,4 +1,4 @@
-"""What `kiloword mine` leaves behind: a report, a table of pairs, numbers, thresholds, a few lines on the screen."""
+"""Outputs of `kiloword mine`: report, table of pairs, metrics, thresholds, terminal summary."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kiloword.mining.results import WHOLE, MiningResults, as_json, flags, terms,
 from kiloword.randomness import key
 from kiloword.terminal import say
 
-WIDE, BEST = 6, 5  # captions that fit many images, and images shown of each
+WIDE, BEST = 6, 5  # captions that match many images, and images per caption in the report
 
 
 def write(out: Path, results: MiningResults, origin: Origin) -> None:
-    """All files, each whole or not at all; the report last."""
+    """Write all files atomically; the report last."""
     truths = origin.truth(results.corpus.captions)
     table = pairs_table(results, truths)
     buffer = io.BytesIO()
@@ -42,14 +42,14 @@ def pairs_table(results: MiningResults, truths: Truths | None) -> pa.Table:
     """The kept pairs, image by image, best S_it first.
 
     Columns: key of the image; caption, its index among the captions of its own image (key `owner`); S_it, S_ii and
-    S_tt as it, ii, tt, which terms of eq. 2 accept them (by_it, by_ii, by_tt), and whether they are `true` where the
-    data knows. `kiloword train --extra-captions` takes the table as it is.
+    S_tt as it, ii, tt, which terms of eq. 2 accept them (by_it, by_ii, by_tt), and whether they are `true`, with
+    ground truth. The table is valid input of `kiloword train --extra-captions`.
     """
-    corpus, found = results.corpus, results.found
-    kept = found.column >= 0
+    corpus, mined = results.corpus, results.mined
+    kept = mined.column >= 0
     images = torch.nonzero(kept)[:, 0].numpy()
-    captions = found.column[kept].numpy()
-    values = {name: found.scores[name][kept] for name in TERMS}
+    captions = mined.column[kept].numpy()
+    values = {name: mined.scores[name][kept] for name in TERMS}
     accepted = by_term(results.settings, **values)
     owner = corpus.owner[captions]
     columns: dict[str, object] = {
@@ -67,52 +67,52 @@ def pairs_table(results: MiningResults, truths: Truths | None) -> pa.Table:
 
 def _true(truths: Truths, captions: np.ndarray, images: np.ndarray) -> np.ndarray:
     """Whether each caption is true of the image beside it, bool [n]."""
-    found = np.zeros(len(captions), bool)
+    true = np.zeros(len(captions), bool)
     order = np.argsort(captions, kind="stable")
-    for some in np.array_split(order, max(1, len(order) // 512)):  # a block of 512 x 512 has them on its diagonal
-        found[some] = truths.of(captions[some], images[some]).diagonal().numpy()
-    return found
+    for block in np.array_split(order, max(1, len(order) // 512)):  # a block of 512 x 512 has them on its diagonal
+        true[block] = truths.of(captions[block], images[block]).diagonal().numpy()
+    return true
 
 
 def _utf8(text: str) -> str:
-    """Without the lone surrogates of file names that are no UTF-8, which parquet cannot hold."""
+    """Replace lone surrogates (file names that are not UTF-8), which parquet cannot store."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def chosen(results: MiningResults, truths: Truths | None) -> ReportImages:
-    """Pairs of every term, drawn by the seed from those kept, and the captions mined most often."""
-    corpus, found = results.corpus, results.found
+    """Random mined pairs of every term, and the captions mined most often."""
+    corpus, mined = results.corpus, results.mined
     shown = {name: list(_drawn(results, name, truths)) for name in TERMS} if results.options.gallery else {}
-    wide = _widest(corpus, found) if results.options.gallery else []
+    wide = _widest(corpus, mined) if results.options.gallery else []
     return ReportImages(shown, [(caption, _best(results, caption, truths)) for caption in wide])
 
 
 def _drawn(results: MiningResults, term: str, truths: Truths | None) -> Iterator[Pair]:
-    """At most `gallery` kept pairs that a term accepts, each of another image."""
-    found, options = results.found, results.options
-    accepted = by_term(results.settings, **found.scores)[term] & (found.column >= 0)
+    """At most `gallery` mined pairs accepted by a term, each of another image."""
+    mined, options = results.mined, results.options
+    accepted = by_term(results.settings, **mined.scores)[term] & (mined.column >= 0)
     rng = np.random.Generator(np.random.Philox(key(options.seed, "gallery", term)))
     rows = torch.nonzero(accepted.any(1))[:, 0].numpy()
     for row in rng.permutation(rows)[: options.gallery].tolist():
         place = int(rng.choice(torch.nonzero(accepted[row])[:, 0].numpy()))
-        caption = int(found.column[row, place])
+        caption = int(mined.column[row, place])
         true = None if truths is None else bool(truths.of(np.array([caption]), np.array([row]))[0, 0])
-        yield Pair(row, caption, {name: float(found.scores[name][row, place]) for name in TERMS}, true)
+        yield Pair(row, caption, {name: float(mined.scores[name][row, place]) for name in TERMS}, true)
 
 
-def _widest(corpus: Corpus, found: MinedPairs) -> list[int]:
-    """The captions mined with the most images, one of each wording."""
-    order = found.per_text.argsort(descending=True, stable=True).tolist()
+def _widest(corpus: Corpus, mined: MinedPairs) -> list[int]:
+    """The captions mined with the most images, without repeated texts."""
+    order = mined.per_text.argsort(descending=True, stable=True).tolist()
     kept: dict[str, int] = {}
     for caption in order:
-        if len(kept) == WIDE or not int(found.per_text[caption]):
+        if len(kept) == WIDE or not int(mined.per_text[caption]):
             break
         kept.setdefault(corpus.captions[caption], caption)
     return list(kept.values())
 
 
 def _best(results: MiningResults, caption: int, truths: Truths | None) -> list[tuple[int, float, bool | None]]:
-    """The images that S_it puts first for a caption, its own left out."""
+    """The images of largest S_it with a caption, except its own image."""
     corpus = results.corpus
     text = corpus.load(corpus.texts, np.array([caption]))[0]
     parts = np.array_split(np.arange(len(corpus.keys)), -(-len(corpus.keys) // 65536))
@@ -125,15 +125,15 @@ def _best(results: MiningResults, caption: int, truths: Truths | None) -> list[t
 
 
 def summary(results: MiningResults) -> list[str]:
-    """What a terminal shows."""
-    found, table = results.found, terms(results.found)
+    """Lines of the terminal summary."""
+    mined, table = results.mined, terms(results.mined)
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in results.seconds.items())
-    mean = float(found.per_image.double().mean())
+    mean = float(mined.per_image.double().mean())
     lines = [
         f"{len(results.corpus.keys):,} images, {len(results.corpus.captions):,} captions, teacher {results.teacher}",
-        f"mined {found.mined.whole:,} of {found.pairs:,} pairs, {mean:.3g} an image",
+        f"mined {mined.mined.whole:,} of {mined.pairs:,} pairs, {mean:.3g} an image",
     ]
-    lines += [f"warning: {many}"] if (many := warning(found)) else []
+    lines += [f"warning: {many}"] if (many := warning(mined)) else []
     for name in (WHOLE, *TERMS):
         row = table[name]
         judged = [f"{what} {row[what]:.3f}" for what in ("precision", "recall") if row[what] is not None]

@@ -1,4 +1,4 @@
-"""The report of `kiloword mine`, from its results and a function that gives images."""
+"""HTML report of `kiloword mine`, from its results and a function that returns images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 15  # of the most frequent captions
 
 
 def page(results: MiningResults, shown: ReportImages, image: Image) -> str:
-    """The whole document."""
+    """The whole HTML document."""
     sections = [
         ("In short", _short(results)),
         ("Mined pairs", _mined(results)),
@@ -36,21 +36,22 @@ def page(results: MiningResults, shown: ReportImages, image: Image) -> str:
 def _intro(results: MiningResults) -> str:
     corpus = results.corpus
     return (
-        f"{results.data}: {len(corpus.keys):,} images with {len(corpus.captions):,} captions, seen through the "
-        f"features of {results.teacher}. A batch treats every caption of another image as wrong. Many are right; "
-        "this page tells which pairs the teacher would make positives, and by what (FFF, arXiv:2405.10286).\n\n"
-        f"All {results.found.pairs:,} pairs of an image and a caption of another were compared in "
+        f"{results.data}: {len(corpus.keys):,} images with {len(corpus.captions):,} captions, with "
+        f"features of {results.teacher}. Training treats every caption of another image as a negative, but many are "
+        "true. This page shows which pairs the teacher would make positives, and by which term (FFF, "
+        "arXiv:2405.10286).\n\n"
+        f"All {results.mined.pairs:,} pairs of an image and a caption of another were compared in "
         f"{duration(results.seconds['search'])}; with calibration and analyses it took "
         f"{duration(sum(results.seconds.values()))}."
     )
 
 
 def _short(results: MiningResults) -> str:
-    found, table = results.found, terms(results.found)[WHOLE]
-    counts = found.per_image.numpy()
+    mined, table = results.mined, terms(results.mined)[WHOLE]
+    counts = mined.per_image.numpy()
     first = next(iter(results.groups.values()))
     figures = [
-        (f"{found.mined.whole:,}", "pairs mined beside the annotated ones"),
+        (f"{mined.mined.whole:,}", "pairs mined beside the annotated ones"),
         (_rounded(float(counts.mean())), "mined captions an image, on average"),
         (percent(float((counts > 0).mean())), "of images have a mined caption"),
         (
@@ -58,7 +59,7 @@ def _short(results: MiningResults) -> str:
             f"of images have their own caption first of {first.ranks.batch:,}",
         ),
     ]
-    if found.true is not None:
+    if mined.true is not None:
         precision, recall = table["precision"], table["recall"]
         figures[1:1] = [
             ("–" if precision is None else percent(precision), "of the mined pairs are true (precision)"),
@@ -68,11 +69,11 @@ def _short(results: MiningResults) -> str:
 
 
 def _mined(results: MiningResults) -> str:
-    found = results.found
-    known = found.true is not None
-    judged = ["precision", "recall"] if known else []
+    mined = results.mined
+    has_truth = mined.true is not None
+    judged = ["precision", "recall"] if has_truth else []
     rows: list[list[str | float | int | None]] = []
-    for name, row in terms(found).items():
+    for name, row in terms(mined).items():
         rows.append(
             [
                 term_rule(name, results.settings),
@@ -84,12 +85,12 @@ def _mined(results: MiningResults) -> str:
             ]
         )
     header = ["term", "mined", *judged, "by it alone", "of all pairs", "annotated accepted"]
-    counts = found.per_image.numpy()
+    counts = mined.per_image.numpy()
     edges = doubling(int(counts.max()))
     share = [float(v) for v in 100 * np.histogram(counts, edges)[0] / len(counts)]
     parts = [
         report.table(rows, header, strong=1, digits=3),
-        *([report.paragraph(f"Warning: {many}")] if (many := warning(found)) else []),
+        *([report.paragraph(f"Warning: {many}")] if (many := warning(mined)) else []),
         report.paragraph(_words_of_mined(results)),
         report.histogram({"mined": share}, edges, "mined captions, at least", "% of images", even=True),
     ]
@@ -97,30 +98,36 @@ def _mined(results: MiningResults) -> str:
 
 
 def _words_of_mined(results: MiningResults) -> str:
-    found = results.found
-    share = found.mined.whole / max(found.pairs, 1)
+    mined = results.mined
+    share = mined.mined.whole / max(mined.pairs, 1)
     captions = len(results.corpus.captions) / len(results.corpus.keys)
     inside = share * (results.options.batch - 1) * captions
-    said = (
-        "S_it: how alike image and caption are; S_ii: the image and the caption's image; S_tt: the caption and "
-        "the image's captions, on average. Annotated accepted: pairs of the data whose own scores the term accepts; "
-        "an image is always like itself. "
+    text = (
+        "S_it: cosine of image and caption; S_ii: of the image and the caption's image; S_tt: of the caption and "
+        "the image's captions, on average. Annotated accepted: annotated pairs that the term accepts; "
+        "S_ii of an image with itself is always 1. "
         f"In a random batch of {results.options.batch:,} images with all captions, an image has "
         f"{_rounded(inside)} mined captions beside its own. "
     )
-    if found.true is not None:
-        said += (
-            f"The data knows the truth: {found.true:,} pairs ({percent(found.true / max(found.pairs, 1))}) are true "
+    if mined.true is not None:
+        text += (
+            f"The data has ground truth: {mined.true:,} pairs ({percent(mined.true / max(mined.pairs, 1))}) are true "
             "without being annotated; precision and recall are exact. "
         )
-    return said
+    return text
 
 
 def _thresholds(results: MiningResults) -> str:
-    known = results.sample.true is not None
+    has_truth = results.sample.true is not None
     mean = round(float(np.mean(results.corpus.annotated())), DIGITS)
-    rows = [_choice_row(c, known, results.settings.p1, mean) for c in results.choices]
-    header = ["p1", "annotated above", "random above", "mined an image", *(["precision", "recall"] if known else [])]
+    rows = [_choice_row(c, has_truth, results.settings.p1, mean) for c in results.choices]
+    header = [
+        "p1",
+        "annotated above",
+        "random above",
+        "mined an image",
+        *(["precision", "recall"] if has_truth else []),
+    ]
     return (
         report.paragraph(_words_of_thresholds(results))
         + report.table(
@@ -139,14 +146,14 @@ def _commands(results: MiningResults) -> str:
     )
 
 
-def _choice_row(choice: ThresholdChoice, known: bool, used: float, mean: float) -> list[str | float | None]:
+def _choice_row(choice: ThresholdChoice, has_truth: bool, used: float, mean: float) -> list[str | float | None]:
     row: list[str | float | None] = [
         f"{choice.p1:g}" + (" (used)" if choice.p1 == used else " (mean)" if choice.p1 == mean else ""),
         percent(choice.annotated_above),
         f"{choice.random_above:.3%}",
         _rounded(choice.mined_per_image),
     ]
-    return [*row, choice.precision, choice.recall] if known else row
+    return [*row, choice.precision, choice.recall] if has_truth else row
 
 
 def _words_of_thresholds(results: MiningResults) -> str:
@@ -162,7 +169,7 @@ def _words_of_thresholds(results: MiningResults) -> str:
         return (
             f"Calibrated: {values}. p1 is the mean S_it of the annotated pairs, {mean:.4f}, from where the paper "
             f"starts, but at least what only {rate}; {'; '.join(same)}; p1' is what all but {FLOOR:.0%} of the "
-            "annotated pairs exceed, at most p1. Values given on the command line stand."
+            "annotated pairs exceed, at most p1. Values given on the command line are unchanged."
         )
     return (
         f"Given: {values}. The paper's are 0.27, 0.92, 0.99 and 0.24, for a teacher whose annotated pairs score 0.29 "
@@ -171,7 +178,7 @@ def _words_of_thresholds(results: MiningResults) -> str:
 
 
 def _nearly_same(name: str, score: str, value: float, random: Tensor, rate: str) -> str:
-    """How calibration came to p2 or p3."""
+    """Explain the calibrated p2 or p3."""
     if value < NEARLY_SAME:
         return f"{name} is the {score} that only {rate}"
     above = percent(float((random > value).float().mean()))
@@ -208,13 +215,13 @@ def _density(series: Mapping[str, Floats], x_label: str) -> str:
 def _ranks(results: MiningResults) -> str:
     groups = results.groups
     series = {}
-    for name, one in groups.items():
+    for name, group in groups.items():
         prefix = f"{name}: " if len(groups) > 1 else ""
-        series[f"{prefix}own caption of an image"] = _cumulative(one.ranks.captions, one.ranks.batch)
-        series[f"{prefix}own image of a caption"] = _cumulative(one.ranks.images, one.ranks.batch)
+        series[f"{prefix}own caption of an image"] = _cumulative(group.ranks.captions, group.ranks.batch)
+        series[f"{prefix}own image of a caption"] = _cumulative(group.ranks.images, group.ranks.batch)
     rows: list[list[str | float | int | None]] = []
-    for name, one in groups.items():
-        for side, ranks in (("own caption", one.ranks.captions), ("own image", one.ranks.images)):
+    for name, group in groups.items():
+        for side, ranks in (("own caption", group.ranks.captions), ("own image", group.ranks.images)):
             label = f"{side}, {name}" if len(groups) > 1 else side
             shares = [percent(float(np.mean(ranks <= k))) for k in (1, 5, 10, 100)]
             rows.append([label, *shares, _rounded(float(np.median(ranks)))])
@@ -225,7 +232,7 @@ def _ranks(results: MiningResults) -> str:
         + report.table(rows, ["", "first", "first 5", "first 10", "first 100", "median rank"])
         + report.paragraph(
             f"{batches} of {first.batch:,} images with one caption each. Where the own caption "
-            "is not first, another fits better in the teacher's eyes: often a false negative."
+            "is not first, another one has a larger cosine: often a false negative."
         )
     )
 
@@ -238,19 +245,21 @@ def _cumulative(ranks: Floats, batch: int) -> list[tuple[float, float]]:
 def _captions(results: MiningResults) -> str:
     groups = results.groups
     near = _density(
-        {name: one.nearest for name, one in groups.items()}, "mean similarity with its 100 nearest captions"
+        {name: group.nearest for name, group in groups.items()}, "mean similarity with its 100 nearest captions"
     )
-    within = _density({name: one.among for name, one in groups.items()}, "similarity among one image's captions")
+    within = _density({name: group.among for name, group in groups.items()}, "similarity among one image's captions")
     both = _one_and_mean(groups)
     parts = [report.grid([part for part in (near, within) if part]), both]
-    for name, one in groups.items():
+    for name, group in groups.items():
         title = "" if len(groups) == 1 else f"{name}: "
-        said = f"{title}the most frequent of {one.captions:,} captions; {one.repeated:,} repeat an earlier one"
-        repeated = [(text, count) for text, count in one.frequent[:SHOWN] if count > 1]
+        title_of_table = (
+            f"{title}the most frequent of {group.captions:,} captions; {group.repeated:,} repeat an earlier one"
+        )
+        repeated = [(text, count) for text, count in group.frequent[:SHOWN] if count > 1]
         rows: list[list[str | float | int | None]] = [[text, count] for text, count in repeated]
-        none = report.paragraph(f"{title}Each of {one.captions:,} captions occurs once.")
-        parts.append(report.table(rows, ["caption", "times"], caption=said) if rows else none)
-    if not any(one.repeated for one in groups.values()):
+        none = report.paragraph(f"{title}Each of {group.captions:,} captions occurs once.")
+        parts.append(report.table(rows, ["caption", "times"], caption=title_of_table) if rows else none)
+    if not any(group.repeated for group in groups.values()):
         return "".join(parts)
     frequencies = {n: [(float(i), float(c)) for i, (_, c) in enumerate(g.frequent, 1)] for n, g in groups.items()}
     parts.append(report.line_plot(frequencies, "the 100 most frequent captions", "times"))
@@ -259,14 +268,14 @@ def _captions(results: MiningResults) -> str:
 
 def _one_and_mean(groups: Mapping[str, Group]) -> str:
     series: dict[str, Floats] = {}
-    for name, one in groups.items():
+    for name, group in groups.items():
         prefix = f"{name}: " if len(groups) > 1 else ""
-        if len(one.one):
-            series |= {f"{prefix}one caption": one.one, f"{prefix}mean of its captions": one.mean}
+        if len(group.one):
+            series |= {f"{prefix}one caption": group.one, f"{prefix}mean of its captions": group.mean}
     if not series:
         return ""
-    said = "; ".join(f"{name} {float(np.mean(v)):.3f}" for name, v in series.items())
-    return _density(series, "similarity of an image") + report.paragraph(f"On average: {said}.")
+    means = "; ".join(f"{name} {float(np.mean(v)):.3f}" for name, v in series.items())
+    return _density(series, "similarity of an image") + report.paragraph(f"On average: {means}.")
 
 
 def _rounded(value: float) -> str:

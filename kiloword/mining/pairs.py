@@ -1,4 +1,4 @@
-"""Every image against every caption, a block at a time: which pairs match by eq. 2, and by which of its terms."""
+"""Search all pairs of images and captions in blocks for matches by eq. 2, and by each of its terms."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from kiloword.methods.fff.preset import Mined, check, matches
 from kiloword.mining.corpus import Corpus, similarities
 
 TERMS = {"it": "image_text", "ii": "image_image", "tt": "text_text"}
-"""The terms of eq. 2 and the switches of `Mined` that they have."""
+"""The terms of eq. 2 and the fields of `Mined` that enable them."""
 
 Truth = Callable[[slice], Tensor]
-"""Which of some captions are true of which images, bool [t, N]."""
+"""Ground truth for a slice of captions: which images each is true of, bool [t, N]."""
 
 Progress = Callable[[int, int], None]
-"""Told after every block: pairs done, pairs in all."""
+"""Called after every block with the number of pairs done and in total."""
 
 
 @dataclass
 class PairCounts:
-    """Pairs by what accepted them."""
+    """Numbers of pairs, by the terms that accept them."""
 
     whole: int = 0  # eq. 2
     term: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TERMS, 0))
     alone: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TERMS, 0))  # by no other term
 
     def add(self, whole: Tensor, terms: Mapping[str, Tensor]) -> None:
-        """Count the pairs of a block, bool of any shape."""
+        """Add the pairs of a block, bool of any shape."""
         self.whole += int(whole.sum())
         times = torch.stack(list(terms.values())).sum(0)
         for name, hit in terms.items():
@@ -40,7 +40,7 @@ class PairCounts:
             self.alone[name] += int((hit & (times == 1)).sum())
 
     def plus(self, other: PairCounts) -> None:
-        """Add another rank's."""
+        """Add the counts of another rank."""
         self.whole += other.whole
         for name in TERMS:
             self.term[name] += other.term[name]
@@ -49,21 +49,21 @@ class PairCounts:
 
 @dataclass
 class MinedPairs:
-    """What a search found. Mined pairs are those of an image and a caption that was not written for it."""
+    """Result of a search. Mined pairs are matches that are not annotated."""
 
-    column: Tensor  # [N, most] int64, the captions of each image's best mined pairs by S_it, -1: none
+    column: Tensor  # [N, most] int64, captions of the best mined pairs of each image by S_it, -1: none
     scores: dict[str, Tensor]  # "it", "ii", "tt": [N, most] float32
     per_image: Tensor  # [N] int64 mined pairs
     per_text: Tensor  # [T] int64
     mined: PairCounts = field(default_factory=PairCounts)
-    annotated: PairCounts = field(default_factory=PairCounts)  # annotated pairs that eq. 2 accepts on the scores alone
-    right: PairCounts = field(default_factory=PairCounts)  # mined pairs that are true, where the truth is known
+    annotated: PairCounts = field(default_factory=PairCounts)  # annotated pairs that eq. 2 accepts
+    right: PairCounts = field(default_factory=PairCounts)  # mined pairs that are true, with ground truth
     true: int | None = None  # true pairs that are not annotated
     pairs: int = 0  # pairs that are not annotated
     annotated_pairs: int = 0
 
     def add(self, images: Tensor, other: MinedPairs) -> None:
-        """Add what was found of some more images, [n] their numbers."""
+        """Add the result of the images [n]."""
         self.column[images], self.per_image[images] = other.column, other.per_image
         for name in TERMS:
             self.scores[name][images] = other.scores[name]
@@ -79,12 +79,12 @@ class MinedPairs:
 
 
 def by_term(settings: Mined, it: Tensor, ii: Tensor, tt: Tensor) -> dict[str, Tensor]:
-    """Which term of eq. 2 accepts which pair: bool like the similarities, by "it", "ii" and "tt"."""
-    found = {}
+    """Pairs accepted by each term of eq. 2: bool, by "it", "ii" and "tt"."""
+    accepted = {}
     for name, switch in TERMS.items():
         off = {other: False for other in TERMS.values() if other != switch}
-        found[name] = matches(replace(settings, **off), it, ii, tt)  # type: ignore[arg-type]  # switches are bool
-    return found
+        accepted[name] = matches(replace(settings, **off), it, ii, tt)  # type: ignore[arg-type]  # switches are bool
+    return accepted
 
 
 def search(
@@ -98,40 +98,42 @@ def search(
 ) -> MinedPairs:
     """The pairs of a data set that eq. 2 accepts.
 
-    Args: most, how many mined pairs of an image are kept, best S_it first (all are counted); chunk, images and
-    captions of a block, whose similarities are held at once; truth, where it is known.
-    Ranks that share the work take the blocks of images in turns; the first one has all that was found.
+    Args: most: number of mined pairs per image to return, best S_it first (all are counted); chunk: images and captions
+    per block; truth: ground truth, if known.
+    Ranks that share the work each search some blocks of images; the first one returns the whole result.
     Errors: ValueError for thresholds out of range.
     """
     check(settings)
     n, t = len(corpus.keys), len(corpus.captions)
-    found, mine = _nothing(corpus, min(most, t)), own(list(chunks(n, chunk)))
-    done, of = 0, t * sum(rows.stop - rows.start for rows in mine)
+    mined, local_rows = _nothing(corpus, min(most, t)), own(list(chunks(n, chunk)))
+    done, of = 0, t * sum(rows.stop - rows.start for rows in local_rows)
     for columns in chunks(t, chunk):
         texts, owner = corpus.load(corpus.texts, columns), corpus.owner[columns]
-        owners, wanted = corpus.load(corpus.images, owner), torch.from_numpy(owner).to(corpus.device)
+        owners, image_of_caption = corpus.load(corpus.images, owner), torch.from_numpy(owner).to(corpus.device)
         true = None if truth is None else truth(columns).T.to(corpus.device)  # [N, t]
-        for rows in mine:
+        for rows in local_rows:
             images, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
             values = dict(zip(TERMS, similarities(images, means, texts, owners), strict=True))
-            written = wanted[None] == torch.arange(rows.start, rows.stop, device=wanted.device)[:, None]
-            _count(found, settings, values, written, rows, columns, None if true is None else true[rows])
+            written = (
+                image_of_caption[None] == torch.arange(rows.start, rows.stop, device=image_of_caption.device)[:, None]
+            )
+            _count(mined, settings, values, written, rows, columns, None if true is None else true[rows])
             if progress is not None:
                 done += (rows.stop - rows.start) * len(owner)
                 progress(done, of)
-    return _of_all(found, mine)
+    return _of_all(mined, local_rows)
 
 
-def _of_all(found: MinedPairs, mine: list[slice]) -> MinedPairs:
-    """What all ranks found, on the first one. Args: mine: this rank's images."""
+def _of_all(mined: MinedPairs, local_rows: list[slice]) -> MinedPairs:
+    """Merge the results of all ranks on the first one. Args: local_rows: images of this rank."""
     if share()[1] == 1:
-        return found
-    which = _numbers(mine)
-    scores = {name: values[which] for name, values in found.scores.items()}
-    own_part = replace(found, column=found.column[which], scores=scores, per_image=found.per_image[which])
-    for rows, other in to_first((mine, own_part))[1:]:
-        found.add(_numbers(rows), other)
-    return found
+        return mined
+    which = _numbers(local_rows)
+    scores = {name: values[which] for name, values in mined.scores.items()}
+    own_part = replace(mined, column=mined.column[which], scores=scores, per_image=mined.per_image[which])
+    for rows, other in to_first((local_rows, own_part))[1:]:
+        mined.add(_numbers(rows), other)
+    return mined
 
 
 def _numbers(rows: list[slice]) -> Tensor:
@@ -148,31 +150,31 @@ def _nothing(corpus: Corpus, most: int) -> MinedPairs:
 
 
 def _count(
-    found: MinedPairs,
+    mined: MinedPairs,
     settings: Mined,
     values: Mapping[str, Tensor],
-    own: Tensor,
+    annotated_mask: Tensor,
     rows: slice,
     columns: slice,
     true: Tensor | None,
 ) -> None:
-    """Add a block: similarities [i, t], own [i, t] bool the annotated pairs, true [i, t] bool."""
+    """Add a block: similarities [i, t]; annotated_mask [i, t] bool; true [i, t] bool."""
     terms = by_term(settings, **values)
     whole = matches(settings, **values)
-    found.annotated.add(whole[own], {name: hit[own] for name, hit in terms.items()})
-    whole &= ~own
+    mined.annotated.add(whole[annotated_mask], {name: hit[annotated_mask] for name, hit in terms.items()})
+    whole &= ~annotated_mask
     for hit in terms.values():
-        hit &= ~own
-    found.mined.add(whole, terms)
-    annotated = int(own.sum())
-    found.annotated_pairs += annotated
-    found.pairs += whole.numel() - annotated
-    found.per_image[rows] += whole.sum(1).cpu()
-    found.per_text[columns] += whole.sum(0).cpu()
+        hit &= ~annotated_mask
+    mined.mined.add(whole, terms)
+    annotated = int(annotated_mask.sum())
+    mined.annotated_pairs += annotated
+    mined.pairs += whole.numel() - annotated
+    mined.per_image[rows] += whole.sum(1).cpu()
+    mined.per_text[columns] += whole.sum(0).cpu()
     if true is not None:
-        found.right.add(whole & true, {name: hit & true for name, hit in terms.items()})
-        found.true = (found.true or 0) + int((true & ~own).sum())
-    _keep(found, values, whole, rows, columns.start)
+        mined.right.add(whole & true, {name: hit & true for name, hit in terms.items()})
+        mined.true = (mined.true or 0) + int((true & ~annotated_mask).sum())
+    _keep(mined, values, whole, rows, columns.start)
 
 
 def _keep(found: MinedPairs, values: Mapping[str, Tensor], whole: Tensor, rows: slice, start: int) -> None:

@@ -26,7 +26,7 @@ WHOLE = "eq. 2"
 
 @dataclass(frozen=True)
 class Group:
-    """The analyses of some captions: all of them, an image's own, or the extra ones."""
+    """Analyses of a group of captions: all, the original, or the extra ones."""
 
     captions: int
     repeated: int  # captions that repeat an earlier one
@@ -41,14 +41,14 @@ class Group:
 
 @dataclass(frozen=True)
 class MiningResults:
-    """Everything but the images."""
+    """Results of mining, without images."""
 
     data: str
     teacher: str
     corpus: Corpus
     options: MineOptions
-    settings: Mined  # that were used
-    found: pairs.MinedPairs
+    settings: Mined  # as used
+    mined: pairs.MinedPairs
     sample: RandomPairs
     choices: list[ThresholdChoice]
     groups: dict[str, Group]
@@ -56,7 +56,7 @@ class MiningResults:
 
     @property
     def memory_mb(self) -> float:
-        """The most memory that the process held at once."""
+        """Peak memory of the process, in MB."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
@@ -69,20 +69,20 @@ def judge(
     names: tuple[str, str],
     truths: Truths | None,
 ) -> MiningResults | None:
-    """Calibrate where asked, search, analyse. Args: parts, groups of captions; names of the data and the teacher.
+    """Calibrate if requested, search, analyse. Args: parts: groups of captions; names: of the data and the teacher.
 
-    Ranks that share the work each search some of the images; the first one alone gets the results.
+    Ranks that share the work each search some of the images; only the first one returns results.
     """
     check(settings)
     seconds, start = {}, time.perf_counter()
     annotated = corpus.annotated()
-    sample = random_pairs(corpus, options.seed, known=None if truths is None else truths.of)
+    sample = random_pairs(corpus, options.seed, truth=None if truths is None else truths.of)
     if options.calibrate:
         fitted = calibrate(annotated, sample, settings, options.false_rate)
         settings = options.over(fitted)
     choices = compare(corpus, annotated, sample, settings, candidates(annotated, sample, settings.p1))
     seconds["calibration"] = time.perf_counter() - start
-    found = pairs.search(
+    mined = pairs.search(
         corpus,
         settings,
         most=options.most,
@@ -96,7 +96,7 @@ def judge(
         return None
     groups = {name: group(part, options, near[name]) for name, part in parts.items()}
     seconds["analyses"] = time.perf_counter() - start - sum(seconds.values())
-    return MiningResults(*names, corpus, options, settings, found, sample, choices, groups, seconds)
+    return MiningResults(*names, corpus, options, settings, mined, sample, choices, groups, seconds)
 
 
 def group(corpus: Corpus, options: MineOptions, nearest: Floats) -> Group:
@@ -122,14 +122,14 @@ def flags(settings: Mined, prefix: str = "--settings.") -> str:
     return " ".join([*values, *named])
 
 
-def warning(found: pairs.MinedPairs) -> str:
-    """A warning where more than a few percent of all pairs are mined as positives; otherwise empty."""
-    share = found.mined.whole / max(found.pairs, 1)
+def warning(mined: pairs.MinedPairs) -> str:
+    """A warning if more than a few percent of all pairs are mined; otherwise empty."""
+    share = mined.mined.whole / max(mined.pairs, 1)
     if share <= LIMITS.mined[0]:
         return ""
     return (
-        f"{share:.1%} of all pairs are mined as positives, so a positive tells little. Raise the thresholds, or fit "
-        "them to the teacher with --calibrate and a lower --false-rate."
+        f"{share:.1%} of all pairs are mined as positives, so positives carry little information. Raise the "
+        "thresholds, or fit them to the teacher with --calibrate and a lower --false-rate."
     )
 
 
@@ -138,31 +138,31 @@ def thresholds(settings: Mined) -> dict[str, float]:
     return {name: getattr(settings, name) for name in ("p1", "p2", "p3", "p1_text")}
 
 
-def terms(found: pairs.MinedPairs) -> dict[str, dict[str, float | int | None]]:
+def terms(mined_pairs: pairs.MinedPairs) -> dict[str, dict[str, float | int | None]]:
     """Counts, precision and recall of eq. 2 and of each of its terms."""
-    own = found.annotated_pairs
+    annotated_pairs = mined_pairs.annotated_pairs
     table: dict[str, dict[str, float | int | None]] = {}
     for name in (WHOLE, *pairs.TERMS):
         mined, right, kept = (
             counts.whole if name == WHOLE else counts.term[name]
-            for counts in (found.mined, found.right, found.annotated)
+            for counts in (mined_pairs.mined, mined_pairs.right, mined_pairs.annotated)
         )
-        known = found.true is not None
+        has_truth = mined_pairs.true is not None
         table[name] = {
             "mined": mined,
-            "alone": None if name == WHOLE else found.mined.alone[name],
-            "share_of_pairs": mined / max(found.pairs, 1),
-            "annotated_accepted": kept / max(own, 1),
-            "precision": right / mined if known and mined else None,
-            "recall": right / found.true if known and found.true else None,
+            "alone": None if name == WHOLE else mined_pairs.mined.alone[name],
+            "share_of_pairs": mined / max(mined_pairs.pairs, 1),
+            "annotated_accepted": kept / max(annotated_pairs, 1),
+            "precision": right / mined if has_truth and mined else None,
+            "recall": right / mined_pairs.true if has_truth and mined_pairs.true else None,
         }
     return table
 
 
 def as_json(results: MiningResults) -> dict[str, Any]:
-    """The numbers of `mine.json`; metric names never change meaning."""
-    found, corpus = results.found, results.corpus
-    counts = found.per_image.numpy()
+    """Content of `mine.json`; metric names never change meaning."""
+    mined, corpus = results.mined, results.corpus
+    counts = mined.per_image.numpy()
     return {
         "data": results.data,
         "teacher": results.teacher,
@@ -170,36 +170,36 @@ def as_json(results: MiningResults) -> dict[str, Any]:
         "captions": len(corpus.captions),
         "thresholds": thresholds(results.settings),
         "calibrated": results.options.calibrate,
-        "pairs": found.pairs,
-        "true_pairs": found.true,
-        "terms": terms(found),
+        "pairs": mined.pairs,
+        "true_pairs": mined.true,
+        "terms": terms(mined),
         "mined_per_image": _spread(counts),
         "images_without_mined": int((counts == 0).sum()),
         "choices": [asdict(choice) for choice in results.choices],
         "similarity": {name: _spread(getattr(results.sample, name).numpy()) for name in pairs.TERMS},
-        "analyses": {name: _group_json(one) for name, one in results.groups.items()},
+        "analyses": {name: _group_json(analyses_of_group) for name, analyses_of_group in results.groups.items()},
         "seconds": results.seconds,
         "memory_mb": results.memory_mb,
     }
 
 
-def _group_json(one: Group) -> dict[str, Any]:
-    ranks = one.ranks
+def _group_json(group_results: Group) -> dict[str, Any]:
+    ranks = group_results.ranks
     return {
-        "captions": one.captions,
-        "repeated": one.repeated,
-        "frequent": one.frequent,
+        "captions": group_results.captions,
+        "repeated": group_results.repeated,
+        "frequent": group_results.frequent,
         "rank_batch": ranks.batch,
         "rank_batches": ranks.batches,
         "rank_of_own_caption": _spread(ranks.captions),
         "rank_of_own_image": _spread(ranks.images),
         "own_caption_first": float(np.mean(ranks.captions <= 1)),
         "own_image_first": float(np.mean(ranks.images <= 1)),
-        "annotated_similarity": _spread(one.annotated),
-        "nearest_captions_similarity": _spread(one.nearest),
-        "similarity_among_captions": _spread(one.among),
-        "similarity_with_one_caption": _spread(one.one),
-        "similarity_with_mean_caption": _spread(one.mean),
+        "annotated_similarity": _spread(group_results.annotated),
+        "nearest_captions_similarity": _spread(group_results.nearest),
+        "similarity_among_captions": _spread(group_results.among),
+        "similarity_with_one_caption": _spread(group_results.one),
+        "similarity_with_mean_caption": _spread(group_results.mean),
     }
 
 

@@ -334,14 +334,14 @@ def test_the_command_refuses_with_a_sentence(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = ("--data", SCENES, "--out", tmp_path / "c.parquet", "--device", "cpu")
-    assert "greedy finds one caption, but num is 2" in sentence(
+    assert "greedy generates one caption, but num is 2" in sentence(
         capsys, "caption", model, *out, "--method", "greedy", "--num", 2
     )
     assert "but the text tower reads" in sentence(capsys, "caption", model, *out, "--longest", 999)
     assert "expected a model folder" in sentence(capsys, "caption", tmp_path / "none", *out)
     assert "expected a folder that save_pretrained wrote" in sentence(capsys, "caption", f"hf:{tmp_path}", *out)
     plain = untrained("clip", Tokenizer.load(model), tmp_path / "clip")
-    assert "has no text decoder, so it cannot write: train coca" in sentence(capsys, "caption", plain, *out)
+    assert "has no text decoder, so it cannot generate text: train coca" in sentence(capsys, "caption", plain, *out)
     (tmp_path / "config.json").write_text("{}")
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     monkeypatch.setitem(sys.modules, "transformers", None)

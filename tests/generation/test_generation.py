@@ -329,10 +329,10 @@ def test_a_trie_allows_what_its_texts_say() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"method": "greedy", "num": 2}, "greedy finds one caption, but num is 2"),
+        ({"method": "greedy", "num": 2}, "greedy generates one caption, but num is 2"),
         ({"num": 6}, "num is 6, but there are 5 beams"),
-        ({"top_p": 0.5}, "top_p is of the method nucleus, not of beam"),
-        ({"method": "greedy", "exact": True}, "exact is of the method beam, not of greedy"),
+        ({"top_p": 0.5}, "top_p is an option of method nucleus, not of beam"),
+        ({"method": "greedy", "exact": True}, "exact is an option of method beam, not of greedy"),
         ({"method": "best"}, "method is 'best'. Expected greedy or beam or nucleus"),
         ({"beams": 0}, "beams is 0. Expected at least 1"),
         ({"top_p": 0.0}, "top_p is 0"),
@@ -506,10 +506,10 @@ def test_answers_from_a_closed_list(tokenizer: Tokenizer, images: Tensor) -> Non
 
 
 def test_models_that_cannot_write(tokenizer: Tokenizer, images: Tensor) -> None:
-    with pytest.raises(ValueError, match="has no text decoder, so it cannot write: train coca or sycoca"):
+    with pytest.raises(ValueError, match="has no text decoder, so it cannot generate text: train coca, sycoca"):
         Captioner(make(tokenizer, "clip"), tokenizer)
     model = make(tokenizer)
     with torch.no_grad():
         model.more["text_decoder"].output.fill_(float("nan"))
-    with pytest.raises(ValueError, match="gives no finite probabilities"):
+    with pytest.raises(ValueError, match="outputs NaN or infinite probabilities"):
         Captioner(model, tokenizer).caption(images)

@@ -276,7 +276,7 @@ def test_truth_is_unknown_where_somebody_else_wrote_the_captions() -> None:
 def check_page(page: dict[str, Section], judged: results.MiningResults, drawn: list[Any]) -> None:
     """Tables, figures and plots against the results themselves."""
     c = judged.corpus
-    found, terms = judged.found, results.terms(judged.found)
+    found, terms = judged.mined, results.terms(judged.mined)
     counts = found.per_image.numpy()
     whole = terms[results.WHOLE]
     short = page["In short"].words
@@ -377,7 +377,7 @@ def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     assert page.count("<svg") >= 6
     assert page.count("data:image/png") >= 4
     rows = pyarrow.parquet.read_table(tmp_path / "pairs.parquet").to_pylist()
-    assert len(rows) == int((judged.found.column >= 0).sum())
+    assert len(rows) == int((judged.mined.column >= 0).sum())
     assert max(sum(row["key"] == key for row in rows) for key in c.keys) <= 3
     for row in rows[:50]:
         place = c.starts[list(c.keys).index(row["owner"])] + row["caption_index"]
@@ -542,8 +542,8 @@ def test_numbers_of_the_file_from_their_definitions(monkeypatch: pytest.MonkeyPa
     assert said["seconds"] == {"calibration": 1.0, "search": 2.0, "analyses": 4.0}
     assert said["memory_mb"] == pytest.approx(judged.memory_mb, rel=0.1)
     assert 50 < judged.memory_mb < 100_000
-    counts, group = judged.found.per_image.numpy(), judged.groups["captions"]
-    assert (said["images"], said["captions"], said["true_pairs"]) == (60, len(c.captions), judged.found.true)
+    counts, group = judged.mined.per_image.numpy(), judged.groups["captions"]
+    assert (said["images"], said["captions"], said["true_pairs"]) == (60, len(c.captions), judged.mined.true)
     assert said["images_without_mined"] == sum(n == 0 for n in counts.tolist())
     of = said["analyses"]["captions"]
     assert (of["captions"], of["repeated"]) == (len(c.captions), len(c.captions) - len(set(c.captions)))
@@ -584,7 +584,7 @@ def test_examples_are_pairs_that_their_term_accepts() -> None:
             assert {"it": wanted["it"] > 0.1, "ii": wanted["ii"] > Mined().p2}.get(term, wanted["tt"] > Mined().p3)
             assert pair.true == bool(truths.of(np.array([pair.caption]), np.array([pair.image])))
     assert len(shown.pairs["it"]) == 5
-    often = judged.found.per_text.tolist()
+    often = judged.mined.per_text.tolist()
     wide = [best for _, best in shown.wide]
     captions = [caption for caption, _ in shown.wide]
     assert [often[n] for n in captions] == sorted((often[n] for n in captions), reverse=True)
