@@ -42,6 +42,17 @@ ROOT, PACKAGE = Path(__file__).resolve().parents[1], "kiloword"
 # Measure -> offender as the table names it -> the reason why it may stay.
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "class names defined twice": {"Settings": "one a method's module, where the registry looks for it by this name"},
+    "files below 60 lines": {
+        **{
+            f"kiloword/methods/{name}.py": "one method a file" for name in ("clip", "siglip", "coca/sycoca", "coca/vqa")
+        },
+        **{f"kiloword/cli/{name}.py": "one verb a file" for name in ("plan", "watch")},
+        "kiloword/methods/defaults.py": "imports no torch: help is instant",
+        "kiloword/mining/options.py": "imports no torch: help is instant",
+        "kiloword/config/options.py": "may change when a run is resumed; the recipe may not",
+        "kiloword/terminal/screen.py": "imports rich, which only tables need",
+        "kiloword/errors.py": "below all rooms",
+    },
 }
 # Small modules that only a registry imports (verbs, methods, tasks, data sources). Paths below the package.
 ONE_IMPORTER_ALLOWED = ("cli/*", "methods/*", "evaluation/*/task.py", "data/sources/*")

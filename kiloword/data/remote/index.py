@@ -14,6 +14,7 @@ from kiloword.checkpoint.files import replacing
 from kiloword.data.remote.errors import Fault, Patience, TooLarge, Unreachable
 from kiloword.data.remote.file import RemoteFile, small_file
 from kiloword.data.remote.http_files import date
+from kiloword.data.tars.headers import FileTimes
 from kiloword.data.tars.index import Kept, scan
 from kiloword.data.tars.index_file import (
     SUFFIX,
@@ -25,7 +26,6 @@ from kiloword.data.tars.index_file import (
     read_index,
     write_index,
 )
-from kiloword.data.tars.stored import FileTimes
 from kiloword.terminal import shown
 
 _BLOCK = 8 << 20  # bytes in memory

@@ -11,10 +11,27 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kiloword.data.cache import PositionlessFile
-from kiloword.data.tars.stored import ReadableFile
+
+
+class FileTimes(Protocol):
+    """The part of `os.stat` that decides whether an index still holds."""
+
+    @property
+    def st_size(self) -> int: ...
+    @property
+    def st_mtime_ns(self) -> int: ...
+
+
+class ReadableFile(Protocol):
+    """A file that is no path of this machine."""
+
+    def stat(self) -> FileTimes: ...
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`, fewer at the end of the file."""
+
 
 BLOCK = 512
 _PADDING = 1 << 20  # zeros that may stand behind the end; tar itself writes at most 10 kB

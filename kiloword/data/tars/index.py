@@ -13,7 +13,7 @@ import numpy as np
 
 from kiloword.data import cache
 from kiloword.data.sources.sample import IMAGE_SUFFIXES
-from kiloword.data.tars.headers import Tar
+from kiloword.data.tars.headers import FileTimes, ReadableFile, Tar
 from kiloword.data.tars.index_file import (
     COLUMNS,
     PARTS,
@@ -26,7 +26,6 @@ from kiloword.data.tars.index_file import (
     read_index,
     write_index,
 )
-from kiloword.data.tars.stored import FileTimes, ReadableFile
 
 _BLOCK = 1 << 23  # bytes that are read at once
 # Key: up to the first dot of the base name, folders included.
