@@ -57,15 +57,15 @@ def noisy(task: str) -> dict[str, list[tuple[str, str]]]:
     an average does not cancel.
     """
     names, right = TASKS[task].classnames, TASKS[task].templates
-    found: dict[str, list[tuple[str, str]]] = {}
+    metrics: dict[str, list[tuple[str, str]]] = {}
     for c, name in enumerate(names):
         other = names[(c + 1) % len(names)]
         said = [(template.replace("{c}", name), KINDS[0]) for template in right]
         said += [(template.replace("{c}", other), KINDS[1]) for template in right[:OTHERS]]
         said += [(prompt, KINDS[2]) for prompt in _other_attributes(task, c)]
         said.append((f"an image without {right[0].replace('{c}', name)}", KINDS[3]))
-        found[name] = said
-    return found
+        metrics[name] = said
+    return metrics
 
 
 def _other_attributes(task: str, c: int) -> list[str]:
@@ -132,7 +132,7 @@ def table(found: Mapping[str, Mapping[str, Sequence[Found]]]) -> str:
 
 
 def _mean(draws: Sequence[Found], way: str, name: str) -> float:
-    return statistics.mean(found[way][name] for found in draws)
+    return statistics.mean(metrics[way][name] for metrics in draws)
 
 
 def _cell(values: Sequence[float]) -> str:
@@ -147,11 +147,11 @@ def run(options: BprwOptions) -> dict[str, dict[str, list[Found]]]:
         raise ValueError(f"--tasks got {unknown[0] if unknown else 'nothing'}. Expected some of {', '.join(TASKS)}.")
     if options.draws < 1:
         raise ValueError(f"--draws is {options.draws}. Expected at least 1.")
-    found: dict[str, dict[str, list[Found]]] = {}
+    metrics: dict[str, dict[str, list[Found]]] = {}
     for name, folder in zip(labels(options.model), options.model, strict=True):
         matcher = load(folder, device=options.device)
-        found[name] = {task: judge(matcher, task, options) for task in options.tasks}
-    return found
+        metrics[name] = {task: judge(matcher, task, options) for task in options.tasks}
+    return metrics
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -159,10 +159,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = "python -m research.bprw"
     options = tyro.cli(BprwOptions, prog=name, description=__doc__, args=argv)
     try:
-        found = run(options)
+        metrics = run(options)
         if options.json is not None:
-            write_json(options.json, found)
-        say(*table(found).splitlines())
+            write_json(options.json, metrics)
+        say(*table(metrics).splitlines())
     except ValueError as e:
         warn(f"{name}: {e}")
         raise SystemExit(2) from None

@@ -69,14 +69,14 @@ def judge(matcher: Matcher) -> dict[str, float]:
     """What `judge_scenes` says; of Gaussians also what `eval uncertainty` says of captions of all levels, and ratios of
     mean variances (`texts_over_images`; of captions of level k over full ones, `levelK_over_3`).
     """
-    found = judge_scenes(matcher)
+    metrics = judge_scenes(matcher)
     if matcher.model.head.uncertainty is None:
-        return found
+        return metrics
     uncertainty = evaluation.evaluate(matcher, "uncertainty", JUDGED)
     levels = [uncertainty[f"text_uncertainty_level@{k}"] for k in range(4)]
     ratios = {f"level{k}_over_3": levels[k] / levels[3] for k in range(3)}
     ratios["texts_over_images"] = uncertainty["text_uncertainty_mean"] / uncertainty["image_uncertainty_mean"]
-    return found | uncertainty | ratios
+    return metrics | uncertainty | ratios
 
 
 EXPERIMENT = Experiment(

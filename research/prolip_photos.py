@@ -43,11 +43,11 @@ def arms(options: PhotoOptions) -> list[Arm]:
     """The baseline, ProLIP with the weights of its preset, and with those that show at this scale."""
 
     def judge(matcher: Matcher) -> dict[str, float]:
-        found = evaluation.evaluate(matcher, "retrieval", options.val)
-        found |= evaluation.evaluate(matcher, "hierarchy", options.chains)
+        metrics = evaluation.evaluate(matcher, "retrieval", options.val)
+        metrics |= evaluation.evaluate(matcher, "hierarchy", options.chains)
         if matcher.model.head.uncertainty is None:
-            return found
-        return found | evaluation.evaluate(matcher, "uncertainty", options.chains)
+            return metrics
+        return metrics | evaluation.evaluate(matcher, "uncertainty", options.chains)
 
     def arm(name: str, method: str, settings: Mapping[str, Any]) -> Arm:
         return Arm(name=name, recipe=replace(base(options, method), settings=dict(settings)), judge=judge)

@@ -35,14 +35,14 @@ def judge_scenes(matcher: Matcher, n: int = 500, inner: bool = False) -> dict[st
     shape (`hard_`; chance 1/8). With `inner` of scenes whose halves stay describable, which have no such groups.
     """
     more = "&inner=1" if inner else ""
-    found = _numbers(matcher, "retrieval", f"scenes:test?n={n}{more}")
+    metrics = _numbers(matcher, "retrieval", f"scenes:test?n={n}{more}")
     for level in (1, 2):
         general = _numbers(matcher, "retrieval", f"scenes:test?n={n}&levels={level}{more}")
-        found |= {f"level{level}_{name}": v for name, v in general.items() if "true" in name}
+        metrics |= {f"level{level}_{name}": v for name, v in general.items() if "true" in name}
     for task in TASKS:
         judged = _numbers(matcher, "zeroshot", f"scenes:test?task={task}&n={2 * n}{more}")
-        found[f"zeroshot_{task}_acc1"] = judged["acc1"]
-    return found if inner else found | _hard(matcher, n)
+        metrics[f"zeroshot_{task}_acc1"] = judged["acc1"]
+    return metrics if inner else metrics | _hard(matcher, n)
 
 
 def _numbers(matcher: Matcher, task: str, src: str) -> dict[str, float]:

@@ -59,12 +59,12 @@ def arms(options: SycocaOptions) -> list[Arm]:
 
 def judge(matcher: Matcher) -> dict[str, float]:
     """What `judge_scenes` says; of models with decoders also what `eval caption` and `eval reconstruction` say."""
-    found = judge_scenes(matcher)
+    metrics = judge_scenes(matcher)
     if "text_decoder" in matcher.model.more:
-        found |= evaluation.evaluate(matcher, "caption", JUDGED)
+        metrics |= evaluation.evaluate(matcher, "caption", JUDGED)
     if "image_decoder" in matcher.model.more:
-        found |= evaluation.evaluate(matcher, "reconstruction", JUDGED)
-    return found
+        metrics |= evaluation.evaluate(matcher, "reconstruction", JUDGED)
+    return metrics
 
 
 EXPERIMENT = Experiment(

@@ -28,10 +28,10 @@ def arms(options: FlickrOptions) -> list[Arm]:
     """Contrast alone, with captions, and with masked images."""
 
     def judge(matcher: Matcher) -> dict[str, float]:
-        found = evaluation.evaluate(matcher, "retrieval", options.val)
+        metrics = evaluation.evaluate(matcher, "retrieval", options.val)
         if "text_decoder" not in matcher.model.more:
-            return found
-        return found | evaluation.evaluate(matcher, "caption", options.val)
+            return metrics
+        return metrics | evaluation.evaluate(matcher, "caption", options.val)
 
     def arm(method: str) -> Arm:
         recipe = base(options, method)

@@ -1,4 +1,4 @@
-"""What fits a card, and what of that is fastest."""
+"""Configurations that fit a GPU, and the fastest of them."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ class Planner:
     def fewest(self, parallel: str, checkpointing: str) -> Option:
         """With the fewest micro-batches that fit, or the smallest ones where none does."""
         micro_batches = [self.images // self.plan.micro] if self.plan.micro else divisors(self.images)
-        found = None
+        options = None
         for n in micro_batches:
-            found = self.option(parallel, checkpointing, n)
-            if found.fits:
-                return found
-        assert found is not None
-        return found
+            options = self.option(parallel, checkpointing, n)
+            if options.fits:
+                return options
+        assert options is not None
+        return options
 
     def options(self) -> list[Option]:
         """Every way that the request leaves open: the fastest that fits first, those that do not fit by memory."""
@@ -130,9 +130,9 @@ class Planner:
             [self.plan.parallel] if self.plan.parallel != "auto" else ["ddp", *(["fsdp"] if self.plan.gpus > 1 else [])]
         )
         kinds = [self.plan.checkpointing] if self.plan.checkpointing != "auto" else ["none", "selective", "whole"]
-        found = [self.fewest(way, kind) for way in ways for kind in kinds]
+        options = [self.fewest(way, kind) for way in ways for kind in kinds]
         return sorted(
-            found, key=lambda o: (not o.fits, 0.0 if o.fits else o.bytes, round(o.seconds, 9), o.step.micro_batches)
+            options, key=lambda o: (not o.fits, 0.0 if o.fits else o.bytes, round(o.seconds, 9), o.step.micro_batches)
         )
 
     def largest_micro(self, option: Option) -> int:

@@ -1,4 +1,4 @@
-"""What GPUs can do, by their data sheets. No torch here."""
+"""Specifications of GPUs from their data sheets. No torch here."""
 
 from __future__ import annotations
 

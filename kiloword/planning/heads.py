@@ -1,4 +1,4 @@
-"""What the head costs: from tokens to features of images and texts."""
+"""Cost of the head: from tokens to features of images and texts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def head(model: Model, images: float, texts: Lengths, kernels: Kernels, tokens: 
 
     Projections of n rows cost 2 n W D. Kept: what they read, and of unit vectors the vectors before and behind.
     """
-    found = image_head(model, images, kernels, tokens) + text_head(model, texts, kernels)
-    return replace(found, name="head", group="head")
+    work = image_head(model, images, kernels, tokens) + text_head(model, texts, kernels)
+    return replace(work, name="head", group="head")
 
 
 def image_head(model: Model, images: float, kernels: Kernels, tokens: float | None = None) -> Work:
@@ -32,17 +32,17 @@ def image_head(model: Model, images: float, kernels: Kernels, tokens: float | No
     length = extra(config) + patches(config) if tokens is None else tokens
     a, r = kernels.product, kernels.stream
     if isinstance(pooling, Attention):
-        found = _mixture(pooling, images, mixed_tokens(model), kernels)
+        work = _mixture(pooling, images, mixed_tokens(model), kernels)
     else:
         assert isinstance(pooling, Single)
-        found = _image_pool(pooling.image_pool, config, images, length, kernels)
+        work = _image_pool(pooling.image_pool, config, images, length, kernels)
         if pooling.image_projection is not None:
             projection = pooling.image_projection
-            found = found + outside(linear(images, projection.in_features, dim), images * projection.in_features * a)
-        found = found + outside(0, 2 * images * dim * r)
+            work = work + outside(linear(images, projection.in_features, dim), images * projection.in_features * a)
+        work = work + outside(0, 2 * images * dim * r)
     if isinstance(model.head.uncertainty, Gaussian):
-        found = found + outside(linear(images, config.width, dim), images * config.width * a + 2 * images * dim * r)
-    return replace(found, name="head", group="head")
+        work = work + outside(linear(images, config.width, dim), images * config.width * a + 2 * images * dim * r)
+    return replace(work, name="head", group="head")
 
 
 def text_head(model: Model, texts: Lengths, kernels: Kernels) -> Work:
@@ -53,14 +53,14 @@ def text_head(model: Model, texts: Lengths, kernels: Kernels) -> Work:
     slots = texts.texts * texts.longest
     read = (slots + texts.tokens) * config.width * r if pool.kind == "max" else 0
     layers = 1 + isinstance(pooling, Contextual)
-    found = outside(layers * linear(n, config.width, dim), read + n * config.width * a + (1 + layers) * n * dim * r)
+    work = outside(layers * linear(n, config.width, dim), read + n * config.width * a + (1 + layers) * n * dim * r)
     uncertainty = model.head.uncertainty
     if isinstance(uncertainty, FromMean):
         more = linear(n, config.width, dim) + linear(n, dim, dim)
-        found = found + outside(more, n * (config.width + dim) * a + 2 * n * dim * r)
+        work = work + outside(more, n * (config.width + dim) * a + 2 * n * dim * r)
     elif isinstance(uncertainty, Gaussian):
-        found = found + outside(linear(n, config.width, dim), n * config.width * a + 2 * n * dim * r)
-    return replace(found, name="head", group="head")
+        work = work + outside(linear(n, config.width, dim), n * config.width * a + 2 * n * dim * r)
+    return replace(work, name="head", group="head")
 
 
 def _image_pool(pool: ImagePool, config: ImageConfig, images: float, length: float, kernels: Kernels) -> Work:
@@ -113,12 +113,12 @@ def _mixture(pooling: Attention, images: float, tokens: int, kernels: Kernels) -
     """
     settings, dim, a, r = pooling.settings, pooling.dim, kernels.product, kernels.stream
     n = images * tokens
-    found = outside(2 * linear(n, pooling.width, dim), n * (2 * pooling.width * a + 2 * dim * r))
+    work = outside(2 * linear(n, pooling.width, dim), n * (2 * pooling.width * a + 2 * dim * r))
     stand_in = linear(images, dim, dim)
     if isinstance(pooling, LearnedAverage):
         attended = 4 * n * dim
-        return found + outside(attended + stand_in, n * (2 * dim + settings.heads) * r + 2 * images * dim * r)
-    return found + outside(stand_in, 0, backward=0)
+        return work + outside(attended + stand_in, n * (2 * dim + settings.heads) * r + 2 * images * dim * r)
+    return work + outside(stand_in, 0, backward=0)
 
 
 def mixed_tokens(model: Model) -> int:

@@ -1,4 +1,4 @@
-"""Arithmetic of one layer and what it keeps for the backward pass.
+"""Arithmetic and saved activations of one layer.
 
 A product [n, a] x [a, b] costs 2 n a b FLOP forward and twice that backward, once for each factor's gradient. Norms,
 activations and softmax are left out, as in torch's FlopCounterMode: they are below 1% of the arithmetic.

@@ -82,8 +82,8 @@ def attention_scratch(learner: Learner, micro: Load) -> float:
     guided = any(decoder.layers[0].cross is not None for decoder in decoders)
     packed = 0.0 if bad_heads(text.width // text.heads) else micro.texts.tokens + SCRATCH * micro.texts.texts
     images = tokens + SCRATCH if guided else math.ceil(tokens / SCRATCH) * SCRATCH
-    found = _summed(text.width, text.heads, packed), _summed(image.width, image.heads, micro.images * images)
-    return max(found)
+    sizes = _summed(text.width, text.heads, packed), _summed(image.width, image.heads, micro.images * images)
+    return max(sizes)
 
 
 def _summed(width: int, heads: int, rows: float) -> float:
@@ -160,7 +160,7 @@ def memory(
     there = held.gradients * part
     if layout.gpus == layout.micro_batches == 1:
         there = max(0.0, there - kept)
-    found = {
+    sizes = {
         "weights": held.weights * part,
         "gradients": there,
         "optimizer states": held.optimizer * part,
@@ -177,6 +177,6 @@ def memory(
         "images": share.images * 3.0 * learner.model.config.image.size**2,
     }
     if device == "cuda":
-        found["allowance: CUDA, libraries"] = CONTEXT
-        found["allowance: fragments"] = FRAGMENTS * (sum(found.values()) - CONTEXT)
-    return {name: value for name, value in found.items() if value}
+        sizes["allowance: CUDA, libraries"] = CONTEXT
+        sizes["allowance: fragments"] = FRAGMENTS * (sum(sizes.values()) - CONTEXT)
+    return {name: value for name, value in sizes.items() if value}

@@ -1,4 +1,4 @@
-"""What the loss of all pairs costs: local images against every rank's texts, a block at a time."""
+"""Cost of the pair loss: local images with the texts of all ranks, in blocks."""
 
 from __future__ import annotations
 

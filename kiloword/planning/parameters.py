@@ -18,8 +18,8 @@ TABLES = ("tokens", "positions", "class_token", "extra_tokens", "uncertainty_tok
 
 def parts(learner: Learner) -> dict[str, int]:
     """Part of the model -> number of parameters: towers and decoders without their tables, head, embeddings."""
-    found = {"image tower": 0, "text tower": 0}
-    found |= {name.replace("_", " "): 0 for name in learner.model.more} | {"head": 0, "embeddings": 0}
+    counts = {"image tower": 0, "text tower": 0}
+    counts |= {name.replace("_", " "): 0 for name in learner.model.more} | {"head": 0, "embeddings": 0}
     for name, p in learner.named_parameters():
         words = name.split(".")
         if words[-1] in TABLES:
@@ -28,8 +28,8 @@ def parts(learner: Learner) -> dict[str, int]:
             part = "terms"
         else:
             part = (words[2] if words[1] == "more" else words[1]).replace("_", " ")
-        found[part] = found.get(part, 0) + p.numel()
-    return found
+        counts[part] = counts.get(part, 0) + p.numel()
+    return counts
 
 
 def total(learner: Learner) -> int:
@@ -64,13 +64,13 @@ def bytes_of(learner: Learner, optim: OptimConfig, precision: str) -> Held:
 
 def in_products(learner: Learner) -> int:
     """Numbers of the weights that matrix products read: those of which autocast makes copies in half precision."""
-    found = 0
+    counts = 0
     for part in learner.model.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
-            found += part.weight.numel()
+            counts += part.weight.numel()
         elif isinstance(part, Attention):
-            found += part.key.numel() + part.value.numel()
-    return found
+            counts += part.key.numel() + part.value.numel()
+    return counts
 
 
 @dataclass(frozen=True)

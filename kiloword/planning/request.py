@@ -1,4 +1,4 @@
-"""What is asked of `kiloword plan`: its flags. No torch here, so that help is instant."""
+"""Options of `kiloword plan`. No torch here, so that help is instant."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ def encoding(model: Model, load: Load) -> list[Work]:
 def micro_batch(learner: Learner, load: Load, chosen: float | None = None) -> list[Work]:
     """Everything of one micro-batch but the pair loss; parts of one name once. Args: as of `term_work`."""
     model = learner.model
-    found = encoding(model, load)
+    works = encoding(model, load)
     for name, term in learner.terms.items():
         if type(term) in KINDS:
             more = term_work(term, name, model, load, chosen)
-            found += [w for w in more if w.name != SCORES or all(w.name != f.name for f in found)]
-    return found
+            works += [w for w in more if w.name != SCORES or all(w.name != f.name for f in works)]
+    return works
 
 
 def unknown(learner: Learner) -> list[str]:

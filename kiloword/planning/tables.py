@@ -1,4 +1,4 @@
-"""A plan as tables, and as a dictionary for `--json`."""
+"""Print a plan as tables, or as a dictionary for `--json`."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def _rich(sheet: Sheet) -> Table:
 def sheets(planner: Planner, options: list[Option]) -> list[Sheet]:
     """Parameters, arithmetic, memory, traffic, texts, alternatives; of the first option, which is the advice."""
     best = options[0]
-    found = [_parameters(planner), _arithmetic(planner, best), _memory(best)]
-    found += [_traffic(best)] if best.traffic else []
-    return [*found, _texts(planner, best), _alternatives(planner, options)]
+    sections = [_parameters(planner), _arithmetic(planner, best), _memory(best)]
+    sections += [_traffic(best)] if best.traffic else []
+    return [*sections, _texts(planner, best), _alternatives(planner, options)]
 
 
 def _parameters(planner: Planner) -> Sheet:
@@ -87,12 +87,12 @@ def _row(work: Work, images: float, total: float) -> tuple[str, ...]:
 
 def twice(option: Option) -> dict[str, float]:
     """FLOP of a step and GPU that are no forward or backward pass of the method."""
-    found = {
+    sections = {
         "recomputation of checkpointing": option.step.again,
         "first pass of micro-batches": option.step.replayed,
         "optimizer (Muon)": option.step.optimizer,
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in sections.items() if value}
 
 
 def _memory(best: Option) -> Sheet:
@@ -147,9 +147,9 @@ def _captions(planner: Planner) -> str:
 def sentences(planner: Planner, options: list[Option]) -> list[str]:
     """What it comes to, where it fits, and what is assumed."""
     plan, best, card = planner.plan, options[0], planner.card
-    found = [_advice(planner, best)] if best.fits else []
+    sections = [_advice(planner, best)] if best.fits else []
     busy = "arithmetic" if best.compute >= 0.5 * best.seconds else "traffic"
-    found.append(
+    sections.append(
         f"A step takes {best.seconds:.3g} s, {best.compute:.3g} s of it arithmetic, at {plan.utilisation:g} of "
         f"{(card.flops if plan.precision == 'bf16' else card.flops_fp32) / 1e12:g} TFLOP/s and, of losses, of "
         f"{card.flops_fp32 / 1e12:g} (fp32); what counts is {busy}. Weights and gradients travel meanwhile, features "
@@ -157,10 +157,10 @@ def sentences(planner: Planner, options: list[Option]) -> list[str]:
     )
     strange = step.unknown(planner.learner)
     if strange:
-        found.append(f"Not counted, as their kind is not known here: the terms {', '.join(strange)}.")
+        sections.append(f"Not counted, as their kind is not known here: the terms {', '.join(strange)}.")
     if planner.method.pair_weight and not pairs.known(planner.method):
-        found.append("The pair loss is your own: it is taken to score all pairs once.")
-    return found
+        sections.append("The pair loss is your own: it is taken to score all pairs once.")
+    return sections
 
 
 def _too_large(planner: Planner, best: Option) -> str:

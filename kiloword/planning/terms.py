@@ -1,4 +1,4 @@
-"""What the terms of a loss cost: second passes of towers, decoders, and scores of patches."""
+"""Cost of the terms of a loss: second passes of towers, decoders, and scores of patches."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def _caption(term: nn.Module, model: Model, load: Load, chosen: float | None) ->
     decoder = model.more["text_decoder"]
     assert isinstance(decoder, TextDecoder)
     image, places, kernels = model.config.image, patches(model.config.image), load.kernels
-    kind, rows, length, found = term.settings.caption_mask, load.images, extra(image) + places, []
+    kind, rows, length, works = term.settings.caption_mask, load.images, extra(image) + places, []
     if kind != "none":
         rows = load.texts.texts if kind == "attentive" else load.images
         drop = term.settings.caption_op == "drop"
         seen = places - term.masked if drop else None
-        found.append(replace(image_tower(image, rows, kernels, seen), name="image tower, masked"))
+        works.append(replace(image_tower(image, rows, kernels, seen), name="image tower, masked"))
         length -= term.masked if drop else 0
     if kind == "attentive":
-        found.append(_scores(model, load))
+        works.append(_scores(model, load))
     made, seen_tokens = memory_work(model, rows, length, kernels)
     if made.forward:
-        found.append(replace(made, name="queries of captions"))
+        works.append(replace(made, name="queries of captions"))
     before = load.texts.longer(-1 - term.extra, load.captions)
     joined = rows if rows != load.texts.texts else 0
     memory = seen_images(before, rows, seen_tokens, decoder_memory(model), kernels, bool(joined))
-    return [*found, text_decoder(decoder, model.config.text, before, memory, kernels, joined)]
+    return [*works, text_decoder(decoder, model.config.text, before, memory, kernels, joined)]
 
 
 def decoder_memory(model: Model) -> int:
@@ -80,11 +80,11 @@ def _masked_images(term: nn.Module, model: Model, load: Load, chosen: float | No
     passes = load.texts.texts if attentive else load.images
     rows = load.texts.texts if term.by_caption else load.images
     seen = term.patches - term.hidden if settings.mim_op == "drop" else None
-    found = [replace(image_tower(image, passes, kernels, seen), name="image tower, masked")]
+    works = [replace(image_tower(image, passes, kernels, seen), name="image tower, masked")]
     if attentive:
-        found.append(_scores(model, load))
+        works.append(_scores(model, load))
     width = model.config.text.width
-    return [*found, image_decoder(decoder, image, width, rows, term.hidden, load.texts, kernels)]
+    return [*works, image_decoder(decoder, image, width, rows, term.hidden, load.texts, kernels)]
 
 
 def _scores(model: Model, load: Load) -> Work:

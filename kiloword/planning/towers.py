@@ -1,4 +1,4 @@
-"""What towers and decoders cost: FLOP and what is kept, by the shapes of their configurations."""
+"""Cost of towers and decoders: FLOP and saved activations, from their configurations."""
 
 from __future__ import annotations
 

@@ -41,16 +41,16 @@ def traffic(
         return {}
     ring = (n - 1) / n
     if layout.parallel == "ddp":
-        found = {"gradients": 2 * ring * bytes_of(learner, optim, precision).gradients}
+        sent = {"gradients": 2 * ring * bytes_of(learner, optim, precision).gradients}
     else:
-        found = {name: ring * value for name, value in _of_fsdp(learner, optim, precision, share, layout).items()}
+        sent = {name: ring * value for name, value in _of_fsdp(learner, optim, precision, share, layout).items()}
     if learner.method.pair_weight:
         text = features(learner.model, teacher)[1]
         row = 4 * (text.floats + text.constant)
-        found["features"] = ring * all_texts * (2 * row + 8 * text.whole)
+        sent["features"] = ring * all_texts * (2 * row + 8 * text.whole)
         if numbers := columns(learner.method):
-            found["columns"] = 2 * ring * all_texts * numbers * 4.0
-    return found
+            sent["columns"] = 2 * ring * all_texts * numbers * 4.0
+    return sent
 
 
 def _of_fsdp(learner: Learner, optim: OptimConfig, precision: str, share: Load, layout: Layout) -> dict[str, float]:
@@ -59,12 +59,12 @@ def _of_fsdp(learner: Learner, optim: OptimConfig, precision: str, share: Load, 
     cut, (first, both) = shards(learner), _block_bytes(learner, share, 2 if precision == "bf16" else size)
     again = layout.micro_batches > 1 and learner.method.pair_weight > 0
     root = size * cut.root
-    found = {
+    sent = {
         "weights": layout.micro_batches * (2 * both + (first if again else 0.0) + root),
         "gradients": float(size * (layout.micro_batches * (cut.sharded + cut.root) + 2 * cut.replicated)),
     }
     turned = sum(p.numel() for kind, some in groups(learner, optim).items() for _, p in some if kind.endswith("muon"))
-    return found | ({"Muon's updates": float(size * turned)} if turned else {})
+    return sent | ({"Muon's updates": float(size * turned)} if turned else {})
 
 
 def _passes(learner: Learner, share: Load) -> tuple[int, int]:

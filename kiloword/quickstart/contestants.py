@@ -1,4 +1,4 @@
-"""Who is compared on drawn scenes: a model, histograms of colours, and chance. All embed images and texts."""
+"""Models compared on scenes: the trained model, colour histograms, and chance. All embed images and texts."""
 
 from __future__ import annotations
 

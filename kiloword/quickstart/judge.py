@@ -1,4 +1,4 @@
-"""What a model trained on scenes can do on scenes it never saw; the truth about every caption is known."""
+"""Evaluate a model on held-out scenes with complete ground truth."""
 
 from __future__ import annotations
 

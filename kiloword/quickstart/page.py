@@ -1,4 +1,4 @@
-"""The report of a quickstart, from its figures: no model is needed to write it."""
+"""HTML report of a quickstart, from its results, without the model."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def _headline(results: QuickstartResults) -> str:
 def _training(results: QuickstartResults, metrics: Sequence[dict[str, Any]]) -> str:
     f = results.facts
     loss = [(row["step"], row["loss"]) for row in metrics if "loss" in row]
-    said = (
+    text = (
         f"{f.steps:,} steps of {f.batch} images, size {f.size}, seed {f.seed}, data {' '.join(f.data)}. "
         f"Training took {duration(f.training_s)}, the tests on this page {duration(f.judging_s)}."
     )
-    parts = [report.paragraph(said)]
+    parts = [report.paragraph(text)]
     if loss:
         parts.append(report.line_plot({"loss": loss}, "step", "loss", smooth=1 + len(loss) // 30))
     if validated := _validated(metrics):
@@ -177,9 +177,9 @@ def _confusions(judged: Figures) -> str:
 
 
 def _wrong(judged: Figures) -> str:
-    said = "".join(f'<li style="margin:0 0 .6rem">{escape(sentence)}</li>' for sentence in weaknesses(judged))
+    text = "".join(f'<li style="margin:0 0 .6rem">{escape(sentence)}</li>' for sentence in weaknesses(judged))
     misses = judged.misses
-    parts = [f'<ul style="max-width:42rem;margin:0 0 1.5rem;padding-left:1.2rem">{said}</ul>']
+    parts = [f'<ul style="max-width:42rem;margin:0 0 1.5rem;padding-left:1.2rem">{text}</ul>']
     if misses.missed:
         rows: list[list[str | float | None]] = [
             [name, share, misses.anywhere[name]] for name, share in misses.same.items()

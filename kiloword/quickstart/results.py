@@ -1,4 +1,4 @@
-"""What `kiloword quickstart` finds out, as it stands in `results.json`. Metric names are those of `kiloword eval`."""
+"""Results of `kiloword quickstart`, the content of `results.json`. Metric names are those of `kiloword eval`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences that follow from the figures of a quickstart: nothing here is said whatever the numbers are."""
+"""Sentences of the quickstart report, derived from its metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SIDES = {"image_retrieval": "caption to image", "text_retrieval": "image to capt
 
 def weaknesses(judged: Figures) -> list[str]:
     """What the model still gets wrong, worst first."""
-    found = [(skill(t.compared), _of_task(name, t)) for name, t in judged.tasks.items()]
-    found.append((skill(judged.hard, "image_retrieval_recall@1"), _of_hard(judged.hard)))
-    said = [sentence for worth, sentence in sorted(found) if worth < SURE]
-    said += _of_misses(judged.misses)
-    said += _of_colours(judged)
-    return said or ["None of these tests is hard enough to show what this model gets wrong."]
+    rated = [(skill(t.compared), _of_task(name, t)) for name, t in judged.tasks.items()]
+    rated.append((skill(judged.hard, "image_retrieval_recall@1"), _of_hard(judged.hard)))
+    sentences = [sentence for worth, sentence in sorted(rated) if worth < SURE]
+    sentences += _of_misses(judged.misses)
+    sentences += _of_colours(judged)
+    return sentences or ["None of these tests is hard enough to show what this model gets wrong."]
 
 
 def skill(compared: Compared, metric: str = "acc1") -> float:
@@ -43,10 +43,10 @@ def _confused(task: TaskFigures) -> Iterator[str]:
     counts = np.array(task.confusion)
     totals = np.maximum(counts.sum(1), 1)
     shares = (counts / totals[:, None]) * (1 - np.eye(len(counts)))
-    true, said = np.unravel_index(int(shares.argmax()), shares.shape)
-    if shares[true, said] > 0:
+    true, guess = np.unravel_index(int(shares.argmax()), shares.shape)
+    if shares[true, guess] > 0:
         names = task.classnames
-        yield f"Its most frequent error: “{names[said]}” for {percent(shares[true, said])} of “{names[true]}”."
+        yield f"Its most frequent error: “{names[guess]}” for {percent(shares[true, guess])} of “{names[true]}”."
 
 
 def _of_hard(hard: Compared) -> str:

@@ -1,4 +1,4 @@
-"""How values are spread, as SVG that stretches with the page while its text keeps its size: histograms, box plots."""
+"""Histograms and box plots as SVG that scales with the page, with text of constant size."""
 
 from __future__ import annotations
 

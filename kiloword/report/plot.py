@@ -1,4 +1,4 @@
-"""Line plots as SVG whose lines stretch with the page while its text keeps its size."""
+"""Line plots as SVG that scales with the page, with text of constant size."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The conformity suite: what must hold for every method. Tests call it; users call it on their own method.
+"""The conformity suite: properties that must hold for every method. Used by tests, and by users for custom methods.
 
-The gradient of a batch may not depend on how it is cut: ranks, micro-batches, blocks of pairs, order of samples.
+The gradient of a batch must not depend on its partition: ranks, micro-batches, blocks of pairs, order of samples.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def verify(method: str, ranks: Sequence[int] = (1, 2, 4)) -> Iterator[Check]:
         yield _compare(f"{kind} checkpointing", gradients(method, Way(checkpointing=kind)), reference)
     for n in ranks:
         if n > 1:
-            for way, found in gradients_over_ranks(method, n, WAYS).items():
-                yield _compare(f"{n} ranks, {way}", found, reference)
+            for way, measured in gradients_over_ranks(method, n, WAYS).items():
+                yield _compare(f"{n} ranks, {way}", measured, reference)
     yield Check("score after save and load", _save_and_load(method), 0)
     yield Check("bf16 against fp32: 1 - cosine of gradients", _bf16(method), 0.02)
     yield Check("toy problem: loss left after 60 steps", _toy(method), 0.25)
@@ -116,8 +116,8 @@ def gradients(method: str, way: Way = Way(), permute: bool = False) -> dict[str,
         engine.shard(model)
     micro = batch(rank * share, (rank + 1) * share, order, method).split(way.micro)
     report = backward(model, micro, reducer=engine.Reducer(model))
-    found = {name: parallel.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return {**found, **{f"loss:{name}": value for name, value in report.items()}}
+    measured = {name: parallel.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {**measured, **{f"loss:{name}": value for name, value in report.items()}}
 
 
 def gradients_over_ranks(method: str, ranks: int, ways: Sequence[Way]) -> dict[Way, dict[str, Tensor]]:
@@ -129,9 +129,9 @@ def gradients_over_ranks(method: str, ranks: int, ways: Sequence[Way]) -> dict[W
 
 def _save_gradients(method: str, ways: Sequence[Way], folder: Path) -> None:
     for n, way in enumerate(ways):
-        found = gradients(method, way)
+        measured = gradients(method, way)
         if parallel.rank() == 0:
-            save_file({name: g.contiguous() for name, g in found.items()}, folder / f"{n}.safetensors")
+            save_file({name: g.contiguous() for name, g in measured.items()}, folder / f"{n}.safetensors")
 
 
 def over_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
@@ -175,8 +175,8 @@ def _without_gradient(method: str) -> float:
     """How many parameters have none, or one that is nothing but rounding (a bias that softmax cancels)."""
     model = learner(method)
     backward(model, [batch(method=method)])
-    found = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in model.parameters() if p.requires_grad]
-    return float(sum(g <= EXACT * max(found) for g in found))
+    measured = [0.0 if p.grad is None else float(p.grad.abs().max()) for p in model.parameters() if p.requires_grad]
+    return float(sum(g <= EXACT * max(measured) for g in measured))
 
 
 @torch.no_grad()
@@ -186,8 +186,8 @@ def _additive(method: str) -> Iterator[Check]:
     parts = [some, *some.split(4)]
     for name, term in model.terms.items():
         run: Any = term
-        found = torch.stack([torch.stack([run(model.model, b, model.encode(b)), run.count(b)]) for b in parts])
-        errors = ((found[1:].sum(0) - found[0]).abs() / found[1:].abs().sum(0).clamp_min(1e-12)).tolist()
+        measured = torch.stack([torch.stack([run(model.model, b, model.encode(b)), run.count(b)]) for b in parts])
+        errors = ((measured[1:].sum(0) - measured[0]).abs() / measured[1:].abs().sum(0).clamp_min(1e-12)).tolist()
         cause = NOT_ADDITIVE.format(name=name, what="count" if errors[0] <= EXACT else "value")
         yield Check(f"term {name}: sum over the parts of a batch", _most(errors), EXACT, cause)
 
@@ -237,13 +237,13 @@ def _save_and_load(method: str) -> float:
 
 def _bf16(method: str) -> float:
     """1 - cosine between the gradients of a step under bf16 autocast and in fp32."""
-    found = []
+    measured = []
     for on in (False, True):
         precision = partial(torch.autocast, "cpu", torch.bfloat16, on)
         model = learner(method, dtype=torch.float32)
         backward(model, [batch(method=method)], precision)
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    return 1 - float(torch.nn.functional.cosine_similarity(found[0], found[1], dim=0))
+        measured.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    return 1 - float(torch.nn.functional.cosine_similarity(measured[0], measured[1], dim=0))
 
 
 def _toy(method: str) -> float:
