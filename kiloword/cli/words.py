@@ -59,7 +59,7 @@ def interruption(argv: Sequence[str], error: KeyboardInterrupt) -> str:
 
 # flags that name a component for a slot
 MIXING = ("pooling", "transforms", "positives", "pair_loss", "uncertainty", "terms")
-ADDING = (*MIXING, "data", "side", "extra_captions", "weights")  # flags that add something
+ADDING = (*MIXING, "data", "features", "extra_captions", "weights")  # flags that add something
 
 
 @dataclass(frozen=True)

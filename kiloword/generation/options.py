@@ -19,9 +19,8 @@ class GenerationOptions(BaseSettings):
     3): greedy search can miss a more likely sentence for a more likely first word.
     """
 
-    method: Way = (
-        "beam"  # greedy: the most likely word at each step; beam: the most likely text; nucleus: sampled texts
-    )
+    # greedy: the most likely word at each step; beam: the most likely text; nucleus: sampled texts
+    method: Way = "beam"
     num: int = 1  # number of unique captions per image, best first
     beams: int = 5  # beam: number of unfinished captions to keep
     length_penalty: float = 1.0  # score = log probability / tokens^length_penalty; larger values favour longer captions

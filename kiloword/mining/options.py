@@ -16,9 +16,8 @@ class MineOptions:
 
     p1: float | None = None  # a pair matches if the cosine of image and caption is larger; the paper: 0.27
     p2: float | None = None  # or if the cosine of the image and the caption's image is larger; the paper: 0.92
-    p3: float | None = (
-        None  # or if the mean cosine of the caption and the image's captions is larger (0.99), and p1-text holds
-    )
+    # or if the mean cosine of the caption and the image's captions is larger (0.99), and p1-text holds
+    p3: float | None = None
     p1_text: float | None = None  # with p3: the cosine of image and caption is larger; the paper: 0.24
     calibrate: bool = False  # fit unspecified thresholds to the teacher, and print the flags for training
     false_rate: float = 1e-4  # calibrate: largest share of random pairs that p1, p2 and p3 each accept

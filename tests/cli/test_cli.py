@@ -114,6 +114,15 @@ def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> No
     assert [name for name in bare if not name.startswith("model.text.special.")] == []  # ids by name
 
 
+@pytest.mark.parametrize("method", ["fff", "llip", "prolip", "sycoca", "vqa"])
+def test_settings_of_methods_have_a_text(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", method, "--help"])
+    settings = {k: v for k, v in options_in(capsys.readouterr().out).items() if k.startswith("settings.")}
+    assert len(settings) > 4
+    assert [name for name, text in settings.items() if not re.search("[a-z]{3}", text)] == []
+
+
 def test_help_of_train_has_defaults_of_the_method_and_size(capsys: pytest.CaptureFixture[str]) -> None:
     said = help_of(capsys, "train", "siglip", "--size", "b32")
     assert "--settings.bias FLOAT initial; the logit is scale * cosine + bias (default: -10.0)" in said

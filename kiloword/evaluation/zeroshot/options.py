@@ -22,9 +22,8 @@ Templates = Sequence[str] | Mapping[str, Sequence[str]]
 class PromptOptions(BaseSettings):
     """Options of the prompt selections filter, topk and bprw."""
 
-    coeff: float = (
-        1.0  # filter: keep prompts up to this many standard deviations above the mean uncertainty of their class
-    )
+    # filter: keep prompts up to this many standard deviations above the mean uncertainty of their class
+    coeff: float = 1.0
     k: int = 0  # topk: number of prompts per class to keep, the least uncertain; 0: half of them
     shots: int = 0  # bprw: labelled images per class to fit on, excluded from scoring; 0: the nearest, unlabelled
     neighbours: int = 10  # bprw without shots: nearest images per class; the paper: 5, or 10 by its total of 100
@@ -33,9 +32,8 @@ class PromptOptions(BaseSettings):
     eps: float = 0.02  # bprw: added to every variance
     prior: Literal["symmetric", "uncertainty"] = "symmetric"  # bprw; uncertainty: mode at 1 / trace (section 3.4)
     renormalise: bool = False  # bprw: normalise the weighted mean of a class
-    variance: Literal["squares", "linear"] = (
-        "squares"  # bprw: variance of a class with weights p: sum p^2 var, or sum p var
-    )
+    # bprw: variance of a class with weights p: sum p^2 var, or sum p var
+    variance: Literal["squares", "linear"] = "squares"
     steps: int = 1000  # bprw: largest number of steps of expectation maximisation
     tolerance: float = 1e-6  # bprw: stop when no weight of the class changes more
     seed: int = 0  # bprw: of the samples, and of the choice of labelled images

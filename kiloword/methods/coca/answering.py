@@ -64,9 +64,8 @@ class AnswerSettings(recipes.BaseSettings):
     """How answers are predicted."""
 
     smoothing: float = 0.0  # label smoothing: share of each target's probability spread over the vocabulary
-    question_sees: Literal["before", "all"] = (
-        "before"  # words of a question attend to preceding words (as in pre-training), or to all
-    )
+    # words of a question attend to preceding words (as in pre-training), or to all
+    question_sees: Literal["before", "all"] = "before"
     decoder_depth: int = 0  # layers of the text decoder, as in the model of --init; 0: as many as the text tower has
     tied: bool = False  # share the output weight with the text tower's token embedding, as in the model of --init
 

@@ -36,9 +36,8 @@ class MimSettings(MaskSettings):
     guide: Literal["text", "none"] = "text"  # text: the decoder attends to the caption too (TG-MIM)
     mim_mask: Mask = "attentive"  # attentive: the patches most similar to the caption
     mim_share: float = 0.5  # share of masked patches: r_h
-    mim_op: Literal["token", "drop"] = (
-        "token"  # replace masked patches by a learned token, or drop them until the decoder (cheaper)
-    )
+    # replace masked patches by a learned token, or drop them until the decoder (cheaper)
+    mim_op: Literal["token", "drop"] = "token"
     norm_pix: bool = False  # normalise the target pixels of each patch by their mean and deviation
     image_decoder_depth: int = 0  # layers of the image decoder; 0: as many as the text tower has
 

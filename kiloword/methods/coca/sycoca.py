@@ -20,9 +20,8 @@ from kiloword.methods.method import Component, Method
 class Settings(MimSettings, coca.Settings):
     """CoCa's settings, those of masked images, and which patches captions see."""
 
-    caption_mask: Literal["none", "attentive", "random"] = (
-        "attentive"  # attentive: the patches least similar to the caption
-    )
+    # attentive: the patches least similar to the caption
+    caption_mask: Literal["none", "attentive", "random"] = "attentive"
 
 
 def preset(settings: Settings) -> Method:

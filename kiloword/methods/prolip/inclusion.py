@@ -30,20 +30,17 @@ class InclusionSettings(recipes.BaseSettings):
     spread: float = 0.0  # weight of: variances fit the distances of matched pairs (not in the paper); 0: off
     vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: off
     inclusion_form: Form = "paper"  # eq. 3 as printed, or the exact integral
-    inclusion_reduction: Literal["per_dimension", "joint"] = (
-        "per_dimension"  # one sigmoid per dimension, or one of the sum
-    )
+    # one sigmoid per dimension, or one of the sum
+    inclusion_reduction: Literal["per_dimension", "joint"] = "per_dimension"
     eps: float = -10.0  # in log space, widens both Gaussians inside A, B, C; the paper: -20
     c: float = 10.0  # sharpness of the sigmoid; the paper: 1000
-    vib_form: Literal["textbook", "released"] = (
-        "textbook"  # released: sigma in place of the variance, as in the authors' code
-    )
+    # released: sigma in place of the variance, as in the authors' code
+    vib_form: Literal["textbook", "released"] = "textbook"
     masked_every: int = 8  # every n-th image gets masked copies; 8: 12.5% of the batch
     drop_patches: float = 0.75  # share of patches dropped from a copy; the authors' code: 0.25
     mask_words: float = 0.75  # share of words hidden in a copy
-    hide_words: Literal["mask", "drop"] = (
-        "mask"  # replace them by the mask token, or drop them, which makes copies general captions
-    )
+    # replace them by the mask token, or drop them, which makes copies general captions
+    hide_words: Literal["mask", "drop"] = "mask"
 
 
 def terms(settings: InclusionSettings) -> dict[str, tuple[float, Any]]:
