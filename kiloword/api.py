@@ -37,15 +37,15 @@ def load(
     trust_code: bool = False,
     precision: str = "fp32",
 ) -> Matcher:
-    """Read a model folder (`OUT/model` of a run); no code that it names is run unasked.
+    """Load a model folder (`OUT/model` of a run); code that it names is not run unless allowed.
 
-    Args: device "cpu", "cuda", "cuda:N" or "auto"; dtype "fp32", "bf16" or "fp64"; size: another image size in pixels,
-    positions interpolated; context: another number of tokens a text may have, the first 20 and last 2 positions kept,
-    the rest interpolated (arXiv:2503.08048); method: of the model, your own "module:preset" too; trust_code: import
-    the module that the folder names; precision that encoders compute in, "fp32" (as dtype says), "bf16" (autocast;
-    features and scores are fp32) or "auto" (bf16 on CUDA where the model is larger than size tiny).
+    Args: device: "cpu", "cuda", "cuda:N" or "auto"; dtype: "fp32", "bf16" or "fp64"; size: another image size in
+    pixels, with interpolated positions; context: another maximum number of tokens in a text: the first 20 and last 2
+    positions are kept, the others interpolated (arXiv:2503.08048); method: of the model, may be your own
+    "module:preset"; trust_code: import the module that the folder names; precision: of the encoders, "fp32" (dtype),
+    "bf16" (autocast; features and scores are fp32) or "auto" (bf16 on CUDA where the model is larger than size tiny).
     Raises: ValueError when a file is missing, damaged or does not fit the others, the patch does not divide size, or
-    context leaves no position between those that are kept.
+    context is too short for the kept positions.
     """
     from kiloword.checkpoint.model_folder import open_model
 
@@ -63,21 +63,21 @@ def _resized(model: Model, size: int | None, context: int | None) -> Model:
         config, state = resize_text(config, state, context)
     if config == model.config:
         return model
-    other = Model(config, model.head, dict(model.more.items()))
-    other.load_state_dict(state)
-    other.precision = model.precision
-    some = next(model.parameters())
-    return other.to(some.device, some.dtype)
+    resized = Model(config, model.head, dict(model.more.items()))
+    resized.load_state_dict(state)
+    resized.precision = model.precision
+    parameter = next(model.parameters())
+    return resized.to(parameter.device, parameter.dtype)
 
 
 class Matcher:
-    """A model with its tokenizer and preprocessing. Every method batches, and takes no gradients.
+    """A model with its tokenizer and preprocessing. Every method works in batches and without gradients.
 
-    Images are what `Images` says, one or several; texts are one string or a list. Of one item `encode_image` and
-    `encode_text` return features without the leading dimension, "vec" [D]. Everything else takes one item, or its
-    features, as a list of one: `score` of one image and one text is [1, 1].
+    Images are one or several `Images`; texts are one string or a list. For one item `encode_image` and `encode_text`
+    return features without the leading dimension, "vec" [D]. All other methods treat one item, or its features, as a
+    list of one: `score` of one image and one text is [1, 1].
 
-    Args: method: what it was trained by, where that is known; its terms say how images were masked.
+    Args: method: the method of the training, if known; its terms determine how images were masked.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, method: Method | None = None) -> None:
@@ -92,17 +92,17 @@ class Matcher:
         return f"Matcher({model_in_words(self.model, name)})"
 
     def preprocess(self, image: OneImage) -> Tensor:
-        """An image as the model wants it: uint8 [3, H, W]; the model normalises it itself."""
+        """Preprocess one image: uint8 [3, H, W], which the model normalises itself."""
         return prepare([image], self._transform)[0]
 
     def pixels(self, images: Images) -> Tensor:
-        """Images as the model wants them: uint8 [I, 3, H, W], on its device; errors as of `encode_image`."""
+        """Preprocess images: uint8 [I, 3, H, W] on the model's device. Raises: ValueError as `encode_image`."""
         return prepare(as_list(images), self._transform).to(self._device)
 
     def encode_image(self, images: Images, batch: int = IMAGES) -> Features:
-        """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1; of one image [...] and [D].
+        """Features of I images, every value [I, ...]: "vec" [I, D] has norm 1. For one image [...] and [D].
 
-        Raises: ValueError for what is not an image, or a file that cannot be read as one.
+        Raises: ValueError for an item that is not an image, or a file that cannot be read as one.
         """
         several, parts = as_list(images), []
         with inference(self.model):
@@ -112,7 +112,7 @@ class Matcher:
         return _alone(join(parts)) if is_one(images) else join(parts)
 
     def encode_text(self, texts: str | Sequence[str], batch: int = TEXTS) -> Features:
-        """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1; of one string [...] and [D]."""
+        """Features of T texts, every value [T, ...]: "vec" [T, D] has norm 1. For one string [...] and [D]."""
         if isinstance(texts, str):
             return _alone(encode_texts(self.model, self.tokenizer, [texts], batch))
         if not isinstance(texts, Sequence) or not len(texts):
@@ -123,9 +123,9 @@ class Matcher:
         return encode_texts(self.model, self.tokenizer, texts, batch)
 
     def score(self, images: Features | Images, texts: Features | str | Sequence[str]) -> Tensor:
-        """How well every image matches every text: [I, T], higher is better (a cosine in most models).
+        """Scores of every image with every text: [I, T], higher is better (a cosine in most models).
 
-        Takes features, or what `encode_image` and `encode_text` take. Made to rank; for probabilities see `classify`.
+        Args: features, or inputs of `encode_image` and `encode_text`. For probabilities see `classify`.
         """
         image_features = _rows(images if isinstance(images, dict) else self.encode_image(images))
         text_features = _rows(texts if isinstance(texts, dict) else self.encode_text(texts))
@@ -133,29 +133,29 @@ class Matcher:
             return self.model.score(image_features, text_features)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
-        """How well image n matches text n, for features of N images and N texts: [N]."""
+        """Scores of image n with text n, for features of N images and N texts: [N]."""
         images, texts = _rows(images), _rows(texts)
         n, t = len(images["vec"]), len(texts["vec"])
         if n != t:
-            raise ValueError(f"score_pairs got {n} images and {t} texts: expected one text an image")
+            raise ValueError(f"score_pairs got {n} images and {t} texts: expected one text per image")
         with inference(self.model):
             return self.model.head.score_pairs(images, texts)
 
     def uncertainty(self, features: Features) -> Tensor:
-        """How uncertain N images or texts are, the sum of each one's variances: [N].
+        """Uncertainty of N images or texts, the sum of the variances of each: [N].
 
-        Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, section 4.3.
+        Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, section 4.3.
         """
         features = _gaussians(features)
         with inference(self.model):
             return variance_sum(features)
 
     def distance(self, a: Features, b: Features) -> Tensor:
-        """Closed-form sampled distance of every a and every b, of either side: [N_a, N_b].
+        """Closed-form sampled distance of every a to every b, each images or texts: [N_a, N_b].
 
-        The mean squared distance of a draw of each: 2 - 2 cosine of the means, plus both uncertainties.
+        The expected squared distance of samples of both: 2 - 2 cosine of the means, plus both uncertainties.
 
-        Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, eq. 1.
+        Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 1.
         """
         a, b = _gaussians(a), _gaussians(b)
         _check_widths(a, b)
@@ -163,13 +163,13 @@ class Matcher:
             return csd_matrix(a, b)
 
     def inclusion(self, a: Features, b: Features, form: Form = "paper") -> Tensor:
-        """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b], positive where b is the more general.
+        """H(a in b) of every a with every b, summed over dimensions: [N_a, N_b], positive where b is more general.
 
-        H compares how wide the two are, and being far apart makes it larger: to know whether they overlap at all, see
-        `includes` and `distance`.
+        H compares the widths of both and grows with their distance; it does not show whether they overlap, for which
+        see `includes` and `distance`.
 
-        Args: a, b: features of either side, texts in texts too; form: "paper", eq. 3 as printed; "exact", its integral.
-        Raises: ValueError when the features are no Gaussians. Source: arXiv:2410.18857, eq. 4.
+        Args: a, b: features of images or texts; form: "paper", eq. 3 as printed; "exact", its integral.
+        Raises: ValueError when the features are not Gaussian. Source: arXiv:2410.18857, eq. 4.
         """
         a, b = _gaussians(a), _gaussians(b)
         _check_widths(a, b)
@@ -254,7 +254,7 @@ class Matcher:
 
 
 def _rows(features: Features) -> Features:
-    """Features of one item, "vec" [D], as those of a list of one."""
+    """Features of one item, "vec" [D], as features of a list of one."""
     return {name: value[None] for name, value in features.items()} if features["vec"].ndim == 1 else features
 
 
@@ -263,13 +263,13 @@ def _alone(features: Features) -> Features:
 
 
 def _gaussians(features: Features) -> Features:
-    """As `_rows`; a sentence for what are no features, and for those of a model that knows no uncertainty."""
+    """As `_rows`. Raises: ValueError for anything except features of a model with uncertainty."""
     if not isinstance(features, dict):
-        raise ValueError(f"got {kind(features)}: expected features, as encode_image and encode_text make them")
+        raise ValueError(f"got {kind(features)}: expected features from encode_image or encode_text")
     if "log_var" not in features:
         raise ValueError(
-            'these features have no "log_var": their model has no Gaussians. Train one that has: prolip, or any '
-            "other method with +gaussian"
+            'these features have no "log_var": their model is not Gaussian. Use a model of prolip, or of another '
+            "method with +gaussian"
         )
     shapes = [list(features[name].shape) if name in features else [] for name in ("vec", "log_var")]
     if shapes[0] != shapes[1] or len(shapes[0]) not in (1, 2):
@@ -281,4 +281,4 @@ def _check_widths(a: Features, b: Features) -> None:
     """Raises: ValueError for features of two models."""
     widths = [features["vec"].shape[1] for features in (a, b)]
     if len(set(widths)) > 1:
-        raise ValueError(f"got features of {widths[0]} and of {widths[1]} dimensions: expected those of one model")
+        raise ValueError(f"got features of {widths[0]} and of {widths[1]} dimensions: expected features of one model")

@@ -1,4 +1,4 @@
-"""Errors in the words of a user: one sentence that says what came and what to do, or none for our own mistakes."""
+"""Error messages for users: what happened and what to do; bugs keep their traceback."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ def count(number: int, noun: str) -> str:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """What a user can mend, in a sentence; None for what wants a traceback."""
-    said = str(error).strip()
+    """The message of an error that the user can fix; None for errors that need a traceback."""
+    message = str(error).strip()
     if isinstance(error, UnicodeEncodeError):
         text = error.object[max(0, error.start - 200) : error.end + 20]
         return f"{text!r} cannot be written as {error.encoding}: rename the file or folder, or set PYTHONUTF8=1."
     if isinstance(error, ValueError):
-        return said
+        return message
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}."
     if isinstance(error, MemoryError):
-        return f"out of memory{f' ({said})' if said else ''}: take a smaller --batch, or --micro."
+        return f"out of memory{f' ({message})' if message else ''}: take a smaller --batch, or --micro."
     if type(error).__name__ == "OutOfMemoryError":
-        return (
-            f"{said.splitlines()[0]} Take a smaller --micro, or --checkpointing selective; `kiloword plan` says more."
-        )
-    if isinstance(error, RuntimeError) and "DataLoader" in said:
-        return f"a loader worker stopped: {said.splitlines()[0].rstrip('. ')}. {WORKER}"
+        return f"{message.splitlines()[0]} Take a smaller --micro, or --checkpointing selective; see `kiloword plan`."
+    if isinstance(error, RuntimeError) and "DataLoader" in message:
+        return f"a loader worker stopped: {message.splitlines()[0].rstrip('. ')}. {WORKER}"
     return None

@@ -1,6 +1,6 @@
-"""Keyed randomness: every random choice is a pure function of (seed, epoch, row, purpose), never drawn in order.
+"""Keyed randomness: every random choice is a pure function of (seed, epoch, row, purpose), independent of order.
 
-So the same run gives the same choices with any number of workers, ranks and micro-batches, and after a resume.
+So the choices of a run do not depend on the number of workers, ranks and micro-batches, or on resuming.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Draw:
     row: int
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """A fresh generator for one purpose ("crop", "flip", ...): asking twice gives the same numbers."""
+        """A fresh generator for one purpose ("crop", "flip", ...): a second call gives the same numbers."""
         return np.random.Generator(np.random.Philox(key(self.seed, self.epoch, self.row, purpose)))
 
     @property
     def sample_seed(self) -> int:
-        """What `Batch.seeds` carries for this row."""
+        """The value in `Batch.seeds` for this row."""
         return key(self.seed, self.epoch, self.row, "sample")
 
 
 def uniform(seeds: Tensor, purpose: str, n: int) -> Tensor:
     """Counter-based uniforms on the device of `seeds`.
 
-    Args: seeds [I] int64; purpose names the choice; n numbers a row.
-    Returns: [I, n] float32 in [0, 1), the same whatever rows stand beside a row.
+    Args: seeds: [I] int64; purpose: name of the choice; n: numbers per row.
+    Returns: [I, n] float32 in [0, 1); those of a row do not depend on other rows.
     """
     import torch
 

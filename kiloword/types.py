@@ -1,6 +1,6 @@
-"""What flows through kiloword. One legend of letters, used in every comment and docstring:
+"""Data types of kiloword, and the letters for dimensions in all comments and docstrings:
 
-I  images of one rank's batch        T  texts (captions) of one rank's batch, T >= I
+I  images in one rank's batch        T  texts (captions) in one rank's batch, T >= I
 i, t  rows and columns of one block of pairs
 S  tokens of all texts, packed end to end (no padding)
 P  patches of an image      E  extra image tokens (class token first, then learned ones)
@@ -21,7 +21,7 @@ from torch import Tensor
 from kiloword.randomness import Draw
 
 Features = dict[str, Tensor]
-"""What a head makes of images or texts: every value is [N, ...]; "vec" [N, D], unit norm, is always there."""
+"""Features of N images or texts from a head: every value is [N, ...]; "vec" [N, D] of unit norm always exists."""
 
 
 class BadSample(Exception):
@@ -30,7 +30,7 @@ class BadSample(Exception):
 
 @dataclass(frozen=True)
 class Skipped:
-    """A bad sample that was counted, named and replaced."""
+    """A bad sample that was counted, reported and replaced."""
 
     row: int
     key: str
@@ -39,28 +39,28 @@ class Skipped:
 
 @dataclass
 class Record:
-    """One row of a source as it is stored: nothing decoded, nothing drawn."""
+    """One row of a source as it is stored: not decoded, without random choices."""
 
     key: str
     image: bytes | np.ndarray  # an encoded file, or uint8 [H, W, 3]
     captions: list[str]
     label: int | None = None  # class index, where the data has one
-    info: dict[str, Any] = field(default_factory=dict)  # what else the sample's json held
+    info: dict[str, Any] = field(default_factory=dict)  # other values of the sample's JSON
 
 
 class NoCaption(BadSample):
-    """A sample without a caption: no example to learn from, but an image that can be described."""
+    """A sample without a caption: not an example for training, but an image that can be captioned."""
 
     def __init__(self, record: Record) -> None:
         super().__init__("no caption")
-        self.record = record  # its captions are []
+        self.record = record  # with captions []
 
 
 @runtime_checkable
 class Source(Protocol):
     """A map-style data set. `record` may be called from any process, in any order; bad rows raise `BadSample`."""
 
-    name: str  # as the user wrote it
+    name: str  # as given by the user
     fingerprint: str  # changes when the data changes; the same on every machine
 
     def __len__(self) -> int: ...
@@ -82,7 +82,7 @@ class Example:
 
 
 class Fetch(Protocol):
-    """What a transform sees of the data: any other row of the whole data set, decoded and augmented."""
+    """Access of a transform to the data: any other row of the data set, decoded and augmented."""
 
     @property
     def crops(self) -> bool:
@@ -94,7 +94,7 @@ class Fetch(Protocol):
 
 
 Transform = Callable[[Example, Fetch, Draw], Example]
-"""Changes one example (mixes it with another, rewrites its captions). `draw` is keyed by (seed, epoch, row).
+"""A transform of one example (mixes it with another, rewrites captions). `draw` is keyed by (seed, epoch, row).
 
 A transform that must know the data set (which row is nearest to which) also has `bind(source) -> Transform`, called
 once before training. A transform that mixes images or captions sets `composed`, so that nobody mines stale features
@@ -108,15 +108,15 @@ class Texts:
 
     ids: Tensor  # [S] int64 token ids; start, end, pad, mask, class and uncertainty tokens are ids too
     starts: Tensor  # [T + 1] int64 cumulative lengths
-    longest: int  # max length, a Python number so that no kernel waits for the device
-    truncated: int = 0  # captions that were cut to the context length
+    longest: int  # length of the longest text, a Python int so that reading it does not wait for the device
+    truncated: int = 0  # number of captions truncated to the context length
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     @staticmethod
     def pack(sequences: Sequence[Sequence[int]], truncated: int = 0) -> Texts:
-        """Pack T token sequences (lists of ids)."""
+        """Pack T sequences of token ids."""
         lengths = [len(s) for s in sequences]
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         starts[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
@@ -130,7 +130,7 @@ class Texts:
         return Texts(self.ids[a:b], starts - a, int(starts.diff().max()) if end > first else 0)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Texts:
-        """The same texts with every tensor changed."""
+        """Apply a function to every tensor."""
         return replace(self, ids=change(self.ids), starts=change(self.starts))
 
     def to(self, device: torch.device | str) -> Texts:
@@ -141,7 +141,7 @@ class Texts:
 class Batch:
     """One rank's (or one micro-batch's) share of a global batch."""
 
-    images: Tensor  # uint8 [I, 3, H, W]; normalised once, on the device, by the model
+    images: Tensor  # uint8 [I, 3, H, W]; the model normalises them on the device
     texts: Texts
     image_of_text: Tensor  # [T] int64, row of `images`, ascending; every image has at least one text
     seeds: Tensor  # [I] int64 from (seed, epoch, row): every later random choice derives from it
@@ -149,17 +149,17 @@ class Batch:
     composed: Tensor  # [I] bool
     image_features: dict[str, Tensor] = field(default_factory=dict)  # [I, ...]
     text_features: dict[str, Tensor] = field(default_factory=dict)  # [T, ...]
-    questions: Texts | None = None  # for VQA: fused with the image by the text tower
+    questions: Texts | None = None  # [I] texts, for VQA
     skipped: list[Skipped] = field(default_factory=list)
-    made_s: float = 0.0  # seconds that the loader took to make it
-    before_move: Batch | None = field(default=None, init=False)  # what `to` was called on; a changed copy has none
+    made_s: float = 0.0  # seconds that the loader took for it
+    before_move: Batch | None = field(default=None, init=False)  # the batch on which `to` was called
 
     def __len__(self) -> int:
         return len(self.images)
 
     @property
     def host(self) -> Batch:
-        """The same batch as it was before `to`: lengths and counts are read here, so that no kernel is waited for."""
+        """The batch before `to`. Read lengths and counts from it, so that nothing waits for the device."""
         return self if self.before_move is None else self.before_move
 
     def split(self, parts: int) -> list[Batch]:
@@ -173,7 +173,7 @@ class Batch:
         return [self._part(n * size, (n + 1) * size, bounds[n], bounds[n + 1]) for n in range(parts)]
 
     def _part(self, i: int, j: int, t: int, u: int) -> Batch:
-        """Images i to j, whose texts are t to u."""
+        """Images i to j with their texts t to u."""
         return Batch(
             images=self.images[i:j],
             texts=self.texts.cut(t, u),
@@ -187,7 +187,7 @@ class Batch:
         )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with every tensor changed."""
+        """Apply a function to every tensor."""
         return replace(
             self,
             images=change(self.images),
@@ -207,51 +207,51 @@ class Batch:
         return moved
 
     def pin_memory(self) -> Batch:
-        """In page-locked memory, from which a GPU copies while the host goes on. (A DataLoader calls this.)"""
+        """Copy to page-locked memory, from which copies to a GPU are asynchronous. (Called by a DataLoader.)"""
         return self.each(Tensor.pin_memory)
 
 
 @dataclass
 class Encoded:
-    """After the towers. Tokens never leave the rank."""
+    """The results of the towers. Tokens stay on their rank."""
 
     image_tokens: Tensor  # [I, E + P, W]
     text_tokens: Tensor  # [S, W], packed
     images: Features
     texts: Features
-    found: dict[str, Tensor] = field(default_factory=dict)  # what several terms need, made by the first
+    cache: dict[str, Tensor] = field(default_factory=dict)  # results that several terms share
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` gives, made once a batch."""
-        if name not in self.found:
-            self.found[name] = make()
-        return self.found[name]
+        """The result of `make`, computed once per batch."""
+        if name not in self.cache:
+            self.cache[name] = make()
+        return self.cache[name]
 
 
 @dataclass
 class Pairs:
-    """A block of local images against a block of every rank's texts."""
+    """A block of this rank's images against a block of all ranks' texts."""
 
     logits: Tensor  # [i, t]
     annotated: Tensor  # [i, t] bool: the text was written for the image
-    images: Features  # beside the head's: "position" [i], "mineable" [i] bool, precomputed "image_features.NAME"
-    texts: Features  # likewise, of the image that the text was written for, "text_features.NAME", and "column" [t]
+    images: Features  # of the head, and "position" [i], "mineable" [i] bool, precomputed "image_features.NAME"
+    texts: Features  # likewise of the image of each text, and "text_features.NAME", "column" [t]
 
 
 Positives = Callable[[Pairs], Tensor]
-"""Which pairs of a block match: [i, t] in [0, 1].
+"""How far the pairs of a block match: [i, t] in [0, 1].
 
-Positives that must see all pairs before they judge one also have `bind(blocks) -> Positives`, called once a step.
+Positives that depend on all pairs also have `bind(blocks) -> Positives`, called once per step.
 """
 
 
 @dataclass
 class Total:
-    """A sum over this rank's share, and the count that turns the sum of all shares into a mean."""
+    """A sum over this rank's share, and its count: sum over ranks / count over ranks is the mean."""
 
     sum: Tensor  # scalar, with gradient
-    count: Tensor  # scalar; depends on the batch alone, never on parameters
-    rows: Tensor | None = None  # [I] each local image's part of the sum, without gradient
+    count: Tensor  # scalar; depends only on the batch, not on parameters
+    rows: Tensor | None = None  # [I] part of the sum of each local image, without gradient
 
 
 class PairBlocks(Protocol):

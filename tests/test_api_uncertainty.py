@@ -154,7 +154,7 @@ def test_no_images_and_no_texts_are_no_pairs() -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (["a dog"], "got a list: expected features, as encode_image and encode_text make them"),
+    (["a dog"], "got a list: expected features from encode_image or encode_text"),
     (torch.zeros(2, 16), "got a Tensor: expected features"),
     ({"log_var": torch.zeros(2, 16)}, r'"vec" \[\] and "log_var" \[2, 16\]: expected both \[N, D\]'),
     ({"vec": torch.zeros(2, 16), "log_var": torch.zeros(1, 16)}, r"expected both \[N, D\]"),
@@ -177,7 +177,7 @@ def test_what_are_no_features_of_this_model_is_refused(given: Any, sentence: str
 def test_features_of_two_models_are_refused() -> None:
     m = matcher()
     for measure in (m.distance, m.inclusion, m.includes):
-        with pytest.raises(ValueError, match="got features of 16 and of 4 dimensions: expected those of one model"):
+        with pytest.raises(ValueError, match="got features of 16 and of 4 dimensions: expected features of one model"):
             measure(at(1.0, -5.0), at(1.0, -5.0, dim=4))
 
 

@@ -1,6 +1,7 @@
-"""Resumable states: `state/step-N/` holds a safetensors file of every rank, `state/step-N.json` numbers and checksums.
+"""Atomic files, locks, model folders and resumable states.
 
-The json comes last: without it the state does not exist. Files are what `HuggingFaceStorageWriter` of
-`torch.distributed.checkpoint` writes with `save_distributed=True`: its reader and its planner load them on any number
-of ranks, sharded or not.
+A state is `state/step-N/` with one safetensors file per rank, and `state/step-N.json` with numbers and checksums. The
+JSON is written last: without it the state does not exist. The files have the format of `HuggingFaceStorageWriter` of
+`torch.distributed.checkpoint` with `save_distributed=True`, so its reader and planner load them on any number of ranks,
+sharded or not.
 """

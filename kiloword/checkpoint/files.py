@@ -1,8 +1,8 @@
-"""Files that are whole: a reader sees the old one or the new one, whatever dies meanwhile.
+"""Atomic files: a reader sees the old or the new file, even if the writer is killed.
 
-A file is written as `.NAME.tmp` beside it and renamed. Each file has one temporary name, and its writer holds a record
-lock on it, which ends with the process: the next writer of the same file waits for one that lives, and takes over what
-a killed one left. Nothing is left behind for longer than until the same file is written again.
+A file is written as `.NAME.tmp` in the same folder and then renamed. Its writer holds a record lock on the temporary
+file, which ends with the process: the next writer of the same file waits for a live writer, and reuses the temporary
+file of a killed one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from weakref import WeakValueDictionary
 
 from kiloword.checkpoint import lock
 
-_of_threads: WeakValueDictionary[Path, threading.Lock] = WeakValueDictionary()  # record locks exclude processes alone
+_of_threads: WeakValueDictionary[Path, threading.Lock] = WeakValueDictionary()  # record locks exclude other processes
 
 
 class SaveError(ValueError):
-    """A file could not be written; what was there before still is."""
+    """A file could not be written; the previous file is kept."""
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -33,11 +33,11 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def utf8(text: str, errors: str = "surrogateescape") -> str:
-    """A word of the system as UTF-8: where the locale is another, Python decodes its bytes to lone surrogates.
+    """A string from the system as UTF-8; in other locales Python decodes its bytes to lone surrogates.
 
-    Args: errors: what becomes of bytes that are not UTF-8, as of `bytes.decode`.
+    Args: errors: handling of bytes that are not UTF-8, as in `bytes.decode`.
     """
-    with suppress(UnicodeEncodeError):  # surrogates of another kind: from Python, not from the system
+    with suppress(UnicodeEncodeError):  # surrogates made in Python, not by decoding
         return text.encode("utf-8", "surrogateescape").decode("utf-8", errors)
     return text
 
@@ -48,14 +48,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """What `write_json` writes."""
+    """The bytes that `write_json` writes."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     return text.encode(errors="backslashreplace")  # lone surrogates of file names, as JSON writes them
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes its name when it is whole. Raises SaveError as `write_atomic`."""
+    """A file to write to, renamed to `path` at the end. Raises SaveError as `write_atomic`."""
     try:
         with replacing(path) as file:
             yield file
@@ -65,7 +65,7 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """As `atomic`, for callers with a message of their own. Raises: OSError."""
+    """As `atomic`, for callers with their own message. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _of_threads.setdefault(path.absolute(), threading.Lock()), _opened(path) as (file, temporary):
         try:
@@ -73,7 +73,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             temporary.replace(path)
-        except BaseException:  # Ctrl-C too; before the file is closed, which gives up its lock
+        except BaseException:  # also for Ctrl-C; before closing the file releases its lock
             with suppress(OSError):
                 temporary.unlink()
             raise
@@ -88,21 +88,21 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
         with open(lock.open_regular(temporary), "wb") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX)
-            except OSError:  # a file system without locks: a name that no other thread has
+            except OSError:  # a file system without locks: use a name of this thread only
                 temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
-                with open(lock.open_regular(temporary), "wb") as own:
-                    own.truncate(0)
-                    yield own, temporary
+                with open(lock.open_regular(temporary), "wb") as unlocked_file:
+                    unlocked_file.truncate(0)
+                    yield unlocked_file, temporary
                 return
             if lock.is_at(file.fileno(), temporary):
                 file.truncate(0)
                 yield file, temporary
                 return
-        # its writer has renamed it meanwhile
+        # its writer has renamed it in the meantime
 
 
 def sync(path: Path) -> None:
-    """What was written to a file, or the names in a folder, survive a power cut. Raises: OSError."""
+    """Flush a file, or the names in a folder, to disk. Raises: OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -110,16 +110,16 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def is_taken(path: Path, own: Mapping[str, bytes] | None = None) -> bool:
-    """Whether a path is anything but a folder to be, an empty one, or one that a killed process had begun.
+def is_taken(path: Path, partial: Mapping[str, bytes] | None = None) -> bool:
+    """Whether a path exists and is not an empty folder or one that a killed process had begun.
 
-    Args: own: files that such a process may have written, by name, and all that they hold.
+    Args: partial: files that such a process may have written: name -> contents.
     """
-    return path.exists() and (not path.is_dir() or any(not _is_passing(p, own or {}) for p in path.iterdir()))
+    return path.exists() and (not path.is_dir() or any(not _is_passing(p, partial or {}) for p in path.iterdir()))
 
 
-def _is_passing(path: Path, own: Mapping[str, bytes]) -> bool:
-    """Whether a file is a temporary one, a lock or one of `own`."""
+def _is_passing(path: Path, partial: Mapping[str, bytes]) -> bool:
+    """Whether a file is a temporary one, a lock or one of `partial`."""
     if path.name == lock.NAME or (path.name.startswith(".") and path.suffix == ".tmp"):
         return True
-    return path.name in own and path.is_file() and path.read_bytes() == own[path.name]
+    return path.name in partial and path.is_file() and path.read_bytes() == partial[path.name]

@@ -1,4 +1,4 @@
-"""One process is at work in a folder at a time."""
+"""Locks: only one process works in a folder at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ TRAINING = "training in"
 
 
 class Lock:
-    """The lock of a folder, held until `release`, or until this object goes or the process ends, however it ends.
+    """The lock of a folder, held until `release`, until this object is deleted or until the process ends.
 
-    A record lock: loader workers do not inherit it, so that one who outlives a killed run keeps nobody out. Where the
-    file system knows no locks, there is none.
+    It is a record lock, which loader workers do not inherit: a worker that outlives a killed run does not hold it. On
+    file systems without locks nothing is locked.
 
-    Args: out: the folder of --out; doing: what its holder does there; folder: made to hold the lock, if not `out`.
+    Args: out: the folder of --out; doing: activity of the holder, for messages; folder: folder of the lock file if not
+    `out`.
     Raises: ValueError when another process holds it.
     """
 
@@ -32,12 +33,12 @@ class Lock:
                 pass
         except OSError as e:
             raise ValueError(f"--out {out} cannot be written ({e.strerror}): choose another folder.") from e
-        with suppress(OSError):  # a full disk is told when there is something to save
+        with suppress(OSError):  # a full disk is reported at the first save
             os.truncate(self._fd, 0)
             os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     def _open(self, out: Path, doing: str) -> bool:
-        """Whether the lock is held now; not when its last holder has removed the file meanwhile."""
+        """Try to take the lock; False if its last holder has just removed the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = open_regular(self.path)
         try:
@@ -63,7 +64,7 @@ class Lock:
         self.release()
 
     def release(self) -> None:
-        """Give the lock up, and remove its file."""
+        """Release the lock and remove its file."""
         with suppress(OSError):
             self.path.unlink()
         self._close()
@@ -78,7 +79,7 @@ class Lock:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file to read and write, made where there is none; never what a link of somebody else's leads to.
+    """Open a file to read and write, or create it; links are not followed.
 
     Raises: OSError, also for a link, a pipe or a device.
     """
@@ -90,12 +91,12 @@ def open_regular(path: Path) -> int:
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EEXIST, f"{path} is no regular file: remove it", str(path))
+        raise OSError(errno.EEXIST, f"{path} is not a regular file: remove it", str(path))
     return fd
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Whether a path is still that of an open file."""
+    """Whether a path still names an open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(fd), path.stat())
     return False

@@ -1,4 +1,4 @@
-"""Model folders, and safetensors files.
+"""Model folders and safetensors files.
 
 A model folder holds `model.safetensors`, `config.json` and `tokenizer.json`.
 """
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from kiloword.methods.method import Method
     from kiloword.model.model import Model
 
-Spec = tuple[torch.dtype, tuple[int, ...]]  # of a tensor in a file
+Spec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor in a file
 
-CODES = {  # of safetensors; the widest first, which is the order of tensors in a file: so all lie aligned
+CODES = {  # dtypes of safetensors, widest first; tensors are stored in this order, so that all are aligned
     torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
@@ -43,13 +43,13 @@ CODES = {  # of safetensors; the widest first, which is the order of tensors in 
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-EXTRA_TOKENS = 16  # of a text tower
-FLOATS = ("F64", "F32", "BF16", "F16")  # of weights
-LONGEST_HEADER = 1 << 24  # bytes: some 100,000 tensors
+EXTRA_TOKENS = 16  # largest number in a text tower
+FLOATS = ("F64", "F32", "BF16", "F16")  # dtypes of weights
+LONGEST_HEADER = 1 << 24  # bytes, enough for 100,000 tensors
 
 
 def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile) -> None:
-    """Write a model folder; weights come last, so that they never stand beside another model's config."""
+    """Write a model folder; weights come last, so that they never stand beside an older config."""
     for name, data in words_of(tokenizer, file).items():
         write_atomic(folder / name, data)
     weights = model.state_dict()
@@ -58,7 +58,7 @@ def save_model(folder: Path, model: Model, tokenizer: Tokenizer, file: ModelFile
 
 
 def words_of(tokenizer: Tokenizer, file: ModelFile) -> dict[str, bytes]:
-    """The files of a model folder beside its weights, by name."""
+    """The files of a model folder except its weights: name -> contents."""
     return {"tokenizer.json": tokenizer.to_bytes(), "config.json": json_bytes(asdict(file))}
 
 
@@ -67,7 +67,7 @@ def spec_of(value: Tensor) -> Spec:
 
 
 def in_order(specs: Mapping[str, Spec]) -> list[str]:
-    """Names as they stand in a file."""
+    """Names in the order of a file."""
     kinds = list(CODES)
     return sorted(specs, key=lambda name: (kinds.index(specs[name][0]), name))
 
@@ -75,9 +75,9 @@ def in_order(specs: Mapping[str, Spec]) -> list[str]:
 def write_tensors(
     path: Path, specs: Mapping[str, Spec], values: Iterable[Tensor], about: Mapping[str, str] | None = None
 ) -> str:
-    """Write a safetensors file one tensor at a time: the library wants all of them, and as much memory again.
+    """Write a safetensors file one tensor at a time; the library needs all of them, and twice the memory.
 
-    Args: specs: of every tensor; values: in the order of `in_order(specs)`; about: the file's own metadata.
+    Args: specs: of every tensor; values: in the order of `in_order(specs)`; about: metadata of the file.
     Returns: its SHA-256. Raises: SaveError. Source: github.com/huggingface/safetensors, "Format".
     """
     header: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
@@ -98,11 +98,11 @@ def write_tensors(
 
 
 def _bytes(path: Path, specs: Mapping[str, Spec], values: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Raises: SaveError for values other than those of the specs: a reader would take them for each other."""
+    """The bytes of the tensors. Raises: SaveError for values that do not match the specs."""
     for name, value in itertools.zip_longest(in_order(specs), values):
         if name is None or value is None or spec_of(value) != specs[name]:
-            came, expected = (str(spec_of(value)) if value is not None else "nothing"), specs.get(name, "nothing more")
-            raise SaveError(f"cannot write {path}: {came} came for {name}, expected {expected}. This is a bug.")
+            actual, expected = "nothing" if value is None else str(spec_of(value)), specs.get(name, "nothing more")
+            raise SaveError(f"cannot write {path}: got {actual} for {name}, expected {expected}. This is a bug.")
         raw: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         yield memoryview(raw)
 
@@ -110,17 +110,17 @@ def _bytes(path: Path, specs: Mapping[str, Spec], values: Iterable[Tensor]) -> I
 def load_model(
     folder: Path | str, device: str = "cpu", dtype: str = "fp32", trust: Trust = NONE
 ) -> tuple[Model, Tokenizer]:
-    """A model folder's model and tokenizer; see `open_model`."""
+    """The model and tokenizer of a model folder; see `open_model`."""
     return open_model(folder, device, dtype, trust)[:2]
 
 
 def open_model(
     folder: Path | str, device: str = "cpu", dtype: str = "fp32", trust: Trust = NONE, precision: str = "fp32"
 ) -> tuple[Model, Tokenizer, Method]:
-    """Read a model folder: data alone, unless the user trusts its code.
+    """Read a model folder; its code is not run unless the user trusts it.
 
-    Args: dtype of the weights, "fp32", "bf16" or "fp64"; precision that encoders compute in, "auto", "fp32" or "bf16".
-    Raises: ValueError when a file is missing or damaged, or does not fit its config, or asks for code (`Trust`).
+    Args: dtype: of the weights, "fp32", "bf16" or "fp64"; precision: of the encoders, "auto", "fp32" or "bf16".
+    Raises: ValueError when a file is missing or damaged, does not fit its config, or needs untrusted code (`Trust`).
     """
     from kiloword.config.by_device import encoder_precision
     from kiloword.data.text.tokenizer import Tokenizer
@@ -158,25 +158,25 @@ def read_model_file(folder: Path | str) -> ModelFile:
 
 
 def check_weights(folder: Path | str, file: ModelFile, method: Method) -> None:
-    """Compare a folder's weights with its config before room is made for either.
+    """Compare the shapes of a folder's weights with its config before allocating either.
 
     Raises: ValueError when the file is damaged or does not fit.
     """
     from kiloword.model.model import shapes
 
-    there = read_shapes(Path(folder) / "model.safetensors")
-    if ":" not in file.method:  # a user's own method may need numbers, which a model without content has not
+    stored = read_shapes(Path(folder) / "model.safetensors")
+    if ":" not in file.method:  # a user-defined method may read values, which meta tensors do not have
         try:
             declared = shapes(file.model, method)
         except ValueError as e:
             raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}.") from e
-        check_fit(declared, there, f"weights in {folder}", "its config")
+        check_fit(declared, stored, f"weights in {folder}", "its config")
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a safetensors file, of which only the header is read.
+    """The shape of every tensor of a safetensors file; only the header is read.
 
-    Raises: ValueError when it is damaged, or holds other than floating-point tensors.
+    Raises: ValueError when it is damaged, or holds tensors that are not floating-point.
     """
     with path.open("rb") as raw:
         size = int.from_bytes(raw.read(8), "little")
@@ -208,10 +208,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str) -> None:
-    """Strict: every tensor of the model, no others, of the same shapes, all finite. Raises: ValueError naming what is
-    wrong."""
-    own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    check_fit(own, {k: tuple(v.shape) for k, v in weights.items()}, f"weights in {name}", "its config")
+    """Load weights strictly: all tensors of the model and no others, with equal shapes, all finite.
+
+    Raises: ValueError naming the tensors that do not fit.
+    """
+    expected = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    check_fit(expected, {k: tuple(v.shape) for k, v in weights.items()}, f"weights in {name}", "its config")
     check_finite(weights, name)
     model.load_state_dict(weights)
 
@@ -219,7 +221,7 @@ def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], name: str) 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors that hold NaN or infinite values.
 
-    A sum is finite only if all its terms are, and ten times as fast as asking each; it may overflow, so it is not all.
+    A finite sum shows that all terms are finite, ten times as fast as checking each; a sum may also overflow.
     """
     return [name for name, value in tensors.items() if not (value.sum().isfinite() or value.isfinite().all())]
 
@@ -233,14 +235,14 @@ def check_finite(weights: Mapping[str, Tensor], name: str) -> None:
         )
 
 
-def check_fit(own: Mapping[str, Any], there: Mapping[str, Any], what: str, frame: str) -> None:
+def check_fit(expected: Mapping[str, Any], actual: Mapping[str, Any], what: str, frame: str) -> None:
     """Raises: ValueError unless both have the same names with the same shapes or specs."""
-    problems = [f"missing {k}" for k in own if k not in there]
-    problems += [f"unknown {k[:200]}" for k in there if k not in own]
-    problems += [f"{k} is {_say(there[k])} instead of {_say(v)}" for k, v in own.items() if there.get(k, v) != v]
+    problems = [f"missing {k}" for k in expected if k not in actual]
+    problems += [f"unknown {k[:200]}" for k in actual if k not in expected]
+    problems += [f"{k} is {_say(actual[k])} instead of {_say(v)}" for k, v in expected.items() if actual.get(k, v) != v]
     if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"{what} do not fit {frame}: {'; '.join(problems[:3])}{more}.")
+        rest = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(f"{what} do not fit {frame}: {'; '.join(problems[:3])}{rest}.")
 
 
 def _say(spec: Any) -> str:

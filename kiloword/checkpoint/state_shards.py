@@ -1,7 +1,7 @@
-"""One rank's part of a state: which tensors it writes, their copy in host memory, its file; and reading all parts.
+"""One rank's part of a state: its tensors, their copy in host memory and its file; and reading of all parts.
 
-Planning and reading are `torch.distributed.checkpoint`'s. Writing is ours: its writer opens the file under the name
-that counts, keeps two more copies of the part in memory, takes no checksum and asks all ranks for their plans.
+Planning and reading use `torch.distributed.checkpoint`. Its writer is not used: it writes under the final name, keeps
+two more copies of the part in memory, computes no checksum and gathers the plans of all ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from kiloword.checkpoint.model_folder import Spec, in_order, spec_of, write_tensors
 from kiloword.distributed import collectives
 
-AT_ONCE = 1 << 28  # bytes of whole tensors that are put together from their shards at a time
+AT_ONCE = 1 << 28  # bytes of whole tensors assembled from shards at a time
 
 
 @dataclass
 class StateShard:
-    """What one rank writes: a chunk a tensor."""
+    """The data that one rank writes: a chunk of each tensor."""
 
     values: dict[str, Tensor]
     offsets: dict[str, tuple[int, ...]]  # of the chunk in its tensor
@@ -38,7 +38,7 @@ class StateShard:
 class Host:
     """Copies of this rank's part in host memory.
 
-    Kept from save to save: fresh pages cost 10 times the copying, and copies from a GPU want pinned memory.
+    They are reused by later saves: new pages cost 10 times the copying, and copies from a GPU need pinned memory.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Host:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> StateShard:
-        """This rank's part of `tensors`, which may change from here on.
+        """Copy this rank's part of `tensors`, which may change afterwards.
 
         Args: tensors: plain (equal on all ranks) or DTensors (sharded over all ranks).
         """
@@ -64,17 +64,17 @@ class Host:
         return part
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
-        found = self._buffers.get(name)
-        if found is None or spec_of(found) != spec_of(like):
-            found = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            self._buffers[name] = found
-        return found
+        buffer = self._buffers.get(name)
+        if buffer is None or spec_of(buffer) != spec_of(like):
+            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            self._buffers[name] = buffer
+        return buffer
 
 
 def _own(items: Sequence[WriteItem]) -> list[WriteItem]:
-    """What this rank writes: its chunks, and its share of what all ranks have, by size (all ranks reckon alike)."""
+    """The items this rank writes: its chunks, and its share by size of replicated tensors (equal on all ranks)."""
     loads = [0] * collectives.ranks()
-    own = []
+    selected = []
     for item in sorted(items, key=lambda item: (-_size(item), item.index.fqn)):
         if item.type == WriteItemType.SHARD:
             owner = collectives.rank() if _size(item) else None
@@ -82,8 +82,8 @@ def _own(items: Sequence[WriteItem]) -> list[WriteItem]:
             owner = loads.index(min(loads))
             loads[owner] += max(1, _size(item))
         if owner == collectives.rank():
-            own.append(item)
-    return own
+            selected.append(item)
+    return selected
 
 
 def _size(item: WriteItem) -> int:
@@ -92,7 +92,7 @@ def _size(item: WriteItem) -> int:
 
 
 def write_part(folder: Path, part: StateShard, rank: int, ranks: int) -> dict[str, str]:
-    """Write a rank's file. Returns: its name -> its SHA-256. Raises: SaveError."""
+    """Write a rank's file. Returns: name -> SHA-256. Raises: SaveError."""
     path = folder / f"shard-{rank + 1:05d}-of-{ranks:05d}.safetensors"
     specs = {name: spec_of(value) for name, value in part.values.items()}
     places = {name: {"saved_offsets": part.offsets[name]} for name in in_order(specs)}
@@ -101,7 +101,7 @@ def write_part(folder: Path, part: StateShard, rank: int, ranks: int) -> dict[st
 
 
 class _Listed(FileSystem):
-    """The files of a state, whatever else lies beside them."""
+    """Lists only the files of a state, not other files in their folder."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = [str(file) for file in files]
@@ -113,8 +113,8 @@ class _Listed(FileSystem):
 class SavedState:
     """A whole state on disk.
 
-    Args: files: of its tensors; numbers: what else it holds.
-    Errors: ValueError for files that are no safetensors, or whose header makes no sense; nothing is allocated for it.
+    Args: files: of its tensors; numbers: its JSON.
+    Errors: ValueError for files that are not safetensors or have an invalid header; nothing is allocated before.
     """
 
     def __init__(self, files: Sequence[Path], numbers: dict[str, Any]) -> None:
@@ -132,29 +132,29 @@ class SavedState:
             self.specs[name] = stored.properties.dtype, tuple(stored.size)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place, plain or sharded; each rank reads what it has of them."""
+        """Fill plain or sharded tensors in place; each rank reads its parts."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), self._metadata)
         plan = planner.finish_plan(planner.create_local_plan())
         self._reader.read_data(plan, planner).wait()
 
     def whole(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Whole tensors in the order of `names`, some at a time."""
+        """Whole tensors in the order of `names`, AT_ONCE bytes at a time."""
         for group in self._groups(names):
-            found = {name: torch.empty(self.specs[name][1], dtype=self.specs[name][0]) for name in group}
-            self.load(found)
-            yield from found.values()
+            tensors = {name: torch.empty(self.specs[name][1], dtype=self.specs[name][0]) for name in group}
+            self.load(tensors)
+            yield from tensors.values()
 
     def _groups(self, names: Sequence[str]) -> Iterator[list[str]]:
         group: list[str] = []
         size = 0
         for name in names:
             dtype, shape = self.specs[name]
-            more = dtype.itemsize * torch.Size(shape).numel()
-            if group and size + more > AT_ONCE:
+            tensor_size = dtype.itemsize * torch.Size(shape).numel()
+            if group and size + tensor_size > AT_ONCE:
                 yield group
                 group, size = [], 0
             group.append(name)
-            size += more
+            size += tensor_size
         if group:
             yield group

@@ -1,7 +1,7 @@
-"""Which code a model folder may run: none, but for a module that the user names. No torch here: help is instant.
+"""Code that a model folder may run: none, except a module that the user names. No torch here, so that help is instant.
 
-`config.json` names the method that a model was trained by. A built-in method is our code; "module:preset" is code of
-whoever made the folder, and is imported only on the user's word.
+`config.json` names the method that trained the model. A built-in method is code of kiloword; "module:preset" is code of
+the author of the folder, and is imported only if the user allows it.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """What the user says about the code that a model folder asks for."""
+    """The user's decision about code that a model folder needs."""
 
-    method: str | None = None  # of the model, in place of what its config.json names; may be your own module:preset
-    trust_code: bool = False  # import the module that config.json names; for models of people you trust
-    named: Annotated[str | None, Suppress] = None  # by the user for something else: its module may be imported here too
+    method: str | None = None  # of the model, in place of that in its config.json; may be your own module:preset
+    trust_code: bool = False  # import the module named in config.json; only for models that you trust
+    named: Annotated[str | None, Suppress] = None  # by the user for another purpose; its module may be imported too
 
 
 NONE = Trust()
 
 
 def method_of(file: ModelFile, folder: Path | str, trust: Trust = NONE) -> Method:
-    """The method of a model folder; a module is imported only when `trust` says so.
+    """The method of a model folder; a module is imported only if `trust` allows it.
 
-    Raises: ValueError when the folder asks for code that the user did not name, or for a method that is not known.
+    Raises: ValueError when the folder needs code that the user did not name, or an unknown method.
     """
     from kiloword.methods.registry import base_of, preset
 
-    asks, word = file.method, trust.method or trust.named
-    named = word is not None and word in (asks, base_of(asks))  # of "mine:preset+compose" too by "mine:preset"
+    stored, allowed = file.method, trust.method or trust.named
+    named = allowed is not None and allowed in (stored, base_of(stored))  # "mine:preset" allows "mine:preset+compose"
     if trust.method is not None and not named:
-        warn(f"{folder} asks for the method {asks[:200]!r}: {word!r} is used, as --method says.")
+        warn(f"{folder} asks for the method {stored[:200]!r}: {allowed!r} is used, as --method says.")
         try:
             return preset(trust.method, file.settings)
         except ValueError as e:
-            raise ValueError(f"{word} does not fit {folder}, which was trained by {asks[:200]}: {e}") from e
-    named = named or (word is not None and base_of(word) == base_of(asks))
-    if ":" in asks and not (named or trust.trust_code):
+            raise ValueError(f"{allowed} does not fit {folder}, which was trained by {stored[:200]}: {e}") from e
+    named = named or (allowed is not None and base_of(allowed) == base_of(stored))
+    if ":" in stored and not (named or trust.trust_code):
         raise ValueError(
-            f"{folder} was trained by the method {asks[:200]!r}, which is code that its config.json names and that is "
-            "not run unasked. If you know this code, name the method: --method MODULE:PRESET (caption: --model-method; "
-            "train: as its METHOD; kiloword.load: method=). To import the module that the model names: --trust-code "
-            "(trust_code=True)."
+            f"{folder} was trained by the method {stored[:200]!r}, which is code that its config.json names and "
+            "that is not run unasked. If you know this code, name the method: --method MODULE:PRESET (caption: "
+            "--model-method; train: as its METHOD; kiloword.load: method=). To import the module that the model names: "
+            "--trust-code (trust_code=True)."
         )
     try:
-        return preset(asks, file.settings)
+        return preset(stored, file.settings)
     except ValueError as e:
         raise ValueError(f"{Path(folder) / 'config.json'} cannot be used: {e}") from e

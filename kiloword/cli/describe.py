@@ -1,4 +1,4 @@
-"""What there is: presets with their slots, sizes of towers, this machine. The verbs methods, sizes and doctor."""
+"""The verbs methods, sizes and doctor: tables of methods and components, of sizes, and of this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDE = 240  # columns where the output is no terminal
 
 
 def methods_table() -> None:
-    """Print the presets: where each comes from, and what fills its slots."""
+    """Print the methods with sources and components, then the components for mixing."""
     slots_shown = ("transforms", "captions", "pooling", "uncertainty", "positives", "pair loss", "terms")
     table = plain_table("method", "source", *slots_shown, "summary")
     for name in names():
@@ -41,7 +41,7 @@ def methods_table() -> None:
 
 
 def slots(method: Method) -> dict[str, str]:
-    """What fills the slots of a method, in words; "" is an empty slot."""
+    """Names of the components in the slots of a method; "" for an empty slot."""
     head = _head(method, sizes()["debug"])
     uncertainty = head.uncertainty
     return {
@@ -59,33 +59,33 @@ def slots(method: Method) -> dict[str, str]:
 
 
 def sizes_table() -> None:
-    """Print the named sizes of towers with their parameters and arithmetic."""
+    """Print the named sizes of towers with their parameters and FLOPs."""
     table = plain_table("size", "image", "patch", "image tower", "text tower", "context", "embedding")
     for name in ("M parameters", "GFLOP image", "text", "pair"):
         table.add_column(name, justify="right")
     for name, config in sizes().items():
         image, text = config.image, config.text
-        work = image_flops(config), text_flops(config), image_flops(config) + text_flops(config)
+        flops = image_flops(config), text_flops(config), image_flops(config) + text_flops(config)
         table.add_row(
             *(name, str(image.size), str(image.patch), tower_shape(image), tower_shape(text), str(text.context)),
-            *(str(config.head.dim), f"{parameters(config) / 1e6:.2f}", *(f"{w / 1e9:.3g}" for w in work)),
+            *(str(config.head.dim), f"{parameters(config) / 1e6:.2f}", *(f"{w / 1e9:.3g}" for w in flops)),
         )
     Screen(_WIDE).print(table)
     say(
-        "Towers are width x depth / heads. GFLOP: one forward pass, two a multiply-add, of one image and of one",
+        "Towers are width x depth / heads. GFLOP: a forward pass (two per multiply-add) of one image and of one",
         "caption that fills the context; a training step takes three times as much. Captions are never padded.",
     )
 
 
 def parameters(config: ModelConfig, method: str = "clip") -> int:
-    """Number of parameters of a model, counted without making it."""
+    """Number of parameters of a model, counted on the meta device."""
     with torch.device("meta"):
         model = Model(config, _head(preset(method), config))
     return sum(p.numel() for p in model.parameters())
 
 
 def image_flops(config: ModelConfig) -> int:
-    """Arithmetic of one image's forward pass: matrix products, two a multiply-add; any pool but "map"."""
+    """FLOPs of matrix products in the forward pass of one image, two per multiply-add; any pool except "map"."""
     image = config.image
     patches = (image.size // image.patch) ** 2
     stem = 2 * patches * 3 * image.patch**2 * image.width
@@ -97,19 +97,19 @@ def image_flops(config: ModelConfig) -> int:
 
 
 def text_flops(config: ModelConfig) -> int:
-    """Arithmetic of the forward pass of one caption that fills the context."""
+    """FLOPs of the forward pass of one caption that fills the context."""
     text = config.text
     return _blocks(text, text.context) + 2 * text.width * config.head.dim
 
 
 def _blocks(tower: ImageConfig | TextConfig, tokens: int) -> int:
-    """Projections, MLP and attention of all blocks; attention as if no key were hidden."""
+    """FLOPs of projections, MLP and attention (without mask) of all blocks."""
     weights = 4 * tower.width**2 + 2 * tower.width * tower.mlp
     return 2 * tower.depth * (tokens * weights + 2 * tokens**2 * tower.width)
 
 
 def doctor_table() -> None:
-    """Print what this machine has, and what could be better."""
+    """Print versions, devices and extras of this machine, and hints."""
     table = plain_table("", "")
     for name, value in machine().items():
         table.add_row(name, value)
@@ -134,21 +134,21 @@ def machine() -> dict[str, str]:
         "cores": str(cores()),
         "devices": ", ".join(["cpu", *(f"{c.name} ({c.total_memory / 2**30:.0f} GiB)" for c in cards)]),
         "threads of torch": str(torch.get_num_threads()),
-        "OpenMP": " ".join(settings) or "as the library likes (no OMP_... in the environment)",
+        "OpenMP": " ".join(settings) or "default of the library (no OMP_... in the environment)",
     }
 
 
 def extras() -> dict[str, dict[str, str]]:
-    """Every extra of kiloword -> its packages -> the installed version, "" where it is missing."""
-    found: dict[str, dict[str, str]] = {}
+    """Extra of kiloword -> its packages -> installed version, "" where it is missing."""
+    versions: dict[str, dict[str, str]] = {}
     for line in metadata.requires("kiloword") or []:
         if match := re.match(r"""([\w.-]+).*;.*extra == ['"]([\w-]+)['"]""", line):
-            found.setdefault(match[2], {})[match[1]] = _version(match[1])
-    return found
+            versions.setdefault(match[2], {})[match[1]] = _version(match[1])
+    return versions
 
 
 def hints() -> list[str]:
-    """What could be better on this machine, a sentence each."""
+    """Hints for better performance on this machine."""
     out = []
     if not torch.cuda.is_available():
         out.append("no CUDA device: sizes debug and tiny train on a CPU within minutes, s16 and up want a GPU.")
@@ -166,7 +166,7 @@ def _head(method: Method, config: ModelConfig) -> Head:
 
 
 def _word(thing: object | Callable[..., object]) -> str:
-    """A slot's content by its name: a function's, else its class's."""
+    """The name of a component: of its function, else of its class."""
     thing = thing.func if isinstance(thing, partial) else thing
     name = getattr(thing, "__name__", type(thing).__name__)
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).replace("_", " ").lower().strip()

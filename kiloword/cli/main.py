@@ -1,4 +1,4 @@
-"""The verbs, each a thin call. No torch at import: help is instant."""
+"""The verbs of the command line, each a thin call. No torch at import, so that help is instant."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ GENERATE = GenerationOptions()
 MINE = MineOptions()
 
 
-@app.command(name="train")  # for the list of verbs: main reads its words, as those of eval and plan
+@app.command(name="train")  # only for the list of verbs: `_run` handles it, as it does eval and plan
 def _train_stub() -> None:
     """Train a model, or resume it: kiloword train METHOD --data SRC --out DIR."""
 
 
 @app.command
 def quickstart(out: Path = Path("quickstart"), steps: int | None = None, seed: int = 0) -> None:
-    """Train on scenes, evaluate, write DIR/report.html; about 3 minutes on 2 CPU cores.
+    """Train on scenes, evaluate, write DIR/report.html. Takes about 3 minutes on 2 CPU cores.
 
     Args:
         out: folder of the run and its report; the same command again resumes.
-        steps: another length than the recipe's.
-        seed: another seed gives another run.
+        steps: number of steps in place of the recipe's.
+        seed: seed of the run.
     """
     from kiloword.quickstart.run import run
 
@@ -70,9 +70,9 @@ def embed(
     dtype: Literal["fp16", "fp32"] = "fp16",
     trust: Annotated[Trust, arg(name="")] = NONE,
 ) -> None:
-    """Features of a data set, once: kiloword embed runs/first/model --data photos/train --out features
+    """Precompute the features of a data set: kiloword embed runs/first/model --data photos/train --out features
 
-    By another's model: kiloword embed open_clip:ViT-B-32:weights.safetensors --data photos/train --out features
+    Of another library: kiloword embed open_clip:ViT-B-32:weights.safetensors --data photos/train --out features
 
     Args:
         model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (a CLIP as transformers saves it).
@@ -80,12 +80,12 @@ def embed(
         out: feature store to write, for `train --features`; the same command again goes on after an interruption.
         name: of the features, where one run takes several feature stores.
         extra_captions: parquet tables (key, captions) whose captions are embedded too.
-        batch: images at a time.
-        workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
+        batch: images in a batch.
+        workers: loader processes; auto: none on a CPU, on CUDA the number of cores minus two.
         device: auto, cpu, cuda, cuda:N.
-        precision: of the computation, and part of the feature store: fp32 unless given, on every device.
-        dtype: of the features in the table.
-        trust: whose code a model folder may run.
+        precision: of the computation; recorded in the feature store.
+        dtype: of the stored features.
+        trust: code that a model folder may run.
     """
     from kiloword.features.extract import main as run
 
@@ -105,22 +105,22 @@ def caption(
     model_method: str | None = None,
     trust_code: bool = False,
 ) -> None:
-    """Describe images: kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
+    """Write captions for images: kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
 
-    By another's model: kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
+    Of another library: kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
 
     Args:
         model: model folder (coca, sycoca or any with +caption), or hf:FOLDER (BLIP, GIT, ... as transformers saves it).
         data: what `train --data` takes; images need no captions.
-        out: parquet table (key, captions, scores) to write, for `train --extra-captions`; the same command again goes
-            on after an interruption.
-        options: how captions are found.
-        batch: images at a time.
-        workers: loader processes; auto: none on a CPU, on CUDA the cores but two.
+        out: parquet table (key, captions, scores) to write, for `train --extra-captions`; run the same command again
+            after an interruption.
+        options: how captions are generated.
+        batch: images in a batch.
+        workers: loader processes; auto: none on a CPU, on CUDA the number of cores minus two.
         device: auto, cpu, cuda, cuda:N.
-        precision: auto: that of the table that resumes, else bf16 on CUDA for model folders larger than size tiny.
-        model_method: of the model, in place of what its config.json names; may be your own module:preset.
-        trust_code: import the module that config.json names; for models of people you trust.
+        precision: auto: that of a table that is resumed, else bf16 on CUDA for models larger than size tiny.
+        model_method: method of the model, in place of that in its config.json; may be your own module:preset.
+        trust_code: import the module named in config.json; only for models that you trust.
     """
     from kiloword.generation.command import main as run
 
@@ -135,15 +135,15 @@ def mine(
     out: Path,
     options: Annotated[MineOptions, arg(name="")] = MINE,
 ) -> None:
-    """Captions that fit other images: kiloword mine photos/train --features features --out mined --calibrate
+    """Mine captions that match other images: kiloword mine photos/train --features features --out mined --calibrate
 
     Writes OUT/report.html, pairs.parquet, mine.json and thresholds.json.
 
     Args:
         data: what `train --data` takes.
-        features: feature store of a teacher's features of it (`kiloword embed`).
-        out: folder for report, pairs and numbers.
-        options: thresholds, and what is shown.
+        features: feature store of a teacher for the data (`kiloword embed`).
+        out: folder for report, pairs and thresholds.
+        options: thresholds, and contents of the report.
     """
     from kiloword.mining import main as run
 
@@ -159,20 +159,20 @@ def data(
     as_: Annotated[str | None, arg(name="as")] = None,
     size: str = "tiny",
 ) -> None:
-    """Look at a data set before training on it: kiloword data stats photos/train --png samples.png
+    """Inspect a data set before training: kiloword data stats photos/train --png samples.png
 
     Args:
-        what: index (make the byte-offset indexes), check (decode every sample, name the bad), stats.
+        what: index (write byte-offset indexes), check (decode every sample, list bad ones), or stats.
         source: what `train --data` takes.
-        png: with stats, write an image of samples here.
-        as_: with stats and png, draw the examples that training this method would see, augmented and composed.
-        size: with as, the size whose defaults hold, as of train.
-        digest: with index, digest all images and texts of tars (reads them once); resumed runs compare it.
+        png: with stats, write an image of samples to this file.
+        as_: with stats and png, draw the examples as training of this method sees them: augmented and composed.
+        size: with as, size whose defaults apply, as in train.
+        digest: with index, hash all images and texts of tars (reads them once); resumed runs compare it.
     """
     from kiloword.data import inspect
 
     if as_ is not None and (what != "stats" or png is None):
-        raise ValueError("--as draws what training would see: expected data stats SRC --as METHOD --png FILE.")
+        raise ValueError("--as draws training examples: expected data stats SRC --as METHOD --png FILE.")
     if inspect.main(what, source, png if as_ is None else None, digest):
         raise SystemExit(1)
     if as_ is not None and png is not None:
@@ -183,7 +183,7 @@ def data(
 
 @app.command
 def verify(method: Positional[str], ranks: tuple[int, ...] = (1, 2, 4)) -> None:
-    """Prove that a method keeps its mathematics: over ranks, micro-batches, blocks, order; about a minute.
+    """Check that a method's gradients do not depend on ranks, micro-batches, blocks or order; about a minute.
 
     Args:
         method: preset, or your own module:preset.
@@ -198,14 +198,14 @@ def verify(method: Positional[str], ranks: tuple[int, ...] = (1, 2, 4)) -> None:
 def import_(
     format: Positional[Literal["open_clip", "prolip"]], weights: Positional[tuple[str, ...]], out: Path
 ) -> None:
-    """Weights in: kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
+    """Import weights of another library: kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
 
-    The authors' ProLIP: kiloword import prolip model.safetensors --out models/prolip
+    ProLIP of its authors: kiloword import prolip model.safetensors --out models/prolip
 
     Args:
-        format: where the weights come from.
-        weights: of open_clip the model's name there and its file, .safetensors or .pt (read with weights_only); of
-            prolip the file, with config.json and tokenizer.json beside it.
+        format: format of the weights.
+        weights: open_clip: its name of the model, and a .safetensors or .pt file (read with weights_only); prolip: the
+            file, with config.json and tokenizer.json in the same folder.
         out: model folder to write.
     """
     if len(weights) != (2 if format == "open_clip" else 1):
@@ -226,12 +226,12 @@ app.command(watch)
 
 @app.command(name="plan")
 def _plan_stub() -> None:
-    """Memory, time and traffic before renting: kiloword plan METHOD --size L --gpus N --batch B --samples S."""
+    """Estimate memory, time and traffic of a run: kiloword plan METHOD --size L --gpus N --batch B --samples S."""
 
 
 @app.command
 def methods() -> None:
-    """The presets and what fills their slots."""
+    """List the methods, their components, and components to mix in."""
     from kiloword.cli.describe import methods_table
 
     methods_table()
@@ -239,7 +239,7 @@ def methods() -> None:
 
 @app.command
 def sizes() -> None:
-    """The named sizes of towers."""
+    """List the named sizes of towers."""
     from kiloword.cli.describe import sizes_table
 
     sizes_table()
@@ -247,14 +247,14 @@ def sizes() -> None:
 
 @app.command
 def doctor() -> None:
-    """What this machine has: versions, devices, extras, threads."""
+    """Show versions, devices, extras and threads of this machine."""
     from kiloword.cli.describe import doctor_table
 
     doctor_table()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. Errors a user can mend are one sentence on stderr and exit code 2."""
+    """Entry point. An error that the user can fix is one message on stderr and exit code 2."""
     if argv is None:
         sys.excepthook = show_traceback
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -262,31 +262,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(__version__)
         return
     try:
-        with guarded(), _met():
+        with guarded(), _monitored():
             _run(settled(argv, app._subcommands))
-    except BrokenPipeError:  # `kiloword ... | head`: nobody reads on
+    except BrokenPipeError:  # `kiloword ... | head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except KeyboardInterrupt as e:
         warn(f"kiloword: {interruption(argv, e)}")
         raise SystemExit(130) from None
     except Exception as e:
-        said = sentence_of(e)
-        if said is None:
+        message = sentence_of(e)
+        if message is None:
             raise
-        if not getattr(e, "quiet", False):  # rank 0 speaks for all
-            warn(f"kiloword: {scrubbed(said)}")
-        launch.explain(scrubbed(said))
+        if not getattr(e, "quiet", False):  # rank 0 prints it for all
+            warn(f"kiloword: {scrubbed(message)}")
+        launch.explain(scrubbed(message))
         raise SystemExit(getattr(e, "code", 2)) from None
 
 
-def _met() -> AbstractContextManager[object]:
-    """With several ranks: an error of one ends all."""
+def _monitored() -> AbstractContextManager[object]:
+    """With several ranks: heartbeats, so that an error of one ends all."""
     if launch.adopt() == 1:
         return nullcontext()
-    from kiloword.distributed.heartbeat import met
+    from kiloword.distributed.heartbeat import monitored
 
-    return met()
+    return monitored()
 
 
 def _run(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The verb score. No torch at import: help is instant."""
+"""The verb score. No torch at import, so that help is instant."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def score(
 ) -> None:
     """Score images against texts: kiloword score MODEL --images a.jpg b.jpg --texts "a dog" "a cat"
 
-    Where each text looks: kiloword score MODEL --images a.jpg --texts "a dog" --explain inside
+    Attention maps of texts: kiloword score MODEL --images a.jpg --texts "a dog" --explain inside
 
     Args:
         model: model folder.
         images: image files, or folders of them.
-        texts: captions to compare with.
-        explain: folder for a PNG an image, which shows where each text looks, and weights.json; of a model with
+        texts: texts to score.
+        explain: folder for one PNG per image with the attention maps of the texts, and weights.json; for a model with
             decoders also IMAGE-inside.png and inside.json.
-        explain_what: with explain, what is drawn if not all: maps (where each text looks), and of decoders words (where
-            the text decoder looks as it writes each word), gradcam (of the first layer), masks (which patches each
-            text hides) and reconstruction (hidden patches as the image decoder paints them).
-        maps: with explain, attention of the image tower's last block, or rolled out over all blocks.
+        explain_what: with explain, what to draw instead of everything: maps (attention of each text), and for decoders
+            words (attention of the text decoder for each word), gradcam (of its first layer), masks (patches that each
+            text masks) and reconstruction (masked patches as the image decoder reconstructs them).
+        maps: with explain, attention of the image tower's last block, or rollout over all blocks.
         device: auto, cpu, cuda, cuda:N.
         precision: of the encoders; auto: bf16 on CUDA where the model is larger than size tiny, else fp32. Features and
             scores are fp32.
-        trust: whose code the model folder may run.
+        trust: code that the model folder may run.
     """
     from kiloword.api import load
     from kiloword.config.by_device import announce, reason_of
@@ -48,21 +48,21 @@ def score(
     images = _files(images)
     _check(texts)
     matcher = load(model, device=device, method=trust.method, trust_code=trust.trust_code, precision=precision)
-    made = matcher.model
-    announce(str(made.mean.device), made.precision, reason_of(precision, made.config))
+    network = matcher.model
+    announce(str(network.mean.device), network.precision, reason_of(precision, network.config))
     for n, (tokens, read) in matcher.tokenizer.cut(texts, matcher.model.config.text).items():
-        warn(f"text {n + 1} ({texts[n][:60]!r}) is cut: it has {tokens} tokens, of which the model reads {read}")
+        warn(f"text {n + 1} ({texts[n][:60]!r}) is truncated: it has {tokens} tokens, of which the model reads {read}")
     _print(images, texts, matcher.score(list(images), list(texts)).tolist())
     if explain is not None:
         from kiloword.explain.sheets import write
 
         say(*write(explain, matcher, images, texts, maps, explain_what or None))
     elif explain_what:
-        raise ValueError("--explain-what says what --explain DIR draws: give a folder by --explain.")
+        raise ValueError("--explain-what selects what --explain DIR draws: name a folder by --explain.")
 
 
 def _files(images: Sequence[Path]) -> tuple[Path, ...]:
-    """The files, and in place of a folder the image files in it, by name. Raises: ValueError for a folder without."""
+    """Replace folders by their image files, sorted by name. Raises: ValueError for a folder without images."""
     from kiloword.data.sources.folder import is_image
 
     files: list[Path] = []
@@ -81,7 +81,7 @@ def _check(texts: Sequence[str]) -> None:
 
 
 def _print(images: Sequence[Path], texts: Sequence[str], scores: Sequence[Sequence[float]]) -> None:
-    """Scores [images, texts] as a table; each image's best are bold."""
+    """Print scores [images, texts] as a table; the best of each image are bold."""
     from rich.table import Table
     from rich.text import Text
 

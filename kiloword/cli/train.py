@@ -1,6 +1,6 @@
-"""The verb train: its flags are the recipe's settings, whose defaults depend on method, size and data.
+"""The verb train. Its flags are the recipe's settings, whose defaults depend on method, size and data.
 
-No torch at import: help is instant.
+No torch at import, so that help is instant.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kiloword.terminal import say
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a model; the same command again resumes.
+    """Train a model; run the same command again to resume.
 
     Examples:
       kiloword train siglip --data scenes --out runs/first
@@ -49,23 +49,23 @@ class Train:
     steps: int | None = None  # length of the run, or --epochs, or --samples
     epochs: float | None = None  # length in passes over the data
     samples: int | None = None  # length in images seen
-    batch: int = 128  # images, over all ranks
-    micro: int = 0  # images a micro-batch; 0: a rank's whole share
-    chunk: int = 0  # rows and columns of pairs a block; 0: chosen
-    # of the arithmetic, weights stay in fp32 under bf16; auto: bf16 for tiny, and for larger sizes on CUDA
+    batch: int = 128  # images in a step, over all ranks
+    micro: int = 0  # images in a micro-batch; 0: a rank's whole share
+    chunk: int = 0  # rows and columns of a block of pairs; 0: automatic
+    # of the computation, weights stay in fp32 with bf16; auto: bf16 for tiny, and for larger sizes on CUDA
     precision: Precision = "auto"
-    matmul: Matmul = "auto"  # of products in fp32, as losses have them: high is TF32 on CUDA, the default there
-    freeze: Literal["none", "image", "text"] = "none"  # a tower that stays as it is
-    init: str | None = None  # model folder to start from; brings its towers and image size
-    # of an image (vqa: answers) in a batch: one, redrawn each epoch, all, N
+    matmul: Matmul = "auto"  # precision of fp32 matrix products, e.g. of losses; high: TF32 on CUDA, the default there
+    freeze: Literal["none", "image", "text"] = "none"  # tower that is not trained
+    init: str | None = None  # model folder to start from, with its towers and image size
+    # captions (vqa: answers) of an image in a batch: one (drawn each epoch), all, or N
     captions: int | Literal["one", "all"] = "one"
-    decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"  # of image files; the others are faster
-    weights: tuple[float, ...] = ()  # how often each of several --data comes in an epoch
-    together: int = 1  # consecutive rows that stand in a batch together (groups of hard negatives)
-    vocab: int = 4096  # most entries of the tokenizer that is trained on the captions
+    decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"  # of image files; opencv and simplejpeg are faster
+    weights: tuple[float, ...] = ()  # passes over each of several --data in an epoch
+    together: int = 1  # consecutive rows that stay together in a batch (groups of hard negatives)
+    vocab: int = 4096  # largest vocabulary of the tokenizer trained on the captions
     bad_share: float = 0.01  # stop when a larger share of the rows is bad
-    seed: int = 0  # of first weights, order and augmentation
-    dry_run: bool = False  # say what would run, and stop
+    seed: int = 0  # of initial weights, order and augmentation
+    dry_run: bool = False  # print what would run, and stop
     options: Annotated[RunOptions, arg(name="")] = field(default_factory=RunOptions)
     optim: OptimConfig = field(default_factory=OptimConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -73,7 +73,7 @@ class Train:
 
 
 def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
-    """The recipe that the flags of `train` describe, but for its length; settings: the method's own, or None.
+    """The recipe that the flags of `train` describe, without its length. Args: settings: of the method, or None.
 
     Raises: ValueError for numbers that are NaN, infinite or out of their range.
     """
@@ -92,25 +92,25 @@ def recipe_of(method: str, args: Train, settings: Any) -> Recipe:
         bad_share=args.bad_share,
         augment=args.augment,
     )
-    own = {} if settings is None else asdict(settings)
+    method_settings = {} if settings is None else asdict(settings)
     same = ("batch", "micro", "chunk", "precision", "matmul", "freeze", "init", "seed", "optim", "model")
-    recipe = replace(base, data=data, settings=own, **{name: getattr(args, name) for name in same})
+    recipe = replace(base, data=data, settings=method_settings, **{name: getattr(args, name) for name in same})
     check(recipe)
     return recipe
 
 
 def main(argv: Sequence[str]) -> None:
-    """`kiloword train METHOD ...`. Raises: ValueError for a recipe that cannot be."""
-    words = asked(argv, "train siglip --out runs/first")
-    usual = _defaults(words.method, words.flags)
-    args, settings = words.read(_train(usual))
+    """`kiloword train METHOD ...`. Raises: ValueError for an invalid recipe."""
+    command = asked(argv, "train siglip --out runs/first")
+    usual = _defaults(command.method, command.flags)
+    args, settings = command.read(_train(usual))
     from kiloword.config import effects
     from kiloword.training import start
     from kiloword.training.dry_run import rehearse
     from kiloword.training.loop import train
     from kiloword.training.setup import open_sources, with_length
 
-    recipe = recipe_of(words.method, args, settings)
+    recipe = recipe_of(command.method, args, settings)
     start.check(recipe)
     effects.check(recipe, usual, args.options.trust_code)
     source = open_sources(recipe)
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _train(base: Recipe) -> Train:
-    """The flags whose defaults a recipe has."""
+    """The flags with the defaults of a recipe."""
     return Train(
         size=base.size,
         optim=base.optim,

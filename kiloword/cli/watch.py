@@ -1,4 +1,4 @@
-"""The verb watch. No torch here, also when it runs."""
+"""The verb watch. It does not import torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def watch(
     curves: tuple[str, ...] = (),
     tensorboard: Path | None = None,
 ) -> None:
-    """Curves and alerts of runs while they train: kiloword watch runs/first
+    """Show curves and alerts of runs: kiloword watch runs/first
 
-    Several runs in the same plots: kiloword watch runs (all that are in there), or kiloword watch runs/a runs/b
+    Several runs in the same plots: kiloword watch runs (all runs in the folder), or kiloword watch runs/a runs/b
 
     Args:
-        runs: folders of runs (--out of train), or folders that hold some.
-        once: print one frame and end; so also where the output is no terminal.
+        runs: folders of runs (--out of train), or folders that contain runs.
+        once: print one frame and exit, as when the output is not a terminal.
         every: seconds between frames.
-        smooth: weight of the past in curves of training, from 0 (none) to below 1.
-        curves: metrics to draw whose names begin so, such as loss val/.
-        tensorboard: folder to mirror the rows to as TensorBoard events, in which the same command goes on later.
+        smooth: exponential smoothing of training curves, from 0 (none) to below 1.
+        curves: metrics to draw, by the start of their names, such as loss val/.
+        tensorboard: folder for a copy of the rows as TensorBoard events; the same command continues it later.
     """
     from kiloword.watch.command import main as run
 

@@ -16,8 +16,8 @@ from tyro.conf import arg
 from kiloword.addresses import public
 from kiloword.checkpoint.files import utf8
 
-TEXTS = ("--texts", "--name", "--curves", ".merge", ".teacher")  # how flags end whose values are texts: no paths
-NOTHING_KEPT = {  # verbs that write their results at the end alone
+TEXTS = ("--texts", "--name", "--curves", ".merge", ".teacher")  # ends of flags whose values are texts, not paths
+NOTHING_KEPT = {  # verbs that write their results only at the end
     "eval": "no results were written.",
     "mine": "no results were written.",
     "verify": "nothing was written.",
@@ -25,10 +25,10 @@ NOTHING_KEPT = {  # verbs that write their results at the end alone
 
 
 def settled(argv: Sequence[str], verbs: Collection[str]) -> list[str]:
-    """The words without credentials of URLs, and texts among them decoded as UTF-8 whatever the locale is.
+    """The arguments without credentials of URLs; texts among them are decoded as UTF-8 in every locale.
 
-    Paths stay as Python decoded them: it can open them in no other form.
-    Raises: ValueError for an unknown verb, and an empty word, which as a path would be the current directory.
+    Paths stay as Python decoded them, as it can open them only in that form.
+    Raises: ValueError for an unknown verb, or an empty argument, which as a path would be the current directory.
     """
     _check_verb(argv, verbs)
     flag, words = "kiloword", []
@@ -36,9 +36,7 @@ def settled(argv: Sequence[str], verbs: Collection[str]) -> list[str]:
         name, _, value = word.partition("=")
         flag = name if word.startswith("--") or (n == 0 and name) else flag
         if not (value if "=" in word and word.startswith("--") else word):
-            raise ValueError(
-                f"{flag} got an empty value, perhaps of an unset shell variable: expected something there."
-            )
+            raise ValueError(f"{flag} got an empty value, perhaps of an unset shell variable: expected a value.")
         words.append(utf8(public(word), "replace") if flag.endswith(TEXTS) else public(word))
     return words
 
@@ -52,7 +50,7 @@ def _check_verb(argv: Sequence[str], verbs: Collection[str]) -> None:
 
 
 def interruption(argv: Sequence[str], error: KeyboardInterrupt) -> str:
-    """What is printed after Ctrl-C: what is kept, where that is known."""
+    """The message after Ctrl-C, which says what is kept where that is known."""
     kept = str(error) or NOTHING_KEPT.get(argv[0] if argv else "", "")
     return f"interrupted: {kept}" if kept else "interrupted."
 
@@ -105,7 +103,7 @@ def mixed(method: str, argv: Sequence[str]) -> str:
     Raises: ValueError for a component that fills another slot than its flag's, and for --terms of nothing.
     """
     if "--terms" in argv and not values_of(argv, "--terms"):
-        raise ValueError("--terms names nothing: expected one or several of caption, mim and inclusion behind it.")
+        raise ValueError("--terms has no value: expected one or several of caption, mim and inclusion.")
     chosen = [(slot, word) for slot in MIXING for word in values_of(argv, f"--{slot.replace('_', '-')}")]
     if not (method and chosen):
         return method

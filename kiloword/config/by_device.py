@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: precision, workers. A run's are chosen once, before its `config.json`."""
+"""Defaults that depend on the device: precision and workers. For a run they are chosen before its `config.json`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from kiloword.distributed.device import cores
 from kiloword.distributed.sharing import is_first
 from kiloword.terminal import warn
 
-MOST_WORKERS = 16  # that are chosen for a rank: each holds batches in memory
-AHEAD = 3  # batches in shared memory for each worker: two that wait, one that is made
+MOST_WORKERS = 16  # chosen for a rank at most: each holds batches in memory
+AHEAD = 3  # batches of a worker in shared memory: two prefetched, one in the making
 
 
 def settle(recipe: Recipe, device: str, earlier: Recipe | None = None) -> Recipe:
-    """The recipe with `precision` and `matmul` chosen where they are "auto".
+    """The recipe with values for `precision` and `matmul` where they are "auto".
 
-    Those of the run that continues, whatever its device. Else bf16 for tiny, which learns as well with it and is twice
-    as fast on a CPU, and on CUDA for all larger sizes; TF32 on CUDA, elsewhere what torch is set to.
+    A resumed run keeps its values, whatever the device. Otherwise precision is bf16 for size tiny, which learns as well
+    with it and is twice as fast on a CPU, and on CUDA for all larger sizes; matmul is TF32 on CUDA and torch's setting
+    elsewhere.
 
-    Args: device: "cpu", "cuda" or "cuda:N"; earlier: the recipe of the run that continues.
+    Args: device: "cpu", "cuda" or "cuda:N"; earlier: the recipe of the run that is resumed.
     """
     precision, matmul = recipe.precision, recipe.matmul
     if earlier is not None:
@@ -48,32 +49,32 @@ def _matmul(device: str) -> Matmul:
     return "high" if device.startswith("cuda") else torch.get_float32_matmul_precision()  # type: ignore[return-value]
 
 
-def encoder_precision(asked: str, config: ModelConfig, device: str) -> EncoderPrecision:
-    """What the encoders of a finished model compute in. "auto": bf16 on CUDA where the model is larger than size tiny.
+def encoder_precision(requested: str, config: ModelConfig, device: str) -> EncoderPrecision:
+    """Precision of the encoders of a trained model. "auto": bf16 on CUDA where the model is larger than size tiny.
 
     Raises: ValueError for another name.
     """
-    if asked == "auto":
+    if requested == "auto":
         return "bf16" if device.startswith("cuda") and _is_large(config) else "fp32"
-    if asked not in get_args(EncoderPrecision):
-        raise ValueError(f"precision is {asked!r}: expected auto, fp32 or bf16.")
-    return cast(EncoderPrecision, asked)
+    if requested not in get_args(EncoderPrecision):
+        raise ValueError(f"precision is {requested!r}: expected auto, fp32 or bf16.")
+    return cast(EncoderPrecision, requested)
 
 
 def _is_large(config: ModelConfig) -> bool:
-    """Whether a tower is wider than the same one of size tiny."""
+    """Whether a tower is wider than that of size tiny."""
     tiny = sizes()["tiny"]
     return config.image.width > tiny.image.width or config.text.width > tiny.text.width
 
 
-def workers_of(asked: int | Literal["auto"], device: str, batch: int) -> int:
-    """Loader processes of a rank. "auto": none on a CPU, which has no cores to spare; on CUDA the rank's share of the
-    cores but two, as far as their batches fit into shared memory.
+def workers_of(requested: int | Literal["auto"], device: str, batch: int) -> int:
+    """Number of loader processes of a rank. "auto": none on a CPU, which has no cores to spare; on CUDA the rank's
+    share of the cores minus two, limited by shared memory.
 
-    Args: asked: --workers; batch: bytes of a rank's batch.
+    Args: requested: --workers; batch: bytes of a rank's batch.
     """
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if not device.startswith("cuda"):
         return 0
     share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -82,14 +83,14 @@ def workers_of(asked: int | Literal["auto"], device: str, batch: int) -> int:
     return min(max(1, share - 2), MOST_WORKERS, fit)
 
 
-def summary(asked: Recipe, settled: Recipe, device: str, workers: int, resumed: bool) -> str:
-    """One line: what was chosen for a device, and why. Args: asked: the recipe before `settle`; resumed: by it."""
+def summary(requested: Recipe, settled: Recipe, device: str, workers: int, resumed: bool) -> str:
+    """One line: the values chosen for a device, and why. Args: requested: the recipe before `settle`."""
     sizes = f"size {settled.size}"
     reasons = {"precision": sizes, "matmul": "TF32" if device.startswith("cuda") else "as torch is set"}
     if resumed:
         reasons = dict.fromkeys(reasons, "as the run began")
     shown = {
-        name: f"{getattr(settled, name)} ({reason if getattr(asked, name) == 'auto' else 'as given'})"
+        name: f"{getattr(settled, name)} ({reason if getattr(requested, name) == 'auto' else 'as given'})"
         for name, reason in reasons.items()
     }
     return (
@@ -103,15 +104,15 @@ def image_bytes(images: int, size: int) -> int:
     return max(images, 1) * 3 * size * size
 
 
-def reason_of(asked: str, config: ModelConfig) -> str:
-    """Why `encoder_precision` chose what it did."""
-    if asked != "auto":
+def reason_of(requested: str, config: ModelConfig) -> str:
+    """The reason for the choice of `encoder_precision`."""
+    if requested != "auto":
         return "as given"
     return f"the model is {'' if _is_large(config) else 'not '}larger than size tiny"
 
 
 def announce(device: str, precision: str, reason: str, workers: int | None = None) -> None:
-    """On CUDA the first rank prints a line on stderr: what was chosen and why. Args: workers: None where none read."""
+    """On CUDA the first rank prints the chosen values and why, on stderr. Args: workers: None without a loader."""
     if device.startswith("cuda") and is_first():
         loading = "" if workers is None else f", {workers} workers of {cores()} cores"
         flags = "--precision" if workers is None else "--precision, --workers"
@@ -120,7 +121,7 @@ def announce(device: str, precision: str, reason: str, workers: int | None = Non
 
 @contextmanager
 def products(kind: Matmul) -> Iterator[None]:
-    """Inside, torch computes products of matrices in fp32 as `torch.set_float32_matmul_precision` says."""
+    """Inside, fp32 matrix products have this precision, see `torch.set_float32_matmul_precision`."""
     before = torch.get_float32_matmul_precision()
     if kind == before:
         yield

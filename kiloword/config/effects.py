@@ -1,4 +1,4 @@
-"""Settings that change nothing, and runs that cannot do what their settings say: found before the first step."""
+"""Checks before the first step: settings without effect, and settings that the run cannot reach."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kiloword.training import start
 from kiloword.training.learner import Learner, learner_of
 from kiloword.training.optimizer import schedule, warmup_steps
 
-NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that another one turns on
+NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that need another setting
     "optim.muon_lr": ("--optim.name muon", lambda r: r.optim.name == "muon"),
     "optim.muon_weight_decay": ("--optim.name muon", lambda r: r.optim.name == "muon"),
     "optim.momentum": ("--optim.name muon", lambda r: r.optim.name == "muon"),
@@ -35,27 +35,27 @@ NEEDED: dict[str, tuple[str, Callable[[Recipe], bool]]] = {  # settings that ano
 
 
 def notes(recipe: Recipe, options: RunOptions) -> list[str]:
-    """What a user should know of a run before it starts, one message each; of a process group, asked inside it."""
-    found = [] if (warmup := _warmup(recipe)) is None else [warmup]
+    """Notes for the user before a run starts, one message each. Call it inside the process group, if there is one."""
+    messages = [] if (warmup := _warmup(recipe)) is None else [warmup]
     if options.parallel == "fsdp" and collectives.ranks() == 1:
-        found.append("--parallel fsdp shards nothing in one process: start several by torchrun.")
+        messages.append("--parallel fsdp shards nothing in one process: start several by torchrun.")
     padded = _padded(recipe, torch.device(choose(options.device)))
-    return found if padded is None else [*found, padded]
+    return messages if padded is None else [*messages, padded]
 
 
 def check(recipe: Recipe, usual: Recipe, trust_code: bool = False) -> None:
-    """Refuse settings that somebody chose and that change nothing.
+    """Refuse settings that the user set and that have no effect.
 
-    Args: usual: the recipe with all defaults, of the same size, data and `init`; trust_code: as of `RunOptions`.
+    Args: usual: the recipe with all defaults for the same size, data and `init`; trust_code: as in `RunOptions`.
     Raises: ValueError naming them.
     """
     idle = [*_turned_off(recipe, usual), *_of_model(recipe, usual.model), *_of_method(recipe, trust_code)]
     if idle:
-        raise ValueError(f"{'; '.join(idle[:3])}. Omit what changes nothing.")
+        raise ValueError(f"{'; '.join(idle[:3])}. Omit settings without effect.")
 
 
 def _padded(recipe: Recipe, device: torch.device) -> str | None:
-    """Why attention over texts pads them on a CUDA device though it computes in half precision."""
+    """Why attention pads texts on a CUDA device despite half precision; None where it does not."""
     if device.type != "cuda" or recipe.precision != "bf16":
         return None
     head = recipe.model.text.width // recipe.model.text.heads
@@ -69,7 +69,7 @@ def _padded(recipe: Recipe, device: torch.device) -> str | None:
 
 
 def _warmup(recipe: Recipe) -> str | None:
-    """A run that ends within its warm-up never reaches its learning rate."""
+    """A note for a run that ends within its warm-up, and so never reaches its learning rate."""
     steps, optim = recipe.steps, recipe.optim
     warmup = warmup_steps(steps, optim)
     if steps >= warmup:
@@ -77,7 +77,7 @@ def _warmup(recipe: Recipe) -> str | None:
     highest = optim.lr * schedule(steps - 1, steps, optim)
     return (
         f"the warm-up takes {warmup:g} steps and the run has {steps}: the learning rate reaches {highest:.2g} instead "
-        f"of {optim.lr:g}. Give a share of the run, such as --optim.warmup 0.05, or fewer steps of warm-up."
+        f"of {optim.lr:g}. Set a share of the run, such as --optim.warmup 0.05, or fewer warm-up steps."
     )
 
 
@@ -86,11 +86,11 @@ def _turned_off(recipe: Recipe, usual: Recipe) -> Iterator[str]:
         part, _, field = name.partition(".")
         mine, theirs = (getattr(r.optim if part == "optim" else r.data.augment, field) for r in (recipe, usual))
         if mine != theirs and not on(recipe):
-            yield f"--{name.replace('_', '-')} is {mine}, which counts with {needed} alone"
+            yield f"--{name.replace('_', '-')} is {mine}, which has an effect only with {needed}"
 
 
 def _of_model(recipe: Recipe, usual: ModelConfig) -> Iterator[str]:
-    """Settings of the model without which the same model would be built."""
+    """Settings of the model that do not change the model that is built."""
     method = preset(recipe.method, recipe.settings)
     for part in ("image", "text", "head"):
         mine, theirs = getattr(recipe.model, part), getattr(usual, part)
@@ -101,7 +101,7 @@ def _of_model(recipe: Recipe, usual: ModelConfig) -> Iterator[str]:
             without = replace(recipe.model, **{part: replace(mine, **{name: other})})
             try:
                 same = _built(learner_of(recipe.model, method)) == _built(learner_of(without, method))
-            except ValueError:  # the one without it cannot be
+            except ValueError:  # the model without it is invalid
                 continue
             if same:
                 flag = f"--model.{part}.{name.replace('_', '-')}"
@@ -109,7 +109,7 @@ def _of_model(recipe: Recipe, usual: ModelConfig) -> Iterator[str]:
 
 
 def _of_method(recipe: Recipe, trust_code: bool) -> Iterator[str]:
-    """Settings of the method that say how weights start which the model of `init` brings."""
+    """Settings of the method for initial values of weights that are loaded from `init` instead."""
     kind: Any = find(recipe.method)[1]
     if recipe.init is None or kind is None:
         return
@@ -125,7 +125,7 @@ def _of_method(recipe: Recipe, trust_code: bool) -> Iterator[str]:
 
 
 def _without_one(settings: Mapping[str, Any], usual: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every setting that is not the usual one: its dotted name, its value, and all settings with the usual one."""
+    """Every setting that is not the default: its dotted name, its value, and all settings with the default instead."""
     for name, value in settings.items():
         other = usual.get(name)
         if isinstance(value, dict) and isinstance(other, dict):
@@ -136,13 +136,13 @@ def _without_one(settings: Mapping[str, Any], usual: Mapping[str, Any], at: str 
 
 
 def _brought(init: str, learner: Learner, trust: Trust) -> set[str]:
-    """Names of the weights that a model takes from the folder it starts from."""
+    """Names of the weights that a model loads from the folder it starts from."""
     names = set(read_shapes(Path(init) / "model.safetensors"))
     return names if start.same_scale(init, learner.model, names, trust) else names - {"head.log_scale", "head.bias"}
 
 
 def _built(learner: Learner) -> Any:
-    """All that decides what a learner computes, but for the values of its weights."""
+    """Everything that determines what a learner computes, except the values of its weights."""
     method = learner.method
     slots = (method.pair_loss, method.pair_weight, method.positives, method.transforms, method.prepare)
     weights = [weight for weight, _ in method.terms.values()]
@@ -152,12 +152,12 @@ def _built(learner: Learner) -> Any:
         for path, part in learner.named_modules()
         if part is not learner
     }
-    parts["model"][1].pop("config")  # its parts know what they take from it
+    parts["model"][1].pop("config")  # its parts hold the settings that they use
     return _plain(slots), weights, shapes, parts
 
 
 def _plain(value: Any) -> Any:
-    """Something that is equal for what computes alike; what cannot tell is equal to itself alone."""
+    """A value that is equal for objects that compute alike; unknown objects equal only themselves."""
     if isinstance(value, Tensor | nn.Module):
         return id(value)
     if isinstance(value, partial):

@@ -1,4 +1,4 @@
-"""How a run is carried out: what may change between a run and its resumption without changing its result."""
+"""Options of a run: settings that may change when it is resumed, as they do not change its result."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Compile = Literal["none", "blocks", "towers", "cudagraphs"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What may change between a run and its resumption without changing its result."""
+    """Settings that may change when a run is resumed, as they do not change its result."""
 
-    workers: int | Literal["auto"] = "auto"  # loader processes of each rank; auto: by cores on CUDA, 0 on a CPU
+    workers: int | Literal["auto"] = "auto"  # loader processes per rank; auto: by cores on CUDA, 0 on a CPU
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    log_every: int = 10  # steps
-    log_to: Literal["file", "tensorboard"] = "file"  # OUT/metrics.jsonl, or also events in OUT/tensorboard
-    save_every: int = 0  # steps; 0: every two minutes
-    eval_every: int = 0  # steps; 0: at the end
-    keep_states: int = 2  # the newest and those before, should the newest be damaged
-    timeout: int = 600  # seconds that a rank waits for another one, and for its loader, before the run ends
-    max_skipped_steps: int = 10  # steps in a row without a usable gradient that end the run
-    parallel: Parallel = "ddp"  # of several ranks (torchrun): each holds the weights, or they are sharded (fsdp)
-    checkpointing: Checkpointing = "none"  # recompute activations: of whole blocks, or all but products (selective)
-    compile: Compile = "none"  # by torch.compile: each block, each tower, or towers with a CUDA graph of images
-    extend: bool = False  # let the run in --out go on to another length
-    trust_code: bool = False  # import the module that the config.json of --init names, where METHOD does not name it
-    quiet: bool = False  # say nothing but what goes wrong
+    log_every: int = 10  # steps between rows of metrics.jsonl
+    log_to: Literal["file", "tensorboard"] = "file"  # tensorboard: also write events to OUT/tensorboard
+    save_every: int = 0  # steps between states; 0: every two minutes
+    eval_every: int = 0  # steps between validations; 0: only at the end
+    keep_states: int = 2  # number of states to keep, should the newest be damaged
+    timeout: int = 600  # seconds that a rank waits for another rank or its loader before the run ends
+    max_skipped_steps: int = 10  # stop after this number of steps in a row without a usable gradient
+    parallel: Parallel = "ddp"  # with several ranks (torchrun): weights are replicated (ddp) or sharded (fsdp)
+    checkpointing: Checkpointing = "none"  # activation checkpointing: of whole blocks, or all except matrix products
+    compile: Compile = "none"  # torch.compile each block or tower; cudagraphs: towers, with a CUDA graph of images
+    extend: bool = False  # continue the run in --out to another length
+    trust_code: bool = False  # import the module named in the config.json of --init, if METHOD does not name it
+    quiet: bool = False  # print only warnings and errors
 
     def __post_init__(self) -> None:
         at_least = {

@@ -1,5 +1,4 @@
-"""What the numbers of settings may be, whether a command line or a file holds them: a message at once, rather than an
-error from the depths or weights that are NaN."""
+"""Ranges of numeric settings, for command lines and files: an immediate message instead of a later error or NaN."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 Limits = tuple[float, float]
 _ANY = math.inf
 _BELOW_1 = math.nextafter(1.0, 0.0)
-DEPTH = 1024  # layers of a tower or a decoder, at most
+DEPTH = 1024  # largest number of layers of a tower or a decoder
 _TOWER: dict[str, Limits] = {
     "width": (1, 1 << 16),
     "depth": (1, DEPTH),
@@ -20,8 +19,8 @@ _TOWER: dict[str, Limits] = {
     "norm_eps": (1e-20, 1),
     "init_std": (0, 100),
 }
-OTHER = (-1e6, 1e6)  # floats without a range of their own, such as a method's settings
-RANGES: dict[str, dict[str, Limits]] = {  # class of the settings -> field -> limits, of each number of a tuple
+OTHER = (-1e6, 1e6)  # floats without their own range, such as a method's settings
+RANGES: dict[str, dict[str, Limits]] = {  # class of settings -> field -> limits; those of a tuple apply to each number
     "Recipe": {"steps": (1, _ANY), "batch": (1, _ANY), "micro": (0, _ANY), "chunk": (0, _ANY)},
     "ImageConfig": {**_TOWER, "size": (1, 1 << 13), "patch": (1, 1 << 10), "extra_tokens": (0, 1 << 12)},
     "TextConfig": {**_TOWER, "context": (3, 1 << 16), "vocab": (1, 1 << 22)},
@@ -34,7 +33,7 @@ RANGES: dict[str, dict[str, Limits]] = {  # class of the settings -> field -> li
     "OptimConfig": {
         **dict.fromkeys(("lr", "muon_lr", "weight_decay", "muon_weight_decay", "final_lr"), (0, 100)),
         **dict.fromkeys(("beta1", "beta2", "momentum"), (0, _BELOW_1)),
-        "eps": (1e-20, 1),  # 0 divides zero by zero where a gradient is zero
+        "eps": (1e-20, 1),  # with 0, a zero gradient gives 0/0
         **dict.fromkeys(("scale_lr", "text_lr"), (0, 1e4)),
         **dict.fromkeys(("clip", "explode", "warmup"), (0, 1e12)),
         "ema": (0, 1),
@@ -52,10 +51,10 @@ RANGES: dict[str, dict[str, Limits]] = {  # class of the settings -> field -> li
 
 
 def check(settings: Any, prefix: str = "--") -> None:
-    """Args: settings: a dataclass, such as a recipe or what a file holds; prefix: "--" names settings as the command
-    line writes them, "" as a file does.
+    """Check all numbers of a dataclass of settings, such as a recipe.
 
-    Raises: ValueError naming the numbers that are NaN, infinite or out of their range.
+    Args: prefix: "--" names settings as on the command line, "" as in a file.
+    Raises: ValueError naming numbers that are NaN, infinite or out of range.
     """
     wrong = []
     for name, value, (least, most) in _numbers(settings, "", None):
@@ -69,11 +68,11 @@ def check(settings: Any, prefix: str = "--") -> None:
 
 
 def _numbers(value: Any, name: str, limits: Limits | None) -> Iterator[tuple[str, Any, Limits]]:
-    """What has limits or is a float inside a value, with its dotted name and its limits."""
+    """The numbers inside a value that have limits or are floats: dotted name, value, limits."""
     if is_dataclass(value):
-        own = RANGES.get(type(value).__name__, {})
+        limits_of = RANGES.get(type(value).__name__, {})
         for f in fields(value):
-            yield from _numbers(getattr(value, f.name), f"{name}.{f.name}" if name else f.name, own.get(f.name))
+            yield from _numbers(getattr(value, f.name), f"{name}.{f.name}" if name else f.name, limits_of.get(f.name))
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield from _numbers(inner, f"{name}.{key}" if name else str(key), limits)

@@ -1,4 +1,4 @@
-"""Recipe: everything that decides a run, frozen, typed, serialisable. No torch here, so that help texts are instant."""
+"""Recipe: all settings that determine a run, frozen, typed, serializable. No torch here, so that help is instant."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kiloword.config.ranges import check
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Precision = Literal["auto", "fp64", "fp32", "bf16"]
-EncoderPrecision = Literal["fp32", "bf16"]  # of a model that is used, not trained
+EncoderPrecision = Literal["fp32", "bf16"]  # of a trained model
 Matmul = Literal["auto", "highest", "high", "medium"]
-LARGEST = 1 << 26  # bytes of a file of settings
-OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers that we train
+LARGEST = 1 << 26  # largest file of settings in bytes
+OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers trained by kiloword
 
 
 class BaseSettings:
-    """Base of all settings: what is read from disk is validated, unknown keys are errors."""
+    """Base of all settings: pydantic validates those read from disk; unknown keys are errors."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -28,67 +28,67 @@ class BaseSettings:
 class ImageConfig(BaseSettings):
     """The image tower."""
 
-    size: int = 224  # pixels a side
-    patch: int = 16  # pixels a side of a patch; must divide size
+    size: int = 224  # height and width in pixels
+    patch: int = 16  # height and width of a patch in pixels; must divide size
     width: int = 768  # of a token
     depth: int = 12  # number of blocks
     heads: int = 12  # of attention in each block
     mlp: int = 3072  # hidden width of the MLP
-    stem: Literal["linear", "conv"] = "linear"  # linear: one strided convolution; conv: a few 3x3 ones before it
-    stem_bias: bool = False  # whether the convolution that makes the patches has a bias
+    stem: Literal["linear", "conv"] = "linear"  # linear: one strided convolution; conv: 3x3 convolutions before it
+    stem_bias: bool = False  # bias of the patch convolution
     class_token: bool = True  # a learned token before the patches
-    extra_tokens: int = 0  # learned tokens after the class token: registers, mixture tokens
-    uncertainty_token: bool = False  # one more, before the patches, that a Gaussian's variance is read from
-    mask_token: bool = False  # a learned token that can replace patches; only where a method trains it
+    extra_tokens: int = 0  # number of learned tokens after the class token: registers, mixture tokens
+    uncertainty_token: bool = False  # a learned token before the patches, for a Gaussian's variance
+    mask_token: bool = False  # a learned token that replaces masked patches; only where a method trains it
     pre_norm: bool = True  # layer norm before the first block (CLIP)
     activation: Activation = "gelu"  # of the MLP
     norm_eps: float = 1e-5  # of the layer norms
-    init_std: float = 0.0  # of positions and tokens; 0: width^-1/2
+    init_std: float = 0.0  # standard deviation of initial positions and tokens; 0: width^-1/2
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(BaseSettings):
     """The text tower."""
 
-    context: int = 77  # longest caption in tokens, start and end included
-    vocab: int = 49408  # rows of the token embedding; a tokenizer that is trained on the data sets it
+    context: int = 77  # longest caption in tokens, including start and end
+    vocab: int = 49408  # rows of the token embedding; set by the tokenizer if that is trained on the data
     width: int = 512  # of a token
     depth: int = 12  # number of blocks
     heads: int = 8  # of attention in each block
     mlp: int = 2048  # hidden width of the MLP
-    causal: bool = True  # whether a token sees only those before it
-    pad_to_context: bool = False  # emit pads as real tokens (towers trained with visible padding: SigLIP)
+    causal: bool = True  # causal attention: a token attends only to earlier ones
+    pad_to_context: bool = False  # attend to pads as to other tokens (SigLIP towers are trained so)
     extra_tokens: tuple[str, ...] = ()  # appended after the end token: "unc", "cls", "pad"
-    class_place: Literal["next", "last"] = "next"  # position of "cls": behind the text, or the context's last always
+    class_place: Literal["next", "last"] = "next"  # position of "cls": after the text, or the last of the context
     class_sees_itself: bool = True  # False with extra tokens (pad, cls): the shifted mask of open_clip's first CoCa
-    norm_words: bool = True  # False: the final norm is the class token's alone, decoders read words without (open_clip)
-    special: dict[str, int] = field(default_factory=lambda: dict(OWN_SPECIAL))  # the tokenizer's ids that are no words
+    norm_words: bool = True  # False: the final norm is the class token's only, not the words' (open_clip)
+    special: dict[str, int] = field(default_factory=lambda: dict(OWN_SPECIAL))  # the tokenizer's ids of special tokens
     activation: Activation = "gelu"  # of the MLP
     norm_eps: float = 1e-5  # of the layer norms
-    init_std: float = 0.0  # of token embeddings and positions; 0: the CLIP values 0.02 and 0.01
+    init_std: float = 0.0  # standard deviation of initial embeddings and positions; 0: as CLIP, 0.02 and 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(BaseSettings):
-    """From tower tokens to features to scores."""
+    """The head: from tokens of the towers to features and scores."""
 
-    dim: int = 512  # of the embedding
+    dim: int = 512  # size of the embedding
     image_pool: Literal["cls", "mean", "max", "map", "attentional"] = "cls"  # attentional: CoCa's learned queries
-    pool_queries: int = 256  # attentional: what captions are read from; one more is for the vector
-    pool_width: int = 0  # attentional: of the queries; 0: the image tower's
-    pool_heads: int = 8  # attentional
-    text_pool: Literal["last", "mean", "max"] = "last"  # what a text is read from: its last token, or all
-    image_projection: bool = True  # whether a linear layer follows the pooling
-    text_projection_bias: bool = False  # whether the linear layer behind the pooling has a bias
+    pool_queries: int = 256  # attentional: number of queries for captioning; one more makes the image feature
+    pool_width: int = 0  # attentional: width of the queries; 0: the image tower's
+    pool_heads: int = 8  # attentional: attention heads
+    text_pool: Literal["last", "mean", "max"] = "last"  # pooling of text tokens; last: the last token only
+    image_projection: bool = True  # a linear layer after pooling
+    text_projection_bias: bool = False  # bias of the linear layer after pooling
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess(BaseSettings):
-    """From any image to what the image tower was trained on."""
+    """Preprocessing of images as in the training of the image tower."""
 
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # of each channel of pixels in [0, 1]
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)  # of each channel of pixels in [0, 1]
-    resize: Literal["shortest", "squash"] = "shortest"  # shortest: resize then centre crop
+    resize: Literal["shortest", "squash"] = "shortest"  # shortest: resize the shortest side, then centre crop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,47 +103,47 @@ class ModelConfig(BaseSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(BaseSettings):
-    """How weights change."""
+    """The optimizer."""
 
     name: Literal["adamw", "muon"] = "adamw"  # muon: hidden matrices by Muon, the rest by AdamW
-    lr: float = 1e-3  # of AdamW's parameters
-    muon_lr: float = 0.02  # of Muon's matrices
-    weight_decay: float = 0.1  # AdamW's matrices; never 1-D parameters, embeddings and positions
+    lr: float = 1e-3  # learning rate of AdamW
+    muon_lr: float = 0.02  # learning rate of Muon
+    weight_decay: float = 0.1  # of AdamW's matrices; 1-D parameters, embeddings and positions have none
     muon_weight_decay: float = 0.0  # of Muon's matrices
     beta1: float = 0.9  # AdamW's decay of the mean gradient
     beta2: float = 0.95  # AdamW's decay of the mean squared gradient
-    eps: float = 1e-8  # AdamW's, beside the root of the mean squared gradient
+    eps: float = 1e-8  # AdamW's, added to the root of the mean squared gradient
     momentum: float = 0.95  # Muon's
-    warmup: float = 0.05  # share of the steps, 2,000 steps at most; or number of steps when 1 or more
-    final_lr: float = 0.0  # share of lr at the end of the cosine
-    clip: float = 1.0  # largest norm of the gradient, which is scaled down to it; 0: gradients are not clipped
-    explode: float = 100.0  # a step whose gradient norm is so many times the usual one is skipped; 0: only if no number
-    scale_lr: float = 1.0  # factor for the head's scale and bias
-    text_lr: float = 1.0  # factor for the text tower, which else forgets words before the image tower sees them
-    ema: float = 0.0  # decay of an average of the weights that is evaluated and saved; 0: none
+    warmup: float = 0.05  # below 1: share of the steps, at most 2,000; else number of steps
+    final_lr: float = 0.0  # learning rate at the end of the cosine, as share of lr
+    clip: float = 1.0  # clip the gradient to this norm; 0: no clipping
+    explode: float = 100.0  # skip steps whose gradient norm is this multiple of the usual one; 0: only NaN or infinite
+    scale_lr: float = 1.0  # learning-rate multiplier of the head's scale and bias
+    text_lr: float = 1.0  # learning-rate multiplier of the text tower; lower it to prevent early forgetting
+    ema: float = 0.0  # decay of the weight average that is evaluated and saved; 0: no averaging
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig(BaseSettings):
-    """Changes to training images and captions, drawn per (seed, epoch, row)."""
+    """Augmentation of training images and captions, drawn per (seed, epoch, row)."""
 
-    crop: float = 1.0  # least share of the area that RandomResizedCrop keeps; 1: no random crop
-    ratio: float = 4 / 3  # greatest aspect ratio of a crop; the least is its inverse
-    flip: float = 0.0  # probability of a mirror image
+    crop: float = 1.0  # smallest share of the area in a RandomResizedCrop; 1: no random crop
+    ratio: float = 4 / 3  # largest aspect ratio of a crop; the smallest is its inverse
+    flip: float = 0.0  # probability of a horizontal flip
     jitter: float = 0.0  # probability of colour jitter
     jitter_strength: tuple[float, float, float, float] = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation, hue
-    grayscale: float = 0.0  # probability
+    grayscale: float = 0.0  # probability of conversion to grayscale
     blur: float = 0.0  # probability of a Gaussian blur
-    blur_sigma: tuple[float, float] = (0.1, 2.0)  # pixels
-    drop_words: float = 0.0  # probability that a word of a caption is left out; at least one stays
+    blur_sigma: tuple[float, float] = (0.1, 2.0)  # range in pixels
+    drop_words: float = 0.0  # probability of dropping a word of a caption; at least one stays
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(BaseSettings):
-    """What is read, and how."""
+    """The data, and how it is read."""
 
     sources: tuple[str, ...] = ("scenes",)
-    weights: tuple[float, ...] = ()  # how often each source's rows come in an epoch; (): once
+    weights: tuple[float, ...] = ()  # passes over each source in an epoch; (): one
     val: str | None = None
     extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the images' own
     raw_captions: bool = True  # whether the images' own captions stay beside the extra ones
@@ -151,12 +151,12 @@ class DataConfig(BaseSettings):
     captions: int | Literal["one", "all"] = "one"  # an image's captions in a batch: one redrawn each epoch, N, all
     together: int = 1  # consecutive rows that stand in a batch together: groups of hard negatives
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
-    bad_share: float = 0.01  # stop when more than this share of the rows is bad
-    tokenizer_vocab: int = 4096  # at most; of the tokenizer trained on the data's captions
+    bad_share: float = 0.01  # stop when a larger share of the rows is bad
+    tokenizer_vocab: int = 4096  # largest vocabulary of the tokenizer trained on the captions
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
-        """URLs are kept without credentials, which are remembered: see `kiloword.addresses`."""
+        """Strip credentials from URLs; `kiloword.addresses` remembers them."""
         for name in ("sources", "extra_captions", "features"):
             object.__setattr__(self, name, tuple(map(public, getattr(self, name))))
         if self.val is not None:
@@ -165,21 +165,21 @@ class DataConfig(BaseSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(BaseSettings):
-    """A run. Equal recipes on equal data give equal weights, bit for bit, on CPU."""
+    """A run. On a CPU, equal recipes on equal data give equal weights, bit for bit."""
 
     method: str  # preset, or "module:preset"
-    settings: dict[str, Any] = field(default_factory=dict)  # the preset's own
+    settings: dict[str, Any] = field(default_factory=dict)  # of the preset
     size: str = "tiny"
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
     steps: int = 1000
-    batch: int = 128  # the global batch, over ranks and micro-batches
-    micro: int = 0  # images a micro-batch and rank; 0: all at once
-    chunk: int = 0  # rows and columns a block of pairs; 0: chosen
-    precision: Precision = "fp32"  # auto: by size and device, settled before the run begins (`by_device.settle`)
-    matmul: Matmul = "highest"  # of products in fp32, losses among them: high is TF32 on CUDA; auto: by device
-    freeze: Literal["none", "image", "text"] = "none"
+    batch: int = 128  # images in the global batch, over all ranks and micro-batches
+    micro: int = 0  # images in a micro-batch of a rank; 0: all at once
+    chunk: int = 0  # rows and columns of a block of pairs; 0: automatic
+    precision: Precision = "fp32"  # auto: chosen by size and device before the run (`by_device.settle`)
+    matmul: Matmul = "highest"  # precision of fp32 matrix products; high: TF32 on CUDA; auto: by device
+    freeze: Literal["none", "image", "text"] = "none"  # tower that is not trained
     init: str | None = None  # model folder to start from
     seed: int = 0
 
@@ -195,9 +195,9 @@ def _size(
 
 
 def sizes() -> dict[str, ModelConfig]:
-    """The named sizes. debug: tests; tiny: trains on CPU in minutes; the rest: the field's (open_clip's dimensions)."""
+    """The named sizes. debug: for tests; tiny: trains on a CPU in minutes; others: open_clip's dimensions."""
     small = _size(8, 128, 4, 8, 128, 3, 8, 128)
-    # what lets it learn within minutes (docs/log.md): positions as loud as content, max read-outs, fine patches
+    # it learns within minutes (docs/log.md) by positions of large norm, max pooling and small patches
     tiny = replace(
         small,
         image=replace(small.image, size=64, stem="conv", pre_norm=False, init_std=1.0),
@@ -225,14 +225,14 @@ def sizes() -> dict[str, ModelConfig]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFile(BaseSettings):
-    """What `config.json` of a model folder says."""
+    """The contents of `config.json` in a model folder."""
 
     method: str
     settings: dict[str, Any]
     model: ModelConfig
     size: str = "custom"
-    steps: int = 0  # trained for
-    data: str = ""  # what it was trained on
+    steps: int = 0  # of the training
+    data: str = ""  # training data
     format: Literal["kiloword-model-1"] = "kiloword-model-1"
 
 
@@ -240,19 +240,19 @@ Config = TypeVar("Config")
 
 
 def only(settings: Any, kind: type[Config]) -> Config:
-    """The part of a method's settings that one of the dataclasses it is made of knows."""
+    """The fields of a method's settings that belong to one of its dataclasses."""
     return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})  # type: ignore[arg-type]
 
 
 def read_config(path: Path, kind: type[Config]) -> Config:
-    """Read and validate a json file as a settings dataclass. Raises: ValueError naming the file and the bad keys."""
+    """Read and validate a JSON file as a settings dataclass. Raises: ValueError naming the file and the bad keys."""
     try:
         if path.stat().st_size > LARGEST:
             raise ValueError(f"it has more than {LARGEST:,} bytes.")
         settings = parse(json.loads(path.read_text(encoding="utf-8")), kind)
         check(settings, prefix="")
         return settings
-    except (ValueError, RecursionError) as e:  # the second: thousands of nested brackets
+    except (ValueError, RecursionError) as e:  # RecursionError: thousands of nested brackets
         raise ValueError(f"{path} cannot be used: {e} It was damaged, or written by another version.") from e
 
 
@@ -262,8 +262,8 @@ def parse(value: Any, kind: type[Config]) -> Config:
 
     try:
         return TypeAdapter(kind).validate_python(without_credentials(value))
-    except PydanticUserError as e:  # of somebody's own method
-        raise ValueError(f"{kind.__name__} is no class of settings: expected fields of plain data.") from e
+    except PydanticUserError as e:  # of a user-defined method
+        raise ValueError(f"{kind.__name__} is not a class of settings: expected fields of plain data.") from e
     except ValidationError as e:
         problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
         raise ValueError("; ".join(problems[:3]) + ".") from e

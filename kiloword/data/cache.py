@@ -1,4 +1,4 @@
-"""Files that are made once from a data file and kept beside it, or in the cache folder when that place is read-only."""
+"""Files derived from a data file (indexes), stored beside it or, if that folder is read-only, in the cache folder."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from kiloword.checkpoint.files import replacing
 
 
 def folder() -> Path:
-    """The cache folder: KILOWORD_CACHE, ~/.cache/kiloword without it."""
+    """The cache folder: KILOWORD_CACHE, or ~/.cache/kiloword."""
     return Path(os.environ.get("KILOWORD_CACHE") or Path.home() / ".cache" / "kiloword")
 
 
 def fallback(data: str, suffix: str, inside: str) -> str:
-    """The place in the cache folder `inside` of the file made from `data`. Strings: paths are slow for 40,000 files."""
+    """Path in the cache folder `inside` of the file derived from `data`. Strings, as Path is slow for 40,000 files."""
     name = hashlib.blake2b(os.fsencode(os.path.abspath(data)), digest_size=12).hexdigest()
     return f"{inside}/{name}-{os.path.basename(data)}{suffix}"
 
 
 def places(data: Path, suffix: str) -> list[Path]:
-    """Where the file made from `data` may be, best first.
+    """Possible paths of the file derived from `data`, best first.
 
-    A folder whose mode lacks write permission is left alone by root too.
+    A folder whose mode lacks write permission is not used, not even by root.
     """
     beside, kept = data.with_name(data.name + suffix), Path(fallback(str(data), suffix, str(folder())))
     writable = bool(data.parent.stat().st_mode & 0o222) and os.access(data.parent, os.W_OK)
@@ -33,9 +33,9 @@ def places(data: Path, suffix: str) -> list[Path]:
 
 
 def write(data: Path, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
-    """Lets `fill` write the file at the first place that takes it; readers see all of it or nothing.
+    """Write the file by `fill` at the first place that is writable, atomically.
 
-    Errors: ValueError when no place takes it (read-only, disk full).
+    Errors: ValueError when no place is writable (read-only, disk full).
     """
     errors = []
     for place in places(data, suffix):
@@ -50,21 +50,21 @@ def write(data: Path, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
 
 
 class PositionlessFile:
-    """An open file without a position, so that processes and threads that share it cannot disturb each other."""
+    """An open file without a position, which processes and threads can share."""
 
     def __init__(self, path: Path) -> None:
         self._fd = -1
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe in its place must not block
+        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe must not block
 
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""
         raw = os.pread(self._fd, size, offset)
-        while len(raw) < size and (more := os.pread(self._fd, size - len(raw), offset + len(raw))):
-            raw += more  # one call returns at most 2 GiB, and less on some network file systems
+        while len(raw) < size and (chunk := os.pread(self._fd, size - len(raw), offset + len(raw))):
+            raw += chunk  # one call returns at most 2 GiB, and less on some network file systems
         return raw
 
     def times(self) -> tuple[int, int]:
-        """Its size and mtime_ns now."""
+        """Present size and mtime_ns."""
         stat = os.fstat(self._fd)
         return stat.st_size, stat.st_mtime_ns
 

@@ -1,4 +1,4 @@
-"""Look at a data set before training on it: `kiloword data index | check | stats SRC`."""
+"""Inspect a data set before training: `kiloword data index | check | stats SRC`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
 from kiloword.types import BadSample, Record, Skipped, Source
 
-_CHUNK = 1000  # rows that a process looks at before it reports
-_SHOWN = 20  # bad samples that are printed for each reason
+_CHUNK = 1000  # rows per task of a process
+_SHOWN = 20  # bad samples printed for each reason
 _QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 T = TypeVar("T")
 
 
 @dataclass
 class Stats:
-    """What a data set holds. Lengths and sizes are of readable samples only."""
+    """Statistics of a data set; lengths and sizes are of readable samples only."""
 
     rows: int
     bad: list[Skipped] = field(default_factory=list)
@@ -59,17 +59,17 @@ class Stats:
             self.labels[record.label] += 1
 
     def duplicates(self, most: int = 10) -> list[tuple[str, int]]:
-        """The captions that occur more than once, the most frequent first."""
+        """The captions that occur more than once, most frequent first."""
         return [(text, n) for text, n in self.texts.most_common(most) if n > 1]
 
 
 def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = None, digest: bool = False) -> int:
-    """What the command line calls; prints.
+    """Run and print `kiloword data WHAT SRC`.
 
-    Args: digest: with index, of all images and texts, which runs compare when they resume.
+    Args: digest: with index, hash all images and texts; resumed runs compare it.
 
     Returns: the number of bad samples (check), of damaged tars (index), or 0 (stats).
-    Errors: ValueError when `src` is no data set or `png` cannot be written.
+    Errors: ValueError when `src` is not a data set or `png` cannot be written.
     """
     start = time.perf_counter()
     source = open_source(src)
@@ -86,8 +86,8 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
         bad = check(source)
         print_bad(bad, len(source))
         return len(bad)
-    found = stats(source)
-    print_stats(found, getattr(source, "classnames", None))
+    statistics = stats(source)
+    print_stats(statistics, getattr(source, "classnames", None))
     if png:
         contact_sheet(source, png)
         say(f"samples: {png}")
@@ -95,9 +95,9 @@ def main(what: Literal["index", "check", "stats"], src: str, png: Path | None = 
 
 
 def digest_all(src: str, source: Source) -> str:
-    """Digest every tar of `src` into its index, where that has none yet. Returns: the digest of all.
+    """Add a digest to the index of every tar of `src` that has none. Returns: the digest of all.
 
-    Raises: ValueError for what is not tars of this machine.
+    Raises: ValueError unless the data is local tars.
     """
     for tar in local_tars(source):
         open_index(tar, digest=True)
@@ -105,26 +105,26 @@ def digest_all(src: str, source: Source) -> str:
 
 
 def local_tars(source: Source) -> list[Path]:
-    """Raises: ValueError for what is not tars of this machine."""
+    """The tars of a source. Raises: ValueError unless the data is local tars."""
     tars = [tar for tar in getattr(source, "tars", []) if isinstance(tar, Path)]
     if not tars:
         raise ValueError(
-            f"{source.name}: --digest is for tars of this machine. docs/data.md says what resumed runs compare of "
-            "other data."
+            f"{source.name}: --digest needs local tars. docs/data.md describes what resumed runs compare for other "
+            "data."
         )
     return tars
 
 
 def check(source: Source, workers: int | None = None) -> list[Skipped]:
-    """Reads and decodes every sample; the bad ones with their reasons, in order of rows.
+    """Read and decode every sample. Returns: bad samples with reasons, in order of rows.
 
-    Args: workers: processes; None: as many as there are cores, none for small data sets.
+    Args: workers: processes; None: the number of cores, but 0 for small data sets.
     """
     return list(chain.from_iterable(_chunks(_check_rows, source, workers)))
 
 
 def stats(source: Source, workers: int | None = None) -> Stats:
-    """Reads every sample and the header of its image."""
+    """Read every sample and the header of its image."""
     total = Stats(len(source))
     for part in _chunks(_count_rows, source, workers):
         for name in ("bad", "captions", "words", "characters", "widths", "heights"):
@@ -135,7 +135,7 @@ def stats(source: Source, workers: int | None = None) -> Stats:
 
 
 def print_bad(bad: list[Skipped], rows: int) -> None:
-    """The bad samples by reason, and their share."""
+    """Print the bad samples by reason, and their share."""
     reasons = Counter(skipped.reason for skipped in bad)
     for reason, count in reasons.most_common():
         named = [f"{s.key} (row {s.row})" for s in bad if s.reason == reason]
@@ -143,36 +143,36 @@ def print_bad(bad: list[Skipped], rows: int) -> None:
     say(f"{len(bad):,} of {rows:,} samples are bad ({len(bad) / rows:.2%})" if bad else "all samples are good")
 
 
-def print_stats(found: Stats, classnames: list[str] | None) -> None:
-    """Counts, quantiles, classes and the most frequent captions."""
-    say(f"images {len(found.captions):,}   captions {sum(found.captions):,}   bad {len(found.bad):,}")
+def print_stats(statistics: Stats, classnames: list[str] | None) -> None:
+    """Print counts, quantiles, classes and the most frequent captions."""
+    say(f"images {len(statistics.captions):,}   captions {sum(statistics.captions):,}   bad {len(statistics.bad):,}")
     table = Table(*["", "least", "5%", "median", "95%", "most", "mean"], box=None, header_style="bold")
     measures = {
-        "captions an image": found.captions,
-        "words a caption": found.words,
-        "characters a caption": found.characters,
-        "image width": found.widths,
-        "image height": found.heights,
+        "captions per image": statistics.captions,
+        "words per caption": statistics.words,
+        "characters per caption": statistics.characters,
+        "image width": statistics.widths,
+        "image height": statistics.heights,
     }
     for name, values in measures.items():
         if values:
             cells = [f"{q:,.0f}" for q in np.quantile(values, _QUANTILES)]
             table.add_row(name, *cells, f"{np.mean(values):,.1f}")
     Screen(soft_wrap=True).print(table)
-    for label, count in sorted(found.labels.items()):
+    for label, count in sorted(statistics.labels.items()):
         name = classnames[label] if classnames and label < len(classnames) else ""
         say(f"class {label} {name}: {count:,}")
-    if found.texts:
-        extra = sum(found.captions) - len(found.texts)
-        say(f"captions that repeat an earlier one: {extra:,} ({extra / sum(found.captions):.2%})")
-    for text, count in found.duplicates():
+    if statistics.texts:
+        extra = sum(statistics.captions) - len(statistics.texts)
+        say(f"captions that repeat an earlier one: {extra:,} ({extra / sum(statistics.captions):.2%})")
+    for text, count in statistics.duplicates():
         say(f"    {count:,} x {text[:100]}")
-    if found.bad:
-        print_bad(found.bad, found.rows)
+    if statistics.bad:
+        print_bad(statistics.bad, statistics.rows)
 
 
 def _chunks(work: Callable[[Source, range], T], source: Source, workers: int | None) -> Iterator[T]:
-    """`work` on consecutive ranges of rows, results in order."""
+    """Apply `work` to consecutive ranges of rows; results in order."""
     ranges = [range(start, min(start + _CHUNK, len(source))) for start in range(0, len(source), _CHUNK)]
     if workers is None:
         workers = min(os.cpu_count() or 1, len(ranges) // 10)
@@ -185,8 +185,8 @@ def _chunks(work: Callable[[Source, range], T], source: Source, workers: int | N
 
 
 def _check_rows(source: Source, rows: range) -> list[Skipped]:
-    found = (_try(source, row, lambda record: decode(record.image)) for row in rows)
-    return [bad for bad in found if isinstance(bad, Skipped)]
+    results = (_try(source, row, lambda record: decode(record.image)) for row in rows)
+    return [bad for bad in results if isinstance(bad, Skipped)]
 
 
 def _count_rows(source: Source, rows: range) -> Stats:
@@ -199,7 +199,7 @@ def _count_rows(source: Source, rows: range) -> Stats:
 
 
 def _try(source: Source, row: int, use: Callable[[Record], object]) -> Skipped | None:
-    """What is wrong with a sample, if anything."""
+    """Apply `use` to a sample. Returns: a bad sample, else None."""
     try:
         record = source.record(row)
         names = getattr(source, "classnames", None)

@@ -1,4 +1,4 @@
-"""Places by key: sorted digests, so that millions of keys open at once from a memory map and no dict is built."""
+"""Lookup of places by key in sorted digests: millions of keys open from a memory map, without building a dict."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 Lookup = NDArray[np.uint64]
-"""[2, N]: digests, ascending, and the place of each."""
+"""[2, N]: ascending digests, and the place of each."""
 
 
 def digest(raw: bytes) -> int:
-    """An unsigned 64-bit number; two of a million keys share one with a chance of 3e-8, so the key itself decides."""
+    """Unsigned 64-bit hash; two of a million keys collide with probability 3e-8, so callers compare the key itself."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
 def lookup(keys: Iterable[bytes], places: NDArray[np.uint64]) -> Lookup:
-    """The look-up of N keys; equal keys keep the order of their places [N]."""
+    """The lookup table of N keys; equal keys keep the order of their places [N]."""
     digests = np.fromiter((digest(key) for key in keys), np.uint64, len(places))
     order = np.argsort(digests, kind="stable")
     return np.stack([digests[order], places[order]])
 
 
 def find(table: Lookup, raw: bytes) -> list[int]:
-    """The places where a key may be: none, nearly always one, or several. O(log N)."""
+    """The possible places of a key: none, nearly always one, or several. O(log N)."""
     wanted = np.uint64(digest(raw))
     start = int(np.searchsorted(table[0], wanted))
     end = start
@@ -35,7 +35,7 @@ def find(table: Lookup, raw: bytes) -> list[int]:
 
 
 def raw(text: str) -> bytes:
-    """A key or caption as bytes: UTF-8, and lone surrogates (file names that are no UTF-8) as they are."""
+    """A key or caption as UTF-8 bytes; lone surrogates (of file names that are not UTF-8) are kept."""
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -1,4 +1,4 @@
-"""From rows to batches: read, augment, choose captions, apply transforms, pack; the same whatever number of workers."""
+"""The loader: read rows, augment, choose captions, apply transforms, pack batches; equal for any number of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kiloword.features.store import FeatureStore
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Batch, Example, Skipped, Source, Texts, Transform
 
-ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail once in 10^64 times
+ATTEMPTS = 32  # rows tried in place of a bad one; with 1% bad rows all fail with probability 10^-64
 
 
 @dataclass
@@ -70,15 +70,13 @@ class Loader:
     def __post_init__(self) -> None:
         share(np.zeros(self.order.batch, np.int64), self.rank, self.ranks)
         if len(self.source) != self.order.rows:
-            raise ValueError(
-                f"{self.source.name} has {len(self.source)} rows, the order was made for {self.order.rows}"
-            )
+            raise ValueError(f"{self.source.name} has {len(self.source)} rows, but the order is for {self.order.rows}")
         if isinstance(self.data.captions, int) and self.data.captions < 1:
-            raise ValueError(f"{self.data.captions} captions an image; expected at least 1, 'one' or 'all'")
+            raise ValueError(f"captions is {self.data.captions}: expected at least 1, 'one' or 'all'")
         if self.truth and not hasattr(self.source, "relevance"):
             raise ValueError(
-                f"{self.source.name} does not know which texts are true of which images: only scenes do, as "
-                "the one source of a run."
+                f"{self.source.name} has no ground truth of which texts describe which images: expected scenes as the "
+                "only source of the run."
             )
         if self.questions:
             check_asks(self.source)
@@ -102,8 +100,8 @@ class Loader:
     def batches(self, start: int = 0, stop: int | None = None, pin: bool = False) -> Iterator[Batch]:
         """This rank's batches of the steps [start, stop); without end when stop is None.
 
-        Args: pin: in page-locked memory, for a GPU.
-        Errors: see `batch`; LoaderStopped when a worker died or stalled.
+        Args: pin: use page-locked memory, for a GPU.
+        Errors: as `batch`; LoaderStopped when a worker died or hangs.
         """
         steps = count(start) if stop is None else range(start, stop)
         if self._ahead:
@@ -114,9 +112,9 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """This rank's share of the global batch of one step.
 
-        Bad samples are named in `skipped` and replaced by other rows, the same ones in every run.
-        Errors: ValueError when no replacement for a bad row can be read, a feature store does not cover every row,
-        or a row is bad whose truth is asked for.
+        Bad samples are listed in `skipped` and replaced by other rows, the same ones in every run.
+        Errors: ValueError when no replacement for a bad row can be read, a feature store does not cover every row, or a
+        row is bad whose ground truth is needed.
         """
         began = time.perf_counter()
         examples, seeds, skipped = self.examples(step)
@@ -143,36 +141,36 @@ class Loader:
         return examples, seeds, reader.skipped
 
     def _truth(self, example: Example, row: int, rows: Rows) -> Tensor:
-        """[captions, B] bool: of which images of the global batch each caption is true."""
-        if example.row != row:  # other ranks go by the rows that the order names
+        """[captions, B] bool: whether each caption describes each image of the global batch."""
+        if example.row != row:  # other ranks use the rows of the order
             raise ValueError(
-                f"{self.source.name}: {name_of(self.source, row)} is bad. Positives by the truth need every row: mend "
-                "it, or leave it out."
+                f"{self.source.name}: {name_of(self.source, row)} is bad. Positives by ground truth need every row: "
+                "repair or remove it."
             )
-        known: np.ndarray = self.source.relevance(example.captions, rows.tolist())  # type: ignore[attr-defined]
-        return torch.from_numpy(known)
+        relevance: np.ndarray = self.source.relevance(example.captions, rows.tolist())  # type: ignore[attr-defined]
+        return torch.from_numpy(relevance)
 
     def image(self, image: bytes | np.ndarray, draw: Draw) -> Tensor:
-        """uint8 [3, H, W]; no work when nothing is to be changed."""
+        """The image as uint8 [3, H, W]; an array that needs no change is not copied."""
         if self._untouched and isinstance(image, np.ndarray) and self._fits(image):
             return torch.from_numpy(image).permute(2, 0, 1)
         return self._train(image, draw) if self.train else self._eval(image)
 
     def _fits(self, image: np.ndarray) -> bool:
         square = image.shape == (self.image_size, self.image_size, 3)
-        return square and image.dtype == np.uint8 and image.flags.writeable  # torch warns of read-only arrays
+        return square and image.dtype == np.uint8 and image.flags.writeable  # torch warns about read-only arrays
 
     def _source_in(self, epoch: int) -> Source:
-        """The source, or its rows of one epoch where they change from epoch to epoch (mixtures with part weights)."""
+        """The source, or its rows of an epoch where they differ by epoch (mixtures with fractional weights)."""
         if not hasattr(self.source, "at"):
             return self.source
-        if epoch not in self._epochs:  # two are kept: what is fetched ahead may be of the next one
+        if epoch not in self._epochs:  # keep two: prefetched rows may be of the next epoch
             near = {e: source for e, source in self._epochs.items() if abs(e - epoch) == 1}
             self._epochs = {**near, epoch: self.source.at(epoch)}
         return self._epochs[epoch]
 
     def _rows_of(self, step: int) -> tuple[Source, list[int]]:
-        """This rank's rows of a step, and what they are rows of."""
+        """This rank's rows of a step, and the source that they are rows of."""
         epoch, rows = self.order.batch_rows(step)
         return self._source_in(epoch), share(rows, self.rank, self.ranks).tolist()
 
@@ -196,7 +194,7 @@ class Loader:
         )
 
     def _questions(self, examples: list[Example]) -> Texts | None:
-        """Packed, one an image."""
+        """The packed questions, one per image; None without questions."""
         if not self.questions:
             return None
         return self.tokenizer.encode([e.question for e in examples if e.question is not None], self.text)
@@ -218,17 +216,17 @@ class BatchReader:
         return self.loader.train and self.loader._train.crops
 
     def example(self, row: int, draw: Draw) -> Example:
-        """Any row of the data set, its image augmented with `draw`; another row in its place when it is bad."""
+        """Any row of the data set, augmented with `draw`; another row replaces a bad one."""
         return self.readable(row, draw)[0]
 
     def readable(self, row: int, draw: Draw) -> tuple[Example, Draw]:
-        """The example of a row, or of the first readable one of a walk keyed by (seed, epoch, row, attempt).
+        """The example of a row, or of the first readable replacement in a walk keyed by (seed, epoch, row, attempt).
 
-        A draw of the row itself moves with the row, so that the replacement is what its own turn would give.
+        If `draw` is that of the row, a replacement gets its own draw, and so is the example of its own turn.
         """
-        own, failed = draw.row == row, []
+        own_draw, failed = draw.row == row, []
         for candidate in self._walk(row, draw):
-            drawn = replace(draw, row=candidate) if own and candidate != row else draw
+            drawn = replace(draw, row=candidate) if own_draw and candidate != row else draw
             try:
                 example = self._read(candidate, drawn)
             except BadSample as error:
@@ -239,7 +237,7 @@ class BatchReader:
         raise ValueError(f"{self.source.name}: {len(failed)} rows in a row are bad: {reasons(failed)}")
 
     def _walk(self, row: int, draw: Draw) -> Iterator[int]:
-        """The row, then candidates: outside this global batch as long as half of the data set lies there."""
+        """The row, then candidates: outside this global batch if at least half of the data set is."""
         yield row
         n = len(self)
         taken = set(self.batch.tolist()) if 2 * len(self.batch) <= n else set()
@@ -250,8 +248,8 @@ class BatchReader:
     def _read(self, row: int, draw: Draw) -> Example:
         loader = self.loader
         record = read(self.source, row)
-        asked = question_of(record) if loader.questions else None
-        if loader.questions and asked is None:
+        question = question_of(record) if loader.questions else None
+        if loader.questions and question is None:
             raise BadSample("no question with an answer")
         captions = choose_captions(
             record.captions, loader.data.captions, draw if draw.row == row else replace(draw, row=row)
@@ -260,10 +258,10 @@ class BatchReader:
             raise BadSample("no caption")
         with decoding(row, draw.epoch if hasattr(loader.source, "at") else 0):
             image = loader.image(record.image, draw)
-        example = Example(record.key, row, image, captions, question=asked)
+        example = Example(record.key, row, image, captions, question=question)
         for store in loader.stores:
-            store.join(example)  # before words are dropped: features are those of whole captions
-        if loader.train and loader.data.augment.drop_words > 0 and asked is None:  # an answer is right as a whole
+            store.join(example)  # before words are dropped: features are of whole captions
+        if loader.train and loader.data.augment.drop_words > 0 and question is None:  # answers keep all words
             example.captions = drop_words(captions, loader.data.augment.drop_words, draw)
         return example
 

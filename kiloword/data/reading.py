@@ -1,4 +1,4 @@
-"""Records as they are stored, one at a time, and every row in order for evaluation."""
+"""Reading of single records, and of all rows in order for evaluation."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from kiloword.data.steps import in_order
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
 
-TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more change a vocabulary of a few thousand little
-AGAIN_S = (0.1, 0.4, 1.0)  # between attempts at a row whose file system refuses it
+TOKENIZER_ROWS = 10_000  # rows whose captions train the tokenizer; more hardly change a vocabulary of a few thousand
+AGAIN_S = (0.1, 0.4, 1.0)  # seconds before each retry after an error of the file system
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH)
 
 T = TypeVar("T")
 
 
 def read(source: Source, row: int) -> Record:
-    """One record; whatever goes wrong while reading it is a reason to skip the row.
+    """Read one record. Raises: BadSample for any error, so that the row is skipped.
 
-    Sources are also users' own classes over any storage, which raise anything. Their bugs do not stay hidden: a run
-    stops, with the most frequent reasons, as soon as more than `DataConfig.bad_share` of the rows are bad. A network
-    that is down makes no row bad: Unreachable ends the run. What a network drive refuses is asked for again.
+    Sources may be classes of users, which can raise anything. Their bugs do not stay hidden: a run stops with the most
+    frequent reasons when more than `DataConfig.bad_share` of the rows are bad. If a network is down, no row is bad, but
+    Unreachable ends the run. Errors of network drives are retried.
     """
     return patiently(lambda: source.record(row))
 
 
 def patiently(get: Callable[[], T]) -> T:
-    """What `get` returns, asked again where a network drive refuses it. Raises: BadSample for whatever goes wrong."""
+    """The result of `get`, with retries after errors of network drives. Raises: BadSample for any error."""
     for wait in (*AGAIN_S, None):
         try:
             return get()
@@ -54,38 +54,38 @@ def patiently(get: Callable[[], T]) -> T:
 
 
 def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
-    """Captions of about `most` rows spread over the source, without an image where it can; bad rows give none.
+    """Captions of about `most` rows spread over the source, if possible without reading images; skips bad rows.
 
-    Of a row that asks a question, its answers, then the question.
+    A row with a question yields its answers, then the question.
     """
     stride = max(1, len(source) // most)
     for row in range(0, len(source), stride):
         try:
-            captions, asked = _words(source, row)
+            captions, text = _words(source, row)
         except BadSample:
             continue
         yield from captions
-        if asked is not None:
-            yield asked
+        if text is not None:
+            yield text
 
 
 def captions_at(source: Source, row: int) -> list[str]:
-    """Captions or answers of a row, without its image where the source can do that. Raises: BadSample."""
-    own = getattr(source, "captions", None)
-    return list(own(row) if callable(own) else read(source, row).captions)
+    """Captions or answers of a row, without reading its image if the source supports that. Raises: BadSample."""
+    read_captions = getattr(source, "captions", None)
+    return list(read_captions(row) if callable(read_captions) else read(source, row).captions)
 
 
 def _words(source: Source, row: int) -> tuple[list[str], str | None]:
     """Captions or answers, and the question. Raises BadSample."""
-    words = getattr(source, "captions", None)
-    if words is None:
-        found = read(source, row)
-        return found.captions, question_of(found)
-    return words(row), question(source, row) if hasattr(source, "question") else None
+    read_captions = getattr(source, "captions", None)
+    if read_captions is None:
+        record = read(source, row)
+        return record.captions, question_of(record)
+    return read_captions(row), question(source, row) if hasattr(source, "question") else None
 
 
 def read_image(source: Source, row: int) -> Record:
-    """As `read`, for who wants images: one without a caption is not bad."""
+    """As `read`, but an image without a caption is not bad."""
     try:
         return read(source, row)
     except NoCaption as error:
@@ -93,7 +93,7 @@ def read_image(source: Source, row: int) -> Record:
 
 
 def name_of(source: Source, row: int) -> str:
-    """The key of a row that cannot be read, where the source can tell."""
+    """The key of a row, or "row N" where the source cannot give it without reading the row."""
     name = getattr(source, "key", None)
     try:
         return shown(str(name(row))) if callable(name) else f"row {row}"
@@ -102,11 +102,11 @@ def name_of(source: Source, row: int) -> str:
 
 
 class ImageTransform(Protocol):
-    """From a stored image to a tensor of one shape for all."""
+    """Transforms stored images to tensors of one shape."""
 
     @property
     def size(self) -> int:
-        """Pixels a side."""
+        """Height and width in pixels."""
 
     def __call__(self, image: bytes | Pixels) -> Tensor:
         """[3, size, size]. Raises BadSample for an image that cannot be decoded."""
@@ -120,7 +120,7 @@ class EvalBatch:
     keys: list[str]
     images: Tensor  # uint8 [n, 3, size, size]
     captions: list[list[str]]
-    labels: Tensor | None  # [n] int64, -1 where a row has none; None: no row of the batch has one
+    labels: Tensor | None  # [n] int64, -1 for a row without label; None if no row has one
     skipped: list[Skipped]
     infos: list[dict[str, Any]]  # `Record.info` of every row
 
@@ -135,14 +135,14 @@ def eval_batches(
     transform: ImageTransform | None = None,
     captions: bool = True,
 ) -> Iterator[EvalBatch]:
-    """Every row once, in order, at most `batch` at a time (n may be 0); bad rows are left out and named.
+    """Every row once, in order, in batches of at most `batch` (n may be 0); bad rows are omitted and listed.
 
-    Args: parts: the rows that are wanted, in place of all; no batch holds rows of two parts; transform: in place of
-    what image_size and resize say; captions False: images without captions are not bad.
-    Errors: LoaderStopped when a worker died or stalled.
+    Args: parts: ranges of rows in place of all rows; a batch never crosses two parts; transform: in place of that by
+    image_size and resize; captions: False accepts images without captions.
+    Errors: LoaderStopped when a worker died or hangs.
     """
     if batch < 1:
-        raise ValueError(f"a batch of {batch} images; expected at least 1")
+        raise ValueError(f"batch is {batch}: expected at least 1")
     wanted = [range(len(source))] if parts is None else parts
     batches = [part[start : start + batch] for part in wanted for start in range(0, len(part), batch)]
     make = partial(_eval_batch, source, transform or EvalTransform(image_size, resize), batches, captions)

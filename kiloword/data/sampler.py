@@ -16,25 +16,25 @@ from kiloword.randomness import Draw, key
 
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-FULL_SHUFFLE = 100_000  # rows up to which a whole permutation is cheap to draw and to read
-BLOCK = 512  # consecutive rows that stay neighbours on disk
+FULL_SHUFFLE = 100_000  # largest number of rows with one permutation of all rows
+BLOCK = 512  # consecutive rows that are read close together
 GROUP = 64  # blocks whose rows are shuffled together
 _LEHMER = 20  # 20! < 2^63: one key holds a whole permutation
 
 
 def steps_per_epoch(rows: int, batch: int) -> int:
-    """Steps of one pass over a data set of `rows`: whole batches; the remainder that fills none is dropped."""
+    """Number of steps of one pass over `rows`: whole batches; an incomplete last batch is dropped."""
     return rows // batch
 
 
 @dataclass(frozen=True)
 class Order:
-    """Which rows make up each global batch.
+    """The rows of each global batch.
 
-    Every epoch visits each row at most once; the remainder that fills no batch is dropped. Small data is permuted
-    whole; of large data, blocks of consecutive rows are shuffled, then the rows within groups of blocks.
+    Every epoch visits each row at most once and drops an incomplete last batch. Small data sets get a permutation of
+    all rows; in large ones blocks of consecutive rows are shuffled, then the rows within groups of blocks.
 
-    Args: rows of the data set; batch, the global one; seed; full, block, group: how much is shuffled at once.
+    Args: rows: of the data set; batch: global batch size; full, block, group: see FULL_SHUFFLE, BLOCK, GROUP.
     Errors: ValueError when the batch is larger than the data set.
     """
 
@@ -47,16 +47,16 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise ValueError(f"a batch of {self.batch} images; expected at least 1")
+            raise ValueError(f"batch is {self.batch}: expected at least 1")
         if self.rows < self.batch:
             raise ValueError(
                 f"the data set has {self.rows} usable rows, fewer than one batch of {self.batch}; "
-                "ask for a smaller --batch or more data"
+                "use a smaller --batch or more data"
             )
 
     @property
     def steps_per_epoch(self) -> int:
-        """As the function of this name."""
+        """See the function of this name."""
         return steps_per_epoch(self.rows, self.batch)
 
     def batch_rows(self, step: int) -> tuple[int, Rows]:
@@ -68,7 +68,7 @@ class Order:
         return epoch, self._from_groups(epoch, start, start + self.batch)
 
     def _from_groups(self, epoch: int, start: int, stop: int) -> Rows:
-        """Places [start, stop) of the epoch, out of the groups they lie in."""
+        """The rows at places [start, stop) of the epoch, from the groups that contain them."""
         ends = _group_ends(self, epoch)
         first, last = np.searchsorted(ends, [start, stop - 1], side="right")
         rows = np.concatenate([_group_rows(self, epoch, g) for g in range(first, last + 1)])
@@ -77,7 +77,7 @@ class Order:
 
 
 def share(rows: Rows, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int = 1) -> Rows:
-    """The contiguous slice of a global batch [B] that one rank, and of that one micro-batch, works on.
+    """The contiguous slice of a global batch [B] for one rank, or for one micro-batch of a rank.
 
     Errors: ValueError when the batch does not divide evenly.
     """
@@ -107,7 +107,7 @@ def _blocks(order: Order, epoch: int) -> Rows:
 
 @lru_cache(maxsize=2)
 def _group_ends(order: Order, epoch: int) -> Rows:
-    """Cumulative sizes of the groups; the one with the last block of the data set may be shorter."""
+    """Cumulative sizes of the groups; the group with the last block of the data set may be shorter."""
     blocks = _blocks(order, epoch)
     sizes = np.minimum(order.block, order.rows - blocks * order.block)
     firsts = np.arange(0, len(blocks), order.group)
@@ -123,7 +123,7 @@ def _group_rows(order: Order, epoch: int, group: int) -> Rows:
 
 
 def _frozen(rows: Rows) -> Rows:
-    """Cached arrays are handed out as slices: nobody may write into them."""
+    """Make a cached array read-only, as callers get slices of it."""
     rows.setflags(write=False)
     return rows
 

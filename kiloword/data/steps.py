@@ -1,4 +1,4 @@
-"""Work numbered by steps, done in order by any number of worker processes: the result does not depend on how many."""
+"""Ordered work in worker processes: results of numbered steps do not depend on the number of workers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kiloword.errors import WORKER, sentence_of
 
 Item = TypeVar("Item")
 SHARED_MEMORY = "/dev/shm"
-_FILES, _FILES_WORKER = 12, 8  # that loading takes beside a batch's tensors: pipes, sockets, tars
-KILLED_S = 5.0  # that a killed worker may take to disappear
+_FILES, _FILES_WORKER = 12, 8  # open files besides a batch's tensors: pipes, sockets, tars
+KILLED_S = 5.0  # seconds for a killed worker to end
 
 
 class LoaderStopped(ValueError):
@@ -42,14 +42,14 @@ def in_order(
     apart: bool = False,
     pin: bool = False,
 ) -> Iterator[Item]:
-    """`make(step)` for every step, in order, made ahead by `workers` processes (0: in this one).
+    """`make(step)` for every step, in order, prefetched by `workers` processes (0: made in this process).
 
-    A row that a reader decodes for too long (see `time_limit`) joins `given_up`, and what was being made is made again
-    without it. Args: apart: without workers, make in a thread of its own, so that this one can see what is late; pin:
-    items come in page-locked memory (their `pin_memory`).
-    Errors: a ValueError of `make` comes out as it was raised, lack of memory or a file's error as a sentence;
-    LoaderStopped when a worker died or took longer than `timeout` seconds for one step. (One that dies while nothing is
-    waited for raises DataLoader's RuntimeError wherever this process is: `sentence_of` knows it.)
+    A row that takes too long to decode (see `time_limit`) is added to `given_up`, and the item is made again without
+    it. Args: apart: without workers, make items in a separate thread, so that this one can notice slow rows; pin: items
+    are in page-locked memory (by their `pin_memory`).
+    Errors: a ValueError of `make` unchanged, lack of memory or a file's error as a ValueError with a message;
+    LoaderStopped when a worker died or took longer than `timeout` seconds for one step. (If a worker dies while nothing
+    is awaited, DataLoader raises a RuntimeError anywhere in this process; `sentence_of` handles it.)
     """
     rest, open_steps, given_up = iter(steps), deque[int](), set() if given_up is None else given_up
     while True:
@@ -79,7 +79,7 @@ def _attempt(
     apart: bool,
     pin: bool,
 ) -> Iterator[Item]:
-    """As `in_order`. Raises: Late, with what is late in `limit.given_up`."""
+    """As `in_order`. Raises: Late, after adding the slow rows to `limit.given_up`."""
     if workers:
         _check_open_files(_FILES + _FILES_WORKER * workers)
     loader: DataLoader[Item | _Failed] = DataLoader(
@@ -90,7 +90,7 @@ def _attempt(
         timeout=min(POLL_S, timeout) if workers else 0,
         worker_init_fn=_start_worker if workers else None,
         pin_memory=pin,
-        generator=torch.Generator(),  # otherwise making an iterator would draw from the global one
+        generator=torch.Generator(),  # otherwise an iterator would draw from the global generator
     )
     items = iter(loader)
     following = partial(next, items, None)
@@ -104,7 +104,7 @@ def _attempt(
         if workers and "DataLoader" in str(error):
             raise LoaderStopped(sentence_of(error) or "") from error
         raise
-    except (EOFError, OSError) as error:  # `make` raises none that is no sentence
+    except (EOFError, OSError) as error:  # those of `make` are ValueErrors by now
         if workers:
             raise LoaderStopped(f"a loader worker stopped while it sent a batch. {WORKER}") from error
         raise
@@ -115,7 +115,7 @@ def _attempt(
 
 
 def _wait(following: Callable[[], Item], limit: TimeLimit, timeout: float) -> Item:
-    """The next item, with a look at what is late whenever none has come for `POLL_S` seconds."""
+    """The next item; checks for slow rows every `POLL_S` seconds of waiting."""
     end = time.monotonic() + timeout
     while True:
         try:
@@ -130,7 +130,7 @@ def _wait(following: Callable[[], Item], limit: TimeLimit, timeout: float) -> It
 
 @dataclass
 class _Failed:
-    """A sentence for the user, on its way out of a worker; the DataLoader would bury it in a traceback."""
+    """An error message from a worker; the DataLoader would wrap it in a traceback."""
 
     error: ValueError
 
@@ -156,12 +156,12 @@ class _Steps(Dataset[Any]):
 
 
 def _bytes(item: Any) -> int:
-    """Of the tensors in a batch, which travel through shared memory."""
+    """Bytes of the tensors in a batch, which are sent through shared memory."""
     return sum(tensor.nbytes for tensor in _tensors_in(item))
 
 
 def _tensors(item: Any) -> int:
-    """Each travels as an open file."""
+    """Number of tensors in a batch; each is sent as an open file."""
     return sum(1 for _ in _tensors_in(item))
 
 
@@ -175,8 +175,8 @@ def _tensors_in(item: Any) -> Iterator[torch.Tensor]:
 
 
 def _check_open_files(wanted: int) -> None:
-    """Said here: what runs out of files while it sends a batch prints tracebacks, and the run would wait in vain."""
-    with suppress(OSError):  # other systems have no such folder
+    """Raises: ValueError for too few open files; otherwise sending a batch would fail silently."""
+    with suppress(OSError):  # only Linux has this folder
         opened, most = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if most - opened < wanted:
             raise ValueError(
@@ -186,7 +186,7 @@ def _check_open_files(wanted: int) -> None:
 
 
 def free_shared_memory() -> int | None:
-    """Bytes that are left; None on systems without such a folder."""
+    """Free bytes of shared memory; None on systems without /dev/shm."""
     with suppress(OSError):
         about = os.statvfs(SHARED_MEMORY)
         return about.f_bavail * about.f_frsize
@@ -194,7 +194,7 @@ def free_shared_memory() -> int | None:
 
 
 def _check_shared_memory(wanted: int) -> None:
-    """Said here: a worker that finds none when it sends a batch drops it, and the run would wait for it in vain."""
+    """Raises: ValueError for too little shared memory; otherwise a worker would drop the batch it sends."""
     free = free_shared_memory()
     if free is not None and free < wanted:
         raise ValueError(
@@ -204,8 +204,10 @@ def _check_shared_memory(wanted: int) -> None:
 
 
 def _start_worker(worker: int) -> None:
-    """One thread a worker. Signals are for the main process, which then ends its workers; SLURM and torchrun send
-    theirs to all, and a run without its workers could not save."""
+    """Set up a worker: one thread, and no reaction to signals, which SLURM and torchrun send to all processes.
+
+    The main process handles them and ends its workers; without workers it could not save.
+    """
     torch.set_num_threads(1)
     sys.excepthook = _unless_the_reader_is_gone
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -215,19 +217,19 @@ def _start_worker(worker: int) -> None:
 
 
 def _unless_the_reader_is_gone(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-    """Where the main process was killed, the thread that hands out tensors would print a traceback behind it all."""
+    """Suppress the traceback of the thread that sends tensors after the main process was killed."""
     if not isinstance(error, EOFError | ConnectionError):
         sys.__excepthook__(kind, error, at)
 
 
 def _end_workers(items: Any) -> None:
-    """Those that hang too: Python waits for them at its exit, and SIGTERM does not reach them."""
+    """End all workers, including hanging ones: Python waits for them at its exit, and they ignore SIGTERM."""
     workers = getattr(items, "_workers", ())
     if workers:
-        items._shutdown_workers()  # they end by themselves; from here on none that dies is an error
+        items._shutdown_workers()  # they end by themselves; from here on a dead worker is no error
     for worker in workers:
         if worker.is_alive():
             worker.kill()
             worker.join(KILLED_S)
-        if worker.is_alive():  # inside a system call that does not end, as of a network drive that is gone
+        if worker.is_alive():  # in a system call that does not end, as on a lost network drive
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]

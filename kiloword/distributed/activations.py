@@ -1,4 +1,4 @@
-"""What of a forward pass is kept for the backward pass, and what is compiled. Results stay the same."""
+"""Activation checkpointing and compilation of blocks and towers. Neither changes results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kiloword.model.decoder import TextDecoder
 from kiloword.model.model import Model
 from kiloword.model.text import TextTower
 
-RECOMPILE = 64  # dynamo counts all blocks of a model as one function, and gives it up after 8 kinds of arguments
+RECOMPILE = 64  # graphs of a function; all blocks of a model are one function to dynamo, whose default limit is 8
 
 
 def recompute(model: Model, kind: Checkpointing) -> None:
-    """Blocks forget what happened inside them and repeat it in the backward pass.
+    """Activation checkpointing: blocks recompute their activations in the backward pass.
 
-    Args: kind: "whole" keeps a block's input alone (about a third more arithmetic); "selective" keeps products of
-    matrices and attention too, and repeats what is cheap: norms and activations.
+    Args: kind: "whole" saves only the input of a block (about a third more arithmetic); "selective" also saves the
+    results of matrix products and attention, and recomputes only cheap operations: norms and activation functions.
     """
     if kind == "none":
         return
@@ -37,22 +37,22 @@ def recompute(model: Model, kind: Checkpointing) -> None:
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    more: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-    # nothing random happens in a block, so no generator's state needs keeping
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **more, **kwargs)
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    # blocks have no random operations, so the generator's state need not be saved
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(op)
-    dear = any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "attention", "varlen"))
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+    expensive = any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "attention", "varlen"))
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile(model: Model, kind: Compile, backend: str = "inductor") -> None:
     """Compile each block, or each tower as a whole.
 
-    Numbers of packed tokens and of texts' places are symbols, from the first batch on in text towers and from the
-    second on elsewhere: other batches need no other graphs. Args: backend: of `torch.compile`.
+    Numbers of packed tokens and of token positions are symbolic, in text towers from the first batch and elsewhere from
+    the second, so that other batches need no further graphs. Args: backend: of `torch.compile`.
     """
     if kind == "none":
         return
@@ -66,5 +66,5 @@ def compile(model: Model, kind: Compile, backend: str = "inductor") -> None:
 
 
 def replace_forward(part: nn.Module, forward: Callable[..., Tensor]) -> None:
-    """For this module alone; hooks, FSDP's among them, stay outside."""
+    """Replace the forward pass of this module instance; hooks, such as those of FSDP, still run around it."""
     part.forward = forward

@@ -1,4 +1,4 @@
-"""Ranks: who they are, and what they say to each other. Methods never import this file."""
+"""This rank, the number of ranks, and collectives over them. Methods never import this file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def ranks() -> int:
 
 @contextmanager
 def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
-    """Join the group that torchrun announces in the environment; with a single process, do nothing.
+    """Join the process group that torchrun announces in the environment; with a single process, do nothing.
 
-    Leaves through a barrier: gloo processes that exit while a peer still talks abort in half of the runs.
-    Raises: RanksEnded when another rank ended, or gave no answer for `timeout_s`.
+    It ends with a barrier: gloo processes that exit while a peer still communicates abort in half of the runs.
+    Raises: RanksEnded when another rank ended, or did not answer for `timeout_s`.
     """
     if dist.is_initialized() or launch.adopt() == 1:
         yield
@@ -36,19 +36,21 @@ def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    with heartbeat.met(timeout_s) as met:
-        assert met is not None
-        met.gather(timeout_s)
-        met.abrupt = cuda
-        patience = timedelta(seconds=timeout_s + (60 if cuda else 0))  # NCCL aborts the process: `met` comes first
-        # what the hosts decide is said on the hosts: the devices need not be waited for
+    with heartbeat.monitored(timeout_s) as peers:
+        assert peers is not None
+        peers.gather(timeout_s)
+        peers.abrupt = cuda
+        patience = timedelta(seconds=timeout_s + (60 if cuda else 0))  # NCCL aborts the process: `peers` is first
+        # collectives on CPU tensors use gloo, and do not wait for the device
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=met.group_store, rank=met.rank, world_size=met.ranks, timeout=patience)
+        dist.init_process_group(
+            backend, store=peers.group_store, rank=peers.rank, world_size=peers.ranks, timeout=patience
+        )
         try:
             yield
             dist.barrier()
-        except Exception as e:  # told before the connections close
-            raise met.ended(e) from e
+        except Exception as e:  # reported before the connections close
+            raise peers.ended(e) from e
         finally:
             dist.destroy_process_group()
 
@@ -63,31 +65,31 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def sharded(x: Tensor) -> bool:
-    """Whether it is a DTensor, whose module takes most of a second to import: who only uses a model does without."""
+    """Whether x is a DTensor, without importing DTensor, which takes most of a second."""
     return hasattr(x, "full_tensor")
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its rows of a sharded one, or all."""
+    """The local tensor: this rank's rows of a sharded tensor, or the whole tensor."""
     return x.to_local() if sharded(x) else x  # type: ignore[attr-defined]
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor with every rank's rows; all ranks must ask."""
+    """The whole tensor, with every rank's rows. A collective for sharded tensors."""
     return x.full_tensor() if sharded(x) else x  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def fill(x: Tensor, values: Tensor) -> None:
-    """Copy whole values into what this rank holds of a tensor: its rows of a sharded one, as FSDP cuts them."""
+    """Copy values of the whole tensor into this rank's local tensor: its rows as FSDP shards them, or all."""
     if sharded(x):
-        parts = values.chunk(ranks())  # fewer than ranks where rows are few
+        parts = values.chunk(ranks())  # fewer chunks than ranks where there are few rows
         values = parts[rank()] if rank() < len(parts) else values[:0]
     local(x).copy_(values)
 
 
 def extreme_over_ranks(x: Tensor, which: Literal["most", "least"]) -> Tensor:
-    """The largest or smallest of each number over ranks, without gradient."""
+    """The elementwise maximum or minimum over ranks, without gradient."""
     if ranks() == 1:
         return x.detach()
     x = x.detach().clone()
@@ -96,21 +98,21 @@ def extreme_over_ranks(x: Tensor, which: Literal["most", "least"]) -> Tensor:
 
 
 def any_rank(*mine: bool) -> tuple[bool, ...]:
-    """Which of these is true on any rank; all ranks must ask at the same place."""
+    """Whether each of these is true on any rank. A collective."""
     if ranks() == 1:
         return mine
     return tuple(bool(n) for n in sum_over_ranks(torch.tensor([float(m) for m in mine])).tolist())
 
 
 def add_up(mine: int) -> int:
-    """The sum of a number over ranks."""
+    """The sum of an integer over ranks."""
     if ranks() == 1:
         return mine
     return int(sum_over_ranks(torch.tensor(mine)))
 
 
 def wait() -> None:
-    """Until every rank is here."""
+    """Wait until every rank is here."""
     if ranks() > 1:
         dist.barrier()
 
@@ -119,7 +121,7 @@ Item = TypeVar("Item")
 
 
 def all_lists(mine: list[Item]) -> list[Item]:
-    """Every rank's items in rank order; costs one number where no rank has any."""
+    """Every rank's items in rank order; a single small collective where no rank has any."""
     if ranks() == 1 or not any_rank(bool(mine))[0]:
         return mine
     out: list[list[Item]] = [[] for _ in range(ranks())]

@@ -1,4 +1,4 @@
-"""A CUDA graph of the image tower: one launch replays its kernels. Its shapes are static, those of packed text are not.
+"""A CUDA graph of the image tower: one launch replays its kernels. Packed texts have no static shapes, images do.
 
 Tensors that a replay returns, gradients among them, are overwritten by the next replay. One training step therefore
 replays the tower once, and the optimizer drops the gradients before the next step. Every other pass of the step (of
@@ -20,7 +20,7 @@ Forward = Callable[..., Tensor]
 
 
 def check(options: RunOptions, micro_batches: int, device: str) -> None:
-    """Refuse what a CUDA graph cannot do. Args: micro_batches: of a step; device: "cpu", "cuda:0".
+    """Refuse options that exclude a CUDA graph. Args: micro_batches: number a step; device: "cpu", "cuda:0".
 
     Raises: ValueError that names the options.
     """
@@ -31,10 +31,10 @@ def check(options: RunOptions, micro_batches: int, device: str) -> None:
     wrong = {
         f"{micro_batches} micro-batches (--micro)": micro_batches > 1,  # their gradients would be overwritten
         f"--checkpointing {options.checkpointing}": options.checkpointing != "none",
-        f"--parallel {options.parallel}": options.parallel == "fsdp",  # weights would change their places
+        f"--parallel {options.parallel}": options.parallel == "fsdp",  # the addresses of weights would change
     }
-    if given := [name for name, came in wrong.items() if came]:
-        raise ValueError(f"--compile cudagraphs excludes {', '.join(given)}: use another --compile, or omit these.")
+    if excluded := [name for name, is_set in wrong.items() if is_set]:
+        raise ValueError(f"--compile cudagraphs excludes {', '.join(excluded)}: use another --compile, or omit these.")
 
 
 class Replayed:
@@ -44,7 +44,7 @@ class Replayed:
         self.graph, self.other, self.images, self._fresh = graph, other, images, False
 
     def begin(self, *_: object) -> None:
-        """Before a training step: what the last replay returned may be overwritten."""
+        """Before a training step: the results of the last replay may be overwritten."""
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         self._fresh = True
 

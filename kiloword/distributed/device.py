@@ -1,4 +1,4 @@
-"""Where a model computes, and how batches get there."""
+"""Devices: choosing one, autocast, and copying batches to it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from kiloword.types import Batch
 PrecisionContext = Callable[[], AbstractContextManager[object]]
 
 
-def choose(asked: str) -> str:
-    """The device of "auto", "cpu", "cuda" or "cuda:N".
+def choose(device: str) -> str:
+    """Resolve "auto", "cpu", "cuda" or "cuda:N" to a device of this machine.
 
-    Raises: ValueError for another name, one that is not here, or one GPU for several ranks.
+    Raises: ValueError for another name, a missing device, or one GPU for several ranks.
     """
-    if asked == "auto":
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = asked.partition(":")
+    kind, _, number = device.partition(":")
     if kind == "cuda" and number and (ranks := launch.adopt()) > 1:
         raise ValueError(
-            f"device is {asked}, one GPU, but {ranks} ranks are started: use cuda, with which each rank takes the GPU "
+            f"device is {device}, one GPU, but {ranks} ranks are started: use cuda, with which each rank takes the GPU "
             "of its LOCAL_RANK, and choose among GPUs by CUDA_VISIBLE_DEVICES."
         )
     if kind not in ("cpu", "cuda") or (number and not (number.isascii() and number.isdecimal())):
-        raise ValueError(f"device is {asked!r}: expected auto, cpu, cuda or cuda:N.")
+        raise ValueError(f"device is {device!r}: expected auto, cpu, cuda or cuda:N.")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"device is {asked}, but this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices: "
+            f"device is {device}, but this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices: "
             "use cpu, or look at `kiloword doctor`."
         )
-    return asked
+    return device
 
 
 def cores() -> int:
@@ -45,15 +45,15 @@ def cores() -> int:
 
 
 def precision_of(name: str, device: str) -> PrecisionContext:
-    """The context that towers compute in: autocast for "bf16", nothing else for others. Args: device, its type."""
+    """The context for the towers: autocast for "bf16", else one without effect. Args: device: its type."""
     return partial(torch.autocast, device, torch.bfloat16) if name == "bf16" else nullcontext
 
 
 def on_device(batches: Iterator[Batch], device: torch.device, parts: int) -> Iterator[tuple[Batch, list[Batch]]]:
-    """Each batch of I images, and its `parts` micro-batches of I / `parts` on the device; `parts` must divide I.
+    """Yield each batch of I images with its `parts` micro-batches of I / `parts` images on the device.
 
-    They are split on the host, where that waits for nothing. On a GPU a stream of their own copies them, while the step
-    before still computes: the host is ahead of it, as long as nothing in a step waits for the GPU.
+    `parts` must divide I. Batches are split on the host. On a GPU a separate stream copies them while the previous step
+    still computes, as the host runs ahead as long as nothing in a step waits for the GPU.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     for batch in batches:
@@ -67,6 +67,6 @@ def on_device(batches: Iterator[Batch], device: torch.device, parts: int) -> Ite
 
 
 def _used_here(x: Tensor) -> Tensor:
-    """Its memory is not given to another tensor before the current stream is done with it."""
+    """Keep the memory from being reused before the current stream has finished with the tensor."""
     x.record_stream(torch.cuda.current_stream(x.device))
     return x

@@ -1,6 +1,6 @@
-"""How a learner is spread over ranks: replicated (ddp), or its towers sharded (fsdp). The mathematics stays the same.
+"""Parallelism of a learner over ranks: replicated (ddp), or with sharded towers (fsdp). Results are the same.
 
-Parameters are sharded by FSDP2, which averages their gradients itself; what is replicated is averaged by `Reducer`.
+FSDP2 averages the gradients of the parameters that it shards; `Reducer` averages those of replicated parameters.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from kiloword.model.decoder import Layer
 from kiloword.model.model import Model, first_values
 from kiloword.training.learner import Learner
 
-BUCKET = 1 << 22  # numbers that are reduced at once: 16 MiB of fp32
-ENTRIES = ("image_tokens", "encode_text")  # by which all work with a model begins; none calls another
+BUCKET = 1 << 22  # elements reduced at once: 16 MiB of fp32
+ENTRIES = ("image_tokens", "encode_text")  # methods by which callers enter a model; none calls another
 
 
 class Reducer:
-    """Mean of gradients over ranks, of parameters that every rank holds, in buckets that never change.
+    """Mean over ranks of the gradients of replicated parameters, in buckets that never change.
 
-    Torch's DDP rebuilds its buckets after the first step, so that a resumed run adds in another order than before;
-    here the order is that of the parameters, last ones first, as backward finishes them. Gradients live in the buckets:
-    nothing is copied.
+    Torch's DDP rebuilds its buckets after the first step, so that a resumed run would add in another order; here the
+    order is that of the parameters, last ones first, as the backward pass finishes them. Gradients are views of the
+    buckets, so that nothing is copied.
 
-    Args: overlap: a bucket travels as soon as the backward pass has finished it (and those before it).
+    Args: overlap: reduce a bucket as soon as the backward pass has finished it and those before it.
     """
 
     def __init__(self, module: nn.Module, overlap: bool = True, bucket: int = BUCKET) -> None:
-        own = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        self.buckets = list(_buckets(own[::-1], bucket)) if collectives.ranks() > 1 else []
+        replicated = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        self.buckets = list(_buckets(replicated[::-1], bucket)) if collectives.ranks() > 1 else []
         self.flats = [b[0].new_zeros(sum(p.numel() for p in b)) for b in self.buckets]
         self._ready = [0] * len(self.buckets)
         self._works: list[dist.Work | None] = []
         self._last = False
-        # of its own, so that what backward gathers and what it reduces may meet in any order
+        # a separate group, so that gathers and reductions of the backward pass may interleave in any order
         self._group = dist.new_group() if overlap and self.buckets else None
         for n, members in enumerate(self.buckets):
             for p in members if overlap else ():
@@ -58,13 +58,13 @@ class Reducer:
                 p.grad = part.view_as(p)
 
     def last(self) -> None:
-        """Before the last backward pass of a step: what it finishes may travel."""
+        """Before the last backward pass of a step, which may reduce the buckets that it finishes."""
         self._last, self._ready, self._works = True, [0] * len(self.buckets), []
 
     def finish(self) -> None:
         """After the last backward pass: all gradients are means over ranks when this returns."""
         self._last = False
-        while len(self._works) < len(self.buckets):  # with parameters that got no gradient here
+        while len(self._works) < len(self.buckets):  # buckets with parameters that got no gradient on this rank
             self._send()
         for work, flat in zip(self._works, self.flats, strict=True):
             if work is not None:
@@ -76,7 +76,7 @@ class Reducer:
         if not self._last:
             return
         self._ready[bucket] += 1
-        # in order, so that every rank sends the same one
+        # in order, so that every rank reduces the same bucket
         while (n := len(self._works)) < len(self.buckets) and self._ready[n] == len(self.buckets[n]):
             self._send()
 
@@ -85,7 +85,7 @@ class Reducer:
 
 
 def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Parameters in order, split where the number of their numbers passes `most` or the dtype changes."""
+    """Parameters in order, split where the number of elements exceeds `most` or the dtype changes."""
     group: list[Tensor] = []
     for p in parameters:
         if group and (sum(q.numel() for q in group) + p.numel() > most or p.dtype != group[0].dtype):
@@ -97,13 +97,13 @@ def _buckets(parameters: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 def shard(learner: Learner, half: bool = False) -> None:
-    """Shard blocks and towers over all ranks; head, terms and all vectors (biases, norms) stay whole on each.
+    """Shard blocks and towers over all ranks; head, terms and all vectors (biases, norms) stay replicated.
 
-    A block's matrices are gathered for its pass and freed after it; what of the towers is no block (tables, stems) is
-    gathered once a micro-batch. Nothing to do with one rank.
+    The matrices of a block are gathered for its forward and backward pass and freed afterwards; the rest of the towers
+    (tables, stems) is gathered once per micro-batch. With one rank nothing is done.
 
-    Args: half: blocks are gathered in bf16, in which autocast computes with them; else its copies would stay on each
-    rank until the backward pass. Their gradients are averaged in fp32.
+    Args: half: gather blocks in bf16, the dtype of autocast; otherwise bf16 copies would stay on each rank until the
+    backward pass. Their gradients are averaged in fp32.
     """
     if collectives.ranks() == 1:
         return
@@ -111,20 +111,20 @@ def shard(learner: Learner, half: bool = False) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     model = learner.model
     mesh = init_device_mesh(model.mean.device.type, (collectives.ranks(),))
-    # what passes between blocks stays as autocast has it
+    # activations between blocks keep the dtype of autocast
     bf16 = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    kept = {p for p in model.parameters() if p.dim() < 2} | set(model.head.parameters())
+    replicated = {p for p in model.parameters() if p.dim() < 2} | set(model.head.parameters())
     for part in units(model):
-        fully_shard(part, mesh=mesh, mp_policy=bf16 if half else MixedPrecisionPolicy(), ignored_params=kept)
-        if hasattr(part, "keys"):  # of a memory, made apart from a layer's pass
+        fully_shard(part, mesh=mesh, mp_policy=bf16 if half else MixedPrecisionPolicy(), ignored_params=replicated)
+        if hasattr(part, "keys"):  # keys of a memory, computed outside a layer's forward pass
             register_fsdp_forward_method(part, "keys")
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=kept)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=replicated)
     for entry in ENTRIES:
         register_fsdp_forward_method(model, entry)
 
 
 def units(model: Model) -> list[nn.Module]:
-    """What is sharded one by one: blocks of the towers, layers of the decoders."""
+    """The modules that are sharded separately: blocks of the towers, layers of the decoders."""
     towers = [model.image_tower, model.text_tower, *model.more.values()]
     layers = [m for tower in towers for m in tower.modules() if isinstance(m, Layer)]
     inside = {m for layer in layers for m in layer.modules()}
@@ -133,11 +133,11 @@ def units(model: Model) -> list[nn.Module]:
 
 
 def materialise(learner: Learner, seed: int) -> None:
-    """Give sharded towers that were built without storage that of their shards, and first values: those of ddp.
+    """Allocate the shards of towers that were built without storage, and give them the initial values of ddp.
 
-    Each rank makes them whole, one parameter at a time. Nothing to do for towers that have storage.
+    Each rank computes the whole values of one parameter at a time. Towers with storage are left unchanged.
 
-    Raises: ValueError, on all ranks, naming a parameter whose first values are not the same on all.
+    Raises: ValueError on all ranks, naming a parameter whose initial values differ between ranks.
     """
     model = learner.model
     bare = [name for name, p in model.named_parameters() if p.is_meta]
@@ -150,9 +150,9 @@ def materialise(learner: Learner, seed: int) -> None:
 
 
 def check_same(module: nn.Module) -> None:
-    """That every rank holds the same weights: to be called before they are sharded, too, which none holds then.
+    """Check that all ranks have the same replicated weights; call it before sharding too, to check all of them.
 
-    Raises: ValueError, on all ranks, naming a parameter that differs. Those without storage are left to `materialise`.
+    Raises: ValueError on all ranks, naming a parameter that differs. `materialise` checks those without storage.
     """
     if collectives.ranks() > 1:
         held = {n: p.detach() for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)}
@@ -160,16 +160,16 @@ def check_same(module: nn.Module) -> None:
 
 
 def _norm(x: Tensor) -> float:
-    """In fp64, of which no whole copy is made. A plain number: small tensors kept among large ones fragment memory."""
+    """The norm in fp64, without a whole fp64 copy. A float, as small tensors among large ones fragment memory."""
     return float(torch.stack([part.double().norm() for part in torch.split(x.flatten(), BUCKET)]).norm())
 
 
 def _compare(norms: dict[str, float]) -> None:
-    """Norms by parameter against those of the other ranks. Raises: as `check_same`."""
+    """Compare the norms of parameters over ranks. Raises: ValueError as `check_same`."""
     if not norms:
         return
-    found = torch.tensor(list(norms.values()), dtype=torch.float64).nan_to_num()
-    most, least = (collectives.extreme_over_ranks(found, which) for which in ("most", "least"))
+    values = torch.tensor(list(norms.values()), dtype=torch.float64).nan_to_num()
+    most, least = (collectives.extreme_over_ranks(values, which) for which in ("most", "least"))
     differing = [name for name, other in zip(norms, (most != least).tolist(), strict=True) if other]
     if differing:
         raise ValueError(
@@ -179,7 +179,7 @@ def _compare(norms: dict[str, float]) -> None:
 
 
 def settle(module: nn.Module) -> None:
-    """Free what was gathered outside a step: weights that change before the next would not be seen."""
+    """Reshard parameters that were gathered outside a step; otherwise later changes of the weights would be ignored."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

@@ -1,4 +1,4 @@
-"""Every rank's texts on every rank: one gather forward, one reduce-scatter backward, no copy that can be spared."""
+"""Gather every rank's texts on every rank: one all-gather forward, one reduce-scatter backward, few copies."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from kiloword.distributed.collectives import rank, ranks
 from kiloword.types import Features
 
-# torch 2.13 renamed both; 2.11 knows the old names alone
+# torch 2.13 renamed both; 2.11 has only the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ALIGNED = 16  # bytes a row of bytes is a multiple of, so that every column of it is a tensor of its own dtype
+_ALIGNED = 16  # rows of bytes are padded to a multiple of this, so that columns can be viewed in their dtypes
 
 
 def gather_features(features: Features) -> Features:
-    """Every rank's rows, in rank order, with gradient; numbers of rows may differ between ranks.
+    """Every rank's rows in rank order, with gradient; the number of rows may differ between ranks.
 
-    What has a gradient travels as one buffer, and its gradients come back as one; the rest travels once, as bytes.
-    The numbers of rows are exchanged on the host: nothing waits for a GPU.
+    Tensors with gradient are sent as one buffer, and so are their gradients; the others are sent once, as bytes. The
+    numbers of rows are exchanged on the host, so that nothing waits for a GPU.
 
-    Args: features, every value [n, ...] with this rank's n; the same keys, dtypes and shapes beyond n on every rank.
+    Args: features: values [n, ...] with this rank's n; keys, dtypes and shapes beyond n are the same on every rank.
     Returns: the same keys, every value [sum of n, ...].
     """
     if ranks() == 1:
@@ -35,20 +35,20 @@ def gather_features(features: Features) -> Features:
     constant = {k: v for k, v in features.items() if not v.requires_grad}
     out = _gather_bytes(constant, counts)
     if learned:
-        found = _Gather.apply(counts, *learned.values())  # type: ignore[no-untyped-call]
-        out |= dict(zip(learned, found, strict=True))
+        gathered = _Gather.apply(counts, *learned.values())  # type: ignore[no-untyped-call]
+        out |= dict(zip(learned, gathered, strict=True))
     return {k: out[k] for k in features}
 
 
 def row_counts(n: int) -> list[int]:
-    """Every rank's number."""
+    """The number of rows of every rank."""
     out = torch.empty(ranks(), dtype=torch.int64)
     _all_gather(out, torch.tensor([n]))
     return out.tolist()
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of several tensors over ranks; backward sums what every rank says about this rank's rows."""
+    """Gather rows of several tensors over ranks; backward sums the gradients of this rank's rows over ranks."""
 
     @staticmethod
     def forward(ctx: Any, counts: Sequence[int], *mine: Tensor) -> tuple[Tensor, ...]:
@@ -62,18 +62,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        some = next(g for g in gradients if g is not None)
-        every = [
-            some.new_zeros(sum(ctx.counts), s.numel()) if g is None else _matrix(g)
+        example = next(g for g in gradients if g is not None)
+        dense = [
+            example.new_zeros(sum(ctx.counts), s.numel()) if g is None else _matrix(g)
             for g, s in zip(gradients, ctx.shapes, strict=True)
         ]
-        flat = _side_by_side(every, ctx.dtype)
+        flat = _side_by_side(dense, ctx.dtype)
         most, mine = max(ctx.counts), ctx.counts[rank()]
         if min(ctx.counts) < most:
             flat = torch.cat([F.pad(x, (0, 0, 0, most - len(x))) for x in torch.split(flat, ctx.counts)])
-        own = flat.new_empty(most, flat.shape[1])
-        _reduce_scatter(own, flat)
-        parts = torch.split(own[:mine], [s.numel() for s in ctx.shapes], 1)
+        reduced = flat.new_empty(most, flat.shape[1])
+        _reduce_scatter(reduced, flat)
+        parts = torch.split(reduced[:mine], [s.numel() for s in ctx.shapes], 1)
         return None, *(p.reshape(mine, *s).to(d) for p, s, d in zip(parts, ctx.shapes, ctx.dtypes, strict=True))
 
 
@@ -83,14 +83,14 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _side_by_side(parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """[n, sum of F] of tensors [n, ...], contiguous; one tensor alone is not copied."""
+    """Concatenate tensors [n, ...] to [n, sum of F], contiguous; a single tensor is not copied."""
     flat = [_matrix(x) for x in parts]
     joined = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
     return joined.to(dtype or joined.dtype).contiguous()
 
 
 def _rows_of_all(flat: Tensor, counts: Sequence[int]) -> Tensor:
-    """Every rank's rows [sum of n, F]; padded to the longest rank and cut again only where ranks differ."""
+    """Every rank's rows [sum of n, F]; they are padded and cut again only where numbers of rows differ."""
     most = max(counts)
     out = flat.new_empty(len(counts) * most, flat.shape[1])
     _all_gather(out, F.pad(flat, (0, 0, 0, most - len(flat))) if len(flat) < most else flat)
@@ -100,7 +100,7 @@ def _rows_of_all(flat: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _gather_bytes(constant: Features, counts: Sequence[int]) -> Features:
-    """What has no gradient: columns of one matrix of bytes, exact whatever their dtype."""
+    """Gather tensors without gradient as columns of one matrix of bytes: exact for every dtype."""
     if not constant:
         return {}
     order = sorted(constant, key=lambda name: -constant[name].element_size())  # so that each column is aligned

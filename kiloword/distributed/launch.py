@@ -1,4 +1,4 @@
-"""Which rank this process is, as torchrun or SLURM's `srun` says it in the environment."""
+"""Launch: rank and address of this process, from the environment set by torchrun or SLURM's `srun`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 
 from kiloword.terminal import shown
 
-PORTS = range(12_000, 32_000)  # below those that Linux hands out by itself
-_PARENT = os.getppid()  # as this process begins, seconds before torch is imported
+PORTS = range(12_000, 32_000)  # below the ephemeral ports of Linux
+_PARENT = os.getppid()  # read at the start of the process, seconds before torch is imported
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def adopt(environment: MutableMapping[str, str] = os.environ) -> int:
-    """Make of a job step of SLURM what torchrun would have announced; returns the number of ranks.
+    """Set the variables of torchrun in a SLURM job step; returns the number of ranks.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT that are set win, so that torchrun works inside `srun`. A batch script
-    itself is no job step: without `srun` there is one rank.
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT have precedence where they are set, so that torchrun works inside
+    `srun`. A batch script itself is not a job step: without `srun` there is one rank.
     Raises: ValueError when the variables contradict each other.
     """
     if "RANK" not in environment and _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
         _from_slurm(environment)
     ranks = _number(environment, "WORLD_SIZE", 1)
     if ranks > 1:
-        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a peer that leaves prints torch's stack
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise torch prints a stack when a peer exits
         missing = [name for name in _NAMES if name not in environment]
         if missing:
             raise ValueError(
@@ -44,10 +44,10 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> int:
 
 def _from_slurm(environment: MutableMapping[str, str]) -> None:
     tasks, rank = _number(environment, "SLURM_STEP_NUM_TASKS", 1), _number(environment, "SLURM_PROCID", 0)
-    said = _number(environment, "WORLD_SIZE", tasks)
-    if said != tasks:
+    world_size = _number(environment, "WORLD_SIZE", tasks)
+    if world_size != tasks:
         raise ValueError(
-            f"WORLD_SIZE is {said}, but srun started {tasks} tasks: unset it, or start torchrun by `srun "
+            f"WORLD_SIZE is {world_size}, but srun started {tasks} tasks: unset it, or start torchrun by `srun "
             "--ntasks-per-node=1 torchrun ...`."
         )
     job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
@@ -59,35 +59,35 @@ def _from_slurm(environment: MutableMapping[str, str]) -> None:
 
 
 def announced(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would put into the environment of one of several processes on this machine."""
+    """The environment that torchrun would set for one of several processes on this machine."""
     about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in about.items()}}
 
 
 def free_port() -> int:
-    """A port of this machine at which nobody listens now."""
+    """A free port of this machine."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
 def orphaned() -> bool:
-    """Whether the torchrun that started this rank was killed: the rank would wait in vain, or join the next run."""
+    """Whether the torchrun that started this rank was killed; the rank must not join the next run."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != _PARENT
 
 
-def explain(sentence: str) -> None:
-    """Why this rank ends, for the report that torchrun prints at last."""
-    sentence = shown(sentence)
+def explain(message: str) -> None:
+    """Record why this rank ends, for the report that torchrun prints at its end."""
+    message = shown(message)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        about = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+        about = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": sentence, "extraInfo": about}}), encoding="utf-8")
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}), encoding="utf-8")
 
 
 def first_node(nodes: str) -> str:
-    """Of SLURM's short form: gpu[07-09,12],login -> gpu07."""
+    """First host of a SLURM node list: gpu[07-09,12],login -> gpu07."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
     return "" if match is None else match[1] + (match[2] or "")
 

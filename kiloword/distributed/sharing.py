@@ -1,7 +1,7 @@
-"""Work that ranks share outside training steps: evaluation, embed, caption, mine. The result is that of one process.
+"""Sharing of work outside training steps (evaluation, embed, caption, mine); the result equals that of one process.
 
-Work is cut as one process would cut it, so that every batch and block is the same; ranks take them in turns, and what
-they make is put together in the order of one process.
+Batches and blocks are those of one process; ranks take them in turns, and their results are put together in the order
+of one process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from kiloword.distributed import collectives, heartbeat, launch
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass
 class _Mode:
-    """Whether ranks share, and whether all must make the same calls of the model."""
+    """Whether ranks share work, and whether all must call the model equally often."""
 
     on: bool = False
     lockstep: bool = False
@@ -46,9 +46,9 @@ def _set(on: bool, lockstep: bool) -> Iterator[None]:
 
 @contextmanager
 def sharing(lockstep: bool = False) -> Iterator[None]:
-    """Inside, the ranks share the work; all of them must do the same in the same order.
+    """Inside, the ranks share work; all of them must call the same functions in the same order.
 
-    Args: lockstep: every rank calls the model as often as the others: a sharded model computes together.
+    Args: lockstep: all ranks must call the model equally often, as a sharded model needs.
     """
     with _set(collectives.ranks() > 1, lockstep):
         yield
@@ -56,34 +56,34 @@ def sharing(lockstep: bool = False) -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, this rank works by itself again."""
+    """Inside, this rank works alone again."""
     with _set(False, False):
         yield
 
 
 def share() -> tuple[int, int]:
-    """This rank and the number of ranks that share the work; (0, 1) where it is not shared."""
+    """This rank and the number of ranks that share work; (0, 1) where work is not shared."""
     return (collectives.rank(), collectives.ranks()) if _mode.on else (0, 1)
 
 
 def is_first() -> bool:
-    """Whether this rank does what is not shared, and speaks."""
+    """Whether this rank does the work that is not shared, and prints."""
     return share()[0] == 0
 
 
 def lockstep() -> bool:
-    """Whether a rank without work must call the model all the same."""
+    """Whether a rank without work must call the model too."""
     return _mode.on and _mode.lockstep
 
 
 def own(items: Sequence[Item]) -> list[Item]:
-    """What this rank does of all items: ranks take turns."""
+    """This rank's items: ranks take them in turns."""
     rank, ranks = share()
     return list(items[rank::ranks])
 
 
 def wait(where: str) -> None:
-    """Until all ranks have come to a place that no command comes to twice, however long it takes one of them."""
+    """Wait without timeout until all ranks have reached a place, which a command must reach only once."""
     if share()[1] > 1:
         heartbeat.wait(where)
 
@@ -106,22 +106,22 @@ def to_first(mine: Item) -> list[Item]:
     return out or []
 
 
-def in_turns(items: Sequence[Item], do: Callable[[Item], Made]) -> Iterator[Made]:
-    """`do` of every item, in order, on all ranks; each has done its share. What is made must be on the CPU."""
+def in_turns(items: Sequence[Item], do: Callable[[Item], Result]) -> Iterator[Result]:
+    """Results of `do` for every item, in order, on all ranks; each computes its share. Results must be on the CPU."""
     rank, ranks = share()
     if ranks == 1:
         yield from map(do, items)
         return
     for first in range(0, len(items), ranks):
-        there = first + rank < len(items)
-        made = do(items[first + rank]) if there else do(items[0]) if lockstep() else None
-        for one in gathered(made if there else None)[: len(items) - first]:
-            assert one is not None
-            yield one
+        has_item = first + rank < len(items)
+        result = do(items[first + rank]) if has_item else do(items[0]) if lockstep() else None
+        for each in gathered(result if has_item else None)[: len(items) - first]:
+            assert each is not None
+            yield each
 
 
 def sums(*mine: Tensor) -> list[Tensor]:
-    """Each the sum over ranks; all of one dtype, on one device."""
+    """The sum over ranks of each tensor; all must have one dtype and one device."""
     if share()[1] == 1:
         return list(mine)
     flat = collectives.sum_over_ranks(torch.cat([x.flatten() for x in mine]))
@@ -130,30 +130,30 @@ def sums(*mine: Tensor) -> list[Tensor]:
 
 
 class PartWriter(Protocol):
-    """What writes a table part by part."""
+    """Writes a table part by part."""
 
     @property
     def missing(self) -> Sequence[int]:
-        """Numbers of the parts that are not there."""
+        """Numbers of the missing parts."""
 
     def rows_of(self, number: int) -> range:
-        """The rows of the data that a part is made of."""
+        """The rows of the data in a part."""
 
 
 def missing_parts(writer: PartWriter | None, what: str) -> tuple[list[int], list[range]]:
     """Numbers and rows of the parts that the first rank's writer lacks, on all ranks.
 
-    Args: writer: None on the other ranks; what: the table, in a word, should one wait in vain.
+    Args: writer: None on the other ranks; what: the table, in a word, for messages about ranks that wait.
     """
     mine = [] if writer is None else [(number, writer.rows_of(number)) for number in writer.missing]
     wait(f"at the start of its {what}")  # the first rank has read the parts that are there
-    found = gathered(mine)[0]
-    return [number for number, _ in found], [rows for _, rows in found]
+    parts = gathered(mine)[0]
+    return [number for number, _ in parts], [rows for _, rows in parts]
 
 
 @contextmanager
 def interruptible(todo: Sequence[range], rows: int) -> Iterator[list[range]]:
-    """An interruption (Ctrl-C) inside says how much of a table is kept; the caller adds each part that it wrote.
+    """An interruption (Ctrl-C) inside reports how much of a table is kept; the caller adds each part that it wrote.
 
     Args: todo: rows of the parts to be written; rows: of the whole table.
     """
@@ -163,32 +163,32 @@ def interruptible(todo: Sequence[range], rows: int) -> Iterator[list[range]]:
     except KeyboardInterrupt:
         if not is_first():
             raise
-        kept = rows - sum(map(len, todo)) + sum(map(len, written))
+        done = rows - sum(map(len, todo)) + sum(map(len, written))
         raise KeyboardInterrupt(
-            f"{kept:,} of {rows:,} rows are kept, the same command goes on with the others."
+            f"{done:,} of {rows:,} rows are kept, the same command goes on with the others."
         ) from None
 
 
 def part_by_part(
-    parts: Sequence[range], batch: int, make: Callable[[list[range]], Iterator[Made]]
-) -> Iterator[list[Made]]:
-    """For every part what is made of its batches of rows, in order, on the first rank; nothing on the others.
+    parts: Sequence[range], batch: int, make: Callable[[list[range]], Iterator[Result]]
+) -> Iterator[list[Result]]:
+    """For every part the results of its batches of rows, in order, on the first rank; empty lists on the others.
 
-    Args: make: of batches of rows, one thing each, made ahead as it likes; each rank makes its share.
+    Args: make: batches of rows -> one result each; it may work ahead. Each rank computes its share.
     """
     rank, ranks = share()
     number = itertools.count()
     batches = [[(next(number), part[n : n + batch]) for n in range(0, len(part), batch)] for part in parts]
     mine = [[(n, rows) for n, rows in part if n % ranks == rank] for part in batches]
-    made = make([rows for part in mine for _, rows in part])
+    results = make([rows for part in mine for _, rows in part])
     for part in mine:
-        every = to_first([(n, next(made)) for n, _ in part])
-        yield [one for _, one in sorted((pair for some in every for pair in some), key=lambda pair: pair[0])]
+        every = to_first([(n, next(results)) for n, _ in part])
+        yield [result for _, result in sorted((pair for items in every for pair in items), key=lambda pair: pair[0])]
 
 
 @contextmanager
 def together(device: str) -> Iterator[None]:
-    """A command that torchrun or srun started several times: the ranks share its work, the first one alone speaks.
+    """For a command that torchrun or srun started several times: the ranks share its work, only the first one prints.
 
     The others wait at the end for as long as the first one takes.
     Raises: ValueError for a device that is one of several.
@@ -197,7 +197,7 @@ def together(device: str) -> Iterator[None]:
         yield
         return
     if ":" in device:
-        raise ValueError(f"--device {device} is one card, but {os.environ['WORLD_SIZE']} ranks run: use --device cuda.")
+        raise ValueError(f"--device {device} is one GPU, but {os.environ['WORLD_SIZE']} ranks run: use --device cuda.")
     with collectives.process_group(device), ExitStack() as stack:
         stack.enter_context(sharing())
         if collectives.rank():

@@ -29,7 +29,7 @@ from kiloword.terminal import say
 from kiloword.terminal.progress import PLAIN_EVERY_S, duration, per_second
 from kiloword.types import Skipped, Source
 
-PART = 4096  # rows a part: seconds of work that an interruption costs, megabytes that a worker maps
+PART = 4096  # rows in a part: an interruption costs seconds of work, a worker maps megabytes
 
 
 def main(
@@ -45,9 +45,9 @@ def main(
     dtype: Literal["fp16", "fp32"] = "fp16",
     trust: Trust = NONE,
 ) -> None:
-    """What the command line calls; prints. Ranks that torchrun started share the rows.
+    """Run and print `kiloword embed`. Ranks of torchrun share the rows.
 
-    The precision is part of the feature store's identity. It does not depend on the device, so that any can resume.
+    The precision is part of the feature store's identity and does not depend on the device, so that any can resume.
 
     Errors: see `open_teacher`, `open_data` and `embed`.
     """
@@ -63,10 +63,10 @@ def main(
             _say(out, table)
 
 
-def _say(out: Path, table: FeatureStore) -> None:
+def _say(out: Path, store: FeatureStore) -> None:
     size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    captions = int(table.starts[-1])
-    say(f"{out}: {len(table):,} images, {captions:,} captions, {table.dim} numbers each, {size:,.1f} MB")
+    captions = int(store.starts[-1])
+    say(f"{out}: {len(store):,} images, {captions:,} captions, {store.dim} dimensions, {size:,.1f} MB")
 
 
 def embed(
@@ -83,11 +83,11 @@ def embed(
     part: int = PART,
     report: ProgressReport | None = None,
 ) -> FeatureStore:
-    """Features of every readable image, un-augmented, and of all its captions; goes on with what is in `out`.
+    """Compute features of every readable image, without augmentation, and of all its captions; resumes in `out`.
 
-    Args: source: of a mixture every row of each part is embedded, whatever its weight; teacher_name: as messages name
-    the teacher; name: of the features in a batch; precision: that the teacher computes in; dtype: of the features on
-    disk; batch: images at a time; part: rows a file; report: hears of progress and bad rows.
+    Args: source: in a mixture every row of each source is embedded, whatever its weight; teacher_name: for messages;
+    name: of the features in a batch; precision: of the teacher; dtype: of the features on disk; batch: images in a
+    batch; part: rows in a file; report: receives progress and bad rows.
     Errors: ValueError when `out` holds something else, keys repeat with other content, or no row is usable.
     """
     with alone():
@@ -125,13 +125,13 @@ def _file(
 def _embed(
     teacher: Teacher, source: Source, out: Path, file: TableFile, batch: int, workers: int, report: ProgressReport
 ) -> FeatureStore | None:
-    """As `embed`. Of ranks that share the rows the first one alone writes, and gets the table."""
+    """As `embed`. Ranks share the rows; only the first one writes and returns the store."""
     if batch < 1:
-        raise ValueError(f"a batch of {batch} images; expected at least 1")
+        raise ValueError(f"batch is {batch}: expected at least 1")
     if not is_first():
         _fill(None, every_row(source), teacher, batch, workers, report)
         return None
-    what_is_there(out, file)  # the folder of something else gets no lock
+    what_is_there(out, file)  # a folder of something else gets no lock
     with Lock(out, "writing"):
         writer = FeatureWriter(out, file)
         _fill(writer, every_row(source), teacher, batch, workers, report)
@@ -139,10 +139,10 @@ def _embed(
 
 
 def _finish(writer: FeatureWriter, report: ProgressReport) -> FeatureStore:
-    """The whole table, and a sentence about each kind of row that it lacks."""
+    """The finished store, and messages about rows that it lacks."""
     table = writer.finish()
     if writer.skipped:
-        report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the table.")
+        report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the feature store.")
     if writer.repeated:
         report.say(f"{writer.repeated:,} rows repeat an earlier one's key and content.")
     return table
@@ -151,46 +151,46 @@ def _finish(writer: FeatureWriter, report: ProgressReport) -> FeatureStore:
 def _fill(
     writer: FeatureWriter | None, source: Source, teacher: Teacher, batch: int, workers: int, report: ProgressReport
 ) -> None:
-    """Make and write the parts that are missing. Args: writer: on the first rank."""
+    """Compute and write the missing parts. Args: writer: on the first rank, else None."""
     numbers, todo = missing_parts(writer, "features")
     report.start(sum(map(len, todo)), len(source))
 
     def make(batches: list[range]) -> Iterator[FeatureBatch]:
-        for some in eval_batches(source, teacher.size, teacher.resize, batch, workers, batches):
+        for read_batch in eval_batches(source, teacher.size, teacher.resize, batch, workers, batches):
             with alone():
-                made = _encode(some, teacher)
-            report.add(len(some.rows) + len(some.skipped), sum(map(len, some.captions)), share()[1])
-            yield made
+                encoded = _encode(read_batch, teacher)
+            report.add(len(read_batch.rows) + len(read_batch.skipped), sum(map(len, read_batch.captions)), share()[1])
+            yield encoded
 
     with interruptible(todo, len(source)) as written:
-        for n, made in enumerate(part_by_part(todo, batch, make)):
+        for n, encoded in enumerate(part_by_part(todo, batch, make)):
             if writer is not None:
-                writer.write(numbers[n], _rows(writer, made, report))
+                writer.write(numbers[n], _rows(writer, encoded, report))
                 written.append(todo[n])
 
 
-def _rows(writer: FeatureWriter, made: list[FeatureBatch], report: ProgressReport) -> FeatureRows:
-    """Batches put together, without rows that came before."""
+def _rows(writer: FeatureWriter, batches: list[FeatureBatch], report: ProgressReport) -> FeatureRows:
+    """Concatenate batches, without repeated rows."""
     rows = FeatureRows()
-    for one in made:
-        for bad in one.skipped:
+    for batch in batches:
+        for bad in batch.skipped:
             report.say(f"skipped {bad.key}: {bad.reason}")
-        rows.skipped += one.skipped
-        if not one.keys:
+        rows.skipped += batch.skipped
+        if not batch.keys:
             continue
-        new = [writer.is_new(key, content) for key, content in zip(one.keys, one.contents, strict=True)]
-        of_text = np.repeat(new, [len(captions) for captions in one.captions])
-        kept = [n for n, is_new in enumerate(new) if is_new]
-        rows.keys += [keyed.raw(one.keys[n]) for n in kept]
-        rows.captions += [one.captions[n] for n in kept]
-        rows.images.append(one.images[kept])
-        rows.texts.append(one.texts[of_text.astype(bool)])
+        new = [writer.is_new(key, content) for key, content in zip(batch.keys, batch.contents, strict=True)]
+        of_text = np.repeat(new, [len(captions) for captions in batch.captions])
+        new_places = [n for n, is_new in enumerate(new) if is_new]
+        rows.keys += [keyed.raw(batch.keys[n]) for n in new_places]
+        rows.captions += [batch.captions[n] for n in new_places]
+        rows.images.append(batch.images[new_places])
+        rows.texts.append(batch.texts[of_text.astype(bool)])
     return rows
 
 
 @dataclass
 class FeatureBatch:
-    """What is made of a batch of rows."""
+    """Features of a batch of rows."""
 
     keys: list[str]
     contents: list[bytes]
@@ -200,22 +200,22 @@ class FeatureBatch:
     skipped: list[Skipped]
 
 
-def _encode(some: EvalBatch, teacher: Teacher) -> FeatureBatch:
-    """Raises: ValueError when the teacher makes something that is no number."""
-    contents = [content_of(image, own) for image, own in zip(some.images, some.captions, strict=True)]
-    if not some.rows:
+def _encode(batch: EvalBatch, teacher: Teacher) -> FeatureBatch:
+    """Encode a batch. Raises: ValueError when the teacher returns NaN or infinite features."""
+    contents = [content_of(image, captions) for image, captions in zip(batch.images, batch.captions, strict=True)]
+    if not batch.rows:
         nothing = np.empty((0, 0), np.float32)
-        return FeatureBatch([], [], [], nothing, nothing, some.skipped)
-    images = teacher.encode_images(some.images)
-    texts = teacher.encode_texts([caption for several in some.captions for caption in several])
-    for what, found in (("images", images), ("captions", texts)):
-        if not bool(torch.isfinite(found).all()):
-            raise ValueError(f"the teacher makes features of {what} that are no numbers, near {some.keys[0]!r}.")
-    return FeatureBatch(some.keys, contents, some.captions, images.numpy(), texts.numpy(), some.skipped)
+        return FeatureBatch([], [], [], nothing, nothing, batch.skipped)
+    images = teacher.encode_images(batch.images)
+    texts = teacher.encode_texts([caption for several in batch.captions for caption in several])
+    for what, features in (("images", images), ("captions", texts)):
+        if not bool(torch.isfinite(features).all()):
+            raise ValueError(f"the teacher's features of {what} are NaN or infinite, near {batch.keys[0]!r}.")
+    return FeatureBatch(batch.keys, contents, batch.captions, images.numpy(), texts.numpy(), batch.skipped)
 
 
 def every_row(source: Source) -> Source:
-    """The source, or of a mixture each part once, whatever its weight."""
+    """The source, or a mixture of the same sources, each once, whatever its weight."""
     parts = {part.fingerprint: part for part in _parts(source)}
     return mix(list(parts.values()))
 
@@ -229,38 +229,38 @@ def _parts(source: Source) -> Iterator[Source]:
 
 
 def _dim(teacher: Teacher) -> int:
-    """Numbers a feature. Raises: ValueError when images and texts get different ones."""
+    """Dimension of the features. Raises: ValueError when that of images and texts differs."""
     with alone():
         image = teacher.encode_images(torch.zeros(1, 3, teacher.size, teacher.size, dtype=torch.uint8)).shape[1]
         text = teacher.encode_texts(["a"]).shape[1]
     if image != text:
-        raise ValueError(f"the teacher gives images {image} numbers and texts {text}: expected as many of both.")
+        raise ValueError(f"the teacher gives images {image} dimensions and texts {text}: expected equal numbers.")
     return image
 
 
 class ProgressReport:
-    """Sentences, and a line of progress that rewrites itself on a terminal, else one every few seconds."""
+    """Messages, and a progress line: one live line on a terminal, elsewhere a line every few seconds."""
 
     def __init__(self, out: TextIO | None) -> None:
         self.out = out
         self._live = out is not None and out.isatty()
         self._width = 0
 
-    def say(self, sentence: str) -> None:
-        """A sentence of its own line."""
+    def say(self, message: str) -> None:
+        """Print a message on its own line."""
         if self.out is not None:
-            say(sentence, to=self.out, start="\n" if self._width else "")
+            say(message, to=self.out, start="\n" if self._width else "")
         self._width = 0
 
     def start(self, rows: int, of: int) -> None:
-        """Rows that are to be done, of all."""
+        """Begin with `rows` rows to do, of `of` rows in total."""
         if rows < of:
-            self.say(f"{of - rows:,} of {of:,} rows are there already.")
+            self.say(f"{of - rows:,} of {of:,} rows are done already.")
         self.rows, self.done, self.captions = rows, 0, 0
         self._begun = self._spoke = time.perf_counter()
 
     def add(self, rows: int, captions: int, ranks: int = 1) -> None:
-        """Count rows that are done, and their captions. Args: ranks: that have done about as much meanwhile."""
+        """Count finished rows and their captions. Args: ranks: number of ranks that have done about as much."""
         self.done = min(self.done + rows * ranks, self.rows)
         self.captions += captions * ranks
         now = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Feature stores: features of a data set's images and captions, computed once, joined to examples by key.
+"""Feature stores: precomputed features of a data set's images and captions, joined to examples by key.
 
-Format (a folder): `table.json` (`TableFile`); `part-00000.arrow` and on, each the readable images of `part` rows with
-their keys, captions and features, in the data's order; at last `index.npy`, [2, N] uint64: digests of the keys,
-ascending, and the place of each (part << 32 | row of the part). Without the index the table is not finished.
+Format (a folder): `table.json` (`TableFile`); `part-00000.arrow` and so on, each with the readable images of `part`
+rows: keys, captions and features, in the data's order; finally `index.npy`, [2, N] uint64: ascending digests of the
+keys, and the place of each (part << 32 | row in the part). Without the index the store is not finished.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from kiloword.types import Example, Source
 
 StoredFeatures = NDArray[np.floating[Any]]
 INDEX, TABLE = "index.npy", "table.json"
-_OPEN = 256  # parts that a process keeps mapped: a million images
-_AGAIN = "The same `kiloword embed` command again makes what is missing."
+_OPEN = 256  # parts that a process keeps mapped: for a million images
+_AGAIN = "Run the same `kiloword embed` command again to complete it."
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableFile(BaseSettings):
-    """What `table.json` says."""
+    """The contents of `table.json`."""
 
-    name: str  # of the features in a batch
+    name: str  # name of the features in a batch
     dim: int
-    teacher: str  # as the user wrote it
+    teacher: str  # as given by the user
     teacher_fingerprint: str
-    precision: str  # that the teacher computed in
+    precision: str  # of the teacher
     dtype: Literal["fp16", "fp32"]  # of the features in the file
-    data: str  # as the user wrote it
+    data: str  # as given by the user
     fingerprint: str  # of the data
     contents: tuple[str, ...]  # see `contents`
-    rows: int  # of the data, bad ones included
-    part: int  # rows a part
+    rows: int  # of the data, including bad ones
+    part: int  # rows in a part
     format: Literal["kiloword-features-1"] = "kiloword-features-1"
 
     @property
@@ -69,10 +69,10 @@ class TableFile(BaseSettings):
 
 
 class StorePart:
-    """n images with t captions of a table, memory-mapped. Errors: ValueError when the file is missing or damaged."""
+    """n images with t captions of a store, memory-mapped. Errors: ValueError when the file is missing or damaged."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        if path.exists() and not path.is_file():  # a pipe or a device has no end
+        if path.exists() and not path.is_file():  # a pipe or a device may be endless
             raise ValueError(f"{path} is damaged. {_AGAIN}")
         try:
             with pa.memory_map(os.fsencode(path)) as file, pa.ipc.open_file(file) as reader:
@@ -85,7 +85,7 @@ class StorePart:
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
             raise ValueError(f"{path} is damaged. {_AGAIN}") from None
         if not columns:
-            raise ValueError(f"{path} has other columns than its table.json says. {_AGAIN}")
+            raise ValueError(f"{path} has other columns than its table.json. {_AGAIN}")
         self.keys, self.contents, image, captions, texts = self._batch.columns
         if self._batch.num_rows and not _fits(self._batch, texts, captions):
             raise ValueError(f"{path} is damaged. {_AGAIN}")
@@ -96,7 +96,7 @@ class StorePart:
         self.texts: StoredFeatures = texts.values.values.to_numpy().reshape(-1, dim)
 
     def whole(self) -> bool:
-        """Whether every byte is as it was written; reads the whole file."""
+        """Whether the checksum of the whole file matches."""
         try:
             self._batch.validate(full=True)
         except pa.ArrowException:
@@ -104,7 +104,7 @@ class StorePart:
         return bool(checksum(self._batch.columns) == self._crc)
 
     def texts_of(self, row: int) -> dict[bytes, int]:
-        """The captions of an image, and where their features stand."""
+        """Captions of an image -> places of their features."""
         start, end = int(self.starts[row]), int(self.starts[row + 1])
         return {caption: start + n for n, caption in enumerate(self.captions[start:end].to_pylist())}
 
@@ -116,12 +116,12 @@ class FeatureStore:
     nothing, where the store has none) and `image_features[name + ".texts"]` [D], the mean of the example's
     `text_features` rows.
 
-    N images in the data's order, without bad rows; T captions. Sending it to a worker sends the path alone.
-    Errors: ValueError when the folder is no finished feature store, or is damaged. What asks for the whole table checks
-    every byte; `join` sees only what makes a part unreadable.
+    It has N images in the data's order, without bad rows, and T captions. Pickling it for a worker sends only the path.
+    Errors: ValueError when the folder is not a finished feature store, or is damaged. Methods that read the whole store
+    verify checksums; `join` notices only unreadable parts.
     """
 
-    name: str  # of the features in a batch, "teacher" unless said otherwise
+    name: str  # name of the features in a batch, by default "teacher"
     dim: int
 
     def __init__(self, path: Path | str) -> None:
@@ -139,11 +139,11 @@ class FeatureStore:
         if not (path / INDEX).is_file():
             raise ValueError(f"{path} is not finished. {_AGAIN}")
         try:
-            self._index = np.asarray(np.load(path / INDEX, mmap_mode="r"))  # a plain view: quicker to look into
+            self._index = np.asarray(np.load(path / INDEX, mmap_mode="r"))  # a plain array: faster to search
         except (OSError, ValueError, EOFError):
             raise ValueError(f"{path / INDEX} is damaged. Remove that file. {_AGAIN}") from None
         if self._index.dtype != np.uint64 or self._index.ndim != 2 or len(self._index) != 2:
-            raise ValueError(f"{path / INDEX} is no index of a feature store. Remove that file. {_AGAIN}")
+            raise ValueError(f"{path / INDEX} is not an index of a feature store. Remove that file. {_AGAIN}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("path", "file", "name", "dim")}
@@ -156,9 +156,9 @@ class FeatureStore:
         return int(self._index.shape[1])
 
     def check(self, source: Source) -> None:
-        """A table may know more than the source holds: other parts of a mixture, other captions.
+        """The store may have more than the source: other sources of a mixture, other captions.
 
-        Raises: ValueError when the table was made from other data.
+        Raises: ValueError when the store was made from other data.
         """
         if contents(source) <= set(self.file.contents):
             return
@@ -169,21 +169,21 @@ class FeatureStore:
         )
 
     def join(self, example: Example) -> None:
-        """Add this table's features to an example, by its key and its captions' texts."""
+        """Add features to an example, by its key and the texts of its captions."""
         image = np.zeros(self.dim, np.float32)
         texts = np.zeros((len(example.captions), self.dim), np.float32)
-        found = self._find(example.key)
-        if found is not None:
-            part, row = found
+        location = self._find(example.key)
+        if location is not None:
+            part, row = location
             image[:] = part.images[row]
-            known = part.texts_of(row)
+            text_places = part.texts_of(row)
             for n, caption in enumerate(example.captions):
-                place = known.get(keyed.raw(caption))
+                place = text_places.get(keyed.raw(caption))
                 if place is not None:
                     texts[n] = part.texts[place]
         if not (np.isfinite(image).all() and np.isfinite(texts).all()):
             raise ValueError(
-                f"the feature store {self.path} has features of {example.key} that are no numbers: make it again in "
+                f"the feature store {self.path} has NaN or infinite features of {example.key}: make it again in "
                 "another folder by `kiloword embed`, with --precision fp32."
             )
         example.image_features[self.name] = torch.from_numpy(image)
@@ -200,12 +200,12 @@ class FeatureStore:
 
     @cached_property
     def keys(self) -> list[str]:
-        """[N]."""
+        """The keys [N]."""
         return [keyed.text(key) for part in self._parts() for key in part.keys.to_pylist()]
 
     @cached_property
     def captions(self) -> list[str]:
-        """[T], image by image."""
+        """The captions [T], image by image."""
         return [keyed.text(caption) for part in self._parts() for caption in part.captions.to_pylist()]
 
     @cached_property
@@ -215,11 +215,11 @@ class FeatureStore:
         return np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)])
 
     def images(self) -> StoredFeatures:
-        """[N, D], unit norm, as stored (float16 unless said otherwise); a map of the file where it is only one."""
+        """[N, D], unit norm, as stored (by default float16); memory-mapped if there is one part."""
         return _joined([part.images for part in self._parts()])
 
     def texts(self) -> StoredFeatures:
-        """[T, D], unit norm, as stored; a map of the file where it is only one."""
+        """[T, D], unit norm, as stored; memory-mapped if there is one part."""
         return _joined([part.texts for part in self._parts()])
 
     def text_means(self) -> NDArray[np.float32]:
@@ -227,7 +227,7 @@ class FeatureStore:
         return np.concatenate([_means(part) for part in self._parts()])
 
     def _parts(self) -> Iterator[StorePart]:
-        """All parts, whole."""
+        """All parts, after verification."""
         for number in range(self.file.parts):
             part = self._part(number)
             if number not in self._seen_whole:
@@ -247,7 +247,7 @@ class FeatureStore:
 
 
 def _fits(batch: pa.RecordBatch, texts: pa.ListArray, captions: pa.ListArray) -> bool:
-    """Whether every cell is there, and every caption has features; looks at offsets alone."""
+    """Whether no cell is missing and every caption has features; reads only offsets."""
     try:
         batch.validate()
     except pa.ArrowException:
@@ -257,7 +257,7 @@ def _fits(batch: pa.RecordBatch, texts: pa.ListArray, captions: pa.ListArray) ->
 
 
 def checksum(columns: Iterable[pa.Array]) -> int:
-    """Of all that stands in a part's columns."""
+    """CRC32 of all columns of a part."""
     buffers = (buffer for column in columns for buffer in column.buffers() if buffer is not None)
     return reduce(lambda sum_, buffer: zlib.crc32(buffer, sum_), buffers, 0)
 
@@ -267,19 +267,19 @@ def part_path(folder: Path, number: int) -> Path:
 
 
 def contents(source: Source) -> frozenset[str]:
-    """What a source's images and captions come from, so that a table of more serves a run on less.
+    """The origin of a source's images and captions, so that a store of more data can serve a run on less.
 
-    A plain source is its fingerprint's images and captions; `WithCaptions` says it itself; a mixture is its parts',
-    whatever their weights.
+    For a plain source its fingerprint's images and captions; `WithCaptions` defines its own; for a mixture those of all
+    its sources, whatever their weights.
     """
     if isinstance(source, MixtureSource):
         return frozenset().union(*(contents(part) for part in source.sources))
-    own: frozenset[str] | None = getattr(source, "contents", None)
-    return own or frozenset({f"{source.fingerprint} images", f"{source.fingerprint} captions"})
+    origin: frozenset[str] | None = getattr(source, "contents", None)
+    return origin or frozenset({f"{source.fingerprint} images", f"{source.fingerprint} captions"})
 
 
 def check_name(name: str) -> None:
-    """Raises: ValueError for a name that could not stand in a batch."""
+    """Raises: ValueError for a name that a batch cannot have."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in ("truth", "position"):
         raise ValueError(f"features cannot be named {name!r}: expected letters, digits, - and _, and not 'truth'.")
 

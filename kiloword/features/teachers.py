@@ -1,4 +1,4 @@
-"""Frozen models whose features are computed once: our own, open_clip's and transformers' CLIP."""
+"""Teachers: frozen models for precomputed features, of kiloword, open_clip or transformers (CLIP)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Teacher(Protocol):
-    """What makes features. Images come as `EvalTransform(size, resize)` makes them."""
+    """Computes features. Images are results of `EvalTransform(size, resize)`."""
 
     size: int
     resize: Resize
@@ -41,10 +41,10 @@ class Teacher(Protocol):
 
 
 def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust: Trust = NONE) -> Teacher:
-    """The teacher that `name` names; nothing is downloaded.
+    """Open the teacher `name`; nothing is downloaded.
 
-    Args: name: a model folder of ours; `open_clip:NAME:WEIGHTS` with a file of weights; `hf:FOLDER` with a CLIP as
-    transformers saves it; precision that it computes in, "fp32" or "bf16"; trust: whose code a model of ours may run.
+    Args: name: a model folder of kiloword; `open_clip:NAME:WEIGHTS` with a file of weights; `hf:FOLDER` with a CLIP
+    saved by transformers; precision: "fp32" or "bf16"; trust: code that a model folder may run.
     Errors: ValueError when something is missing, damaged or unknown.
     """
     if precision not in _KINDS:
@@ -62,9 +62,9 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
 
 
 class KilowordTeacher:
-    """A model of ours; its features are "vec", which for contextual poolings (llip) is not what `score` compares.
+    """A model of kiloword; its features are "vec", which with contextual pooling (llip) is not what `score` compares.
 
-    A text-conditioned score has no single vector an image, so their shortlist vectors teach in its place.
+    A text-conditioned score has no single vector per image, so the shortlist vectors are used instead.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, fingerprint: str) -> None:
@@ -81,12 +81,12 @@ class KilowordTeacher:
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         from kiloword.evaluation.features import encode_texts
 
-        found = encode_texts(self.model, self.tokenizer, list(texts) or [""], TEXTS)["vec"]
-        return _unit(found[: len(texts)])
+        features = encode_texts(self.model, self.tokenizer, list(texts) or [""], TEXTS)["vec"]
+        return _unit(features[: len(texts)])
 
 
 class Foreign:
-    """Another library's model: two functions that encode, and how images are normalised."""
+    """A model of another library: two encoding functions, and the normalisation of images."""
 
     images: Any  # float [n, 3, size, size] -> [n, D]
     texts: Any  # list of t strings -> [t, D]
@@ -112,7 +112,7 @@ class Foreign:
 
 
 class OpenClip(Foreign):
-    """An open_clip model whose towers differ from ours (ResNet, ConvNeXt, ...), by open_clip itself."""
+    """An open_clip model whose towers kiloword lacks (ResNet, ConvNeXt, ...), run by open_clip."""
 
     def __init__(self, name: str, weights: Path, device: str, precision: str) -> None:
         import open_clip
@@ -128,9 +128,9 @@ class OpenClip(Foreign):
             reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
             raise ValueError(f"{weights} does not hold the weights of open_clip's {name}: {reason[:200]}") from None
         check_finite(state, str(weights))
-        given = open_clip.get_model_preprocess_cfg(model)
-        super().__init__(given["mean"], given["std"], device, precision)
-        self.size, self.resize = _preprocess(name, given)
+        preprocess = open_clip.get_model_preprocess_cfg(model)
+        super().__init__(preprocess["mean"], preprocess["std"], device, precision)
+        self.size, self.resize = _preprocess(name, preprocess)
         self.fingerprint = digest([weights], name)
         model = model.to(device=device, dtype=self._kind).eval()
         tokenizer = _open_clip_tokenizer(name)
@@ -139,33 +139,33 @@ class OpenClip(Foreign):
 
 
 class TransformersTeacher(Foreign):
-    """A CLIP in a local folder as transformers saves it, by transformers itself (extra "hf")."""
+    """A CLIP in a local folder saved by transformers, run by transformers (extra "hf")."""
 
     def __init__(self, folder: Path, device: str, precision: str) -> None:
         from kiloword.interop.hf_folder import read_folder
 
-        found = read_folder(folder)
+        clip_folder = read_folder(folder)
         try:
             from transformers import AutoTokenizer, CLIPModel  # type: ignore[import-not-found, unused-ignore]
         except ImportError:
             raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
-        super().__init__(found.mean, found.std, device, precision)
-        self.size, self.resize = found.size, found.resize
-        self.fingerprint = digest(found.files)
-        alone: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        super().__init__(clip_folder.mean, clip_folder.std, device, precision)
+        self.size, self.resize = clip_folder.size, clip_folder.resize
+        self.fingerprint = digest(clip_folder.files)
+        local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            model = CLIPModel.from_pretrained(str(folder), use_safetensors=True, **alone)
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), **alone)
-        except Exception as error:  # by what a damaged file says, almost anything
+            model = CLIPModel.from_pretrained(str(folder), use_safetensors=True, **local_only)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), **local_only)
+        except Exception as error:  # a damaged file can raise almost anything
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{folder} holds no CLIP that transformers can open: {reason}") from error
         check_finite(model.state_dict(), str(folder))
         model = model.to(device=device, dtype=self._kind).eval()
 
         def texts(wanted: list[str]) -> Tensor:
-            ids = tokenizer(wanted, padding=True, truncation=True, max_length=found.context, return_tensors="pt").to(
-                device
-            )
+            ids = tokenizer(
+                wanted, padding=True, truncation=True, max_length=clip_folder.context, return_tensors="pt"
+            ).to(device)
             pooled = model.text_model(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"])
             features: Tensor = model.text_projection(pooled.pooler_output)
             return features
@@ -175,7 +175,7 @@ class TransformersTeacher(Foreign):
 
 
 def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
-    """In our own towers where they can be open_clip's, else by open_clip."""
+    """Load open_clip's weights into kiloword's towers if possible, else use open_clip."""
     from kiloword.interop.folder import assemble
     from kiloword.interop.open_clip import import_state, read
     from kiloword.interop.open_clip_config import Unlike
@@ -183,8 +183,7 @@ def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
     model_name, _, file = rest.partition(":")
     if not (model_name and file):
         raise ValueError(
-            f"{name} names no file of weights, and random weights teach nothing: write open_clip:NAME:WEIGHTS with a "
-            "local file; nothing is downloaded."
+            f"{name} has no file of weights: write open_clip:NAME:WEIGHTS with a local file; nothing is downloaded."
         )
     weights = Path(file).expanduser()
     state = read(weights)
@@ -201,12 +200,12 @@ def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
     return KilowordTeacher(model.to(device=device, dtype=_KINDS[precision]), tokenizer, digest([weights], model_name))
 
 
-def _preprocess(name: str, given: dict[str, Any]) -> tuple[int, Resize]:
-    """Size and resize mode. Raises: ValueError for what our transform does not do."""
-    size, mode = given["size"], given.get("resize_mode", "shortest")
+def _preprocess(name: str, config: dict[str, Any]) -> tuple[int, Resize]:
+    """Size and resize mode. Raises: ValueError for preprocessing that `EvalTransform` does not support."""
+    size, mode = config["size"], config.get("resize_mode", "shortest")
     size = size if isinstance(size, int) else size[0] if len(set(size)) == 1 else None
-    if size is None or mode not in ("shortest", "squash") or given.get("interpolation", "bicubic") != "bicubic":
-        raise ValueError(f"open_clip's {name} prepares images in a way that is not offered here: {given}.")
+    if size is None or mode not in ("shortest", "squash") or config.get("interpolation", "bicubic") != "bicubic":
+        raise ValueError(f"open_clip's {name} preprocesses images in a way that kiloword does not support: {config}.")
     return size, mode
 
 
@@ -216,13 +215,13 @@ def _open_clip_tokenizer(name: str) -> Any:
     try:
         with _quiet():
             return open_clip.get_tokenizer(name)
-    except Exception as error:  # it looks for others' tokenizers on the network
+    except Exception as error:  # it looks for some tokenizers on the network
         raise ValueError(f"open_clip's {name} needs a tokenizer that is not on this machine: {error}"[:300]) from None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """open_clip warns of random weights, which are about to be replaced."""
+    """Silence open_clip's warning about random weights, which are replaced next."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -235,10 +234,10 @@ def _unit(features: Tensor) -> Tensor:
     return F.normalize(features.float(), dim=-1).cpu()
 
 
-def digest(files: Sequence[Path], more: str = "") -> str:
-    """Of the files' contents, in order."""
-    found = hashlib.blake2b(more.encode(), digest_size=16)
+def digest(files: Sequence[Path], prefix: str = "") -> str:
+    """A digest of the contents of files, in order."""
+    combined = hashlib.blake2b(prefix.encode(), digest_size=16)
     for path in files:
         with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "blake2b").digest())
-    return found.hexdigest()
+            combined.update(hashlib.file_digest(file, "blake2b").digest())
+    return combined.hexdigest()

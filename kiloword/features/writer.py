@@ -1,4 +1,4 @@
-"""Writing a feature store part by part: each part is whole or not there, so that an interrupted run can go on."""
+"""Writing a feature store part by part; parts are atomic, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kiloword.features.store import (
 )
 from kiloword.types import Skipped
 
-# what must be equal for a table to be gone on with, and what a sentence says of it
+# fields that must be equal to continue a store, and their text in messages
 _SAME: dict[str, Callable[[TableFile], str]] = {
     "teacher_fingerprint": lambda file: f"teacher {file.teacher} ({file.teacher_fingerprint[:16]})",
     "contents": lambda file: f"data {file.data} ({file.fingerprint[:16]})",
@@ -43,7 +43,7 @@ _SAME: dict[str, Callable[[TableFile], str]] = {
 
 @dataclass
 class FeatureRows:
-    """The images of one part, while they come."""
+    """The images of one part, while they are collected."""
 
     keys: list[bytes] = field(default_factory=list)
     captions: list[list[str]] = field(default_factory=list)
@@ -65,19 +65,19 @@ class FeatureWriter:
         if self.file is file:
             write_json(folder / TABLE, asdict(file))
         self._id = _identity(self.file)
-        self._contents: dict[bytes, bytes] = {}  # of every key so far
+        self._contents: dict[bytes, bytes] = {}  # content of every key so far
         self.skipped: list[Skipped] = []
-        self.repeated = 0  # rows whose key and content came before
+        self.repeated = 0  # number of rows that repeat a key with its content
         self.missing = [number for number in range(self.file.parts) if not self._is_whole(number)]
         if self.missing:
-            (folder / INDEX).unlink(missing_ok=True)  # readers are told that the table is not finished
+            (folder / INDEX).unlink(missing_ok=True)  # readers then see that the store is not finished
 
     def rows_of(self, number: int) -> range:
-        """The rows of the data that a part holds."""
+        """The rows of the data in a part."""
         return range(number * self.file.part, min((number + 1) * self.file.part, self.file.rows))
 
     def _is_whole(self, number: int) -> bool:
-        """Takes note of the keys and bad rows of a part that is there and whole."""
+        """Whether a part exists and is undamaged; records its keys and bad rows."""
         try:
             part = StorePart(part_path(self.folder, number), self.file.schema())
         except ValueError:
@@ -85,33 +85,33 @@ class FeatureWriter:
         if part.table != self._id or not part.whole():
             return False
         self._contents.update(zip(part.keys.to_pylist(), part.contents.to_pylist(), strict=True))
-        self.skipped += [Skipped(*one) for one in part.skipped]
+        self.skipped += [Skipped(*sample) for sample in part.skipped]
         return True
 
     def is_new(self, key: str, content: bytes) -> bool:
-        """Whether a row's key comes for the first time.
+        """Whether the key of a row is new.
 
         Args: content: see `content_of`. Raises: ValueError when it came before with another image or other captions.
         """
         raw = keyed.raw(key)
-        known = self._contents.get(raw)
-        if known is None:
+        earlier = self._contents.get(raw)
+        if earlier is None:
             self._contents[raw] = content
             return True
-        if known != content:
+        if earlier != content:
             raise ValueError(
                 f"two images of {self.file.data} have the key {key!r} and differ in pixels or captions. Features are "
-                "joined by key: give each image a key of its own, or embed and train on one source at a time."
+                "joined by key: give each image its own key, or embed and train on one source at a time."
             )
         self.repeated += 1
         return False
 
     def write(self, number: int, rows: FeatureRows) -> None:
-        """One part, all of it or nothing. Errors: ValueError when it cannot be written."""
+        """Write one part atomically. Errors: ValueError when it cannot be written."""
         dim, kind = self.file.dim, np.float16 if self.file.dtype == "fp16" else np.float32
         images, texts = (_stack(parts, dim, kind) for parts in (rows.images, rows.texts))
         starts = np.cumsum([0, *map(len, rows.captions)], dtype=np.int32)
-        captions = pa.array([keyed.raw(c) for some in rows.captions for c in some], pa.binary())
+        captions = pa.array([keyed.raw(c) for of_image in rows.captions for c in of_image], pa.binary())
         columns = [
             pa.array(rows.keys, pa.binary()),
             pa.array([self._contents[key] for key in rows.keys], pa.binary(16)),
@@ -119,7 +119,7 @@ class FeatureWriter:
             pa.ListArray.from_arrays(pa.array(starts), captions),
             pa.ListArray.from_arrays(pa.array(starts), pa.FixedSizeListArray.from_arrays(pa.array(texts.ravel()), dim)),
         ]
-        skipped = [[one.row, one.key, one.reason] for one in rows.skipped]
+        skipped = [[sample.row, sample.key, sample.reason] for sample in rows.skipped]
         meta = {"table": self._id, "skipped": skipped, "crc": checksum(columns)}
         schema = self.file.schema().with_metadata({"kiloword": json.dumps(meta)})
         sink = pa.BufferOutputStream()
@@ -129,13 +129,13 @@ class FeatureWriter:
         self.skipped += rows.skipped
 
     def finish(self) -> FeatureStore:
-        """Write the index; all parts are there. Raises: ValueError when no image was usable."""
+        """Write the index after all parts. Raises: ValueError when no image is usable."""
         keys: list[bytes] = []
         places = []
         for number in range(self.file.parts):
-            found = StorePart(part_path(self.folder, number), self.file.schema()).keys.to_pylist()
-            places.append((number << 32) + np.arange(len(found), dtype=np.uint64))
-            keys += found
+            part_keys = StorePart(part_path(self.folder, number), self.file.schema()).keys.to_pylist()
+            places.append((number << 32) + np.arange(len(part_keys), dtype=np.uint64))
+            keys += part_keys
         if not keys:
             why = f", the first because: {self.skipped[0].reason}" if self.skipped else ""
             raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable image{why}.")
@@ -146,33 +146,33 @@ class FeatureWriter:
 
 
 def what_is_there(folder: Path, file: TableFile) -> TableFile | None:
-    """What the folder's table.json says; None in a new folder. Raises: ValueError when it is of something else."""
+    """The table.json in a folder; None in a new folder. Raises: ValueError when the folder has other contents."""
     path = folder / TABLE
     if path.is_file():
-        there = read_config(path, TableFile)
-        _check_same(folder, there, file)
-        return there
+        existing = read_config(path, TableFile)
+        _check_same(folder, existing, file)
+        return existing
     if is_taken(folder):
         raise ValueError(f"{folder} exists and is no feature store: choose another --out, or remove it.")
     return None
 
 
-def _check_same(folder: Path, there: TableFile, new: TableFile) -> None:
+def _check_same(folder: Path, existing: TableFile, new: TableFile) -> None:
     for name, say in _SAME.items():
-        if getattr(there, name) != getattr(new, name):
+        if getattr(existing, name) != getattr(new, name):
             raise ValueError(
-                f"{folder} holds other features: there {say(there)}, here {say(new)}. Choose another --out, or remove "
-                "that folder."
+                f"{folder} holds other features: {say(existing)} there, {say(new)} here. Choose another --out, or "
+                "remove that folder."
             )
 
 
 def _identity(file: TableFile) -> str:
-    """A part names the table that it is of."""
+    """The identity of a store, recorded in each part."""
     return hashlib.blake2b(json.dumps(asdict(file), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def content_of(image: Tensor, captions: Iterable[str]) -> bytes:
-    """A digest of a prepared image, uint8 [3, H, W], and of its captions."""
+    """A digest of a preprocessed image, uint8 [3, H, W], and of its captions."""
     digest = hashlib.blake2b(image.contiguous().numpy().data, digest_size=16)
     for caption in captions:
         digest.update(b"\0" + keyed.raw(caption))

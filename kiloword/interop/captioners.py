@@ -1,4 +1,4 @@
-"""What describes images for `kiloword caption`: a model of ours, or an image-to-text model of transformers."""
+"""Captioners for `kiloword caption`: a model of kiloword, or an image-to-text model of transformers."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Describer(Protocol):
-    """What describes images."""
+    """Writes captions for images."""
 
     fingerprint: str  # changes when the weights change
-    precision: str  # that it computes in, "fp32" or "bf16"
+    precision: str  # "fp32" or "bf16"
 
     @property
     def transform(self) -> ImageTransform:
-        """How an image is prepared, in the loader's workers."""
+        """Preprocessing of an image, in the loader's workers."""
 
     def check(self, options: GenerationOptions) -> None:
-        """Errors: ValueError for options that it cannot follow."""
+        """Errors: ValueError for unsupported options."""
 
     def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
-        """At most `num` different captions of n prepared images [n, 3, size, size], best first.
+        """At most `num` different captions of n preprocessed images [n, 3, size, size], best first.
 
-        Args: keys: the images' names, which draws depend on.
+        Args: keys: names of the images, which determine random draws.
         """
 
 
 def open_captioner(name: str, device: str = "auto", precision: str = "fp32", trust: Trust = NONE) -> Describer:
-    """The captioner that `name` names; nothing is downloaded.
+    """Open the captioner `name`; nothing is downloaded.
 
-    Args: name: a model folder of ours, or `hf:FOLDER` with an image-to-text model as transformers saves it; precision
-    that it computes in: "fp32", "bf16" (ours by autocast, logits in fp32) or "auto" (bf16 on CUDA for ours that are
-    larger than size tiny); trust: whose code a model of ours may run.
+    Args: name: a model folder of kiloword, or `hf:FOLDER` with an image-to-text model saved by transformers; precision:
+    "fp32", "bf16" (model folders by autocast, logits in fp32) or "auto" (bf16 on CUDA for model folders larger than
+    size tiny); trust: code that a model folder may run.
     Errors: ValueError when something is missing, damaged or unknown, or the model cannot write.
     """
     if precision not in ("auto", *_KINDS):
@@ -71,7 +71,7 @@ def open_captioner(name: str, device: str = "auto", precision: str = "fp32", tru
 
 
 class KilowordCaptioner:
-    """A model of ours."""
+    """A captioning model of kiloword."""
 
     def __init__(self, captioner: Captioner, fingerprint: str) -> None:
         self.captioner, self.fingerprint = captioner, fingerprint
@@ -88,14 +88,14 @@ class KilowordCaptioner:
         self.captioner.rules(options)
 
     def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
-        found = self.captioner.caption(images, options, keys)
-        return [[(caption.text, caption.score) for caption in some] for some in found]
+        captions_of_images = self.captioner.caption(images, options, keys)
+        return [[(caption.text, caption.score) for caption in captions] for captions in captions_of_images]
 
 
 class TransformersCaptioner:
-    """A captioner (BLIP, GIT, ...) in a local folder as transformers saves it, by transformers itself (extra "hf").
+    """A captioner (BLIP, GIT, ...) in a local folder saved by transformers, run by transformers (extra "hf").
 
-    Images are prepared by its own processor and written about by its own `generate`.
+    Its own processor preprocesses images, and its own `generate` writes captions.
     """
 
     def __init__(self, folder: Path, device: str, precision: str) -> None:
@@ -110,10 +110,10 @@ class TransformersCaptioner:
         except ImportError:
             raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
         try:
-            alone: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-            self._model = AutoModelForImageTextToText.from_pretrained(str(folder), use_safetensors=True, **alone)
-            processor = AutoProcessor.from_pretrained(str(folder), **alone)
-        except Exception as error:  # by what a damaged file says, almost anything
+            local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            self._model = AutoModelForImageTextToText.from_pretrained(str(folder), use_safetensors=True, **local_only)
+            processor = AutoProcessor.from_pretrained(str(folder), **local_only)
+        except Exception as error:  # a damaged file can raise almost anything
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from None
         check_finite(self._model.state_dict(), str(folder))
@@ -127,7 +127,7 @@ class TransformersCaptioner:
         options.check()
         if options.method == "nucleus":
             raise ValueError(
-                "nucleus is for models of ours: transformers draws from one generator for a whole batch, so that a "
+                "nucleus is only for model folders: transformers draws from one generator for a whole batch, so that a "
                 "resumed run would differ. Choose greedy or beam."
             )
 
@@ -143,28 +143,28 @@ class TransformersCaptioner:
             lacking = [n for n in lacking if len(texts[n]) < options.num]
             if not lacking:
                 break
-        return [sorted(some.items(), key=lambda one: -one[1])[: options.num] for some in texts]
+        return [sorted(scores.items(), key=lambda item: -item[1])[: options.num] for scores in texts]
 
     def _search(self, images: Tensor, options: GenerationOptions) -> list[list[Scored]]:
-        """All that one search finds, of every image."""
+        """All captions of one search, for every image."""
         with torch.inference_mode():
             pixels = images.to(device=self._device, dtype=self._kind)
-            found = self._model.generate(pixel_values=pixels, **arguments(options))
-            scores = self._scores(found, options)
-        texts = [text.strip() for text in self._tokenizer.batch_decode(found.sequences, skip_special_tokens=True)]
+            generated = self._model.generate(pixel_values=pixels, **arguments(options))
+            scores = self._scores(generated, options)
+        texts = [text.strip() for text in self._tokenizer.batch_decode(generated.sequences, skip_special_tokens=True)]
         several = len(texts) // len(images)
         scored = list(zip(texts, scores, strict=True))
-        return [[one for one in scored[n : n + several] if one[0]] for n in range(0, len(texts), several)]
+        return [[caption for caption in scored[n : n + several] if caption[0]] for n in range(0, len(texts), several)]
 
-    def _scores(self, found: Any, options: GenerationOptions) -> list[float]:
-        """Of every sequence: a beam search's own; one beam's are put together from the tokens', up to the end."""
-        own = getattr(found, "sequences_scores", None)
-        if own is not None:
-            return [float(x) for x in own]
-        logprob = self._model.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
-        rest = found.sequences[:, -logprob.shape[1] :] == self._tokenizer.pad_token_id  # of those that ended earlier
+    def _scores(self, generated: Any, options: GenerationOptions) -> list[float]:
+        """Score of every sequence: from the beam search; with one beam the sum over tokens up to the end."""
+        sequence_scores = getattr(generated, "sequences_scores", None)
+        if sequence_scores is not None:
+            return [float(x) for x in sequence_scores]
+        logprob = self._model.compute_transition_scores(generated.sequences, generated.scores, normalize_logits=True)
+        rest = generated.sequences[:, -logprob.shape[1] :] == self._tokenizer.pad_token_id  # padding after the end
         rest = rest.flip(1).cumprod(1).flip(1).bool()
-        if self._tokenizer.pad_token_id == self._tokenizer.eos_token_id:  # the first of them is the end
+        if self._tokenizer.pad_token_id == self._tokenizer.eos_token_id:  # the first such token is the end
             rest[:, 1:] &= rest[:, :-1].clone()
             rest[:, 0] = False
         total = logprob.float().masked_fill(rest, 0).sum(1)
@@ -172,8 +172,8 @@ class TransformersCaptioner:
 
 
 def arguments(options: GenerationOptions) -> dict[str, Any]:
-    """Our options in the words of transformers' `generate`; a longest of 0 leaves what the model's own settings say."""
-    given: dict[str, Any] = {
+    """Options as arguments of transformers' `generate`; with longest 0 the model's own settings apply."""
+    generate_arguments: dict[str, Any] = {
         "do_sample": False,
         "num_beams": 1,
         "min_new_tokens": options.shortest,
@@ -182,20 +182,20 @@ def arguments(options: GenerationOptions) -> dict[str, Any]:
         "output_scores": True,
     }
     if options.longest:
-        given["max_new_tokens"] = options.longest - 1
+        generate_arguments["max_new_tokens"] = options.longest - 1
     if options.method == "beam":
-        given |= {
+        generate_arguments |= {
             "num_beams": options.beams,
             "num_return_sequences": options.beams,
             "length_penalty": options.length_penalty,
             "early_stopping": "never" if options.exact else False,
         }
-    return given
+    return generate_arguments
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """An image as a processor of transformers makes it: [3, size, size]."""
+    """Preprocessing of an image by a processor of transformers: [3, size, size]."""
 
     processor: Any
     size: int
@@ -206,13 +206,13 @@ class Prepare:
 
 
 def pixels(processor: Any, image: Image.Image) -> Tensor:
-    """[3, H, W]."""
-    found: Tensor = processor(images=image, return_tensors="pt")["pixel_values"][0]
-    return found
+    """The preprocessed image [3, H, W]."""
+    values: Tensor = processor(images=image, return_tensors="pt")["pixel_values"][0]
+    return values
 
 
 def _prepare(folder: Path, processor: Any) -> Prepare:
-    """Raises: ValueError for a processor that does not make one square of every image."""
+    """Raises: ValueError for a processor whose images are not squares of one size."""
     shapes = {tuple(pixels(processor, Image.new("RGB", size)).shape) for size in ((64, 48), (31, 97))}
     shape = shapes.pop()
     if shapes or len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2]:
@@ -221,7 +221,7 @@ def _prepare(folder: Path, processor: Any) -> Prepare:
 
 
 def _files(folder: Path) -> list[Path]:
-    """What decides the captions. Raises: ValueError when the folder is none that transformers wrote."""
+    """The files that determine the captions. Raises: ValueError for a folder not written by transformers."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"there is no {folder / 'config.json'}: expected a folder that save_pretrained wrote.")
     if not list(folder.glob("*.safetensors")):

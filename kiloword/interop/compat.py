@@ -1,7 +1,7 @@
-"""Makes torchvision importable beside a build of torch that its native library was not made for.
+"""Make torchvision importable with a build of torch that its native library does not support.
 
-Such a torchvision fails at import ("operator torchvision::nms does not exist") and takes timm, open_clip and
-transformers' CLIP down with it, though none of them calls those operators here.
+Such a torchvision fails at import ("operator torchvision::nms does not exist"), and with it timm, open_clip and
+transformers' CLIP, though none of them needs these operators here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 @cache
 def torchvision_ready() -> torch.library.Library | None:
-    """Define the operator schemas that torchvision's import asks for, if and only if its own library cannot be loaded.
+    """Define the operator schemas that the import of torchvision needs, only if its own library cannot be loaded.
 
     Call it before the first import of torchvision, timm or open_clip.
-    Returns: the definitions (kept alive by the cache), or None where nothing was needed.
+    Returns: the definitions (kept alive by the cache), or None if nothing was needed.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
@@ -32,7 +32,7 @@ def torchvision_ready() -> torch.library.Library | None:
         if native:
             return None
     except OSError:
-        pass  # made for another torch: its symbols are missing
+        pass  # built for another torch: symbols are missing
     definitions = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         definitions.define(name + _NMS)  # type: ignore[no-untyped-call]

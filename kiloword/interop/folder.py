@@ -1,4 +1,4 @@
-"""Foreign weights -> a model folder of ours: what `kiloword import` does."""
+"""`kiloword import`: write weights of another library to a model folder."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ CLIP_VOCAB = 49408
 
 
 def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:
-    """Save imported weights with the tokenizer they were trained with; goes on with what a killed import began.
+    """Save imported weights with their tokenizer; completes an import that was killed.
 
-    Args: weights: the file they came from; a SigLIP's tokenizer.json is looked for beside it; origin: what they are,
+    Args: weights: their file; for SigLIP, tokenizer.json must be in its folder; origin: text for config.json, such as
     "open_clip ViT-B-32".
     Raises: ValueError when `out` is in use or the tokenizer is missing.
     """
     file = ModelFile(method=imported.method, settings=imported.settings, model=imported.config, data=origin)
-    own = words_of(tokenizer(imported.config, weights), file)
-    if (out / NAME).is_file():  # of an import that was killed, or goes on
+    files = words_of(tokenizer(imported.config, weights), file)
+    if (out / NAME).is_file():  # of an import that was killed or still runs
         Lock(out, "writing").release()
-    _check_free(out, own)  # before the work, and before a lock is put there
+    _check_free(out, files)  # before the work, and before the folder is locked
     model, words = assemble(imported, weights)
     with Lock(out, "writing"):
-        _check_free(out, own)
+        _check_free(out, files)
         save_model(out, model, words, file)
 
 
-def _check_free(out: Path, own: dict[str, bytes]) -> None:
-    if is_taken(out, own):
+def _check_free(out: Path, files: dict[str, bytes]) -> None:
+    if is_taken(out, files):
         raise ValueError(f"{out} exists and is not an empty folder; choose another --out, or remove it")
 
 
 def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:
-    """Imported weights as a model in memory, with the tokenizer they were trained with.
+    """Imported weights as a model in memory, with their tokenizer.
 
-    Args: weights: the file they came from; a SigLIP's tokenizer.json is looked for beside it.
+    Args: weights: their file; for SigLIP, tokenizer.json must be in its folder.
     Raises: ValueError when the tokenizer is missing, or weights are NaN or infinite.
     """
     words = tokenizer(imported.config, weights)
@@ -60,25 +60,25 @@ def assemble(imported: Imported, weights: Path) -> tuple[Model, Tokenizer]:
 
 
 def tokenizer(config: ModelConfig, weights: Path) -> Tokenizer:
-    """The tokenizer that belongs to a configuration: CLIP's, or else SigLIP's from the tokenizer.json beside weights.
+    """The tokenizer of a configuration: CLIP's, else SigLIP's from the tokenizer.json beside the weights.
 
     Raises: ValueError when that is missing or damaged.
     """
     if CLIP_VOCAB <= config.text.vocab <= CLIP_VOCAB + 3:  # with rows for mask, class and uncertainty tokens
         return clip_tokenizer()
-    found = weights.with_name("tokenizer.json")
-    if not found.is_file():
+    path = weights.with_name("tokenizer.json")
+    if not path.is_file():
         raise ValueError(
             f"a SigLIP needs its vocabulary: put the tokenizer.json that is published with the weights beside {weights}"
         )
     try:
-        return siglip_tokenizer(found)
+        return siglip_tokenizer(path)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{found} is damaged ({error}); copy it again") from error
+        raise ValueError(f"{path} is damaged ({error}); copy it again") from error
 
 
 def show(report: ImportReport, out: Path) -> None:
-    """Print what was loaded, what is new and what was left over, part by part."""
+    """Print the loaded, new and unused weights by part."""
     table = plain_table("part", "loaded", "new")
     loaded, new = (Counter(_part(n) for n in names) for names in (report.loaded, report.new))
     for part in dict.fromkeys([*loaded, *new]):

@@ -1,4 +1,4 @@
-"""What the json files of a transformers CLIP folder say about images and texts."""
+"""Preprocessing of images and texts from the JSON files of a CLIP folder of transformers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kiloword.config.ranges import DEPTH
 from kiloword.config.recipes import Preprocess
 from kiloword.data.text import tokenizer_file
 
-MOST = 1 << 22  # of any number in a config.json of transformers
-_BICUBIC = 3  # Pillow's number, which `resample` holds
+MOST = 1 << 22  # limit of any number in a config.json of transformers
+_BICUBIC = 3  # Pillow's number in `resample`
 
 
 @dataclass(frozen=True)
 class HfFolder:
-    """How images and texts are prepared."""
+    """Preprocessing of images and texts, and the files of the model."""
 
     size: int
     resize: Any  # "shortest" or "squash"
@@ -29,7 +29,7 @@ class HfFolder:
 
 
 def read_folder(folder: Path) -> HfFolder:
-    """Raises: ValueError when files are missing or damaged, or the model is no CLIP."""
+    """Raises: ValueError when files are missing or damaged, or the model is not a CLIP."""
     config = _json(folder / "config.json")
     if config.get("model_type") != "clip":
         raise ValueError(f"{folder} holds a {config.get('model_type')!r} model: expected a CLIP (model_type 'clip').")
@@ -52,9 +52,9 @@ def read_folder(folder: Path) -> HfFolder:
 
 
 def check_strangers(folder: Path) -> None:
-    """Before transformers opens a folder: what its files declare.
+    """Check the files of a folder before transformers opens it.
 
-    Raises: ValueError for a tokenizer.json that works too much (`tokenizer_file`), or towers beyond all limits.
+    Raises: ValueError for a tokenizer.json that is not allowed (`tokenizer_file`), or for towers beyond all limits.
     """
     if (folder / "tokenizer.json").is_file():
         tokenizer_file.read(folder / "tokenizer.json")
@@ -65,7 +65,7 @@ def check_strangers(folder: Path) -> None:
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers of a json file with the names of their fields."""
+    """All numbers in a JSON value with the names of their fields."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _numbers(inner, key)
@@ -76,27 +76,27 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, value
 
 
-def _size(folder: Path, given: dict[str, Any]) -> tuple[int, str]:
-    """Pixels a side, and how images come to it. Raises: ValueError for ways that are not offered here."""
-    size, crop = _sides(given.get("size")), _sides(given.get("crop_size"))
-    shortest = isinstance(given.get("size"), int) or "shortest_edge" in (given.get("size") or {})
-    cropped = given.get("do_center_crop", True)
+def _size(folder: Path, preprocessor: dict[str, Any]) -> tuple[int, str]:
+    """Size in pixels and resize mode. Raises: ValueError for unsupported preprocessing."""
+    size, crop = _sides(preprocessor.get("size")), _sides(preprocessor.get("crop_size"))
+    shortest = isinstance(preprocessor.get("size"), int) or "shortest_edge" in (preprocessor.get("size") or {})
+    cropped = preprocessor.get("do_center_crop", True)
     same = size is not None and (size == crop or not cropped)
-    if not same or (shortest and not cropped) or given.get("resample", _BICUBIC) != _BICUBIC:
+    if not same or (shortest and not cropped) or preprocessor.get("resample", _BICUBIC) != _BICUBIC:
         raise ValueError(
-            f"{folder / 'preprocessor_config.json'} prepares images in a way that is not offered here: expected a "
+            f"{folder / 'preprocessor_config.json'} preprocesses images in an unsupported way: expected a "
             "bicubic resize of the shorter side and a centre crop of the same size, or a squash to a square."
         )
     assert size is not None
     return size, "shortest" if shortest else "squash"
 
 
-def _sides(given: Any) -> int | None:
+def _sides(value: Any) -> int | None:
     """224, {"shortest_edge": 224} or {"height": 224, "width": 224} -> 224; None for anything else."""
-    if isinstance(given, dict):
-        values = set(given.values())
-        given = values.pop() if len(values) == 1 else None
-    return given if isinstance(given, int) else None
+    if isinstance(value, dict):
+        values = set(value.values())
+        value = values.pop() if len(values) == 1 else None
+    return value if isinstance(value, int) else None
 
 
 def _json(path: Path) -> dict[str, Any]:

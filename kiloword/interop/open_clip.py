@@ -20,31 +20,31 @@ from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
 
-MAX_SCALE = 100.0  # CLIP's
+MAX_SCALE = 100.0  # of CLIP
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What became of the weights."""
+    """The loaded, new and unused weights of an import."""
 
-    loaded: dict[str, str]  # our name: theirs
-    new: list[str]  # ours without a source: start as a fresh model's
-    left_over: list[str]  # theirs without a place
+    loaded: dict[str, str]  # name in kiloword -> name in the file
+    new: list[str]  # names in kiloword without a source, which keep initial values
+    left_over: list[str]  # names in the file that are not used
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Foreign weights as ours."""
+    """Translated weights of another library."""
 
     config: ModelConfig
     method: Literal["clip", "siglip", "prolip-released", "coca"]
     state: dict[str, Tensor]
     report: ImportReport
-    settings: dict[str, Any] = field(default_factory=dict)  # the method's
+    settings: dict[str, Any] = field(default_factory=dict)  # of the method
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
-    """A state dict from a .safetensors file, or from a .pt, .pth or .bin file that holds nothing but tensors.
+    """A state dict from a .safetensors file, or from a .pt, .pth or .bin file that contains only tensors.
 
     Raises: ValueError when the file is missing, is something else, or would run code.
     """
@@ -55,7 +55,7 @@ def read(path: str | Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         raw = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # an unpickler that meets junk raises almost anything
+    except Exception as error:  # an unpickler can raise almost anything for damaged files
         first = "it is damaged, or holds more than tensors"  # torch's own message advises to run the file's code
         if isinstance(error, SafetensorError | RuntimeError | OSError):
             first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
@@ -81,58 +81,57 @@ def _plain(value: Any) -> bool:
 def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
     """Translate a state dict of open_clip's model `name`.
 
-    The scale and bias are taken as they are. A model with a bias becomes a siglip, one with a text decoder a coca,
-    another a clip.
-    Raises: ValueError for an unknown model, one that is built differently from ours, or weights of another shape.
+    The scale and bias are unchanged. A model with a bias becomes a siglip, one with a text decoder a coca, any other a
+    clip. Raises: ValueError for an unknown model, an unsupported architecture, or weights of another shape.
     """
     config = model_config(name)
     coca = open_clip_coca.is_coca(state)
     siglip = "logit_bias" in state and not coca
-    found, left = _placed(state, coca)
+    placed, unused = _placed(state, coca)
     depth = open_clip_coca.decoder_depth(state)
     settings = {"decoder_depth": depth} if depth not in (0, config.text.depth) else {}
     with torch.device("meta"):
         head = Head(Single(config), bias=0.0 if siglip else None)
         towers = preset("coca", settings).towers if coca else {}
         expected = Model(config, head, {tower: make(config) for tower, make in towers.items()}).state_dict()
-    for ours in [n for n in found if n not in expected]:
-        left.append(found.pop(ours)[0])
-    _check(name, expected, found)
-    ours_state = {n: value for n, (_, value) in found.items()}
+    for ours in [n for n in placed if n not in expected]:
+        unused.append(placed.pop(ours)[0])
+    _check(name, expected, placed)
+    ours_state = {n: value for n, (_, value) in placed.items()}
     if not siglip and "head.log_scale" in ours_state:
         ours_state["head.log_limit"] = ours_state["head.log_scale"].clamp(min=math.log(MAX_SCALE))
     report = ImportReport(
-        {n: theirs for n, (theirs, _) in sorted(found.items())},
-        sorted(expected.keys() - found.keys()),
-        sorted(left),
+        {n: theirs for n, (theirs, _) in sorted(placed.items())},
+        sorted(expected.keys() - placed.keys()),
+        sorted(unused),
     )
     return Imported(config, "coca" if coca else "siglip" if siglip else "clip", ours_state, report, settings)
 
 
 def _placed(state: Mapping[str, Tensor], coca: bool) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
-    """Our name -> theirs and the value in our shape; and theirs without a place.
+    """Name in kiloword -> name in open_clip and the reshaped value; and unused names of open_clip.
 
-    Raises: ValueError for a tensor that cannot have the shape of ours.
+    Raises: ValueError for a tensor that cannot be reshaped.
     """
-    theirs, left = "text_decoder", []
+    theirs, unused = "text_decoder", []
     try:
-        found, rest = open_clip_coca.parts(state) if coca else ({}, state)
+        placed, rest = open_clip_coca.parts(state) if coca else ({}, state)
         for theirs, value in rest.items():
             ours, reshaped = place(theirs, value)
             if ours is None:
-                left.append(theirs)
+                unused.append(theirs)
             else:
-                found[ours] = (theirs, reshaped)
+                placed[ours] = (theirs, reshaped)
     except (IndexError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:200]
         raise ValueError(f"{theirs[:200]} has a shape that no model of open_clip's has ({reason}).") from error
-    return found, left
+    return placed, unused
 
 
-def _check(name: str, expected: Mapping[str, Tensor], found: Mapping[str, tuple[str, Tensor]]) -> None:
-    if not found:
+def _check(name: str, expected: Mapping[str, Tensor], placed: Mapping[str, tuple[str, Tensor]]) -> None:
+    if not placed:
         raise ValueError(f"none of these weights is one of open_clip's {name}")
-    for ours, (theirs, value) in found.items():
+    for ours, (theirs, value) in placed.items():
         if not value.is_floating_point():
             raise ValueError(f"{theirs} holds {value.dtype}: expected floating-point weights")
         if value.shape != expected[ours].shape:
@@ -186,7 +185,7 @@ _PREFIX = {
 
 
 def place(theirs: str, value: Tensor) -> tuple[str | None, Tensor]:
-    """Our name of one of open_clip's parameters (None: no such thing), and its value or gradient in our shape."""
+    """Name in kiloword of a parameter of open_clip (None: unused), and its value or gradient in kiloword's shape."""
     plain = theirs.removeprefix("text.")  # open_clip has two layouts of its text tower
     return _name(plain), _reshape(plain, value)
 
@@ -223,7 +222,7 @@ def _reshape(theirs: str, value: Tensor) -> Tensor:
 
 
 def main(name: str, path: Path, out: Path) -> None:
-    """Write a model folder from a file of open_clip's weights, and say what became of each part."""
+    """Write a model folder from a file of open_clip's weights, and print a report."""
     imported = import_state(name, read(path))
     folder.write(imported, path, out, f"open_clip {name}")
     folder.show(imported.report, out)

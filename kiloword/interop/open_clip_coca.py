@@ -1,10 +1,9 @@
-"""open_clip's CoCa: what its configurations and weights have beside CLIP's.
+"""open_clip's CoCa: the parts of its configurations and weights that CLIP lacks.
 
-Its text decoder reads words that did not pass the final norm, its class token stands at the context's last place, and
-its pool norms tokens itself, as our tower does. Weights published so far were trained with a mask that is shifted by
-one: the class token sees a pad behind the end, and not itself. Two things differ from open_clip: it hides a "!" that
-is no word's end (the pad's id) from other tokens; and with the shifted mask the longest captions lose one token more
-here, to make room for the pad.
+Its text decoder reads words before the final norm, its class token is at the last position of the context, and its pool
+normalises tokens itself, as kiloword's tower does. Published weights were trained with a mask that is shifted by one:
+the class token attends to a pad after the end, and not to itself. Two differences remain: open_clip masks a "!" inside
+a word (the pad's id), and with the shifted mask the longest captions lose one more token here, for the pad.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _BLOCK = {
 
 
 def unlike(raw: Mapping[str, Any]) -> list[str]:
-    """What of a configuration our towers cannot be."""
+    """Features of a configuration that kiloword's towers do not support."""
     vision, text, decoder = raw["vision_cfg"], raw["text_cfg"], raw["multimodal_cfg"]
     alike = {
         "no attentional pool": vision.get("attentional_pool") is True,
@@ -58,7 +57,7 @@ def unlike(raw: Mapping[str, Any]) -> list[str]:
 
 
 def shaped(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of CLIP's part with what CoCa adds; ids behind the words are those of CLIP's tokenizer."""
+    """Extend a CLIP configuration by the parts of CoCa; special ids are those of CLIP's tokenizer."""
     vision, vocab, correct = raw["vision_cfg"], config.text.vocab, raw["text_cfg"].get("correct_cls_mask", False)
     text = replace(
         config.text,
@@ -85,32 +84,32 @@ def is_coca(state: Mapping[str, Tensor]) -> bool:
 
 
 def decoder_depth(state: Mapping[str, Tensor]) -> int:
-    """Layers of the text decoder."""
+    """Number of layers of the text decoder."""
     return len({name.split(".")[2] for name in state if name.startswith("text_decoder.resblocks.")})
 
 
 def parts(state: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, Tensor]], dict[str, Tensor]]:
-    """What CoCa adds as ours, {our name: (theirs, value)}, and the rest under its own names: what CLIP has too."""
+    """Weights that CoCa adds, {name in kiloword: (name in open_clip, value)}, and the rest, unchanged, as in CLIP."""
     rest = dict(state)
     attends = ["visual.attn_pool.attn."]
     attends += [f"text_decoder.cross_attn.{n}.attn." for n in range(decoder_depth(state))]
-    found: dict[str, tuple[str, Tensor]] = {}
+    translated: dict[str, tuple[str, Tensor]] = {}
     for theirs in attends:
-        found |= _attention(theirs, rest)
+        translated |= _attention(theirs, rest)
     if _TOKENS in rest and _CLASS in rest:
         table, row = rest.pop(_TOKENS), rest.pop(_CLASS)
-        found["text_tower.tokens"] = (_TOKENS, torch.cat([table, table.mean(0, True), row[None]]))  # mask, class
+        translated["text_tower.tokens"] = (_TOKENS, torch.cat([table, table.mean(0, True), row[None]]))  # mask, class
     for theirs in list(rest):
         ours = _name(theirs)
         if ours is not None:
             value = rest.pop(theirs)
-            turned = theirs == "text_decoder.text_projection" and value.ndim == 2
-            found[ours] = (theirs, value.T.contiguous() if turned else value)
-    return found, rest
+            transposed = theirs == "text_decoder.text_projection" and value.ndim == 2
+            translated[ours] = (theirs, value.T.contiguous() if transposed else value)
+    return translated, rest
 
 
 def _attention(theirs: str, rest: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-    """Attention to a memory, taken out of `rest`; a memory of another width has separate q, k and v there."""
+    """Translate an attention to a memory and remove it from `rest`; q, k and v may be separate there."""
     names = [theirs + "in_proj_weight"]
     if names[0] not in rest:
         names = [theirs + f"{kind}_proj_weight" for kind in "qkv"]
@@ -125,12 +124,12 @@ def _attention(theirs: str, rest: dict[str, Tensor]) -> dict[str, tuple[str, Ten
         q, k, v = (rest.pop(name) for name in names)
         kv = torch.cat([k, v])
     ours = _inner(theirs)
-    found = {"q.weight": q, "q.bias": bias[:width], "kv.weight": kv, "kv.bias": bias[width:]}
-    return {ours + part: (names[0], value.contiguous()) for part, value in found.items()}
+    values = {"q.weight": q, "q.bias": bias[:width], "kv.weight": kv, "kv.bias": bias[width:]}
+    return {ours + part: (names[0], value.contiguous()) for part, value in values.items()}
 
 
 def _inner(theirs: str) -> str:
-    """Our name of an attention."""
+    """Name of an attention in kiloword."""
     if theirs.startswith("visual."):
         return _POOL + "attention."
     return f"{_DECODER}layers.{theirs.split('.')[2]}.cross.attention."

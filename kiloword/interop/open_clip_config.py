@@ -1,4 +1,4 @@
-"""open_clip's model configurations as ours: CLIP's and SigLIP's vision transformers, and CoCa on CLIP's."""
+"""Translation of open_clip's model configurations: CLIP's and SigLIP's vision transformers, and CoCa."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _IMAGE_KEYS = {
 
 
 class Unlike(ValueError):
-    """A model that open_clip knows and our towers cannot be."""
+    """A model of open_clip that kiloword's towers do not support."""
 
 
 def model_config(name: str) -> ModelConfig:
-    """The configuration of open_clip's model `name` as ours.
+    """The configuration of open_clip's model `name`.
 
-    Raises: ValueError when open_clip is not installed or does not know the name; Unlike when our towers cannot be it.
+    Raises: ValueError when open_clip is not installed or does not know the name; Unlike for unsupported models.
     """
     return translate(name, _raw_config(name))
 
 
 def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
-    """One of open_clip's configurations, as its json files have them, as ours. Raises: Unlike as `model_config`."""
+    """Translate a configuration in open_clip's JSON format. Raises: Unlike as `model_config`."""
     vision, text, coca = raw["vision_cfg"], raw["text_cfg"], "multimodal_cfg" in raw
     pools = {"argmax": "last", "eos": "last", "last": "last"}
     image_keys = _IMAGE_KEYS | open_clip_coca.IMAGE_KEYS if coca else _IMAGE_KEYS
@@ -77,12 +77,12 @@ def _raw_config(name: str) -> dict[str, Any]:
     return raw
 
 
-def _activation(given: Mapping[str, Any], activation: Activation) -> Activation:
-    return "gelu_tanh" if (given.get("act_kwargs") or {}).get("approximate") == "tanh" else activation
+def _activation(config: Mapping[str, Any], activation: Activation) -> Activation:
+    return "gelu_tanh" if (config.get("act_kwargs") or {}).get("approximate") == "tanh" else activation
 
 
-def _eps(given: Mapping[str, Any]) -> float:
-    return float((given.get("norm_kwargs") or {}).get("eps", 1e-5))
+def _eps(config: Mapping[str, Any]) -> float:
+    return float((config.get("norm_kwargs") or {}).get("eps", 1e-5))
 
 
 def _clip_image(vision: Mapping[str, Any], activation: Activation) -> ImageConfig:

@@ -1,4 +1,4 @@
-"""Weights of the released ProLIP models: the names of its public code, which are open_clip's and a few more."""
+"""Weights of the released ProLIP models, whose names are those of open_clip and a few more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kiloword.model.model import Model
 _TOKENS = "text.token_embedding.weight"
 _POSITIONS = "visual.positional_embedding"  # of [CLS], [UNC] and the patches
 _UNC = "visual.unc_embedding"
-_ROWS = {"unc": "text.unc_emb", "cls": "text.cls_emb"}  # ours are tokens of the vocabulary
+_ROWS = {"unc": "text.unc_emb", "cls": "text.cls_emb"}  # in kiloword tokens of the vocabulary
 _MORE = {
     _UNC: "image_tower.uncertainty_token",
     "visual.uncertainty_proj.weight": "head.uncertainty.image_log_var.weight",
@@ -33,7 +33,7 @@ _MORE = {
 def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles) -> Imported:
     """Translate a released state dict.
 
-    Args: config: as `prolip_config.model_config` reads it; roles: of the tokenizer, whose mask token the weights lack.
+    Args: config: of `prolip_config.model_config`; roles: of the tokenizer, whose mask token the weights lack.
     Raises: ValueError when weights are missing or have another shape.
     """
     vocab = max(config.text.vocab, 1 + max(roles.ids().values()))
@@ -42,15 +42,15 @@ def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles)
     with torch.device("meta"):
         needed = {name: list(value.shape) for name, value in Model(shaped, method.head(shaped)).state_dict().items()}
     _check_folded(config, state)
-    found, left = _named(_folded(state, roles, vocab), needed)
-    _check(needed, found)
+    placed, unused = _named(_folded(state, roles, vocab), needed)
+    _check(needed, placed)
     new = [f"text_tower.tokens[{i}]" for i in range(config.text.vocab, vocab) if i not in (roles.cls, roles.unc)]
-    report = ImportReport({ours: theirs for ours, (theirs, _) in sorted(found.items())}, new, left)
-    return Imported(shaped, "prolip-released", {ours: value for ours, (_, value) in found.items()}, report)
+    report = ImportReport({ours: theirs for ours, (theirs, _) in sorted(placed.items())}, new, unused)
+    return Imported(shaped, "prolip-released", {ours: value for ours, (_, value) in placed.items()}, report)
 
 
 def _check_folded(config: ModelConfig, state: Mapping[str, Tensor]) -> None:
-    """The weights that ours have in other places. Raises: ValueError naming what is missing or of another shape."""
+    """Check weights that `_folded` moves. Raises: ValueError naming missing ones, or those of another shape."""
     image, text = config.image.width, config.text.width
     places = (config.image.size // config.image.patch) ** 2 + 2
     shapes = {_TOKENS: [config.text.vocab, text], _POSITIONS: [places, image], _UNC: [image]}
@@ -66,9 +66,9 @@ def _check_folded(config: ModelConfig, state: Mapping[str, Tensor]) -> None:
 
 
 def _folded(state: Mapping[str, Tensor], roles: Roles, vocab: int) -> dict[str, Tensor]:
-    """The same in open_clip's layout: [UNC] with its position, and text tokens in the vocabulary.
+    """The weights in open_clip's layout: [UNC] plus its position, and special text tokens in the vocabulary.
 
-    Tokens without an embedding (the mask) get the mean of all.
+    Tokens without an embedding (the mask) get the mean of all embeddings.
     """
     places, table = state[_POSITIONS], state[_TOKENS]
     table = torch.cat([table, table.mean(0).expand(vocab - len(table), -1)])
@@ -86,34 +86,34 @@ def _folded(state: Mapping[str, Tensor], roles: Roles, vocab: int) -> dict[str, 
 def _named(
     state: Mapping[str, Tensor], needed: Mapping[str, list[int]]
 ) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
-    """Our name -> theirs and the value; and theirs without a place. The final norm of images serves twice."""
-    found, left = {}, []
+    """Name in kiloword -> name in the file and value; and unused names. The final norm of images is used twice."""
+    placed, unused = {}, []
     for theirs, value in state.items():
         ours, reshaped = (_MORE[theirs], value) if theirs in _MORE else place(theirs, value)
         if ours is None or ours not in needed:
-            left.append(theirs)
+            unused.append(theirs)
             continue
-        found[ours] = (theirs, reshaped)
+        placed[ours] = (theirs, reshaped)
         if ours.startswith("image_tower.norm."):
-            found[ours.replace("image_tower", "head.pooling")] = (theirs, reshaped.clone())
-    return found, sorted(left)
+            placed[ours.replace("image_tower", "head.pooling")] = (theirs, reshaped.clone())
+    return placed, sorted(unused)
 
 
-def _check(needed: Mapping[str, list[int]], found: Mapping[str, tuple[str, Tensor]]) -> None:
-    """Raises: ValueError naming what is missing or of another shape."""
-    missing = [name for name in needed if name not in found]
+def _check(needed: Mapping[str, list[int]], placed: Mapping[str, tuple[str, Tensor]]) -> None:
+    """Raises: ValueError naming missing weights, or those of another shape."""
+    missing = [name for name in needed if name not in placed]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"these weights lack what becomes {', '.join(missing[:3])}{more}: does config.json fit them?")
-    for ours, (theirs, value) in found.items():
+        rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"these weights lack what becomes {', '.join(missing[:3])}{rest}: does config.json fit them?")
+    for ours, (theirs, value) in placed.items():
         if list(value.shape) != needed[ours]:
             raise ValueError(f"{theirs} becomes {ours} {list(value.shape)}, but config.json says {needed[ours]}")
 
 
 def main(path: Path, out: Path) -> None:
-    """Write a model folder from released weights, and say what became of each part.
+    """Write a model folder from released weights, and print a report.
 
-    Args: path: the weights; their config.json and SigLIP's tokenizer.json lie beside them.
+    Args: path: of the weights; their config.json and SigLIP's tokenizer.json must be in the same folder.
     Raises: ValueError when one of the three is missing or does not fit the others.
     """
     state, config = read(path), model_config(path.with_name("config.json"))

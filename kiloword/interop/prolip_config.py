@@ -1,4 +1,4 @@
-"""The config.json that is published with ProLIP's weights, as ours. Source: the dataclasses of its public code."""
+"""Translation of the config.json of ProLIP's weights. Source: the dataclasses of its public code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kiloword.config.recipes import (
     read_config,
 )
 
-APPENDED = 2  # [UNC] and [CLS], which their context does not count
+APPENDED = 2  # [UNC] and [CLS], which its context does not count
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vision(BaseSettings):
-    """`vision_cfg`; a type that allows one value alone says what our towers can be."""
+    """`vision_cfg`; a type with a single value shows what kiloword's towers support."""
 
     image_size: int = 224
     patch_size: int = 16
@@ -32,14 +32,14 @@ class Vision(BaseSettings):
     no_ln_pre: bool = False
     act_kwargs: dict[str, Any] | None = None
     norm_kwargs: dict[str, float] | None = None
-    pos_embed_type: str = "learnable"  # or fixed ones, which are stored all the same
+    pos_embed_type: str = "learnable"  # or fixed positions, which are stored too
     embed_unc: Literal[True]
     pool_type: Literal["tok"] = "tok"
     ls_init_value: None = None
     attentional_pool: Literal[False] = False
     output_tokens: Literal[False] = False
     timm_model_name: None = None
-    # of no use to weights that are there
+    # not used, as the weights exist
     init_unc_bias: float = -10.0
     attn_pooler_queries: int = 256
     attn_pooler_heads: int = 8
@@ -70,7 +70,7 @@ class Text(BaseSettings):
     ls_init_value: None = None
     output_tokens: Literal[False] = False
     hf_model_name: None = None
-    # of no use: the class token is pooled, nothing is masked, and the tokenizer is ours
+    # not used: the class token is pooled, nothing is masked, and the tokenizer is kiloword's
     pool_type: str = "argmax"
     pad_id: int = 0
     final_ln_after_pool: bool = False
@@ -99,12 +99,11 @@ class Published(BaseSettings):
 def model_config(path: Path) -> ModelConfig:
     """The configuration of the towers of a published config.json, with the vocabulary that its weights have.
 
-    Raises: ValueError when the file is missing, damaged, or describes towers that ours cannot be.
+    Raises: ValueError when the file is missing, damaged, or describes unsupported towers.
     """
     if not path.is_file():
         raise ValueError(
-            f"no {path}: heads and activations cannot be read off weights; put the config.json that is published with "
-            "them beside them"
+            f"no {path}: weights do not show heads and activations; put the published config.json into the same folder"
         )
     raw = read_config(path, Published)
     activation: Activation = "quick_gelu" if raw.quick_gelu else "gelu"
@@ -144,5 +143,5 @@ def _text(text: Text, activation: Activation) -> TextConfig:
     )
 
 
-def _activation(given: dict[str, Any] | None, activation: Activation) -> Activation:
-    return "gelu_tanh" if (given or {}).get("approximate") == "tanh" else activation
+def _activation(arguments: dict[str, Any] | None, activation: Activation) -> Activation:
+    return "gelu_tanh" if (arguments or {}).get("approximate") == "tanh" else activation

@@ -1,4 +1,4 @@
-"""Everything that this package prints: one place where no text can steer a terminal or fail in its encoding."""
+"""All output of this package: no text can control the terminal or fail to encode."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, TextIO, cast
 
 from kiloword.addresses import scrubbed
 
-LONGEST = 10_000  # characters of a line that are printed; a path has at most 4096
-# Letters and marks that take no room: isprintable() says nothing about them.
+LONGEST = 10_000  # characters printed of a line; a path has at most 4096
+# Invisible letters and marks that isprintable() accepts.
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\U000e0100-\U000e01ef]")
 _LINES = re.compile("(\n)")
-_STYLED = re.compile("(\x1b\\[[0-9;]*m|[\n\r])")  # what other libraries write on a terminal: colours, a line again
+_STYLED = re.compile("(\x1b\\[[0-9;]*m|[\n\r])")  # colours and rewritten lines of other libraries
 
 
 def shown(text: str, encoding: str | None = None) -> str:
-    r"""Text on one line that a terminal shows as it is: what is invisible or steers becomes an escape such as \x1b.
+    r"""Text on one line in which invisible and control characters are escapes such as \x1b.
 
-    These are control and format characters (line ends, ESC, C1, bidirectional, zero-width), lone surrogates, and what
-    `encoding` (of a stream; None: UTF-8) cannot hold. A text that was shown before stays as it is.
+    These are control and format characters (line ends, ESC, C1, bidirectional, zero-width), lone surrogates, and
+    characters outside `encoding` (of a stream; None: UTF-8). An escaped text is not changed again.
     """
     if not text.isprintable() or _INVISIBLE.search(text):
         text = "".join(map(_letter, text))
@@ -32,10 +32,10 @@ def shown(text: str, encoding: str | None = None) -> str:
 
 
 def say(*lines: str, to: TextIO | None = None, start: str = "", end: str = "\n") -> None:
-    """Print lines, of each at most LONGEST characters: no data can steer the terminal or begin a line of its own.
+    """Print lines, escaped by `shown`, of each at most LONGEST characters.
 
-    Args: to: stdout if not given; start: what comes before the first line, "\\r" to write a line again; end: of each.
-    Errors: as the stream, such as BrokenPipeError; none for its encoding.
+    Args: to: default stdout; start: printed before the first line, "\\r" to rewrite a line; end: after each line.
+    Errors: those of the stream, such as BrokenPipeError; none for its encoding.
     """
     out = sys.stdout if to is None else to
     raw = getattr(out, "raw_stream", out)
@@ -52,10 +52,10 @@ def warn(*lines: str) -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Inside, what other libraries print is made as harmless as what `say` prints; lines stay lines.
+    """Inside, output of other libraries is escaped like that of `say`; line ends are kept.
 
-    On a terminal colours pass, and a line that is written again; never when the command line itself has such
-    characters, which would come back in a message about it.
+    On a terminal colours and rewritten lines pass, except when the command line contains such characters, as a message
+    may repeat them.
     """
     before = sys.stdout, sys.stderr
     styled = all(word.isprintable() for word in sys.argv)
@@ -67,24 +67,24 @@ def guarded() -> Iterator[None]:
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For sys.excepthook: a traceback, whose message may come from data."""
+    """For sys.excepthook: print a traceback, escaped, as its message may come from data."""
     for part in traceback.format_exception(kind, error, trace):
         warn(*scrubbed(part).rstrip("\n").split("\n"))
 
 
 class _Guard:
-    """A stream that escapes what it is given. Whoever escapes by itself (`say`, Screen) writes to `raw_stream`."""
+    """A stream that escapes its input. `say` and Screen, which escape themselves, write to `raw_stream`."""
 
     def __init__(self, stream: TextIO, styled: bool) -> None:
         self.raw_stream = getattr(stream, "raw_stream", stream)
         self._terminal = styled and self.raw_stream.isatty()
 
     def isatty(self) -> bool:
-        """Whether others may style what they print."""
+        """Whether other libraries may print styles."""
         return self._terminal
 
     def write(self, text: str) -> int:
-        """The number of characters that came."""
+        """Write escaped text; returns the number of characters of the input."""
         encoding = getattr(self.raw_stream, "encoding", None)
         parts = (_STYLED if self._terminal else _LINES).split(text)
         parts[::2] = [shown(part, encoding) for part in parts[::2]]

@@ -1,4 +1,4 @@
-"""Tables and frames on a terminal, drawn by rich, from texts that cannot steer it."""
+"""Tables and frames on a terminal, drawn by rich; texts from data cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kiloword.terminal import shown
 
 
 class Screen(Console):
-    """A rich console for texts from data: no markup, and every text on one line, as `terminal.shown` makes it.
+    """A rich console for texts from data: no markup, every text on one line and escaped by `terminal.shown`.
 
-    A `Text` keeps its lines and styles; whoever makes one from data calls `shown`.
-    Args: width: columns where the output is no terminal; None: as rich finds them.
+    A `Text` keeps its lines and styles; code that makes one from data must call `shown`.
+    Args: width: columns where the output is not a terminal; None: as detected by rich.
     """
 
     def __init__(self, width: int | None = None, **options: Any) -> None:
@@ -27,16 +27,16 @@ class Screen(Console):
         super().__init__(file=file, width=width, markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """As rich's, of the harmless text."""
+        """As in rich, with escaped text."""
         return super().render_str(shown(text, self.encoding), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich's; a last look at what is in a `Text`."""
+        """As in rich; also escapes the contents of each `Text`."""
         for segment in super().render(renderable, options):
             text = "\n".join(shown(part, self.encoding) for part in segment.text.split("\n"))
             yield segment if segment.control or text == segment.text else Segment(text, segment.style)
 
 
 def plain_table(*columns: str) -> Table:
-    """A table without lines around it; without a name for any column, without a header too."""
+    """A table without borders; without a header if all columns are unnamed."""
     return Table(*columns, box=None, header_style="bold", show_header=any(columns), pad_edge=False)

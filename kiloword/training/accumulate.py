@@ -1,7 +1,7 @@
 """The exact gradient of one big batch from any number of micro-batches, for every method.
 
-First pass: features of all micro-batches without a graph; the pair loss on all of them gives gradients by features.
-Second pass: each micro-batch again, with its share of those gradients. (GradCache, arXiv:2101.06983.)
+The first pass computes the features of all micro-batches without a graph and the gradient of the pair loss by these
+features. The second pass runs each micro-batch again and backpropagates its share. (GradCache, arXiv:2101.06983.)
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ from kiloword.types import Batch, Features
 def backward(
     learner: Learner, micro: list[Batch], precision: PrecisionContext = nullcontext, reducer: Reducer | None = None
 ) -> dict[str, Tensor]:
-    """The gradient of the mean loss over `micro`, of every rank, in the learner's parameters.
+    """Compute the gradient of the mean loss over the `micro` of all ranks; it is added to the parameters' `grad`.
 
-    Args: micro, this rank's share in one or more micro-batches; precision, a context for the towers (autocast);
-    reducer, that of the learner where many steps are made with it.
+    Args: micro: this rank's share of the batch as one or more micro-batches; precision: a context for the towers
+    (autocast); reducer: the learner's reducer, to reuse over many steps.
     Returns: mean losses over the global batch, detached: "loss", "pair" and every term.
     """
     reducer = reducer or Reducer(learner, overlap=False)
     counts = learner.counts(micro)
-    found: dict[str, Tensor] = {}
+    totals: dict[str, Tensor] = {}
     replays: Sequence[Replay | None] = [None] * len(micro)
     if len(micro) > 1 and learner.method.pair_weight:
-        found, replays = _pair_gradients(learner, micro, precision)
+        totals, replays = _pair_gradients(learner, micro, precision)
     reducer.begin()
-    parts = []
+    reports = []
     for n, (batch, replay) in enumerate(zip(micro, replays, strict=True), 1):
         if n == len(micro):
             reducer.last()
-        parts.append(_one(learner, batch, counts, precision, replay))
+        reports.append(_micro_step(learner, batch, counts, precision, replay))
     reducer.finish()
-    return _report([_complete(learner, part, found, len(micro)) for part in parts])
+    return _report([_complete(learner, report, totals, len(micro)) for report in reports])
 
 
-def _one(
+def _micro_step(
     learner: Learner, batch: Batch, counts: dict[str, Tensor], precision: PrecisionContext, replay: Replay | None = None
 ) -> dict[str, Tensor]:
     """Forward and backward of one micro-batch."""
     with precision():
         out = learner(batch, counts, replay)
     out["loss"].backward()
-    found: dict[str, Tensor] = out
-    return found
+    losses: dict[str, Tensor] = out
+    return losses
 
 
-def _complete(learner: Learner, part: dict[str, Tensor], found: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
-    """A micro-batch's losses with its part of what was found for all of them: its "pair" was a surrogate."""
-    if not found:
-        return part
-    shares = {name: value / parts for name, value in found.items()}
-    missing = shares["pair"] - part["pair"].detach()
-    loss = part["loss"].detach() + learner.method.pair_weight * missing * ranks()
-    return {**part, **shares, "loss": loss}
+def _complete(learner: Learner, report: dict[str, Tensor], totals: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
+    """Replace the surrogate "pair" of a micro-batch by its part of the totals over all micro-batches."""
+    if not totals:
+        return report
+    shares = {name: value / parts for name, value in totals.items()}
+    missing = shares["pair"] - report["pair"].detach()
+    loss = report["loss"].detach() + learner.method.pair_weight * missing * ranks()
+    return {**report, **shares, "loss": loss}
 
 
 def _pair_gradients(
     learner: Learner, micro: list[Batch], precision: PrecisionContext
 ) -> tuple[dict[str, Tensor], list[Replay]]:
-    """The pair loss (and what is reported with it) over all micro-batches at once, and what each must replay."""
+    """The pair loss (and metrics reported with it) over all micro-batches, and the gradients each one replays."""
     with torch.no_grad(), precision():
         inputs = [learner.pair_inputs(learner.encode(b), b) for b in micro]
     images, texts = (_leaves(_concatenate([pair[side] for pair in inputs])) for side in (0, 1))
-    found = learner.pair_loss(images, texts)
-    pair = found["pair"]
+    losses = learner.pair_loss(images, texts)
+    pair = losses["pair"]
     weights: list[Tensor] = [p for p in learner.model.head.parameters() if p.requires_grad]
     floats = [[k for k, v in f.items() if v.requires_grad] for f in (images, texts)]
     leaves = [images[k] for k in floats[0]] + [texts[k] for k in floats[1]]
@@ -85,7 +85,7 @@ def _pair_gradients(
     image_parts = _split(by_image, [len(i["vec"]) for i, _ in inputs])
     text_parts = _split(by_text, [len(t["vec"]) for _, t in inputs])
     replays = [Replay(i, t, by_weight) for i, t in zip(image_parts, text_parts, strict=True)]
-    return {name: value.detach() for name, value in found.items()}, replays
+    return {name: value.detach() for name, value in losses.items()}, replays
 
 
 def _concatenate(parts: list[Features]) -> Features:
@@ -97,14 +97,14 @@ def _leaves(features: Features) -> Features:
 
 
 def _split(gradients: Mapping[str, Tensor | None], sizes: list[int]) -> list[Features]:
-    """Rows of every gradient for each micro-batch; what the score did not use is left out."""
-    known = {k: torch.split(g, sizes) for k, g in gradients.items() if g is not None}
-    return [{k: parts[n] for k, parts in known.items()} for n in range(len(sizes))]
+    """Rows of every gradient for each micro-batch; features that the score did not use are omitted."""
+    rows = {k: torch.split(g, sizes) for k, g in gradients.items() if g is not None}
+    return [{k: parts[n] for k, parts in rows.items()} for n in range(len(sizes))]
 
 
-def _report(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    names = list(parts[0])
-    local = torch.stack([torch.stack([p[n].detach() for p in parts]).sum() for n in names])
+def _report(reports: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    names = list(reports[0])
+    local = torch.stack([torch.stack([p[n].detach() for p in reports]).sum() for n in names])
     means = sum_over_ranks(local)
     means[names.index("loss")] /= ranks()
     return dict(zip(names, means, strict=True))

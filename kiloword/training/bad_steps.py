@@ -1,4 +1,4 @@
-"""Steps whose gradient is no number or explodes: the optimizer leaves them out, the guard counts them and says so."""
+"""Steps whose gradient is NaN, infinite or exploding: the optimizer skips them, the guard counts and reports them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Seen(NamedTuple):
 
 
 def is_bad(report: dict[str, Tensor]) -> Tensor:
-    """Whether a step's numbers are left out of means: it was skipped, or its loss is no number; bool, on the device."""
+    """Whether means omit a step: it was skipped, or its loss is NaN or infinite. Returns: bool tensor on the device."""
     lost = ~report["loss"].isfinite()
     return lost | (report["skipped_step"] > 0) if "skipped_step" in report else lost
 
@@ -29,9 +29,9 @@ def is_bad(report: dict[str, Tensor]) -> Tensor:
 class Guard:
     """Counts skipped steps in `run.skipped_steps` and `run.skipped_in_a_row`, the same on all ranks.
 
-    Looks at a step at once on CPU; on other devices when `look` is called, so that steps do not wait for the device.
+    On CPU a step is checked at once; on other devices when `look` is called, so that steps do not wait for the device.
 
-    Args: most: steps that may be skipped in a row.
+    Args: most: number of steps in a row that may be skipped.
     """
 
     def __init__(self, run: Run, most: int) -> None:
@@ -45,14 +45,14 @@ class Guard:
             self.look()
 
     def look(self) -> None:
-        """Count what came since the last look. Raises: ValueError after `most` bad steps in a row."""
-        seen, self._seen = self._seen, []
-        if not seen:
+        """Check the steps added since the last call. Raises: ValueError after `most` bad steps in a row."""
+        pending, self._seen = self._seen, []
+        if not pending:
             return
-        columns = [torch.stack([getattr(one, name).double() for one in seen]) for name in ("bad", "loss", "norm")]
-        for one, (bad, loss, norm) in zip(seen, torch.stack(columns, 1).tolist(), strict=True):
+        columns = [torch.stack([getattr(step, name).double() for step in pending]) for name in ("bad", "loss", "norm")]
+        for step, (bad, loss, norm) in zip(pending, torch.stack(columns, 1).tolist(), strict=True):
             if bad:
-                self._count(one.step, loss, norm)
+                self._count(step.step, loss, norm)
             else:
                 self.run.skipped_in_a_row = 0
 
@@ -77,7 +77,7 @@ class Guard:
 
 
 def what_is_left(out: Path) -> str:
-    """How the message about a run that diverged ends, after "The run stops"."""
+    """The end of the message about a diverged run, after "The run stops": the state that remains, what to do."""
     again = "Start again in another --out with a smaller --optim.lr"
     if not states(out / "state"):
         return f" before its first state. {again}"

@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run: when it logs, saves, validates and stops."""
+"""The cadence of a run: when it logs, saves, validates and stops."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kiloword.training.validation import validate, validated
 from kiloword.types import Batch
 
 GOES_ON = "The same command goes on from there."
-MOSTLY = 0.5  # share of the time of a run that it waits for data, above which it says so at its end
-SAVE_SECONDS = 120.0  # without `save_every`, a state at most this often
+MOSTLY = 0.5  # share of the run's time spent waiting for data, above which a message at its end says so
+SAVE_SECONDS = 120.0  # seconds between states where `save_every` is 0
 
 
 class Cadence:
@@ -32,7 +32,7 @@ class Cadence:
         self._saved = time.perf_counter()
 
     def begin(self) -> None:
-        """Make the validation that a stopped run did not finish, or print from which step the run continues."""
+        """Run the validation that a stopped run did not finish, or print the step from which the run continues."""
         run = self.run
         if self._validates() and not validated(run):
             self._validate()
@@ -48,9 +48,9 @@ class Cadence:
         return map(self._count, self.meter.timed(self.stop.batches(batches, run.step)))
 
     def after_step(self, report: dict[str, Tensor], pairs: int) -> None:
-        """Count a step, and do what is due after it.
+        """Count a step, then log, save, validate and stop where it is due.
 
-        Args: report: what the step returned, scalars; pairs: images of this rank.
+        Args: report: scalars of the step; pairs: number of images on this rank.
         Raises: Stopped after a signal, once the state is saved; ValueError for too many bad steps.
         """
         run = self.run
@@ -66,11 +66,11 @@ class Cadence:
             with self.meter.paused():
                 self._validate()
         if stopping and not last:
-            collectives.wait()  # torchrun ends all ranks when one is gone: not before the state is written
+            collectives.wait()  # torchrun ends all ranks when one exits: none may before the state is written
             raise self._stopped()
 
     def end(self) -> None:
-        """Print what the run mostly waited for. Raises: Stopped where it stopped while it waited for a batch."""
+        """Print a hint if the run mostly waited for data. Raises: Stopped if it stopped while waiting for a batch."""
         run = self.run
         if (share := self.meter.data_wait()) > MOSTLY:
             run.log.say(
@@ -82,7 +82,7 @@ class Cadence:
             raise self._stopped()
 
     def _count(self, batch: Batch) -> Batch:
-        """Bad samples and truncated captions of all ranks. Raises: ValueError for too many bad ones."""
+        """Count bad samples and truncated captions of all ranks. Raises: ValueError for too many bad samples."""
         run = self.run
         for new in run.bad.count(collectives.all_lists(batch.skipped)):
             run.log.say(f"skipped {new.key}: {new.reason}")
@@ -90,7 +90,7 @@ class Cadence:
         return batch
 
     def _save(self, last: bool) -> bool:
-        """Save the state where that is due; before a validation and at the end it is on disk when this returns.
+        """Save the state if it is due; before a validation and at the end, wait until it is on disk.
 
         Returns: whether any rank was asked to stop.
         """
@@ -116,7 +116,7 @@ class Cadence:
         return run.recipe.data.val is not None and (due or run.step == run.recipe.steps)
 
     def _validate(self) -> None:
-        """Its state is saved before: a signal ends it at once, and the same command makes it again."""
+        """Validate and log the metrics. The state is saved before: after a signal the same command repeats it."""
         run = self.run
         heartbeat.at(f"validating after step {run.step}")
         with self.stop.at_once(f"stopped in the validation after step {run.step}; the state is saved. {GOES_ON}"):

@@ -31,23 +31,23 @@ from kiloword.training.setup import make_learner, make_loader, micro_batches, op
 from kiloword.training.validation import check_val
 from kiloword.types import Batch, Example, Source
 
-MOST = 256  # images of a rank's first batch that are decoded, at most
+MOST = 256  # largest number of images decoded of a rank's first batch
 WIDE = 110  # columns
-ALWAYS = {  # settings that are shown also where they are the defaults of their class
+ALWAYS = {  # settings that are shown even where they have the default of their class
     ImageConfig: "size patch width depth heads mlp class_token extra_tokens uncertainty_token",
     TextConfig: "context vocab width depth heads mlp causal extra_tokens",
     HeadConfig: "dim image_pool text_pool",
     OptimConfig: "name lr weight_decay beta1 beta2 warmup final_lr clip ema",
 }
-HIDDEN = ("special",)  # ids of the tokenizer
+HIDDEN = ("special",)  # token ids, never shown
 
 
 def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> None:
-    """Do what comes before the first step, but for what writes and for building large towers, and say what would run.
+    """Do everything before the first step except writing files and building large towers, and print what would run.
 
-    The first batch is read and decoded, at most MOST images of each rank; two rows of the validation data are evaluated
-    by a small stand-in model. Raises: ValueError for what training would refuse: settings, data, feature stores, a
-    model to start from, validation data, `out`.
+    The first batch is read and decoded, at most MOST images on each rank; two rows of the validation data are evaluated
+    by a small stand-in model. Raises: ValueError for anything that training would refuse: settings, data, feature
+    stores, a model to start from, validation data, `out`.
     """
     device = choose(options.device)
     with collectives.process_group(timeout_s=options.timeout):
@@ -59,10 +59,10 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> 
 def _prepare(
     recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str
 ) -> tuple[RunFile, Batch, int, list[str]]:
-    """What `config.json` would say, this rank's part of the first batch, bad samples in it of all ranks, and notes."""
+    """The future `config.json`, this rank's part of the first batch, its number of bad samples on all ranks, notes."""
     cuda_graphs.check(options, micro_batches(recipe), device)
     check_utf8(out)
-    asked, before = recipe, earlier(out)
+    requested, before = recipe, earlier(out)
     recipe = settle(recipe, device, before)
     recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
     file = run_file(recipe, source)
@@ -71,7 +71,7 @@ def _prepare(
     if recipe.init is not None:
         make_learner(recipe, method, options.trust_code)
     loader = make_loader(recipe, source, method, tokenizer, options, device)
-    chosen = summary(asked, recipe, device, loader.workers, before is not None)
+    chosen = summary(requested, recipe, device, loader.workers, before is not None)
     check_val(recipe, open_val(recipe), tokenizer, source)
     share = recipe.batch // loader.ranks
     parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
@@ -83,7 +83,7 @@ def _prepare(
 
 
 def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> list[str]:
-    """What a run would do, in a few lines."""
+    """A summary of the run, as lines of text."""
     recipe, model = file.recipe, file.model
     assert model is not None
     epochs = recipe.steps / steps_per_epoch(len(source), recipe.batch)
@@ -109,8 +109,8 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
 
 
 def settings_of(config: Any) -> str:
-    """A dataclass of settings as `name=value`, spelled as its flags: what matters always, the rest where it differs
-    from the default."""
+    """A dataclass of settings as `name=value`, spelled as its flags: those in ALWAYS, and others that differ from
+    their defaults."""
     always, usual = ALWAYS.get(type(config), "").split(), type(config)()
     names = [f.name for f in fields(config) if f.name not in HIDDEN]
     if isinstance(config, OptimConfig) and config.name == "muon":
@@ -141,13 +141,13 @@ def _flat(settings: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def _from(recipe: Recipe) -> str:
-    """Where the model starts, and what of it stays as it is."""
+    """The model that the run starts from, and its frozen tower."""
     start = "" if recipe.init is None else f" from {recipe.init}"
     return start if recipe.freeze == "none" else f"{start}, {recipe.freeze} tower frozen"
 
 
 def _parameters(recipe: Recipe) -> str:
-    """The number of parameters, of all and by part: "73,025 parameters: image tower 40,000, ..."."""
+    """Number of parameters, in total and by part: "73,025 parameters: image tower 40,000, ..."."""
     counts: dict[str, int] = {}
     for name, shape in shapes(recipe.model, preset(recipe.method, recipe.settings)).items():
         part = name.removeprefix("more.").split(".")[0].replace("_", " ")
@@ -157,13 +157,13 @@ def _parameters(recipe: Recipe) -> str:
 
 
 def _wrapped(name: str, text: str) -> Iterator[str]:
-    """Lines of at most WIDE columns, behind the first of which stands the name."""
+    """Lines of at most WIDE columns; the first starts with the name."""
     for n, line in enumerate(wrap(text, WIDE - 11, break_long_words=False, break_on_hyphens=False)):
         yield f"{'' if n else name:10} {line}"
 
 
 def _first_batch(batch: Batch, bad: int) -> list[str]:
-    """What was read of the first batch, as a line."""
+    """One line about the first batch that was read."""
     cut = f", {batch.texts.truncated} cut" if batch.texts.truncated else ""
     kind = f", {bad} bad samples" if bad else ""
     return [f"read       {len(batch)} images of the first batch, {len(batch.texts)} captions{cut}{kind}"]

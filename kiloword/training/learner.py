@@ -1,4 +1,4 @@
-"""Model + slots -> dict of losses: the one module that a parallel wrapper wraps."""
+"""The learner: a model and a method's slots -> dict of losses. It is the one module that is wrapped for parallelism."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Replay:
     weights: list[tuple[Tensor, Tensor]]  # head parameters and this micro-batch's share of their gradient
 
     def surrogate(self, images: Features, texts: Features) -> Tensor:
-        """A scalar whose gradient is the replayed one."""
+        """A scalar whose gradient is the replayed gradient."""
         by_features = [
             (f[k] * g).sum() for f, gs in ((images, self.images), (texts, self.texts)) for k, g in gs.items()
         ]
@@ -34,20 +34,20 @@ class Replay:
 
 
 class _Counted:
-    """Positives that count the pairs which match without being annotated; a loss may ask for all blocks repeatedly."""
+    """Positives that count the pairs which match without being annotated; a loss may visit blocks repeatedly."""
 
     def __init__(self, positives: Positives) -> None:
         self.positives, self.pairs = positives, 0
         self.mined: Tensor | float = 0.0
 
     def __call__(self, pairs: Pairs) -> Tensor:
-        found = self.positives(pairs)
-        self.mined = self.mined + ((found > 0) & ~pairs.annotated).sum().double()
-        self.pairs += found.numel()
-        return found
+        matches = self.positives(pairs)
+        self.mined = self.mined + ((matches > 0) & ~pairs.annotated).sum().double()
+        self.pairs += matches.numel()
+        return matches
 
     def share(self) -> Tensor:
-        """Of all ranks' pairs, in this rank's part: the parts add up."""
+        """This rank's part of the share of mined pairs among all pairs; the sum over ranks is the share."""
         mined = torch.as_tensor(self.mined)
         return mined / sum_over_ranks(mined.new_full((), float(self.pairs)))
 
@@ -63,7 +63,7 @@ class Learner(nn.Module):
             model.head.requires_grad_(False)
             for part in model.head.modules():
                 if isinstance(part, AttentionalPool):
-                    part.requires_grad_()  # captions look through it
+                    part.requires_grad_()  # the captioning term reads images through it
 
     def encode(self, batch: Batch) -> Encoded:
         image_tokens, images = self.model.encode_image(batch.images)
@@ -71,7 +71,7 @@ class Learner(nn.Module):
         return Encoded(image_tokens, text_tokens, images, texts)
 
     def pair_inputs(self, encoded: Encoded, batch: Batch) -> tuple[Features, Features]:
-        """Features as the pair loss sees them: at least fp32, with positions and precomputed features."""
+        """Features as the pair loss takes them: at least fp32, with positions and precomputed features."""
         of = batch.image_of_text
         images = {k: at_least_float(v) for k, v in encoded.images.items()}
         texts = {k: at_least_float(v) for k, v in encoded.texts.items()}
@@ -85,11 +85,11 @@ class Learner(nn.Module):
         return images, texts
 
     def pair_loss(self, images: Features, texts: Features) -> dict[str, Tensor]:
-        """Shares that add up over ranks: "pair", the mean pair loss, and with transforms what `_apart` says.
+        """Shares whose sums over ranks are the values: "pair", the mean pair loss; with transforms also `_apart`'s.
 
-        With mined positives also "mined_share": of all pairs, those that match though the data does not name them.
+        With mined positives also "mined_share": the share of pairs that match though the data does not annotate them.
 
-        Args: as `pair_inputs` makes them.
+        Args: images, texts: the results of `pair_inputs`.
         """
         if self.method.pair_weight == 0:
             return {"pair": images["vec"].new_zeros(())}
@@ -108,23 +108,23 @@ class Learner(nn.Module):
 
     @torch.no_grad()
     def _apart(self, pairs: Blocks, total: Total, plain: Tensor) -> dict[str, Tensor]:
-        """Shares of the loss by image and of the score with one's own texts, plain [I] and composed examples apart.
+        """Loss by image and score of an image with its own texts, separately for plain and composed examples.
 
-        Both losses are in the unit of "pair", whatever that is divided by: their mean over all images is "pair".
-        Not a number where the batch has none of a kind.
+        Args: plain: bool [I]. Both losses are in the unit of "pair": their mean over all images is "pair". A value is
+        NaN where the batch has no example of that kind.
         """
         images = sum_over_ranks(total.count.new_full((), float(len(plain))))
         by_image = (pairs.rows if total.rows is None else total.rows) * (images / sum_over_ranks(total.count))
-        own = self.model.head.score_of(pairs.annotated_sum / pairs.annotated_count)
-        found = {}
-        for name, chosen in (("plain", plain), ("composed", ~plain)):
-            count = sum_over_ranks(chosen.sum().to(own.dtype))
-            found[f"pair_{name}"] = (by_image * chosen).sum() / count
-            found[f"score_{name}"] = (own * chosen).sum() / count
-        return found
+        own_scores = self.model.head.score_of(pairs.annotated_sum / pairs.annotated_count)
+        shares = {}
+        for name, mask in (("plain", plain), ("composed", ~plain)):
+            count = sum_over_ranks(mask.sum().to(own_scores.dtype))
+            shares[f"pair_{name}"] = (by_image * mask).sum() / count
+            shares[f"score_{name}"] = (own_scores * mask).sum() / count
+        return shares
 
     def counts(self, batches: list[Batch]) -> dict[str, Tensor]:
-        """What the terms' sums are divided by: added over micro-batches and ranks before dividing."""
+        """Divisors of the terms' sums, summed over micro-batches and ranks."""
         if not self.terms:
             return {}
         local = torch.stack(
@@ -136,9 +136,9 @@ class Learner(nn.Module):
         return dict(zip(self.terms, sum_over_ranks(local), strict=True))
 
     def forward(self, batch: Batch, counts: dict[str, Tensor], replay: Replay | None = None) -> dict[str, Tensor]:
-        """Shares of the losses: "pair", every term, and "loss", whose gradients are averaged over ranks later.
+        """Shares of the losses: "pair", every term, and "loss", whose gradients the reducer averages over ranks.
 
-        With `replay`, "pair" is the surrogate that carries the pair loss's known gradients.
+        With `replay`, "pair" is the surrogate whose gradient is the one computed in the first pass.
         """
         encoded = self.encode(batch)
         images, texts = self.pair_inputs(encoded, batch)
@@ -150,7 +150,7 @@ class Learner(nn.Module):
 
 
 def learner_of(config: ModelConfig, method: Method) -> Learner:
-    """The learner of a method without content: shapes alone, on torch's meta device."""
+    """The learner of a method on torch's meta device: shapes without storage."""
     with torch.device("meta"):
         shaped = method.shape(config)
         model = Model(shaped, method.head(shaped), {name: make(shaped) for name, make in method.towers.items()})

@@ -1,4 +1,4 @@
-"""What a run says: `metrics.jsonl` always, a live line on a terminal, plain lines elsewhere, alerts."""
+"""Output of a run: rows in `metrics.jsonl`, a live line on a terminal or plain lines elsewhere, alerts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from kiloword.watch.rows import RowReader
 
 @dataclass
 class SinceRow:
-    """What steps reported since the last row; saved with the run, so that a resumed one writes the same next row."""
+    """Reports of the steps since the last row; saved with the run, so that a resumed run writes the same next row."""
 
     reports: list[dict[str, Tensor]] = field(default_factory=list)  # the same on all ranks
-    captions: int = 0  # of this rank
+    captions: int = 0  # on this rank
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values of all ranks; all of them must call it."""
+        """Plain values, summed over ranks. A collective: all ranks must call it."""
         plain = [
             {name: [str(x.dtype).removeprefix("torch."), x.item()] for name, x in report.items()}
             for report in self.reports
@@ -41,7 +41,7 @@ class SinceRow:
         return {"reports": plain, "captions": collectives.add_up(self.captions)}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Args: state: of `state_dict`, by any number of ranks."""
+        """Args: state: result of `state_dict`, from any number of ranks."""
         self.reports = [
             {
                 name: torch.tensor(value, dtype=getattr(torch, kind), device=device)
@@ -53,10 +53,10 @@ class SinceRow:
 
 
 class Log:
-    """Metrics of a run, from the step it resumes at. `quiet` writes the file alone (ranks other than 0: nothing).
+    """Metrics of a run from step `step` on. `quiet` prints nothing; without `path` nothing is written (ranks above 0).
 
-    Every row gets "time" (seconds since 1970) and "restarts" (how often the run was resumed before). `mirror` is called
-    after every row.
+    Every row gets "time" (seconds since 1970) and "restarts" (number of times the run was resumed before). `mirror` is
+    called after every row.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Log:
             self._go_on(path, step)
 
     def _go_on(self, path: Path, step: int) -> None:
-        """A resumed run writes the rows after its state again: drop the old ones, and know what the others told.
+        """A resumed run writes the rows after its state again: drop the old ones, and feed the rest to the alerts.
 
         Raises: ValueError for a pipe.
         """
@@ -97,9 +97,9 @@ class Log:
             self._alerts.add(row)
 
     def row(self, values: dict[str, Any]) -> None:
-        """Append one row to the file; values must be plain numbers or strings, "step" among them.
+        """Append one row to the file, and print the alerts that begin or end with it.
 
-        Says the alerts that begin or end with it.
+        Args: values: plain numbers or strings, "step" among them. Raises: ValueError when the file cannot be written.
         """
         if self.path is None:
             return
@@ -109,12 +109,12 @@ class Log:
                 f.write(json.dumps(values) + "\n")
         except OSError as e:
             raise ValueError(f"cannot write {self.path}: {e.strerror}. The last state is kept.") from e
-        for sentence in self._alerts.add(values):
-            self.say(sentence)
+        for message in self._alerts.add(values):
+            self.say(message)
         self.mirror()
 
     def progress(self, values: dict[str, Any]) -> None:
-        """Show the step: a line that rewrites itself on a terminal, else one at most every few seconds."""
+        """Show the step: one live line on a terminal, elsewhere a line at most every PLAIN_EVERY_S seconds."""
         now = time.perf_counter()
         last = values["step"] >= self.steps
         self._pace.add(values)
@@ -131,12 +131,12 @@ class Log:
 
     def _line(self, values: dict[str, Any]) -> str:
         left = self._pace.seconds(self.steps - values["step"])
-        wait, made = values.get("slowest_data_wait", values["data_wait"]), values.get("loader_pairs_per_s")
+        wait, loader_rate = values.get("slowest_data_wait", values["data_wait"]), values.get("loader_pairs_per_s")
         parts = [
             f"step {values['step']}/{self.steps}",
             f"loss {values['loss']:.3f}" if "loss" in values else "loss ?",
             f"{per_second(values['pairs_per_s'])} pairs/s",
-            f"data wait {wait:.0%}" + (f" (loader makes {per_second(made)}/s)" if made else ""),
+            f"data wait {wait:.0%}" + (f" (loader makes {per_second(loader_rate)}/s)" if loader_rate else ""),
             f"ETA {duration(left)}",
         ]
         if "epoch" in values:
@@ -146,18 +146,18 @@ class Log:
         counts = (("skipped", "bad samples"), ("skipped_steps", "skipped steps"))
         return "  ".join(parts + [f"{values[name]} {words}" for name, words in counts if values.get(name)])
 
-    def say(self, sentence: str) -> None:
-        """A sentence of its own line."""
+    def say(self, message: str) -> None:
+        """Print a message on its own line, unless quiet."""
         if not self.quiet:
             start = "\n" if self.live and self._width else ""
             self._width = 0
-            say(sentence, to=self.out, start=start)
+            say(message, to=self.out, start=start)
 
 
 def open_log(out: Path, recipe: Recipe, step: int, options: RunOptions, log_limit: Tensor | None) -> Log:
-    """The log of a run from `step` on; of other ranks than 0 it says and writes nothing.
+    """The log of a run from `step` on; on ranks above 0 it prints and writes nothing.
 
-    Args: log_limit, of the head's scale.
+    Args: log_limit: upper limit of the head's log scale.
     """
     if collectives.rank():
         return Log(None, recipe.steps, quiet=True)
@@ -170,5 +170,5 @@ def open_log(out: Path, recipe: Recipe, step: int, options: RunOptions, log_limi
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a `metrics.jsonl`, as `watch.rows.RowReader` takes them; a last line that a crash cut is left out."""
+    """All rows of a `metrics.jsonl`, read by `watch.rows.RowReader`; a last line that a crash cut off is omitted."""
     return list(RowReader(path)())

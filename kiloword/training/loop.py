@@ -1,4 +1,4 @@
-"""The loop. `setup.py` prepares what it calls; `cadence.py` logs, saves, validates and stops around the steps."""
+"""The training loop. `setup.py` prepares what it uses; `cadence.py` logs, saves, validates and stops around steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kiloword.types import Source
 
 
 def train(recipe: Recipe, out: Path | str, source: Source | None = None, options: RunOptions | None = None) -> Path:
-    """Train, or continue, a run.
+    """Train or continue a run.
 
-    Args: recipe: see `recipes.Recipe`; out: its folder; source: your own map-style data in place of the recipe's.
+    Args: recipe: see `recipes.Recipe`; out: folder of the run; source: map-style data in place of the recipe's.
     Returns: the model folder.
     Raises: ValueError (bad recipe, data or folder; too many bad samples or steps; a rank that ended), Stopped (signal).
     """
@@ -53,7 +53,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
 def _loop(run: Run, cadence: Cadence, micro_batches: int) -> None:
     learner, precision = run.learner, precision_of(run.recipe.precision, run.device.type)
     cadence.begin()
-    # No name holds the loader: an exception ends its workers at once, not when Python waits for them at its end.
+    # No variable holds the loader: an exception then ends its workers at once, not at the interpreter's exit.
     for batch, micro in on_device(cadence.batches(), run.device, micro_batches):
         report = backward(learner, micro, precision, run.reducer)
         report |= run.optimizer.step(run.step, report["loss"])

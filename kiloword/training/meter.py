@@ -1,4 +1,4 @@
-"""What a row of the log says: means since the last row, rates, counts."""
+"""The values of a log row: means since the last row, rates and counts."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from kiloword.training.setup import Run
 
 
 class Meter:
-    """Collects what a log row says, without waiting for the device between rows."""
+    """Collects the values of a log row without waiting for the device between rows."""
 
     def __init__(self, run: Run, guard: Guard) -> None:
         self.run, self.guard = run, guard
-        self._waited, self._began = 0.0, math.inf  # of the whole process, behind its first batch
+        self._waited, self._began = 0.0, math.inf  # data wait of the process since its first batch, and when that came
         self._restart()
 
     def _restart(self) -> None:
-        """Of rates."""
+        """Reset the rates."""
         self._pairs, self._wait, self._save, self._start = 0, 0.0, 0.0, time.perf_counter()
-        self._read, self._made = 0, 0.0  # pairs that came from the loader, seconds that one worker took for them
+        self._read, self._made = 0, 0.0  # pairs from the loader, worker seconds spent on them
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; the time spent waiting for them is data wait."""
+        """Pass the batches on; the time spent waiting for them counts as data wait."""
         while True:
-            asked = time.perf_counter()
+            start = time.perf_counter()
             batch = next(batches, None)
             now = time.perf_counter()
-            self._wait += now - asked
-            self._waited += now - asked if self._began < now else 0.0  # workers start with the first batch
+            self._wait += now - start
+            self._waited += now - start if self._began < now else 0.0  # workers start with the first batch
             self._began = min(self._began, now)
             if batch is None:
                 return
@@ -49,7 +49,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside is no training (validation): rates leave it out."""
+        """Inside there is no training (validation): rates exclude it."""
         start = time.perf_counter()
         yield
         paused = time.perf_counter() - start
@@ -68,17 +68,18 @@ class Meter:
         self.guard.add(self.run.step, report)
 
     def data_wait(self) -> float:
-        """Share of the time since this process's first batch that was waited for data, the most of any rank."""
+        """Share of the time since this process's first batch spent waiting for data; the maximum over ranks."""
         mine = self._waited / max(time.perf_counter() - self._began, 1e-9)
         return max(collectives.all_lists([mine]))
 
     def row(self) -> dict[str, Any]:
-        """Means since the last row, and where things stand. Raises: ValueError as `Guard.look`."""
+        """Means since the last row, and current values. Raises: ValueError as `Guard.look`."""
         self.guard.look()
         run, head = self.run, self.run.learner.model.head
         every = on_host(run.since_row.reports)
         reports = [r for r in every if not is_bad(r)] or every
-        names = [name for name in reports[-1] if name != "skipped_step"]  # the newest: of this run, not of a state
+        # the newest report, as earlier ones may come from a saved state
+        names = [name for name in reports[-1] if name != "skipped_step"]
         means = {name: float(torch.stack([r[name] for r in reports if name in r]).nanmean()) for name in names}
         seconds = time.perf_counter() - self._start
         row: dict[str, Any] = {
@@ -100,13 +101,13 @@ class Meter:
         return row
 
     def _loader_rate(self) -> float:
-        """Pairs a second that the loaders of all ranks could make, were they never waited for."""
+        """Pairs per second that the loaders of all ranks can produce, from the time their workers took."""
         return self._read * max(self.run.loader.workers, 1) * collectives.ranks() / max(self._made, 1e-9)
 
     def _over_ranks(self, seconds: float) -> dict[str, Any]:
-        """Captions since the last row, of all ranks; peak memory and seconds of saving, the most of any rank.
+        """Captions since the last row, summed over ranks; peak memory and seconds of saving, maxima over ranks.
 
-        Of several ranks also the data wait of the slowest: it holds up the others, which wait for no data themselves.
+        With several ranks also the data wait of the slowest rank, for which the others wait in collectives.
         """
         mine = [self.run.since_row.captions, self._wait / seconds, peak_memory(self.run.device), self._save]
         table = torch.zeros(collectives.ranks(), len(mine), dtype=torch.float64)  # [ranks, 4]
@@ -118,9 +119,9 @@ class Meter:
 
 
 def on_host(reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """The same numbers, scalars on the CPU: the device is waited for once, not once a number.
+    """The same scalars on the CPU, copied with one synchronization of the device instead of one per scalar.
 
-    Those that are on the CPU stay as they are.
+    Scalars that are on the CPU already are passed on.
     """
     away = [x.double() for report in reports for x in report.values() if x.device.type != "cpu"]
     numbers = iter(torch.stack(away).cpu() if away else ())
@@ -132,7 +133,7 @@ def on_host(reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tens
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most memory that this process has held so far, in MB (10^6 bytes): on the GPU, else resident."""
+    """Peak memory of this process so far in MB (10^6 bytes): allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     unit = 1 if sys.platform == "darwin" else 1024

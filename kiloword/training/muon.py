@@ -1,4 +1,4 @@
-"""Muon: momentum, then the nearest orthogonal matrix, for many matrices at once, whole or sharded over ranks."""
+"""Muon: momentum, then orthogonalization, for many matrices at once, whole or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from torch import Tensor
 
 from kiloword.distributed import collectives
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that lifts small singular values fast; five rounds suffice
-AT_ONCE = 1 << 26  # numbers of the matrices that are whole, and turned, at once
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic that raises small singular values fast; 5 rounds suffice
+AT_ONCE = 1 << 26  # elements of matrices that are gathered and orthogonalized at once
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum, then the nearest orthogonal matrix, for all matrices of one shape at once.
 
-    The same update as `torch.optim.Muon` (nesterov, "original" scaling), which takes one matrix at a time: batched
-    it is 4 times faster at width 128 on CPU. Of a sharded matrix the update is gathered, and each rank moves its rows.
+    The update equals that of `torch.optim.Muon` (nesterov, "original" scaling), which takes one matrix at a time;
+    batched it is 4 times faster at width 128 on CPU. The update of a sharded matrix is gathered, and each rank applies
+    its rows.
 
-    Args: stacked: parameters that are several matrices, one below the other, and how many (3 of fused QKV [3 W, W]);
-    rows: of a parameter that is this rank's rows of a sharded one, how many rows that has on all ranks.
+    Args: stacked: parameters that hold several matrices, stacked by rows, and their number (3 for fused QKV [3 W, W]);
+    rows: parameters that are this rank's rows of a sharded matrix, and the number of rows of the whole matrix.
     """
 
-    found_inf: Tensor | None = None  # 1.0: this step changes nothing (the name by which torch's fused ones know it)
-    _skip: Tensor | None = None  # whether it does, made once a step
+    found_inf: Tensor | None = None  # 1.0 skips the step (the name is that of torch's fused optimizers)
+    _skip: Tensor | None = None  # bool, computed once a step
 
     def __init__(
         self,
@@ -60,18 +61,18 @@ class Muon(torch.optim.Optimizer):
                     self._turn(members[n : n + most], parts, rows, group)
 
     def _turn(self, members: list[Tensor], parts: int, rows: int, group: dict[str, Any]) -> None:
-        """Move the weights of n parameters of one shape."""
+        """Update the weights of n parameters of one shape."""
         mine = self._momentum(members, group["momentum"])
         whole = gather_rows(mine, rows) if id(members[0]) in self.rows else mine  # [n, rows, columns]
         height, columns = rows // parts, whole.shape[2]
         changes = orthogonal(whole.reshape(-1, height, columns)).reshape(whole.shape)
         first, count = self._first(members[0], rows), mine.shape[1]
-        if count:  # else fewer rows than ranks: this one has none
+        if count:  # 0 where a matrix has fewer rows than there are ranks
             step = group["lr"] * math.sqrt(max(1.0, height / columns))
             self._move(members, changes[:, first : first + count], step, group)
 
     def _momentum(self, members: list[Tensor], momentum: float) -> Tensor:
-        """What is to be made orthogonal, this rank's rows: [n, rows, columns]."""
+        """The Nesterov momentum to orthogonalize, this rank's rows: [n, rows, columns]."""
         for p in members:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -82,27 +83,27 @@ class Muon(torch.optim.Optimizer):
         return gradients.lerp(now, momentum)
 
     def _move(self, members: list[Tensor], changes: Tensor, step: float, group: dict[str, Any]) -> None:
-        """Weights shrink by the decay and move against their changes [n, rows, columns], unless the step is skipped."""
+        """Apply weight decay and subtract the changes [n, rows, columns], unless the step is skipped."""
         weights = [p.detach() for p in members]
-        kept = self._unless_skipped(weights[0].new_full((), 1 - group["lr"] * group["weight_decay"]), 1.0)
-        torch._foreach_mul_(weights, kept)
-        torch._foreach_add_(weights, self._unless_skipped(changes, 0.0).to(kept.dtype).unbind(), alpha=-step)
+        shrink = self._unless_skipped(weights[0].new_full((), 1 - group["lr"] * group["weight_decay"]), 1.0)
+        torch._foreach_mul_(weights, shrink)
+        torch._foreach_add_(weights, self._unless_skipped(changes, 0.0).to(shrink.dtype).unbind(), alpha=-step)
 
     def _unless_skipped(self, x: Tensor, otherwise: Tensor | float) -> Tensor:
         return x if self._skip is None else torch.where(self._skip, otherwise, x)
 
     def _first(self, p: Tensor, rows: int) -> int:
-        """Which row of the whole parameter this rank's first one is."""
+        """Index in the whole parameter of this rank's first row."""
         return min(collectives.rank() * share(rows), rows) if id(p) in self.rows else 0
 
 
 def share(rows: int) -> int:
-    """Rows of a sharded matrix on each rank but the last ones: as FSDP2 cuts."""
+    """Rows of a sharded matrix on each rank except the last ones, as FSDP2 shards them."""
     return -(-rows // collectives.ranks())
 
 
 def gather_rows(mine: Tensor, rows: int) -> Tensor:
-    """n matrices [n, rows, b] of which each rank holds its share of the rows; one collective for all."""
+    """Gather n matrices [n, rows, b], of which each rank holds its share of rows, by one collective."""
     padded = F.pad(mine, (0, 0, 0, share(rows) - mine.shape[1]))
     parts = [torch.empty_like(padded) for _ in range(collectives.ranks())]
     dist.all_gather(parts, padded)

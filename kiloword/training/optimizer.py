@@ -1,4 +1,4 @@
-"""How weights change: parameter groups, Muon in batches, AdamW, a warm-up and cosine schedule, clipping, averaging."""
+"""The optimizer: parameter groups, batched Muon, AdamW, a warm-up and cosine schedule, clipping, weight averaging."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kiloword.distributed.engine import settle
 from kiloword.model.heads import Head
 from kiloword.training.muon import Muon
 
-MEMORY, SETTLED = 0.98, 20  # of the usual gradient norm: weight of the past, and steps before it is trusted
-LONGEST_WARMUP = 2000  # steps, where the warm-up is a share of the run: CLIP's (arXiv:2103.00020, table 18)
+MEMORY, SETTLED = 0.98, 20  # usual gradient norm: decay of its running mean, and number of steps before it is used
+LONGEST_WARMUP = 2000  # steps, where the warm-up is a share of the run; of CLIP (arXiv:2103.00020, table 18)
 USUAL = "usual:gradient_norm"
-KEPT = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # of a parameter, by AdamW and Muon
-STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # matrices that are several, one below the other
+KEPT = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # state of a parameter in AdamW and Muon
+STACKED = {".qkv.weight": 3, ".kv.weight": 2}  # parameters of several stacked matrices, and their number
 
 
 def schedule(step: int, steps: int, config: OptimConfig) -> float:
@@ -35,23 +35,26 @@ def schedule(step: int, steps: int, config: OptimConfig) -> float:
 
 
 def warmup_steps(steps: int, config: OptimConfig) -> float:
-    """Steps of the warm-up of a run of `steps`: a share of them, at most 2,000; or the number that the config gives."""
+    """Number of warm-up steps of a run of `steps`: a share of them, at most 2,000, or the config's number."""
     return config.warmup if config.warmup >= 1 else min(config.warmup * steps, LONGEST_WARMUP)
 
 
 def is_hidden_matrix(name: str, p: Tensor) -> bool:
-    """A matrix inside a block of a tower or a layer of a decoder: what Muon may orthogonalise."""
+    """Whether it is a matrix in a block of a tower or a layer of a decoder, which Muon may orthogonalize."""
     return p.dim() == 2 and (".blocks." in name or ".layers." in name)
 
 
 def decays(name: str, p: Tensor) -> bool:
-    """Weight decay is for matrices alone: no 1-D parameter, no position, token or embedding table."""
+    """Whether weight decay applies: to matrices only, not to 1-D parameters, positions, tokens or embedding tables."""
     return p.dim() >= 2 and not any(word in name for word in ("position", "token", "embedding", "probe"))
 
 
 def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, Tensor]]]:
-    """Names of groups ("muon", "decay", "plain", "scale"; those of the text tower with "text " before them) ->
-    trainable parameters of a module with names, in order. "scale" holds scale and bias of every `Head`."""
+    """Group name -> trainable parameters of a module with their names, in order.
+
+    Groups: "muon", "decay", "plain", "scale"; "text muon" and so on for the text tower. "scale" holds the scale and
+    bias of every `Head`.
+    """
     out: dict[str, list[tuple[str, Tensor]]] = {}
     scales = {id(p) for part in module.modules() if isinstance(part, Head) for p in part.scales()}
     for name, p in module.named_parameters():
@@ -68,10 +71,10 @@ def groups(module: nn.Module, config: OptimConfig) -> dict[str, list[tuple[str, 
 
 
 class Optimizer:
-    """AdamW and, if asked, Muon behind one step, one schedule and one flat state.
+    """AdamW and optionally Muon with one step, one schedule and one flat state.
 
-    Of a sharded parameter it holds this rank's rows, as a plain tensor: fused optimizers and norms refuse a mixture.
-    A step whose gradient norm is no number, or far above its usual, changes nothing.
+    It holds this rank's rows of a sharded parameter as a plain tensor, because fused optimizers and norms refuse a mix
+    of plain tensors and DTensors. A step whose gradient norm is NaN, infinite or far above the usual one is skipped.
     """
 
     def __init__(self, module: nn.Module, config: OptimConfig, steps: int) -> None:
@@ -86,7 +89,7 @@ class Optimizer:
         self.parts = self._parts(leaves)
         self.base = [[g["lr"] for g in part.param_groups] for part in self.parts]
         device = next(iter(self.names)).device
-        self.usual = torch.zeros(2, dtype=torch.float64, device=device)  # running sum of norms, and of weights
+        self.usual = torch.zeros(2, dtype=torch.float64, device=device)  # running sums of norms and of their weights
 
     def _parts(self, named: dict[str, list[tuple[str, Tensor]]]) -> list[torch.optim.Optimizer]:
         config, adam, muon = self.config, list[dict[str, Any]](), list[dict[str, Any]]()
@@ -101,7 +104,7 @@ class Optimizer:
             adam.append({"params": parameters, "lr": config.lr * factor, "weight_decay": decay})
         parts: list[torch.optim.Optimizer] = []
         if adam:
-            betas = (float(config.beta1), float(config.beta2))  # a recipe of Python may say 0, which torch refuses
+            betas = (float(config.beta1), float(config.beta2))  # torch refuses the integer 0
             parts.append(torch.optim.AdamW(adam, lr=config.lr, betas=betas, eps=config.eps, fused=True))
         if muon:
             stacked = {p: n for p, name in self.names.items() for end, n in STACKED.items() if name.endswith(end)}
@@ -110,10 +113,10 @@ class Optimizer:
         return parts
 
     def step(self, step: int, loss: Tensor | None = None) -> dict[str, Tensor]:
-        """Clip, move the weights by the gradients, drop the gradients.
+        """Clip the gradients, update the weights, drop the gradients.
 
-        Args: step, from 0; loss: whose gradients these are, where it is to be a number too.
-        Returns: "gradient_norm" before clipping and "skipped_step", 1 where nothing moved; scalars, on the device.
+        Args: step: from 0; loss: the loss of these gradients; a step is also skipped when it is NaN or infinite.
+        Returns: "gradient_norm" before clipping and "skipped_step", 1 for a skipped step; scalars on the device.
         """
         norm = self.clip()
         skip = self._judge(norm, loss)
@@ -134,19 +137,19 @@ class Optimizer:
 
     @torch.no_grad()
     def _judge(self, norm: Tensor, loss: Tensor | None) -> Tensor:
-        """1.0 for a step to be skipped, without waiting for the device; else the norm counts as usual."""
+        """1.0 for a step to skip, else 0.0 and the norm enters the usual one; does not wait for the device."""
         norm = norm.double()
         mean = self.usual[0] / self.usual[1].clamp_min(1e-12)
-        known = self.usual[1] > 1 - MEMORY**SETTLED
+        settled = self.usual[1] > 1 - MEMORY**SETTLED
         limit = self.config.explode or math.inf
-        skip = ~torch.isfinite(norm) | (known & (norm > limit * mean))
+        skip = ~torch.isfinite(norm) | (settled & (norm > limit * mean))
         skip = skip if loss is None else skip | ~torch.isfinite(loss)
-        now = MEMORY * self.usual + (1 - MEMORY) * torch.stack([norm, torch.ones_like(norm)])
-        self.usual.copy_(torch.where(skip, self.usual, now))
+        updated = MEMORY * self.usual + (1 - MEMORY) * torch.stack([norm, torch.ones_like(norm)])
+        self.usual.copy_(torch.where(skip, self.usual, updated))
         return skip.float()
 
     def clip(self) -> Tensor:
-        """Scale the gradients down to the norm `clip` at most; returns their norm before, over all ranks."""
+        """Clip the gradients to the norm `clip`; returns their norm before, over all ranks."""
         self._take_gradients()
         plain = [p.grad for p, name in self.names.items() if p.grad is not None and name not in self.sharded]
         mine = [p.grad for p, name in self.names.items() if p.grad is not None and name in self.sharded]
@@ -159,7 +162,7 @@ class Optimizer:
         return norm
 
     def _take_gradients(self) -> None:
-        """Of sharded parameters, this rank's rows."""
+        """Set the gradients of sharded parameters to this rank's rows."""
         by_name = {name: p for p, name in self.names.items()}
         for name, p in self.sharded.items():
             by_name[name].grad = None if p.grad is None else local(p.grad)
@@ -169,7 +172,7 @@ class Optimizer:
             p.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat: "exp_avg:NAME" and so on; of sharded parameters as they are sharded."""
+        """Flat state: "exp_avg:NAME" and so on; entries of sharded parameters are sharded like these."""
         state = {
             f"{key}:{self.names[p]}": self._as_parameter(self.names[p], value)
             for part in self.parts
@@ -179,14 +182,14 @@ class Optimizer:
         return {**state, USUAL: self.usual}
 
     def _as_parameter(self, name: str, value: Tensor) -> Tensor:
-        """What is kept of a sharded parameter, sharded alike."""
+        """A state entry of a sharded parameter, as a DTensor with the same sharding."""
         if name not in self.sharded or value.dim() == 0:
             return value
         like = self.sharded[name]
         return DTensor.from_local(value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Takes what `state_dict` gave, or what was read into `empty_state`."""
+        """Load a result of `state_dict`, or tensors that were read into `empty_state`."""
         by_name = {name: p for p, name in self.names.items()}
         owner = {p: part for part in self.parts for g in part.param_groups for p in g["params"]}
         for full, value in flat.items():
@@ -215,19 +218,19 @@ class Optimizer:
 
 
 class Average:
-    """Exponential moving average of trainable weights; evaluated and saved in their place."""
+    """Exponential moving average of the trainable weights; it is evaluated and saved in their place."""
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.decay = decay
-        settle(module)  # what was gathered to look at a batch is no shard
+        settle(module)  # reshard parameters that a forward pass gathered
         self.shadow = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad} if decay else {}
 
     @torch.no_grad()
     def update(self, module: nn.Module, step: int, skipped: Tensor | None = None) -> None:
-        """After `step` (from 0); the decay warms up so that early weights are forgotten.
+        """Update after `step` (from 0); the decay warms up so that early weights are forgotten.
 
-        Args: skipped: a scalar on the device, 1 where the step was skipped ("skipped_step" of `Optimizer.step`): then
-        the average stays what it is.
+        Args: skipped: scalar on the device, 1 for a skipped step ("skipped_step" of `Optimizer.step`), which leaves the
+        average unchanged.
         """
         if not self.decay:
             return
@@ -243,7 +246,7 @@ class Average:
 
     @contextmanager
     def in_place(self, module: nn.Module) -> Iterator[None]:
-        """The module has averaged weights inside."""
+        """Inside, the module has the averaged weights."""
         self.swap(module)
         try:
             yield
@@ -256,16 +259,16 @@ class Average:
         settle(module)
         live = dict(module.named_parameters())
         for name, mean in self.shadow.items():
-            kept = local(live[name]).clone()
+            current = local(live[name]).clone()
             local(live[name]).copy_(local(mean))
-            local(mean).copy_(kept)
+            local(mean).copy_(current)
 
 
 def _fused_lerp(means: list[Tensor], now: list[Tensor], weight: float, skipped: Tensor | None) -> None:
     """means += weight (now - means), unless `skipped` is 1, in a few launches for all tensors of a dtype.
 
-    `torch._foreach_lerp_` with weights on the device launches one kernel a tensor. This is a step of SGD from `means`:
-    weight decay 1 and the negative of the gradient `now` make means -= weight (means - now).
+    `torch._foreach_lerp_` with weights on the device launches one kernel per tensor. This is an SGD step from `means`:
+    with weight decay 1 and the negative gradient `now` it computes means -= weight (means - now).
     """
     for kind in {x.dtype for x in means}:
         mine, live = ([x for x in tensors if x.dtype == kind] for tensors in (means, now))

@@ -1,4 +1,4 @@
-"""The folder of a run: may it be written, does it hold a run, and is it this one?"""
+"""The folder of a run: check that it is writable, whether it holds a run, and whether that is the same run."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from kiloword.training.signals import Stopped
 from kiloword.types import Source
 from kiloword.watch.runs import ERROR
 
-FREE = ("micro", "chunk", "data.val", "data.bad_share")  # what changes no weight: a resumed run may have others
+FREE = ("micro", "chunk", "data.val", "data.bad_share")  # settings that change no weight: a resumed run may change them
 
 CONTENTS = ("data_sampled", "data_digest")  # digests of the data
-COMPARED = (*CONTENTS, "features")  # where both runs have them
+COMPARED = (*CONTENTS, "features")  # compared where both runs have them
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFile(BaseSettings):
-    """`config.json` of a run: the whole resolved recipe and what it ran on."""
+    """`config.json` of a run: the whole resolved recipe, and digests of its data."""
 
     recipe: Recipe
     data_fingerprint: str
-    data_sampled: str = ""  # digests of images and texts (`kiloword.data.sources.digest`), of some samples and of all;
-    data_digest: str = ""  # "" where there was none
-    features: tuple[str, ...] = ()  # of each feature store, name, model, precision, type and dimension
-    model: ModelConfig | None = None  # what the run really has: recipe.model as the method shapes it
+    data_sampled: str = ""  # digest of the images and texts of some samples (`kiloword.data.sources.digest`)
+    data_digest: str = ""  # digest of all samples; "" where there is none
+    features: tuple[str, ...] = ()  # name, model, precision, type and dimension of each feature store
+    model: ModelConfig | None = None  # the model that is trained: recipe.model as the method shapes it
     format: str = "kiloword-run-1"
 
 
 def run_file(recipe: Recipe, source: Source) -> RunFile:
-    """What `config.json` of a run of a recipe on its data says; rank 0 alone reads samples for it."""
+    """The contents of a run's `config.json`. A collective: rank 0 reads samples of the data for it."""
     digests = collectives.all_lists([sampled(source), whole(source)] if collectives.rank() == 0 else [])
     return RunFile(
         recipe=recipe,
@@ -57,13 +57,13 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
 
 
 def _computed(file: TableFile) -> str:
-    """By what the features of a store were computed; not where, nor what the model was called then."""
+    """How the features of a store were computed: the model by its fingerprint, not by its path."""
     by = f"{file.name} of the model {file.teacher_fingerprint} in {file.precision}"
     return f"{by}, {file.dim} dimensions as {file.dtype}"
 
 
 def make_folder(out: Path) -> None:
-    """Raises: ValueError when a run cannot be written there."""
+    """Create the folder. Raises: ValueError when a run cannot be written there."""
     check_utf8(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: expected a folder to be made, or one that holds this run.")
@@ -76,7 +76,7 @@ def make_folder(out: Path) -> None:
 
 
 def check_utf8(out: Path) -> None:
-    """Raises: ValueError for a path that states cannot be read from again: safetensors and pyarrow take UTF-8 alone."""
+    """Raises: ValueError for a path that is not UTF-8, from which safetensors and pyarrow cannot read."""
     try:
         os.fsencode(out.absolute()).decode()
     except UnicodeDecodeError:
@@ -85,31 +85,31 @@ def check_utf8(out: Path) -> None:
 
 @contextmanager
 def error_kept(out: Path) -> Iterator[None]:
-    """An error inside is written to the folder of the run, which this process holds, so that `watch` shows it."""
+    """Write an error raised inside to the folder of the run, so that `watch` shows it."""
     try:
         yield
     except Stopped:
         raise
     except Exception as e:
         if collectives.rank() == 0:
-            said = sentence_of(e) or f"{type(e).__name__}: {e}"
-            with suppress(SaveError):  # the first error is the one to tell
-                write_json(out / ERROR, {"error": scrubbed(said), "time": round(time.time(), 3)})
+            message = sentence_of(e) or f"{type(e).__name__}: {e}"
+            with suppress(SaveError):  # the first error is the one to report
+                write_json(out / ERROR, {"error": scrubbed(message), "time": round(time.time(), 3)})
         raise
 
 
 def forget_error(out: Path) -> None:
-    """The run goes on."""
+    """Remove the error of an earlier process: the run continues."""
     (out / ERROR).unlink(missing_ok=True)
 
 
 def holds_run(out: Path) -> bool:
-    """Something was trained there; a run that failed before it saved anything leaves its folder to any other."""
+    """Whether something was trained there; a run that failed before its first save does not count."""
     return (out / "model" / "model.safetensors").exists() or any((out / "state").glob("step-*.json"))
 
 
 def earlier(out: Path) -> Recipe | None:
-    """The recipe of the run that `out` holds, if it holds one."""
+    """The recipe of the run that `out` holds, or None."""
     file = out / "config.json"
     return read_config(file, RunFile).recipe if holds_run(out) and file.is_file() else None
 
@@ -120,8 +120,8 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
         return
     if not (out / "config.json").is_file():
         raise ValueError(f"--out {out} holds a run that lacks its config.json: put it back, or choose another folder.")
-    there = read_config(out / "config.json", RunFile)
-    differences = _differences(_utf8(asdict(there)), _utf8(asdict(file)))
+    existing = read_config(out / "config.json", RunFile)
+    differences = _differences(_utf8(asdict(existing)), _utf8(asdict(file)))
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     differences = {k: v for k, v in differences.items() if k not in free and not k.startswith("model")}
     if "data_fingerprint" in differences:
@@ -142,7 +142,7 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
 
 
 def _cause(differences: Mapping[str, Any]) -> str:
-    """What digests that differ mean; empty where settings say why."""
+    """The meaning of digests that differ; "" where settings explain the difference."""
     if "recipe.data.sources" in differences:
         return ""
     if "data_fingerprint" in differences:
@@ -155,7 +155,7 @@ def _cause(differences: Mapping[str, Any]) -> str:
 
 
 def _utf8(value: Any) -> Any:
-    """Plain values with their texts as they are in a locale of UTF-8."""
+    """Plain values with strings as they are in a UTF-8 locale."""
     if isinstance(value, dict):
         return {_utf8(k): _utf8(v) for k, v in value.items()}
     if isinstance(value, tuple | list):
@@ -164,11 +164,11 @@ def _utf8(value: Any) -> Any:
 
 
 def _differences(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
-    """Where two plain values differ: dotted path -> both."""
+    """Differences of two plain values: dotted path -> both values."""
     if isinstance(a, dict) and isinstance(b, dict):
         out: dict[str, tuple[Any, Any]] = {}
         for k in [*a, *(k for k in b if k not in a)]:
             out |= _differences(a.get(k), b.get(k), f"{at}.{k}" if at else k)
         return out
-    same = a == b or json.dumps(a) == json.dumps(b)  # 4 is 4.0; tuples and lists are one thing on disk
+    same = a == b or json.dumps(a) == json.dumps(b)  # 4 equals 4.0; JSON has lists for tuples
     return {} if same else {at: (a, b)}

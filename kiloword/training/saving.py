@@ -1,4 +1,4 @@
-"""When and what a run saves: its resumable state and its model folder, while training goes on."""
+"""Saves the resumable state and the model folder of a run in the background."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ from kiloword.distributed import collectives
 from kiloword.training.bad_steps import what_is_left
 from kiloword.training.setup import Run, state_of
 
-POLL_S = 0.01  # between looks at the other ranks while a save is awaited
-LONG_S = 60.0  # of waiting for a disk, after which the log says so
+POLL_S = 0.01  # seconds between checks of the other ranks while waiting for a save
+LONG_S = 60.0  # seconds of waiting for a save, after which a message says so
 
 Files = dict[str, str]  # names of a state's files -> SHA-256
 
 
 class Saver:
-    """Saves in the background; one save at a time.
+    """Saves in the background, one save at a time.
 
-    Training waits for the copy to host memory alone. Then a thread of every rank writes its part; when all have,
-    one of rank 0 makes the model folder of the parts and writes the state's numbers. The threads use no collective:
-    ranks agree in `save`, `advance` and `finish`, which all of them call at the same place.
+    Training waits only for the copy to host memory. Then a thread on every rank writes its part; when all have, a
+    thread on rank 0 makes the model folder from the parts and writes the state's numbers. The threads use no
+    collectives: ranks agree in `save`, `advance` and `finish`, which all ranks call at the same place.
 
-    Args: keep: states that stay, the newest and those before.
+    Args: keep: number of states to keep, the newest ones.
     """
 
     def __init__(self, run: Run, keep: int) -> None:
         self.run, self.keep = run, keep
         self._host, self._pool = Host(), ThreadPoolExecutor(1, "save")
-        self._job: Future[Files] | None = None  # what this rank does for the save in flight
-        self._then: Callable[[Files], Files] | None = None  # what rank 0 does when all have written
+        self._job: Future[Files] | None = None  # what this rank does for the save in progress
+        self._then: Callable[[Files], Files] | None = None  # what rank 0 does after all ranks have written
 
     def __enter__(self) -> Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """The save in flight is finished; on an error of several ranks it is not, as others may be gone."""
+        """Finish the save in progress; after an error with several ranks do not, as other ranks may be gone."""
         try:
             if kind is None:
                 self.finish()
             elif collectives.ranks() == 1 and issubclass(kind, Exception):
-                with suppress(SaveError):  # the first error is the one to tell
+                with suppress(SaveError):  # the first error is the one to report
                     self.finish()
         finally:
             self._pool.shutdown()
 
     @property
     def writing(self) -> bool:
-        """This rank is at work on a save."""
+        """Whether this rank is writing."""
         return self._job is not None and not self._job.done()
 
     def save(self) -> None:
-        """Begin to save the run as it is now. Raises: SaveError of the save before."""
+        """Begin to save the run in its present state. Raises: SaveError of the previous save."""
         self.finish()
         run = self.run
         tensors, numbers = state_of(run)
@@ -73,16 +73,16 @@ class Saver:
         self._job = self._pool.submit(_write, run.out, folder, part, collectives.rank(), collectives.ranks())
 
     def advance(self) -> None:
-        """What comes next for the save in flight, if there is one; not before no rank is writing.
+        """Start the next part of the save in progress, if any. Call it only when no rank is writing.
 
-        Raises: SaveError, on all ranks.
+        Raises: SaveError on all ranks.
         """
         if self._job is None:
             return
-        done = collectives.all_lists([_outcome(self._job)])
+        outcomes = collectives.all_lists([_outcome(self._job)])
         self._job, then, self._then = None, self._then, None
         files: Files = {}
-        for outcome in done:
+        for outcome in outcomes:
             if isinstance(outcome, str):
                 raise SaveError(outcome)
             files |= outcome
@@ -90,14 +90,14 @@ class Saver:
             self._job = self._pool.submit(then if collectives.rank() == 0 else dict, files)
 
     def finish(self) -> None:
-        """Wait until nothing is in flight. Raises: SaveError, on all ranks."""
-        start, said = time.monotonic(), False
+        """Wait until the save in progress is complete. Raises: SaveError on all ranks."""
+        start, reported = time.monotonic(), False
         while self._job is not None:
             while collectives.any_rank(self.writing)[0]:
                 time.sleep(POLL_S)
-                if not said and time.monotonic() - start > LONG_S:
-                    said = True
-                    self.run.log.say(f"waiting for {LONG_S:.0f} s already for {self.run.out / 'state'} to be written.")
+                if not reported and time.monotonic() - start > LONG_S:
+                    reported = True
+                    self.run.log.say(f"still waiting for {self.run.out / 'state'} to be written after {LONG_S:.0f} s.")
             self.advance()
 
 
@@ -113,7 +113,7 @@ def _write(out: Path, folder: Path, part: StateShard, rank: int, ranks: int) -> 
 
 
 def _outcome(job: Future[Files]) -> Files | str:
-    """What a job wrote, or the sentence with which it failed."""
+    """The files that a job wrote, or its error message."""
     try:
         return job.result()
     except SaveError as e:
@@ -123,7 +123,7 @@ def _outcome(job: Future[Files]) -> Files | str:
 
 
 def model_file(run: Run) -> ModelFile:
-    """What stands in the `config.json` of the run's model folder."""
+    """The contents of `config.json` in the run's model folder."""
     recipe = run.recipe
     return ModelFile(
         method=recipe.method,
@@ -136,9 +136,9 @@ def model_file(run: Run) -> ModelFile:
 
 
 def _commit(run: Run, folder: Path, file: ModelFile, numbers: dict[str, Any], keep: int, files: Files) -> Files:
-    """What makes parts a state: the rows before it are on disk, its model stands, and its numbers come last.
+    """Make the parts a state: flush the metrics, write the model folder, and write the state's numbers last.
 
-    A crash before them repeats some steps, and never leaves a finished run without its model.
+    A crash before the numbers repeats some steps; it never leaves a finished run without its model.
     """
     assert file.steps is not None
     missing = [name for name in files if not (folder / name).is_file()]
@@ -155,9 +155,9 @@ def _commit(run: Run, folder: Path, file: ModelFile, numbers: dict[str, Any], ke
 
 
 def write_model(run: Run, file: ModelFile, stored: SavedState) -> None:
-    """The model folder of a state: averaged weights where there are some. Weights come last, as in `save_model`."""
+    """Write the model folder of a state, with averaged weights if any. Weights come last, as in `save_model`."""
     folder = run.out / "model"
-    for cut in folder.glob(".model.safetensors.*.tmp"):  # by a crash
+    for cut in folder.glob(".model.safetensors.*.tmp"):  # left by a crash
         cut.unlink()
     names = {}
     for name in stored.specs:

@@ -1,4 +1,4 @@
-"""From a recipe and its sources to everything the loop needs."""
+"""Set up a run: from a recipe and its sources to everything that the loop uses."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Run:
     bad: BadRows
     log: Log
     device: torch.device
-    step: int = 0  # steps done
-    truncated: int = 0  # captions cut so far
+    step: int = 0  # number of steps done
+    truncated: int = 0  # number of captions truncated so far
     skipped_steps: int = 0  # steps without an update, see `bad_steps.Guard`
     skipped_in_a_row: int = 0
     since_row: SinceRow = field(default_factory=SinceRow)
-    lock: Lock | None = None  # of rank 0
+    lock: Lock | None = None  # on rank 0
     val: Source | None = None  # the validation data, once it is open
 
 
@@ -88,11 +88,11 @@ def open_val(recipe: Recipe) -> Source | None:
 def with_length(
     recipe: Recipe, rows: int, steps: int | None = None, epochs: float | None = None, samples: int | None = None
 ) -> Recipe:
-    """The recipe with its number of steps. Raises: ValueError when more than one length is given, or it is none."""
+    """The recipe with its number of steps. Raises: ValueError for more than one length, or a length below one step."""
     check(recipe)
-    given = {k: v for k, v in (("--steps", steps), ("--epochs", epochs), ("--samples", samples)) if v is not None}
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both say how long to train: give one of them.")
+    lengths = {k: v for k, v in (("--steps", steps), ("--epochs", epochs), ("--samples", samples)) if v is not None}
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(lengths)} both say how long to train: give one of them.")
     if epochs is not None and not math.isfinite(epochs):
         raise ValueError(f"--epochs is {epochs}: expected a number.")
     if epochs is not None:
@@ -101,15 +101,15 @@ def with_length(
         steps = samples // recipe.batch
     steps = recipe.steps if steps is None else steps
     if steps < 1:
-        length = " ".join(f"{k} {v:g}" for k, v in given.items())
+        length = " ".join(f"{k} {v:g}" for k, v in lengths.items())
         raise ValueError(f"{length} is {steps} steps of batch {recipe.batch} on {rows} images: expected at least 1.")
     return replace(recipe, steps=steps)
 
 
 def resolve(recipe: Recipe, source: Source, folder: Path, trust_code: bool = False) -> tuple[Recipe, Tokenizer]:
-    """Settle what depends on the data: the tokenizer and its vocabulary; from `init`, the model's whole shape.
+    """Settle what depends on the data: the tokenizer and its vocabulary; with `init`, the shape of the model.
 
-    Args: trust_code: as of `RunOptions`.
+    Args: trust_code: as in `RunOptions`.
     """
     if recipe.init is not None:
         tokenizer = Tokenizer.load(recipe.init)
@@ -123,15 +123,15 @@ def resolve(recipe: Recipe, source: Source, folder: Path, trust_code: bool = Fal
 
 
 def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: RunOptions) -> Run:
-    """Everything the loop needs; when `out` holds this recipe's run, where it stopped.
+    """Everything the loop uses; when `out` holds a run of this recipe, from the step where it stopped.
 
-    Raises: ValueError when `out` holds another recipe's run (says what differs) or cannot be written.
+    Raises: ValueError when `out` holds a run of another recipe (naming what differs) or cannot be written.
     """
     method = preset(recipe.method, recipe.settings)
     if options.log_to == "tensorboard":
         mirror.check_tensorboard()
     make_folder(out)
-    asked, before = recipe, earlier(out)
+    requested, before = recipe, earlier(out)
     recipe = settle(recipe, device, before)
     recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
     file = run_file(recipe, source)
@@ -142,7 +142,7 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     spread(learner, recipe, options)
     loader = make_loader(recipe, source, method, tokenizer, options, device)
     main = collectives.rank() == 0
-    lock = _claim(file, tokenizer, out) if main else None  # not before all that refuses a recipe
+    lock = _claim(file, tokenizer, out) if main else None  # after everything that can refuse the recipe
     run = Run(
         recipe=recipe,
         out=out,
@@ -160,16 +160,16 @@ def prepare(recipe: Recipe, out: Path, source: Source, *, device: str, options: 
     )
     with error_kept(out):
         _fill(run, started, options)
-    if run.device.type == "cuda":  # on a CPU nothing was chosen by it
-        run.log.say(f"device {summary(asked, recipe, device, loader.workers, before is not None)}")
+    if run.device.type == "cuda":  # on a CPU no default depends on it
+        run.log.say(f"device {summary(requested, recipe, device, loader.workers, before is not None)}")
     return run
 
 
 def _fill(run: Run, started: str, options: RunOptions) -> None:
-    """Weights and all that changes, as the run stopped or as it begins; then its log. Args: started: see `_begin`."""
+    """Load the newest state or begin the run, then open its log. Args: started: see `_begin`."""
     resume(run)
     if collectives.rank() == 0 and 0 < run.step == steps_done(run.out / "state"):
-        drop_old(run.out / "state", options.keep_states)  # a run that was killed before it did leaves one too many
+        drop_old(run.out / "state", options.keep_states)  # a run that was killed before this leaves one too many
     if run.step == 0:
         _begin(run, started, [*effects.notes(run.recipe, options), *run.loader.notes])
     engine.check_same(run.learner)
@@ -177,7 +177,7 @@ def _fill(run: Run, started: str, options: RunOptions) -> None:
 
 
 def _claim(file: RunFile, tokenizer: Tokenizer, out: Path) -> Lock:
-    """From here on the folder is this run's. Raises: ValueError when another process trains in it."""
+    """Lock the folder and write the run's files. Raises: ValueError when another process trains in it."""
     lock = Lock(out)
     tokenizer.save(out / "model")
     write_json(out / "config.json", asdict(file))
@@ -186,9 +186,9 @@ def _claim(file: RunFile, tokenizer: Tokenizer, out: Path) -> Lock:
 
 
 def _begin(run: Run, started: str, notes: list[str]) -> None:
-    """Before the first step: logs the notes and what the run starts from, and the method prepares.
+    """Before the first step: log the notes and the model that the run starts from, and run the method's `prepare`.
 
-    Args: started: of `make_learner`; notes: of `effects` and of the transforms.
+    Args: started: message of `make_learner`; notes: of `effects` and of the transforms.
     """
     for note in notes:
         run.log.say(f"note: {note}")
@@ -200,11 +200,11 @@ def _begin(run: Run, started: str, notes: list[str]) -> None:
     if prepare is not None:
         with products(run.recipe.matmul):
             run.log.say(prepare(run.learner, (b.to(run.device) for b in run.loader.batches())))
-        run.average = Average(run.learner, run.recipe.optim.ema)  # of what was prepared
+        run.average = Average(run.learner, run.recipe.optim.ema)  # of the prepared weights
 
 
 def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
-    """Over ranks and in memory, as the options say; weights and results stay what they are."""
+    """Apply checkpointing, compilation and sharding of the options; weights and results do not change."""
     if options.parallel == "fsdp" and options.compile == "towers":
         raise ValueError("--compile towers and --parallel fsdp exclude each other: with fsdp, compile blocks.")
     activations.recompute(learner.model, options.checkpointing)
@@ -213,7 +213,7 @@ def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
     else:
         activations.compile(learner.model, options.compile)
     if options.parallel == "fsdp":
-        engine.check_same(learner)  # before no rank holds a whole matrix
+        engine.check_same(learner)  # while every rank holds whole matrices
         engine.shard(learner, half=recipe.precision == "bf16")
         engine.materialise(learner, recipe.seed)
 
@@ -221,7 +221,7 @@ def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
 def make_loader(
     recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: RunOptions, device: str = "cpu"
 ) -> Loader:
-    """This rank's batches. Args: device: that they go to."""
+    """The loader of this rank's batches. Args: device: the device that trains on them."""
     share = recipe.batch // collectives.ranks() * 3 * recipe.model.image.size**2
     return Loader(
         source,
@@ -244,16 +244,16 @@ def make_loader(
 
 
 def _stores(recipe: Recipe, method: Method) -> list[FeatureStore]:
-    """The recipe's feature stores. Raises: ValueError when the method needs one that is not there."""
+    """The recipe's feature stores. Raises: ValueError when the method needs one that is missing."""
     stores = [FeatureStore(path) for path in recipe.data.features]
     names = [store.name for store in stores]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise ValueError(f"two feature stores are named {twice[0]!r}: give each a name of its own when it is made.")
+        raise ValueError(f"two feature stores are named {twice[0]!r}: name them apart (`embed --name`).")
     missing = [name for name in method.needs if name not in (*names, "truth", "questions")]
     if missing:
         raise ValueError(
-            f"{recipe.method} needs features named {missing[0]!r} beside the data: make them once by `kiloword embed "
+            f"{recipe.method} needs precomputed features named {missing[0]!r}: make them once by `kiloword embed "
             f"MODEL --data SRC --out DIR`, then train with --features DIR."
         )
     return stores
@@ -267,16 +267,16 @@ def _order(recipe: Recipe, source: Source) -> Order:
         raise ValueError(
             f"groups of {together} rows do not fill a batch of {recipe.batch}: choose a multiple of {together}."
         )
-    if len(source) % together:  # a shorter group would move all behind it over the edges of batches
-        raise ValueError(f"{source.name}: {len(source)} rows are no whole number of groups of {together}.")
+    if len(source) % together:  # a shorter group would shift all later groups across the borders of batches
+        raise ValueError(f"{source.name}: {len(source)} rows are not a multiple of the group size {together}.")
     return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
 
 
 def make_learner(recipe: Recipe, method: Method, trust_code: bool = False, bare: bool = False) -> tuple[Learner, str]:
-    """The learner with its first weights, and a sentence about those that were loaded (empty when all are new).
+    """The learner with its initial weights, and a message about those that were loaded ("" when all are new).
 
-    Args: bare: towers may lack storage (see `model.build`). They have it where a model folder fills them, and where a
-    method of one's own builds them, which may need numbers.
+    Args: bare: allow towers without storage (see `model.build`). They get storage where a model folder fills them, and
+    for user-defined methods, whose constructors may read values.
     """
     model = build(recipe.model, method, recipe.seed, bare and recipe.init is None and ":" not in recipe.method)
     started = "" if recipe.init is None else start.load(model, recipe, trust_code)
@@ -289,12 +289,12 @@ def make_learner(recipe: Recipe, method: Method, trust_code: bool = False, bare:
 
 
 def resume(run: Run) -> None:
-    """Continue from the newest state of the run's folder, if there is one: tensors are filled where they are."""
+    """Continue from the newest state of the run's folder, if there is one; tensors are filled in place."""
     stored = newest(run.out / "state", run.log.say)
     if stored is None:
         return
     tensors = {k: v for k, v in state_of(run)[0].items() if not k.startswith("optimizer/")}
-    # the optimizer makes its own at its first step alone
+    # the optimizer creates its own tensors only at its first step
     names = [k.removeprefix("optimizer/") for k in stored.specs if k.startswith("optimizer/")]
     moments = run.optimizer.empty_state(names)
     whole = tensors | {f"optimizer/{k}": v for k, v in moments.items()}
@@ -304,14 +304,14 @@ def resume(run: Run) -> None:
     _check_finite(run.out / "state", stored.numbers["step"], whole)
     run.optimizer.load_state_dict(moments)
     run.bad.load_state_dict(stored.numbers["bad"])
-    run.loader.given_up |= {(0, row) for row in run.bad.rows_of(REASON)}  # or another machine might find them in time
+    run.loader.given_up |= {(0, row) for row in run.bad.rows_of(REASON)}  # another machine might decode them in time
     run.step, run.truncated = stored.numbers["step"], stored.numbers["truncated"]
     run.skipped_steps, run.skipped_in_a_row = stored.numbers["skipped_steps"]
     run.since_row.load_state_dict(stored.numbers["since_row"], run.device)
 
 
 def _check_finite(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises: ValueError, on all ranks, for a state with NaN or infinite values on any."""
+    """Raises: ValueError on all ranks when the state has NaN or infinite values on any rank."""
     if bad := collectives.all_lists(not_finite({name: collectives.local(x) for name, x in tensors.items()})):
         raise ValueError(
             f"the state of step {step} in {folder} cannot be used: {bad[0]} is NaN or infinite. Start again in another "
@@ -321,7 +321,7 @@ def _check_finite(folder: Path, step: int, tensors: Mapping[str, torch.Tensor]) 
 
 
 def state_of(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and numbers that `resume` needs."""
+    """Tensors and numbers that `resume` reads."""
     tensors = {f"learner/{k}": v for k, v in run.learner.state_dict().items()}
     tensors |= {f"optimizer/{k}": v for k, v in run.optimizer.state_dict().items()}
     tensors |= {f"average/{k}": v for k, v in run.average.shadow.items()}

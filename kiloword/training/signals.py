@@ -1,6 +1,6 @@
-"""Signals: a run stops after its step with its state saved; where there is nothing to save, it stops at once.
+"""Signals: a run stops after its step and saves its state; where there is nothing to save, it stops at once.
 
-SIGTERM, Ctrl-C (SIGINT) and a closed terminal (SIGHUP) stop the run; SIGUSR1 saves a state and the run goes on.
+SIGTERM, Ctrl-C (SIGINT) and a closed terminal (SIGHUP) stop the run; SIGUSR1 saves a state and the run continues.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(ValueError):
-    """The run ended before its last step; its state is saved. `code` is for the shell: 128 and the signal's number."""
+    """The run ended before its last step; its state is saved. `code`: exit status, 128 plus the signal's number."""
 
-    def __init__(self, sentence: str, code: int = 2) -> None:
-        super().__init__(sentence)
+    def __init__(self, message: str, code: int = 2) -> None:
+        super().__init__(message)
         self.code = code
 
 
 class _Now(BaseException):
-    """Leaves the place where the signal came, past everything that catches exceptions of sources and methods."""
+    """Raised by a signal. A BaseException, so that code which catches errors of sources and methods lets it through."""
 
 
 class Stop:
-    """What signals have asked for. Calling it says whether the run is to stop after its step."""
+    """The signals received so far. Calling it returns whether the run should stop after its step."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -47,23 +47,23 @@ class Stop:
         asked, self._state = self._state, False
         return asked
 
-    def stopped(self, sentence: str) -> Stopped:
-        """To be raised. Torchrun, Kubernetes and SLURM tell a run that was stopped from one that failed by its code."""
-        return Stopped(sentence, 128 + self.asked[0] if self.asked else 2)
+    def stopped(self, message: str) -> Stopped:
+        """The exception to raise. Its code lets torchrun, Kubernetes and SLURM tell a stopped run from a failed one."""
+        return Stopped(message, 128 + self.asked[0] if self.asked else 2)
 
     @contextmanager
-    def at_once(self, sentence: str) -> Iterator[None]:
-        """Inside, a signal ends the run where it stands: nothing is to be saved. Raises Stopped with the sentence."""
+    def at_once(self, message: str) -> Iterator[None]:
+        """Inside, a signal ends the run at once, as there is nothing to save. Raises: Stopped with the message."""
         try:
             with self._immediate():
                 yield
         except _Now:
-            raise self.stopped(sentence) from None
+            raise self.stopped(message) from None
 
     def batches(self, batches: Iterator[Item], step: int) -> Iterator[Item]:
-        """The same batches, `step` the first (from 0); a single rank's end when a signal comes while one is waited for.
+        """Pass the batches on from `step` (from 0) on. With one rank they end at a signal while one is waited for.
 
-        Several ranks stop after a step that all of them have made: their state is saved by all together.
+        Several ranks stop only after a step that all of them have done, as they save their state together.
         """
         for number in count(step + 1):
             heartbeat.at(f"waiting for its data of step {number}")
@@ -106,11 +106,11 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Ctrl-C, SIGTERM and SIGHUP ask the loop to stop after its step; a second Ctrl-C ends at once, a second SIGTERM
-    changes nothing: SLURM sends several.
+    """Inside, Ctrl-C, SIGTERM and SIGHUP ask the loop to stop after its step; a second Ctrl-C ends the process at once.
 
-    Not so under torchrun: it hands on each Ctrl-C that the terminal has sent already, and ends what does not stop.
-    What was started with a signal ignored (nohup) goes on ignoring it.
+    A second SIGTERM changes nothing, as SLURM sends several. Under torchrun a second Ctrl-C changes nothing either:
+    torchrun repeats each Ctrl-C of the terminal, and itself ends ranks that do not stop. A signal that was ignored at
+    the start (nohup) stays ignored.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():

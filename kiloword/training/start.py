@@ -1,4 +1,4 @@
-"""Starting from another model: it brings its towers; image size and context may be others, tokens may come and go."""
+"""Start from another model (`--init`): take its towers, resize positions, add and remove tokens."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.model.model import Model
 
-FREE = (("image", "size"), ("text", "context"))  # what of the towers may be another
-MANY = 8  # tensors of one module, which a message then counts instead of naming each
+FREE = (("image", "size"), ("text", "context"))  # settings of the towers that may differ
+MANY = 8  # tensors of a module; a message counts more than these instead of naming each
 
 
 def defaults(method: str, init: str, size: str | None = None, data: tuple[str, ...] = ("scenes",)) -> Recipe:
-    """The recipe of a run that starts from the model folder `init`: its towers, at its own image size.
+    """The recipe of a run that starts from the model folder `init`: its towers and its image size.
 
-    Optimizer and batch are those of `size`; None: of the size whose image tower is most like the model's.
-    Raises: ValueError for an unknown size, or when `init` is no model folder.
+    Optimizer and batch are those of `size`; with None, of the size whose image tower is most similar.
+    Raises: ValueError for an unknown size, or when `init` is not a model folder.
     """
-    model, known = read_model_file(init).model, recipes.sizes()
+    model, named = read_model_file(init).model, recipes.sizes()
 
     def unlike(name: str) -> tuple[int, int]:
-        image = known[name].image
+        image = named[name].image
         return abs(image.width - model.image.width), abs(image.patch - model.image.patch)
 
-    return replace(default_recipe(method, size or min(known, key=unlike), data), model=model, init=init)
+    return replace(default_recipe(method, size or min(named, key=unlike), data), model=model, init=init)
 
 
 def check(recipe: Recipe) -> None:
-    """Raises: ValueError naming what a recipe asks of the towers that the model it starts from has otherwise."""
+    """Raises: ValueError naming settings of the towers that differ from the model that the recipe starts from."""
     if recipe.init is None:
         return
     model = read_model_file(recipe.init).model
@@ -53,18 +53,16 @@ def check(recipe: Recipe) -> None:
             if a != b and (part.name, f.name) not in FREE:
                 other.append(f"--model.{part.name}.{f.name.replace('_', '-')} is {a}, but {b} in {recipe.init}")
     if other:
-        raise ValueError(
-            f"{'; '.join(other[:3])}. Of a model to start from, only the image size and the context may change."
-        )
+        raise ValueError(f"{'; '.join(other[:3])}. With --init only the image size and the context may change.")
 
 
 def settle(recipe: Recipe, tokenizer: Tokenizer, trust_code: bool = False) -> Recipe:
-    """The recipe with the towers of the model it starts from, at its own image size and context.
+    """The recipe with the towers of the model it starts from, at the recipe's image size and context.
 
-    Tokens that the method adds get room in the vocabulary. A causal text tower stays causal unless the settings of the
-    method say otherwise: weights that never saw later words are lost on a bidirectional one.
+    The vocabulary grows by the tokens that the method adds. A causal text tower stays causal unless the method's
+    settings override it: a bidirectional tower would waste weights that never attended to later words.
 
-    Args: trust_code: the model's own module may be imported though the recipe's method is another one.
+    Args: trust_code: allow importing the model's own module even if the recipe has another method.
     """
     from kiloword.methods.registry import preset
 
@@ -82,7 +80,7 @@ def settle(recipe: Recipe, tokenizer: Tokenizer, trust_code: bool = False) -> Re
 
 
 def _may_choose(recipe: Recipe) -> bool:
-    """Whether the method has a setting for what its text tower sees."""
+    """Whether the method has a setting for the attention of its text tower."""
     from kiloword.methods.registry import find
 
     kind = find(recipe.method)[1]
@@ -90,7 +88,7 @@ def _may_choose(recipe: Recipe) -> bool:
 
 
 def _shape(folder: str, trust: Trust) -> ModelConfig:
-    """The towers of a model folder as its method shaped them; the file says what they were before."""
+    """The model config of a folder as its method shapes it; the file holds the config before that."""
     file = read_model_file(folder)
     method = method_of(file, folder, trust)
     check_weights(folder, file, method)
@@ -100,44 +98,47 @@ def _shape(folder: str, trust: Trust) -> ModelConfig:
 def load(model: Model, recipe: Recipe, trust_code: bool = False) -> str:
     """Fill a fresh model with the weights of the folder that the recipe starts from.
 
-    What the method adds stays fresh, but for tokens (see `_add_tokens`); what it lacks is left over; the class token
-    comes and goes with its position.
+    Tensors that the method adds keep their initial values, except for tokens (see `_add_tokens`); tensors that it lacks
+    are not used; the class token is added or removed together with its position.
 
-    Args: trust_code: as of `settle`.
-    Returns: a sentence that names all of this. Raises: ValueError when tensors of one name have other shapes.
+    Args: trust_code: as in `settle`.
+    Returns: a message that names all of these. Raises: ValueError when shapes of tensors differ.
     """
     assert recipe.init is not None
     brought = _read(recipe.init, model, Trust(named=recipe.method, trust_code=trust_code))
-    weights, own = brought.weights, model.state_dict()
+    weights, current = brought.weights, model.state_dict()
     other = [
         f"{k} is {list(v.shape)} here, {list(weights[k].shape)} there"
-        for k, v in own.items()
+        for k, v in current.items()
         if _unlike(v, weights.get(k))
     ]
     if other:
         what = f"do not fit its config, or not the settings of {recipe.method}"
         raise ValueError(f"weights in {recipe.init} {what}: {'; '.join(other[:3])}.")
-    known = {k: v for k, v in weights.items() if k in own}
-    new, left = [k for k in own if k not in known], sorted(k for k in weights if k not in own)
-    load_weights(model, {**{k: own[k] for k in new}, **known}, recipe.init)
+    loaded = {k: v for k, v in weights.items() if k in current}
+    new, unused = [k for k in current if k not in loaded], sorted(k for k in weights if k not in current)
+    load_weights(model, {**{k: current[k] for k in new}, **loaded}, recipe.init)
     sizes = f" ({', '.join(brought.sizes)})" if brought.sizes else ""
-    said = [
-        f"started from {recipe.init}{sizes}: {len(known.keys() - brought.made)} tensors loaded",
-        f"new: {_summary(new, known)}",
-        f"left over: {_summary(left, known)}",
+    notes = [
+        f"started from {recipe.init}{sizes}: {len(loaded.keys() - brought.made)} tensors loaded",
+        f"new: {_summary(new, loaded)}",
+        f"left over: {_summary(unused, loaded)}",
         *brought.tokens,
     ]
-    return "; ".join(said) + "."
+    return "; ".join(notes) + "."
 
 
 def _summary(names: Iterable[str], known: Iterable[str]) -> str:
-    """Names of tensors in a line. A module of more than MANY of them is named instead where none of it is known."""
+    """Names of tensors in one line; a module that is not in `known` and has more than MANY tensors is one entry."""
     shared = {prefix for name in known for prefix in _prefixes(name)}
     modules: dict[str, list[str]] = {}
     for name in names:
         module = next((prefix for prefix in _prefixes(name) if prefix not in shared), name)
         modules.setdefault(module, []).append(name)
-    parts = ([f"{module} ({len(own)} tensors)"] if len(own) > MANY else own for module, own in modules.items())
+    parts = (
+        [f"{module} ({len(members)} tensors)"] if len(members) > MANY else members
+        for module, members in modules.items()
+    )
     return ", ".join(chain.from_iterable(parts)) or "none"
 
 
@@ -148,7 +149,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 @dataclass
 class _Brought:
-    """Weights of a folder as a model wants them, and words about what was done to them."""
+    """Weights of a folder adapted to a model, and messages about the changes."""
 
     weights: dict[str, Tensor]
     sizes: list[str] = field(default_factory=list)
@@ -157,7 +158,7 @@ class _Brought:
 
 
 def _read(folder: str, model: Model, trust: Trust) -> _Brought:
-    """Weights of a folder with positions and tokens as `model` has them."""
+    """Weights of a folder, adapted to the positions and tokens of `model`."""
     old, new = _shape(folder, trust), model.config
     brought = _Brought(read_tensors(Path(folder) / "model.safetensors"))
     if not same_scale(folder, model, brought.weights, trust):
@@ -177,7 +178,7 @@ def _read(folder: str, model: Model, trust: Trust) -> _Brought:
 
 
 def same_scale(folder: str, model: Model, weights: Container[str], trust: Trust) -> bool:
-    """Whether the model's scale means what the folder's does: not of distances, nor beside a bias that is not there."""
+    """Whether the scale of the folder applies: both use distances or neither does, and a needed bias is present."""
     file = read_model_file(folder)
     method = method_of(file, folder, trust)
     same = method.head(method.shape(file.model)).distance == model.head.distance
@@ -185,7 +186,7 @@ def same_scale(folder: str, model: Model, weights: Container[str], trust: Trust)
 
 
 def _resize(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
-    """Positions for another image size and another context."""
+    """Resize the positions to another image size and another context."""
     from kiloword.model.model import resize, resize_text
 
     if old.image.size != new.image.size:
@@ -197,23 +198,24 @@ def _resize(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
 
 
 def _add_tokens(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
-    """Tokens that are new to the towers start as those whose place they take, so that scores hardly change.
+    """Initialize new tokens as the tokens whose place they take, so that scores hardly change.
 
-    [UNC] and [CLS] of texts start as the pads they replace where those are seen: then a text's features stay the same
-    (but for texts that need the two places). Else as the end token; a causal tower's end token has not seen [UNC], and
-    its features stay the same too. An image's [UNC] starts as the class token with its position, or the first mixture
-    token: after softmax, a token twice is nearly a token once. Tokens without a row get the mean of all rows.
+    [UNC] and [CLS] of texts start as the pads they replace where pads are attended to: then the features of a text stay
+    the same (except for texts that fill those places). Else they start as the end token; in a causal tower the end
+    token does not attend to [UNC], so features stay the same too. The [UNC] of an image starts as the class token plus
+    its position, or as the first mixture token: softmax attention hardly changes when a token is duplicated. Tokens
+    without a row in the embedding get the mean of all rows.
     """
     weights, special, name = brought.weights, new.text.special, "text_tower.tokens"
-    more = new.text.vocab - len(weights[name])
-    table = torch.cat([weights[name], weights[name].mean(0).expand(max(more, 0), -1)])
+    missing_rows = new.text.vocab - len(weights[name])
+    table = torch.cat([weights[name], weights[name].mean(0).expand(max(missing_rows, 0), -1)])
     added = [token for token in new.text.extra_tokens if token not in old.text.extra_tokens]
     like = "pad" if old.text.pad_to_context else "end"
     for token in added:
         table[special[token]] = table[special[like]]
     weights[name] = table
-    if more > 0:
-        brought.tokens.append(f"{name} has {more} rows more")
+    if missing_rows > 0:
+        brought.tokens.append(f"{name} has {missing_rows} rows more")
     if added:
         brought.tokens.append(f"tokens of texts that start as {like}: {', '.join(added)}")
     unc, tokens = "image_tower.uncertainty_token", "image_tower.extra_tokens"

@@ -1,4 +1,4 @@
-"""The validation of a run while it trains."""
+"""Validation during training."""
 
 from __future__ import annotations
 
@@ -24,60 +24,60 @@ from kiloword.types import BadSample, Record, Source
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
-ROWS, TRIED = 2, 32  # rows that are evaluated before a run, and rows that are looked at for them
+ROWS, TRIED = 2, 32  # rows evaluated before a run, and rows searched for them
 
 
 def validate(run: Run) -> dict[str, float]:
-    """Retrieval on the recipe's validation data, or answers where the method wants questions; "val/" before names.
+    """Retrieval on the recipe's validation data, or VQA where the method needs questions; names start with "val/".
 
-    All ranks share the work and know the result.
+    All ranks share the work and get the result.
     """
     from kiloword.api import Matcher
     from kiloword.distributed.sharing import sharing
 
     run.val = source = open_val(run.recipe) if run.val is None else run.val
     assert source is not None
-    asks = "questions" in run.learner.method.needs
-    names = ("accuracy",) if asks else ("text_retrieval_recall@1", "image_retrieval_recall@1")
+    with_questions = "questions" in run.learner.method.needs
+    names = ("accuracy",) if with_questions else ("text_retrieval_recall@1", "image_retrieval_recall@1")
     run.learner.eval()
     sharded = any(collectives.sharded(p) for p in run.learner.parameters())
-    # as the run computes; on a CPU in fp32, with which earlier runs can be compared. Scores are in fp32 everywhere
+    # the precision of the run; on a CPU fp32, comparable with earlier runs. Scores are in fp32 everywhere
     precision = precision_of(run.recipe.precision, "cuda") if run.device.type == "cuda" else nullcontext
     with run.average.in_place(run.learner), sharing(lockstep=sharded), precision():
         matcher = Matcher(run.learner.model, run.tokenizer)
-        found = _judged(matcher, source, run.loader.source, asks)
+        metrics = _judged(matcher, source, run.loader.source, with_questions)
     run.learner.train()
-    run.log.say(f"val at step {run.step}: " + ", ".join(f"{k} {found[k]:.3f}" for k in names))
-    return {f"val/{k}": v for k, v in found.items() if isinstance(v, float)}
+    run.log.say(f"val at step {run.step}: " + ", ".join(f"{k} {metrics[k]:.3f}" for k in names))
+    return {f"val/{k}": v for k, v in metrics.items() if isinstance(v, float)}
 
 
-def _judged(matcher: Matcher, source: Source, train: Source, asks: bool) -> dict[str, float]:
+def _judged(matcher: Matcher, source: Source, train: Source, with_questions: bool) -> dict[str, float]:
     from kiloword.evaluation import evaluate
 
-    options: dict[str, Any] = {"train": train} if asks and not hasattr(source, "answers") else {}
-    return evaluate(matcher, "vqa" if asks else "retrieval", source, **options)
+    options: dict[str, Any] = {"train": train} if with_questions and not hasattr(source, "answers") else {}
+    return evaluate(matcher, "vqa" if with_questions else "retrieval", source, **options)
 
 
 def check_val(recipe: Recipe, val: Source | None, tokenizer: Tokenizer, source: Source) -> None:
-    """Evaluate two rows of the recipe's validation data by a small stand-in model, before hours of training.
+    """Evaluate two rows of the recipe's validation data with a small stand-in model, before hours of training.
 
-    Args: val: the validation data, as `open_val` opens it; tokenizer of the run; source: its training data.
+    Args: val: result of `open_val`; tokenizer: of the run; source: the training data.
     Raises: ValueError for data that the validation of the run would refuse.
     """
     from kiloword.api import Matcher
 
     if val is None:
         return
-    asks = "questions" in preset(recipe.method, recipe.settings).needs
-    method, small = preset("vqa" if asks else "clip"), sizes()["debug"]
+    with_questions = "questions" in preset(recipe.method, recipe.settings).needs
+    method, small = preset("vqa" if with_questions else "clip"), sizes()["debug"]
     text = replace(small.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
     matcher = Matcher(build(replace(small, text=text), method), tokenizer)
-    some, train = (_ValidationRows(data, _good_rows(data, asks)) for data in (val, source))
-    _judged(matcher, some, train, asks)
+    samples, train = (_ValidationRows(data, _good_rows(data, with_questions)) for data in (val, source))
+    _judged(matcher, samples, train, with_questions)
 
 
-def _good_rows(source: Source, asks: bool) -> Sequence[int]:
-    """The first ROWS that can be used, or all those that were tried."""
+def _good_rows(source: Source, with_questions: bool) -> Sequence[int]:
+    """The first ROWS usable rows, or all rows that were tried."""
     tried = range(0, len(source), max(1, len(source) // TRIED))[:TRIED]
     transform = EvalTransform(sizes()["debug"].image.size)
 
@@ -87,7 +87,7 @@ def _good_rows(source: Source, asks: bool) -> Sequence[int]:
             transform(record.image)
         except BadSample:
             return False
-        return question_of(record) is not None if asks else bool(record.captions)
+        return question_of(record) is not None if with_questions else bool(record.captions)
 
     good = list(islice(filter(is_good, tried), ROWS))
     return good or tried
@@ -115,7 +115,7 @@ class _ValidationRows:
 
 
 def validated(run: Run) -> bool:
-    """Its metrics hold the last step's validation: a run that was killed before may have ended without."""
+    """Whether the metrics hold the validation of the last step; a run that was killed may lack it."""
     rows = read_metrics(run.out / "metrics.jsonl") if collectives.rank() == 0 else []
-    found = any(row["step"] == run.step and any(name.startswith("val/") for name in row) for row in rows)
-    return collectives.any_rank(found)[0]
+    validated_here = any(row["step"] == run.step and any(name.startswith("val/") for name in row) for row in rows)
+    return collectives.any_rank(validated_here)[0]

@@ -1,6 +1,6 @@
-"""What of a run's rows deserves a word: each alert begins once, says what to do, and ends once.
+"""Alerts of a run: each begins once, says what to do, and ends once.
 
-Everything follows from the rows of `metrics.jsonl`, in order: the run that trains and whoever watches it see the same.
+They depend only on the rows of `metrics.jsonl`, in order: the run itself and `kiloword watch` show the same alerts.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ __all__ = ["About", "Alert", "Alerts", "alerts"]
 
 @dataclass
 class Alert:
-    """One spell of something wrong."""
+    """One alert, from its begin to its end."""
 
     name: str
     since: int  # step of the row that began it
-    sentence: str  # as it was said when it began
-    until: int | None = None  # step of the row that ended it; None: it goes on
+    message: str  # printed when it began
+    until: int | None = None  # step of the row that ended it; None: it continues
 
 
 class Alerts:
-    """Alerts of a run whose rows come one by one."""
+    """Alerts of a run whose rows are added one by one."""
 
     def __init__(self, about: About) -> None:
         self.all: list[Alert] = []
         self._states = [_RuleState(rule) for rule in _rules(about)]
 
     def add(self, row: Mapping[str, Any]) -> list[str]:
-        """Take the next row; returns the sentences to say: what began with it and what ended."""
+        """Add the next row; returns messages about the alerts that begin or end with it."""
         return [s for state in self._states if (s := state.add(row, self.all))]
 
     @property
@@ -43,15 +43,15 @@ class Alerts:
 
 
 def alerts(rows: Iterable[Mapping[str, Any]], about: About) -> list[Alert]:
-    """All alerts of a run, in the order in which they began."""
-    found = Alerts(about)
+    """All alerts of a run, in the order of their begin."""
+    state = Alerts(about)
     for row in rows:
-        found.add(row)
-    return found.all
+        state.add(row)
+    return state.all
 
 
 class _RuleState:
-    """One rule and whether it is broken: begins at one threshold, ends only well below it and for some rows."""
+    """State of one rule: an alert begins at one threshold, and ends after some rows well below it."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -70,7 +70,7 @@ class _RuleState:
     def _begin(self, row: Mapping[str, Any], value: float, every: list[Alert]) -> str:
         self.alert, self._calm = Alert(self.rule.name, int(row["step"]), self.rule.says(value)), 0
         every.append(self.alert)
-        return f"alert at step {self.alert.since}: {self.alert.sentence}"
+        return f"alert at step {self.alert.since}: {self.alert.message}"
 
     def _end(self, row: Mapping[str, Any]) -> str:
         assert self.alert is not None

@@ -1,4 +1,4 @@
-"""The verb watch: a frame again and again on a terminal, one frame elsewhere."""
+"""`kiloword watch`: repeated frames on a terminal, one frame elsewhere."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kiloword.watch.page import View, page
 from kiloword.watch.plot import Dots
 from kiloword.watch.runs import Watched, find
 
-NO_BRAILLE = ("linux", "vt100", "vt102", "vt220", "ansi", "dumb", "unknown")  # terminals without such characters
+NO_BRAILLE = ("linux", "vt100", "vt102", "vt220", "ansi", "dumb", "unknown")  # terminals without braille characters
 PIPE_WIDTH = 100
 
 
 class Runs:
-    """The runs of some folders, those that begin later among them."""
+    """The runs in some folders, including those that begin later."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self._runs: dict[Path, Watched] = {}
 
     def update(self) -> tuple[list[Watched], bool]:
-        """All runs, and whether anything is new. Raises: ValueError for paths that hold no runs."""
+        """All runs, and whether anything changed. Raises: ValueError for paths without runs."""
         new = False
         for folder, name in find(self.paths).items():
             new |= folder not in self._runs
@@ -47,7 +47,7 @@ def main(
     tensorboard: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """`kiloword watch`. Raises: ValueError for paths that hold no runs, and settings that cannot be."""
+    """Run `kiloword watch`. Raises: ValueError for paths without runs, and for invalid settings."""
     if not every > 0:
         raise ValueError(f"--every is {every}: expected seconds above 0.")
     if not 0 <= smooth < 1:
@@ -57,9 +57,9 @@ def main(
     console = console or screen()
     runs, mirrors = Runs(paths), Mirrors(tensorboard)
     if once or not console.is_terminal:
-        found, _ = runs.update()
-        mirrors.update(found)
-        console.print(page(found, _view(console, len(found), smooth, curves, None)), soft_wrap=True)
+        watched, _ = runs.update()
+        mirrors.update(watched)
+        console.print(page(watched, _view(console, len(watched), smooth, curves, None)), soft_wrap=True)
         return
     try:
         _follow(console, runs, mirrors, every, smooth, curves)
@@ -68,7 +68,7 @@ def main(
 
 
 def screen() -> Console:
-    """The terminal; where there is none, as wide as COLUMNS says, and without control characters."""
+    """The terminal; without one, output of COLUMNS columns without control characters."""
     screen = Screen()
     if screen.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
         return screen
@@ -78,12 +78,12 @@ def screen() -> Console:
 def _follow(
     console: Console, runs: Runs, mirrors: Mirrors, every: float, smooth: float, curves: tuple[str, ...]
 ) -> None:
-    dumb = console.is_dumb_terminal  # cannot be drawn over: each frame with news below the one before
+    dumb = console.is_dumb_terminal  # cannot be redrawn: print each changed frame below the previous one
     with nullcontext() if dumb else Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            found, new = runs.update()
-            mirrors.update(found)
-            frame = page(found, _view(console, len(found), smooth, curves, None if dumb else console.height - 1))
+            watched, new = runs.update()
+            mirrors.update(watched)
+            frame = page(watched, _view(console, len(watched), smooth, curves, None if dumb else console.height - 1))
             if live is not None:
                 frame.append(f"\n{time.strftime('%H:%M:%S')}  Ctrl-C ends", "dim")
                 live.update(frame, refresh=True)
@@ -97,7 +97,7 @@ def _view(console: Console, runs: int, smooth: float, curves: tuple[str, ...], h
 
 
 def _dots(console: Console, runs: int) -> Dots:
-    """Marks tell runs apart where colours do not, and are all that some terminals have."""
+    """Braille dots if the terminal supports them and colours tell runs apart, else marks."""
     utf = console.encoding.lower().startswith("utf")
     plain = console.is_terminal and os.environ.get("TERM", "").lower() in NO_BRAILLE
     colours = bool(console.color_system) and not console.no_color

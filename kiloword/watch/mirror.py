@@ -1,4 +1,4 @@
-"""Rows of runs as TensorBoard events. The rows stay the one truth: what is mirrored can be made again from them."""
+"""Mirror the rows of runs to TensorBoard events, which can be made again from the rows."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ PLACE = "mirrored.json"
 
 
 def check_tensorboard() -> None:
-    """Raises: ValueError when its package is not here."""
+    """Raises: ValueError when the package is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("tensorboard is not installed: pip install 'kiloword[log]', or leave it out.")
+        raise ValueError("tensorboard is not installed: pip install 'kiloword[log]', or omit it.")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The last row that was mirrored, and what the run's first one was."""
+    """The last mirrored row, and the first row of the run."""
 
-    first: str = ""  # another first row: another run, or one that began again
+    first: str = ""  # a different first row means another run, or one that began again
     restarts: int = -1
     step: int = -1
 
     def after(self, row: dict[str, Any]) -> Place:
-        """The place when `row` is mirrored too."""
+        """The place after mirroring `row`."""
         return Place(self.first or _first(row), row.get("restarts", 0), row["step"])
 
 
 def what_is_new(rows: list[dict[str, Any]], place: Place) -> tuple[list[dict[str, Any]], int]:
-    """All rows of a file -> those to write now, and the step from which on events are to be forgotten.
+    """The rows to write, and the step from which TensorBoard must drop earlier events.
 
-    A resumed run keeps the rows up to its state; what it writes has a higher number of restarts. The last step comes
-    again in any case: whoever wrote it may have been killed before it noted so.
+    A resumed run keeps the rows up to its state; its new rows have a higher number of restarts. The last step is always
+    written again, as its writer may have been killed before it recorded the place.
     """
     if not rows or place.first != _first(rows[0]):
         return rows, 0
@@ -56,9 +56,9 @@ def _first(row: dict[str, Any]) -> str:
 
 
 class Mirror:
-    """Writes the rows of one run that are new at each `update`, also when it went on in another process.
+    """Writes the new rows of one run at each `update`, also after the run continued in another process.
 
-    Rows that a resumed run writes again replace the old ones: an event tells TensorBoard to forget those.
+    Rows that a resumed run writes again replace the old ones: an event makes TensorBoard drop those.
     """
 
     def __init__(self, run: Path, folder: Path) -> None:
@@ -94,7 +94,7 @@ class Mirror:
         return self._writer
 
     def _forget(self, step: int) -> None:
-        """Everything from `step` on."""
+        """Make TensorBoard drop all events from `step` on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
@@ -106,8 +106,8 @@ class Mirror:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        found = {name: number(row, name) for name in row if name not in NO_CURVE}
-        values = [Summary.Value(tag=name, simple_value=v) for name, v in found.items() if v is not None]
+        numbers = {name: number(row, name) for name in row if name not in NO_CURVE}
+        values = [Summary.Value(tag=name, simple_value=v) for name, v in numbers.items() if v is not None]
         wall = number(row, "time") or time.time()
         self.writer.add_event(Event(wall_time=wall, step=row["step"], summary=Summary(value=values)))
 
@@ -118,7 +118,7 @@ class Mirror:
 
 
 class Mirrors:
-    """A mirror for each run, in a folder of its own below `folder`; none without a folder."""
+    """A mirror for each run in a subfolder of `folder`; none without a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         if folder is not None:
@@ -127,7 +127,7 @@ class Mirrors:
         self._mirrors: dict[Path, Mirror] = {}
 
     def update(self, runs: Iterable[Watched]) -> None:
-        """Raises: ValueError when the folder cannot be written."""
+        """Mirror new rows of the runs. Raises: ValueError when the folder cannot be written."""
         for run in runs if self.folder is not None else ():
             assert self.folder is not None
             if run.folder not in self._mirrors:
@@ -140,7 +140,7 @@ class Mirrors:
 
 
 def in_training(run: Path, say: Callable[[str], None]) -> Callable[[], None]:
-    """Mirrors the run into its own folder at each call; what goes wrong there is said once and stops no training."""
+    """A function that mirrors a run into its folder; an error is reported once and does not stop training."""
     mirror = Mirror(run, run / "tensorboard")
     broken = False
 

@@ -1,4 +1,4 @@
-"""One frame: the runs with their state and alerts, and below them a curve a metric, all runs in one plot."""
+"""One frame: the runs with state and alerts, and below a plot per metric with the curves of all runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kiloword.watch.plot import MARKS, STYLES, Dots, Series, plot, short
 from kiloword.watch.rows import smoothed
 from kiloword.watch.runs import Watched
 
-COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions")  # told in words
+COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions")  # shown in words
 SPEED = ("pairs_per_s", "data_wait", "slowest_data_wait")
 LAST = ("gradient_norm", *SPEED, "lr", "scale", "bias", "memory", "save_s", "skipped_steps")
 STATES = {"waiting": "dim", "running": "green", "finished": "bold green", "stopped": "yellow"}
 STATES |= {"silent": "bold red", "failed": "bold red"}
-LEAST, MOST, FREE = 4, 10, 7  # rows of a plot: at least, at most, and where the height is free
-WIDE = 50  # columns that a plot wants
-StyledText = tuple[str, str]  # words and their style
+LEAST, MOST, FREE = 4, 10, 7  # rows of a plot: least, most, and without a limit of height
+WIDE = 50  # columns of a plot at least
+StyledText = tuple[str, str]  # text and its style
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class View:
     """How frames are drawn."""
 
     width: int
-    height: int | None = None  # lines of the window; None: as many as it takes
+    height: int | None = None  # lines of the window; None: no limit
     dots: Dots = "marks"
     smooth: float = 0.0
-    curves: tuple[str, ...] = ()  # beginnings of the names of metrics; (): what matters most
+    curves: tuple[str, ...] = ()  # starts of the names of metrics; (): the most important
 
 
 def page(runs: Sequence[Watched], view: View) -> Text:
@@ -55,31 +55,31 @@ def page(runs: Sequence[Watched], view: View) -> Text:
 
 
 def _about(run: Watched, place: int | None, view: View) -> list[Text]:
-    """A run in words, wrapped. Args: place, of the run among several."""
+    """Text about a run, wrapped. Args: place: of the run among several; None: the only one."""
     indent = "" if place is None else "  "
     lines = _wrap(_parts(run), view.width, indent)
     if place is not None:
         mark = MARKS[place % len(MARKS)] if view.dots == "marks" else "\u25cf"
         lines[0] = Text.assemble((mark, STYLES[place % len(STYLES)]), " ", lines[0][len(indent) :])
     errors = [f"! the run ended with an error: {shown(run.error)}"] if run.error else []
-    for said in errors + [f"! {a.name} since step {a.since}: {a.sentence}" for a in run.alerts.current]:
-        lines += [Text(indent + line, "red") for line in wrap(said, view.width - len(indent), subsequent_indent="  ")]
+    for alert in errors + [f"! {a.name} since step {a.since}: {a.message}" for a in run.alerts.current]:
+        lines += [Text(indent + line, "red") for line in wrap(alert, view.width - len(indent), subsequent_indent="  ")]
     over = Counter(a.name for a in run.alerts.all if a.until is not None)
     if over:
-        said = "over: " + ", ".join(name + (f" x{n}" if n > 1 else "") for name, n in over.items())
-        lines += [Text(indent + line, "dim") for line in wrap(said, view.width - len(indent))]
+        alert = "over: " + ", ".join(name + (f" x{n}" if n > 1 else "") for name, n in over.items())
+        lines += [Text(indent + line, "dim") for line in wrap(alert, view.width - len(indent))]
     return lines
 
 
 def _parts(run: Watched) -> list[StyledText]:
     last, config = run.columns.last, run.config
-    state, more = run.state()
+    state, details = run.state()
     parts: list[StyledText] = [
         (run.name, "bold"),
         (" ".join((config.method, config.size)).strip(), ""),
         (state, STATES[state]),
     ]
-    parts.append((more, STATES[state]))
+    parts.append((details, STATES[state]))
     if "step" in last:
         of = f"/{config.steps:,} ({run.step / config.steps:.0%})" if config.steps else ""
         parts.append((f"step {run.step:,}{of}", ""))
@@ -114,7 +114,7 @@ def _counts(run: Watched) -> list[StyledText]:
 
 
 def _wrap(parts: Sequence[StyledText], width: int, indent: str) -> list[Text]:
-    """Parts with two spaces between them, none cut where it fits a line."""
+    """Join parts by two spaces and wrap between them."""
     lines = [Text(indent)]
     for words, style in parts:
         line, words = lines[-1], shown(words)
@@ -140,7 +140,7 @@ def _chosen(runs: Sequence[Watched], view: View) -> list[str]:
 
 
 def _dull(name: str, runs: Sequence[Watched]) -> bool:
-    """A count that never left zero, or the pair loss where it is the whole loss."""
+    """Whether a curve is omitted: a count that is always zero, or a pair loss that is the whole loss."""
     columns = [run.columns for run in runs if name in run.columns]
     if name in ("skipped_steps", "save_s"):
         return not any(c.of(name)[1].any() for c in columns)
@@ -148,22 +148,22 @@ def _dull(name: str, runs: Sequence[Watched]) -> bool:
 
 
 def _grid(runs: Sequence[Watched], names: list[str], view: View, above: int) -> list[Text]:
-    """Plots side by side where there is width. Args: above, lines that are taken."""
+    """Plots side by side as the width allows. Args: above: number of lines above them."""
     across = max(1, min(view.width // WIDE, len(names), 4))
     width = (view.width - 2 * (across - 1)) // across
-    down, height, more = math.ceil(len(names) / across), FREE, 0
+    down, height, hidden = math.ceil(len(names) / across), FREE, 0
     if view.height is not None:
         free = max(view.height - above, LEAST + 3)
         fits = max(1, min(down, free // (LEAST + 2)))
         if fits < down:
             fits = max(1, (free - 1) // (LEAST + 2))
-            more = len(names) - fits * across
-        down, height = fits, min(MOST, (free - bool(more)) // fits - 2)
+            hidden = len(names) - fits * across
+        down, height = fits, min(MOST, (free - bool(hidden)) // fits - 2)
     range_ = _steps(runs)
     plots = [_plot(name, runs, range_, view, width, height) for name in names[: down * across]]
     lines = [line for n in range(0, len(plots), across) for line in _beside(plots[n : n + across], width)]
-    note = f"{more} more curves: a larger window shows them, or choose by --curves"
-    return [*lines, *([Text(note, "dim")] if more > 0 else [])]
+    note = f"{hidden} more curves: a larger window shows them, or choose by --curves"
+    return [*lines, *([Text(note, "dim")] if hidden > 0 else [])]
 
 
 def _steps(runs: Sequence[Watched]) -> tuple[float, float]:

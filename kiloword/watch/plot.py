@@ -1,4 +1,4 @@
-"""Curves in characters: braille dots where a terminal shows them, else one mark a run."""
+"""Curves in characters: braille dots if the terminal supports them, else one mark per run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Series:
 def plot(title: str, series: Sequence[Series], steps: tuple[float, float], width: int, height: int, dots: Dots) -> Text:
     """A title, `height` rows of curves with the range of values beside them, and the range of steps below.
 
-    Args: series with at least one value among them; steps, the range; width, columns in all.
+    Args: series: with at least one value in total; steps: range of steps; width: number of columns in total.
     """
     inner = max(width - LABEL, 4)
     fine = (2, 4) if dots == "braille" else (1, 1)
@@ -70,17 +70,17 @@ def _cells(
     size: tuple[int, int],
     fine: tuple[int, int],
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """(row, column) -> dots there and the run that drew last."""
+    """(row, column) -> dots, and the run that drew last."""
     high, tall = values[1], size[1] * fine[1]
     scale = (tall - 1) / max(values[1] - values[0], 1e-300)
     out: dict[tuple[int, int], tuple[int, int]] = {}
-    for one, (at, means) in zip(series, curves, strict=True):
+    for curve, (at, means) in zip(series, curves, strict=True):
         down = np.clip((high - means) * scale, 0, tall - 1)
         for x, y in _line(at, down):
             key = (y // fine[1], x // fine[0])
             bit = _BRAILLE[y % 4][x % 2] if fine[1] == 4 else 1
             before = out.get(key)
-            out[key] = (bit if before is None or before[1] != one.place else before[0] | bit, one.place)
+            out[key] = (bit if before is None or before[1] != curve.place else before[0] | bit, curve.place)
     return out
 
 
@@ -96,25 +96,25 @@ def _line(at: Numbers, down: Numbers) -> Iterator[tuple[int, int]]:
 
 
 def _range(values: Numbers) -> tuple[float, float, bool]:
-    """Lowest and highest value shown, and whether rare higher ones are cut: one spike would hide everything else."""
+    """Lowest and highest value shown, and whether rare higher values are cut, as one spike would flatten the curve."""
     low, high = float(values.min()), float(values.max())
     usual = float(np.quantile(values, 0.98))
     cut = len(values) >= 20 and high - low > 5 * (usual - low) > 0
     high = usual + 0.5 * (usual - low) if cut else high
-    if high - low <= 1e-3 * abs(high):  # constant, but for what nobody wants enlarged
-        some = abs(high) * 0.1 or 1.0
-        return low - some, high + some, False
+    if high - low <= 1e-3 * abs(high):  # constant up to noise
+        margin = abs(high) * 0.1 or 1.0
+        return low - margin, high + margin, False
     return low, high, cut
 
 
 def _labels(low: float, high: float) -> tuple[str, str]:
-    """Of both ends, with more digits where they would look equal."""
+    """Labels of both ends, with more digits if they would look equal."""
     top, bottom = short(high), short(low)
     return (top, bottom) if top != bottom else (f"{high:.6g}", f"{low:.6g}")
 
 
 def short(value: float) -> str:
-    """Three digits or four, six characters: 0.12, 12.3, 1234, 56.7k, 1.2e-5."""
+    """A number with three or four digits in at most six characters: 0.12, 12.3, 1234, 56.7k, 1.2e-5."""
     size = abs(value)
     if size == 0:
         return "0"

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` as columns that grow: read once, then only what is new."""
+"""Reading of `metrics.jsonl` into growing columns; later reads take only new rows."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
-LINE, NAMES, NAME = 1 << 16, 1000, 200  # bytes of a line, metrics of a run, letters of a metric's name
-MOST = 1e100  # of a step or a metric: what is larger is damage, and sums and differences of it would overflow
+LINE, NAMES, NAME = 1 << 16, 1000, 200  # limits: bytes of a line, metrics of a run, characters of a metric's name
+MOST = 1e100  # limit of a step or a metric: larger values are damage, and their sums would overflow
 
 
 class RowReader:
-    """New rows of a file at each call; a line that is half written waits for its end.
+    """Yields the new rows of a file at each call; an incomplete line is read later.
 
-    A resumed run rewrites the file from its state on: then everything comes again, and `times` counts the beginnings.
+    A resumed run rewrites the file: then all rows are read again, and `times` counts the reads from the start.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.times = path, 0
-        self._offset, self._last = 0, b""  # where the next line begins, and the line before it
+        self._offset, self._last = 0, b""  # offset of the next line, and the line before it
 
     def __call__(self) -> Iterator[dict[str, Any]]:
-        if not self.path.is_file():  # not yet there; a pipe or a device has no end
+        if not self.path.is_file():  # missing; a pipe or a device may be endless
             return
         with self.path.open("rb") as file:
             if self._offset and not self._same(file):
                 self._offset, self._last = 0, b""
             file.seek(self._offset)
-            while line := file.readline(LINE):  # the parts of a longer one are no rows
+            while line := file.readline(LINE):  # parts of a longer line are not valid rows
                 if len(line) < LINE and not line.endswith(b"\n"):
                     return
                 if not self._offset:
@@ -46,7 +46,7 @@ class RowReader:
                     yield row
 
     def _same(self, file: Any) -> bool:
-        """Whether what was read before still stands there."""
+        """Whether the last line read is unchanged."""
         file.seek(self._offset - len(self._last))
         return bool(file.read(len(self._last)) == self._last)
 
@@ -62,12 +62,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def absurd(value: Any) -> bool:
-    """Whether a value is not a number, or larger than any that a run counts or computes."""
+    """Whether a value is not a number, or larger than MOST and finite."""
     return not isinstance(value, int | float) or MOST < abs(value) < math.inf
 
 
 class Columns:
-    """Rows as one array of numbers a name, 8 bytes a value."""
+    """Rows as one array per name, 8 bytes per value."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -95,7 +95,7 @@ class Columns:
         return list(self._columns)
 
     def of(self, name: str) -> tuple[Numbers, Numbers]:
-        """Steps and values [N] of the rows that hold `name`."""
+        """Steps and values [N] of the rows with `name`."""
         steps, values = self._columns.get(name, (array("d"), array("d")))
         return np.array(steps), np.array(values)
 
@@ -103,7 +103,7 @@ class Columns:
 def smoothed(values: Numbers, weight: float) -> Numbers:
     """An exponential moving average that starts without bias.
 
-    Args: values [N]; weight of the past, from 0 (nothing changes) to below 1.
+    Args: values: [N]; weight: of the past, from 0 (no smoothing) to below 1.
     """
     if weight == 0:
         return values
@@ -115,9 +115,9 @@ def smoothed(values: Numbers, weight: float) -> Numbers:
 
 
 def thinned(steps: Numbers, values: Numbers, low: float, high: float, bins: int) -> tuple[Numbers, Numbers]:
-    """Means of the values in equal bins of steps; an empty bin gives nothing.
+    """Means of the values in equal bins of steps; empty bins are omitted.
 
-    Args: steps, values [N]; low, high, the range of steps. Returns: bin numbers and means [M], M at most `bins`.
+    Args: steps, values: [N]; low, high: range of steps. Returns: bin numbers and means [M], M at most `bins`.
     """
     at = ((steps - low) / max(high - low, 1e-9) * (bins - 1)).round().astype(np.int64)
     counts = np.bincount(at, minlength=bins)

@@ -1,4 +1,4 @@
-"""What an alert's rule is, and from which values on alerts begin and end."""
+"""The interface of alert rules, and the thresholds at which alerts begin and end."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Limits:
-    """All thresholds. Of a pair, the first begins an alert and the second ends it."""
+    """All thresholds. In a pair the first value begins an alert and the second ends it."""
 
-    recent: int = 20  # rows that "the last rows" are
-    before: int = 200  # rows that the gradient norm of the last ones is compared with
-    loss_before: int = 11  # rows whose median a loss is compared with
-    loss_moves: int = 50  # rows whose differences tell how noisy the loss is
+    recent: int = 20  # number of "the last rows"
+    before: int = 200  # number of earlier rows for comparing the gradient norm
+    loss_before: int = 11  # number of rows for the median of the loss
+    loss_moves: int = 50  # number of differences that estimate the noise of the loss
     spike: tuple[float, float] = (8.0, 3.0)  # robust standard deviations (by MAD) of the loss above that median
     spike_floor: float = 0.01  # least standard deviation, as a share of the median
     bad_steps: tuple[float, float] = (1.0, 0.0)  # skipped steps, or rows without a loss, in the last rows
-    seconds: float = 30.0  # least time of the last rows where speed is judged
-    wait: tuple[float, float] = (0.2, 0.15)  # share of the time that is waited for data
+    seconds: float = 30.0  # shortest time of the last rows for judging speed
+    wait: tuple[float, float] = (0.2, 0.15)  # share of the time spent waiting for data
     skipped: tuple[float, float] = (0.5, 0.4)  # share of rows found bad so far, as a share of --bad-share
-    few: int = 5  # bad samples or cut captions; fewer are no sign yet
-    truncated: tuple[float, float] = (0.01, 0.005)  # share of captions that are cut
+    few: int = 5  # smallest number of bad samples or truncated captions for an alert
+    truncated: tuple[float, float] = (0.01, 0.005)  # share of truncated captions
     slower: tuple[float, float] = (1 / 3, 0.2)  # loss of pairs/s against the median since the start
     at_scale: tuple[float, float] = (1.0, 0.5)  # share of the last rows whose scale is at its limit
-    norm: tuple[float, float] = (3.0, 1.5)  # gradient norm against the one before
-    falls: tuple[float, float] = (3.0, 0.0)  # evaluations in a row that were each worse than the one before
+    norm: tuple[float, float] = (3.0, 1.5)  # ratio of the gradient norm to the earlier one
+    falls: tuple[float, float] = (3.0, 0.0)  # number of evaluations in a row that were each worse than the previous one
     memory: tuple[float, float] = (0.1, 0.0)  # growth since the first quarter, if it grew in each quarter
     memory_quarter: float = 0.02  # least growth of each quarter
     memory_rows: int = 100  # rows before memory is judged
     mined: tuple[float, float] = (0.05, 0.04)  # share of all pairs that are mined as positives
-    patience: int = 5  # rows that must be calm before an alert ends
+    patience: int = 5  # number of calm rows before an alert ends
 
 
 LIMITS = Limits()
@@ -44,7 +44,7 @@ LIMITS = Limits()
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What rows do not say of their run."""
+    """Facts about a run that rows lack."""
 
     bad_share: float = 0.01
     batch: int = 1
@@ -52,7 +52,7 @@ class About:
 
 
 class Rule(ABC):
-    """`measure` takes every row in order and returns how bad it is, or None where the row does not tell."""
+    """`measure` takes every row in order and returns its severity, or None if the row has no information."""
 
     name: str
     over: str
@@ -62,15 +62,15 @@ class Rule(ABC):
 
     @abstractmethod
     def measure(self, row: Row) -> float | None:
-        """How bad the row is."""
+        """The severity of the row, compared with `begin` and `end`."""
 
     @abstractmethod
     def says(self, value: float) -> str:
-        """The sentence for the row just measured."""
+        """The message for the row just measured."""
 
 
 class Restart:
-    """Says of each row whether it is the first of its process."""
+    """Detects the first row of each process."""
 
     def __init__(self) -> None:
         self.last: object = self
@@ -81,7 +81,7 @@ class Restart:
 
 
 class Span:
-    """Says of each row whether the last ones took long enough to judge speed by; rows without a time did."""
+    """Detects whether the last rows took long enough to judge speed; rows without a time always do."""
 
     def __init__(self) -> None:
         self.times: deque[float] = deque(maxlen=LIMITS.recent)

@@ -1,4 +1,4 @@
-"""Alerts about data and machine: waiting for data, bad samples, cut captions, speed, memory."""
+"""Alerts about data and machine: waiting for data, bad samples, truncated captions, speed, memory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Truncated(Rule):
 
 
 class Slower(Rule):
-    """Median of the last rows against the median of such medians since the start: a resumed run may be elsewhere."""
+    """Compares the median of the last rows with the median of such medians since the process began."""
 
     name, over = "slower", "pairs/s are back."
     begin, end = LIMITS.slower

@@ -1,4 +1,4 @@
-"""Alerts about what is learned: skipped steps, spikes of the loss, the gradient, the scale, validation."""
+"""Alerts about learning: skipped steps, spikes of the loss, the gradient, the scale, validation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BadSteps(Rule):
 
     def says(self, value: float) -> str:
         return (
-            f"{value:.0f} of the last steps had a loss or gradient that is no number or explodes, and were skipped. "
+            f"{value:.0f} of the last steps had a NaN, infinite or exploding loss or gradient, and were skipped. "
             "If it goes on: a smaller --optim.lr, a longer --optim.warmup, or --precision fp32."
         )
 
@@ -52,7 +52,7 @@ class ManyMined(Rule):
 
 
 class LossSpike(Rule):
-    """Against the median of a few rows before; noise is what the loss moves from row to row, whatever its trend."""
+    """Compares the loss with the median of a few earlier rows; the noise is estimated from differences of rows."""
 
     name, over = "loss spike", "the loss is no higher than just before."
     begin, end = LIMITS.spike

@@ -1,4 +1,4 @@
-"""A run seen from outside: what its folder says, how far it is, and whether it still goes on."""
+"""A run as seen from its folder: configuration, progress, and whether it is still running."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kiloword.terminal.progress import Pace
 from kiloword.watch.alerts import About, Alerts
 from kiloword.watch.rows import Columns, RowReader, absurd
 
-LEAST_SILENCE = 60.0  # seconds without a row that are no sign of anything
+LEAST_SILENCE = 60.0  # seconds without a row that count as normal
 MAX_JSON = 1 << 24  # bytes of a config.json
-ERROR = "error.json"  # why a run ended; removed when it goes on
-RUN = "kiloword-run-"  # how the format of a run's config.json begins
+ERROR = "error.json"  # why a run ended; removed when it continues
+RUN = "kiloword-run-"  # start of the format in a run's config.json
 
 
 @dataclass(frozen=True)
 class Config:
-    """What `config.json` says that is shown; another version's may lack some of it."""
+    """The fields of `config.json` that are shown; other versions may lack some."""
 
     method: str = ""
     size: str = ""
@@ -39,7 +39,7 @@ class Watched:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self.error = ""  # that the run ended with
+        self.error = ""  # the error with which the run ended
         self._begin(read_config(folder))
 
     def _begin(self, config: Config) -> None:
@@ -53,8 +53,8 @@ class Watched:
         self.alerts = Alerts(About(batch=config.batch, bad_share=config.bad_share, max_scale=config.max_scale))
 
     def update(self) -> bool:
-        """Read what is new; returns whether something is."""
-        config = read_config(self.folder)  # written when a run is ready to begin, and again with --extend
+        """Read new rows; returns whether anything changed."""
+        config = read_config(self.folder)  # written when a run begins, and again with --extend
         new = config != self.config
         if new:
             self._begin(config)
@@ -65,7 +65,7 @@ class Watched:
             if self.reader.times != times:  # rewritten from its start, or seen for the first time
                 times = self.reader.times
                 self._clear()
-            if row["step"] < self.step:  # written by no run of ours
+            if row["step"] < self.step:  # not written by a run
                 continue
             self.columns.add(row)
             self.pace.add(row)
@@ -79,11 +79,11 @@ class Watched:
 
     @property
     def left(self) -> float | None:
-        """Seconds to the end, validation and pauses left out."""
+        """Seconds to the end, without validation and pauses."""
         return None if self.config.steps is None else self.pace.seconds(max(self.config.steps - self.step, 0))
 
     def state(self, now: float | None = None) -> tuple[str, str]:
-        """One of failed, waiting, running, finished, stopped and silent, and a few words more."""
+        """One of failed, waiting, running, finished, stopped and silent, and details."""
         now = time.time() if now is None else now
         if self.error:
             return "failed", f"{_ago(now - _changed(self.folder / ERROR))} ago"
@@ -101,7 +101,7 @@ class Watched:
         return "silent", f"for {ago}" + (f"; the last state is of step {saved}" if saved else "")
 
     def _usual_silence(self) -> float:
-        """Several times what is usual between rows, with the longest pause of the last ones (saving, validation)."""
+        """Longest normal time between rows, from the last gaps including pauses (saving, validation)."""
         gaps = np.diff(self.columns.of("time")[1][-200:])
         if not len(gaps):
             return LEAST_SILENCE
@@ -121,7 +121,7 @@ def _changed(path: Path, otherwise: float = 0.0) -> float:
 
 
 def read_config(folder: Path) -> Config:
-    """Leniently: what is not there keeps its default."""
+    """Read the configuration; missing or invalid fields keep their defaults."""
     raw = _json(folder / "config.json")
     recipe = _inside(raw, "recipe")
     there = _inside(recipe, "settings") | _inside(recipe, "data") | recipe
@@ -131,34 +131,34 @@ def read_config(folder: Path) -> Config:
 
 
 def _inside(raw: dict[str, Any], name: str) -> dict[str, Any]:
-    found = raw.get(name)
-    return found if isinstance(found, dict) else {}
+    value = raw.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def saved_step(folder: Path) -> int | None:
-    """Step of the newest state."""
-    found = [re.fullmatch(r"step-(\d+)\.json", p.name) for p in (folder / "state").glob("step-*.json")]
-    return max((int(m.group(1)) for m in found if m), default=None)
+    """Step of the newest state; None without states."""
+    matches = [re.fullmatch(r"step-(\d+)\.json", p.name) for p in (folder / "state").glob("step-*.json")]
+    return max((int(m.group(1)) for m in matches if m), default=None)
 
 
 def find(paths: Sequence[Path]) -> dict[Path, str]:
     """Folders of runs -> names to show: the paths themselves, or the runs in them.
 
-    Raises: ValueError for a path that is no run and holds none.
+    Raises: ValueError for a path that is not a run and contains none.
     """
-    found: dict[Path, str] = {}
+    runs: dict[Path, str] = {}
     for path in paths:
         if _is_run(path):
-            found[path] = str(path)
+            runs[path] = str(path)
             continue
         _check_folder(path)
         inside = sorted(p for p in path.iterdir() if p.is_dir() and _is_run(p))
-        found |= {p: p.name if len(paths) == 1 else str(p) for p in inside}
+        runs |= {p: p.name if len(paths) == 1 else str(p) for p in inside}
         if not inside and not any(path.iterdir()):
-            found[path] = str(path)  # a run that begins
+            runs[path] = str(path)  # a run that has just begun
         elif not inside:
             raise ValueError(f"{path} is no run and holds none: expected the --out of `kiloword train`, or its parent.")
-    return found
+    return runs
 
 
 def _is_run(path: Path) -> bool:
@@ -166,7 +166,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _check_folder(path: Path) -> None:
-    """Raises: ValueError, with what to give instead."""
+    """Raises: ValueError, with a hint what to name instead."""
     if not path.exists():
         raise ValueError(f"{path} does not exist: expected the --out of `kiloword train`.")
     if path.is_dir() and path.name in ("model", "state") and _is_run(path.parent):
@@ -180,9 +180,9 @@ def _check_folder(path: Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        if not path.is_file() or path.stat().st_size > MAX_JSON:  # not a pipe or a device, which has no end
+        if not path.is_file() or path.stat().st_size > MAX_JSON:  # a pipe or a device may be endless
             return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

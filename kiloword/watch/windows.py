@@ -1,4 +1,4 @@
-"""Robust sums over the last values of a series, cheap enough for a hundred thousand rows."""
+"""Robust statistics of the last values of a series, fast enough for 100,000 rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Window:
         return len(self._values)
 
     def add(self, value: float) -> float | None:
-        """Returns the value that leaves, if one does."""
+        """Add a value; returns the value that leaves the window, if any."""
         self._values.append(value)
         insort(self._sorted, value)
         if len(self._values) <= self.size:
@@ -42,13 +42,13 @@ class Window:
         return self._sorted[half] if len(self) % 2 else (self._sorted[half - 1] + self._sorted[half]) / 2
 
     def deviation(self) -> float:
-        """A standard deviation that outliers do not move: 1.4826 times the median absolute deviation."""
+        """A robust standard deviation: 1.4826 times the median absolute deviation."""
         middle = self.median
         return 1.4826 * median(abs(v - middle) for v in self._sorted)
 
 
 class Thinned:
-    """A whole series in a bounded number of evenly spaced values."""
+    """A series reduced to a bounded number of evenly spaced values."""
 
     def __init__(self, most: int = 256) -> None:
         assert most % 2 == 0
@@ -63,5 +63,5 @@ class Thinned:
         self.values.append(value)
         self._skip = self._stride - 1
         if len(self.values) == self.most:
-            del self.values[1::2]  # the newest among them, so that the next is due a stride from here
+            del self.values[1::2]  # including the newest, so that the next is one stride later
             self._stride *= 2

@@ -108,7 +108,7 @@ def test_tensors_that_are_not_those_of_the_header_are_refused(tmp_path: Path, ch
         "another shape": [torch.zeros(4), torch.ones(3)],  # as many bytes
         "another dtype": [torch.zeros(3, dtype=torch.int32), values[1]],
     }
-    with pytest.raises(SaveError, match=r"cannot write .*file: .* came for (a|b|None), expected"):
+    with pytest.raises(SaveError, match=r"cannot write .*file: got .* for (a|b|None), expected"):
         write_tensors(tmp_path / "file", specs, other[change])
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
 

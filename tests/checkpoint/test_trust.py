@@ -238,7 +238,7 @@ def test_transformers_runs_no_code_of_a_folder() -> None:
     loads = [(file, call) for file, call in CALLS if ast.unparse(call.func).endswith("from_pretrained")]
     assert len(loads) == 4
     for file, call in loads:
-        assert "alone" in [ast.unparse(k.value) for k in call.keywords if k.arg is None], (file, ast.unparse(call))
+        assert "local_only" in [ast.unparse(k.value) for k in call.keywords if k.arg is None], (file, ast.unparse(call))
         assert '"local_files_only": True, "trust_remote_code": False' in (PACKAGE / file).read_text(encoding="utf-8")
         if "Model" in ast.unparse(call.func):
             assert option(call, "use_safetensors") == "True"

@@ -272,7 +272,7 @@ def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
         (["--val", "no/such/data"], "no/such/data: no such file or folder"),
         (["--log-every", "0"], "--log-every is 0: expected at least 1"),
         (["--save-every", "-1"], "--save-every is -1: expected at least 0"),
-        (["--together", "3", "--batch", "9"], "64 rows are no whole number of groups of 3"),
+        (["--together", "3", "--batch", "9"], "64 rows are not a multiple of the group size 3"),
         (["--together", "0"], "--together is 0: expected at least 1"),
         (["--epochs", "3"], "--steps and --epochs both say how long"),
         (["--batch", "0"], "--batch is 0: expected at least 1"),

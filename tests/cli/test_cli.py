@@ -195,13 +195,13 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["fff"], "fff needs features named 'teacher' beside the data"),
+        (["fff"], "fff needs precomputed features named 'teacher'"),
         (["fff", "--features", "nowhere"], "nowhere is no feature store"),
         (["llip", "--settings.heads", "7"], "7 heads do not divide"),
         (["clip-c", "--settings.partner", "file", "--settings.partner-file", "none.parquet"], "none.parquet cannot"),
         (["clip", "--batch", "80"], "fewer than one batch of 80"),
         (["clip", "--micro", "3"], "micro 3 does not divide"),
-        (["clip", "--captions", "0"], "0 captions an image"),
+        (["clip", "--captions", "0"], "captions is 0"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
@@ -229,9 +229,9 @@ IDLE = [
     (["prolip", "--model.text.no-causal"], "--model.text.causal is False, but prolip builds the same model with True"),
     (
         ["clip", "--optim.name", "adamw", "--optim.muon-lr", "0.1"],
-        "--optim.muon-lr is 0.1, which counts with --optim.name",
+        "--optim.muon-lr is 0.1, which has an effect only with --optim.name",
     ),
-    (["clip", "--augment.blur-sigma", "1", "3"], "which counts with --augment.blur above 0 alone"),
+    (["clip", "--augment.blur-sigma", "1", "3"], "which has an effect only with --augment.blur above 0"),
     (["siglip", "--init", "MODEL", "--settings.scale", "5"], ""),
     (["clip", "--init", "MODEL", "--settings.scale", "5"], "--settings.scale is 5.0, but head.log_scale comes from"),
     (["clip", "--model.head.pool-queries", "8", "--model.head.image-pool", "attentional"], ""),
@@ -251,7 +251,7 @@ def test_settings_that_change_nothing_are_refused(
         run("train", *words, *rest, "--out", tmp_path / "out", "--dry-run")
     said = capsys.readouterr()
     assert told in said.err
-    assert bool(told) == ("Omit what changes nothing." in said.err) == (not said.out)
+    assert bool(told) == ("Omit settings without effect." in said.err) == (not said.out)
 
 
 def test_sharding_over_one_process_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def test_doctor_says_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatc
     for name in list(os.environ):
         if name.startswith(("OMP_", "MKL_NUM")):
             monkeypatch.delenv(name)
-    assert machine()["OpenMP"].startswith("as the library likes")
+    assert machine()["OpenMP"].startswith("default of the library")
 
 
 def test_doctor_names_extras_present_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_only_several_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process asks for no other; of two, each runs inside `heartbeat.met`."""
+    """One process asks for no other; of two, each runs inside `heartbeat.monitored`."""
     met: list[str] = []
 
     class Met:
@@ -232,7 +232,7 @@ def test_only_several_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *args: object) -> None:
             met.append("out")
 
-    monkeypatch.setattr(heartbeat, "met", Met)
+    monkeypatch.setattr(heartbeat, "monitored", Met)
     monkeypatch.setattr("kiloword.cli.describe.sizes_table", lambda: met.append("runs"))
     for ranks, order in ((1, ["runs"]), (2, ["in", "runs", "out"])):
         met.clear()

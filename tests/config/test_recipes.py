@@ -89,7 +89,7 @@ def test_a_class_without_a_schema_is_no_class_of_settings() -> None:
         what: Any = None
         a_thread: "threading.Thread | None" = None  # type: ignore[name-defined]  # noqa: F821, UP037
 
-    with pytest.raises(ValueError, match="Own is no class of settings: expected fields of plain data"):
+    with pytest.raises(ValueError, match="Own is not a class of settings: expected fields of plain data"):
         parse({}, Own)
 
 

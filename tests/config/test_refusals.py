@@ -81,7 +81,7 @@ class Plain:
 ALL = (0, 1, 2)
 FEATURES = {"vec": torch.eye(2)}
 REFUSED: dict[str, Callable[[], object]] = {
-    "expected one text an image": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
+    "expected one text per image": lambda: matcher().score_pairs(FEATURES, {"vec": torch.ones(1, 2)}),
     "plain has no captions for the colour baseline": lambda: [
         *baseline.retrieve(Plain(captions=False), open_source("scenes?n=2"))
     ],
@@ -100,7 +100,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "the row of one of the 2 images": lambda: check_pairs(FEATURES, FEATURES, torch.tensor([0, 2])),
     "for each of the 2 texts": lambda: check_pairs(FEATURES, FEATURES, torch.arange(1)),
     "--prompts.coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
-    "plain asks no questions": lambda: _counted(Plain(), 5),
+    "plain has no questions": lambda: _counted(Plain(), 5),
     "precision is 'fp16': expected auto, fp32 or bf16": lambda: open_captioner("model", precision="fp16"),
     "a batch of 0 images; expected at least 1": lambda: write_captions(
         describer("coca"), Plain(), "none", GenerationOptions(), batch=0

@@ -89,7 +89,7 @@ def sources(tmp_path: Path) -> dict[str, Any]:
         "table": table,
         "mixture": MixtureSource([shards, table], [2.0, 0.5]),
         "captions": WithCaptions(shards, [extra]),
-        "captions alone": WithCaptions(shards, [extra], own=False),
+        "captions alone": WithCaptions(shards, [extra], raw_captions=False),
         "own": Own([(b"encoded", "a dog"), (b"other", []), *arrays]),
         "scenes": open_scenes("scenes:val?n=9&size=48"),
         "inner": open_scenes("scenes?inner=1"),

@@ -183,14 +183,14 @@ def test_settings_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Rows(8)
     for settings, said in (
         ({"ranks": 3}, "does not divide over 3 ranks"),
-        ({"captions": 0}, "0 captions an image; expected at least 1"),
-        ({"truth": True}, "rows does not know which texts are true"),
-        ({"questions": True}, "rows asks no questions"),
+        ({"captions": 0}, "captions is 0: expected at least 1"),
+        ({"truth": True}, "rows has no ground truth of which texts describe"),
+        ({"questions": True}, "rows has no questions"),
     ):
         with pytest.raises(ValueError, match=said):
             make(source, **settings)
     order = Order(9, 4)
-    with pytest.raises(ValueError, match="rows has 8 rows, the order was made for 9"):
+    with pytest.raises(ValueError, match="rows has 8 rows, but the order is for 9"):
         ordered(source, order)
     parts: list[int] = []
 

@@ -71,7 +71,7 @@ def test_what_a_folder_is_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(open_source(str(tmp_path / "{9..10}.tar"))) == 2
     with pytest.raises(ValueError, match=r"1 of 3 tars are missing, the first is .*11\.tar"):
         open_source(str(tmp_path / "{9..11}.tar"))
-    with pytest.raises(ValueError, match=r"has no tars itself, but its folders .* have: name one of them"):
+    with pytest.raises(ValueError, match=r"has no tars itself, but its folders .* do: name one of them"):
         open_source(str(tmp_path.parent))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert len(open_source("~/9.tar")) == 1
@@ -140,7 +140,7 @@ def test_tables_of_captions_by_key(tmp_path: Path) -> None:
     assert source.name == f"{tmp_path / '0.tar'} + {tmp_path / 'x.parquet'}"
     with pytest.raises(AttributeError):
         source.unknown  # noqa: B018
-    alone = WithCaptions(source.source, [table], own=False)
+    alone = WithCaptions(source.source, [table], raw_captions=False)
     for read in (alone.captions, alone.record):
         with pytest.raises(BadSample, match="no caption"):
             read(0)
@@ -283,7 +283,7 @@ def test_looking_at_a_data_set_in_chunks(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert ranges == [range(3), range(3, 6), range(6, 7)]
     found = inspect.stats(Small(), 1)
     assert (found.rows, found.captions, found.labels, len(found.bad)) == (7, [1, 1, 1, 1, 1, 0], {2: 1}, 1)
-    with pytest.raises(ValueError, match="small: --digest is for tars of this machine"):
+    with pytest.raises(ValueError, match="small: --digest needs local tars"):
         local_tars(Small())
     tar = write_tar(tmp_path / "0.tar", pairs(2))
     plain: Any = open_source(str(tar))

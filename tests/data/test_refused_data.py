@@ -207,7 +207,7 @@ def test_a_drive_is_asked_four_times_and_others_once(monkeypatch: pytest.MonkeyP
     assert reason(lambda: read(source, 3)) == "no caption"
     assert read_image(source, 3).key == "k"
     assert (name_of(source, 2), len(waits)) == ("row 2", 3)
-    with pytest.raises(ValueError, match="a batch of 0 images; expected at least 1"):
+    with pytest.raises(ValueError, match="batch is 0: expected at least 1"):
         eval_batches(source, 8, batch=0)
 
 

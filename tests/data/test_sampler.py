@@ -86,7 +86,7 @@ def test_rows_cannot_be_written() -> None:
 def test_errors_are_sentences() -> None:
     with pytest.raises(ValueError, match="has 3 usable rows, fewer than one batch of 4"):
         Order(3, 4)
-    with pytest.raises(ValueError, match="batch of 0"):
+    with pytest.raises(ValueError, match="batch is 0"):
         Order(3, 0)
     with pytest.raises(ValueError, match="a global batch of 10 does not divide over 4 ranks; use a multiple of 4"):
         share(np.arange(10), 0, 4)

@@ -126,9 +126,19 @@ def goes_on(flags: list[str], out: Path, ranks: int = 1) -> None:
 @pytest.mark.parametrize(
     ("fault", "silent", "code", "says"),
     [
-        ("1:stopped", 1, 2, r"rank 1: no sign of life; it was last [a-z0-9 ]+\. It was killed, or its machine stands"),
-        ("0:stopped", 0, 2, r"nothing answers at 127\.0\.0\.1:\d+, where the ranks met: rank 0 or its torchrun was"),
-        ("1:loading", 1, 2, r"rank 1: it has been waiting for its data of step 3 for \d+ s; the others wait no longer"),
+        ("1:stopped", 1, 2, r"rank 1: no heartbeat; it was last [a-z0-9 ]+\. It was killed, or its machine hangs"),
+        (
+            "0:stopped",
+            0,
+            2,
+            r"no answer from 127\.0\.0\.1:\d+, the rendezvous of the ranks: rank 0 or its torchrun was",
+        ),
+        (
+            "1:loading",
+            1,
+            2,
+            r"rank 1: it has been waiting for its data of step 3 for \d+ s; the others stopped waiting",
+        ),
         ("1:refuses", None, 2, r"rank 1: photos/0007\.tar cannot be read\.$"),
         ("1:bug", 1, 2, r"rank 1: KeyError: 'teacher'$"),
     ],
@@ -148,7 +158,7 @@ def test_three_ranks_agree_who_died(tmp_path: Path) -> None:
     with started([*flags, "--steps", "6"], 3, "2:killed") as processes:  # a closed connection needs no time-out
         (first, said), (second, quiet) = ended(processes[0]), ended(processes[1])
     assert (first, second, quiet) == (2, 2, "")
-    assert said.startswith("kiloword: rank 2: no sign of life")
+    assert said.startswith("kiloword: rank 2: no heartbeat")
     goes_on(flags, tmp_path, 2)
 
 
@@ -208,13 +218,13 @@ def test_the_port_is_taken(tmp_path: Path) -> None:
         with started(words(tmp_path), 1, by=lambda rank, ranks, _: launch.announced(0, 2, port)) as (process,):
             code, said = ended(process)
     assert code == 2
-    assert said.startswith(f"kiloword: the ranks cannot meet at port {port} of 127.0.0.1: another process has it")
+    assert said.startswith(f"kiloword: the rendezvous at port {port} of 127.0.0.1 failed: another process has it")
 
 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     flags = [*words(tmp_path), "--steps", "3", "--timeout", "5"]
     with started(flags, 1, by=lambda rank, ranks, port: launch.announced(0, 2, port)) as (process,):
-        assert ended(process) == (2, "kiloword: rank 1 of 2 did not come within 5 s.")
+        assert ended(process) == (2, "kiloword: rank 1 of 2 did not join within 5 s.")
 
 
 def test_a_small_disk(tmp_path: Path) -> None:

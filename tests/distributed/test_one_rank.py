@@ -50,7 +50,7 @@ def rank(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Peers]:
     """Makes a rank of three in one store; its threads do not run."""
     root = HashStore()
     root.set_timeout(timedelta(seconds=1))  # for what nobody sets
-    monkeypatch.setattr(heartbeat, "meet", lambda rank, hosts, timeout_s: root)
+    monkeypatch.setattr(heartbeat, "connect", lambda rank, hosts, timeout_s: root)
     monkeypatch.setattr(heartbeat, "claim", lambda store, rank: None)
     idle = SimpleNamespace(start=lambda: None, join=lambda timeout: None)
 
@@ -75,7 +75,7 @@ def test_how_a_rank_begins(monkeypatch: pytest.MonkeyPatch, number: int, agent: 
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
-    monkeypatch.setattr(heartbeat, "meet", lambda *given: met.append(given) or root)
+    monkeypatch.setattr(heartbeat, "connect", lambda *given: met.append(given) or root)
     idle = SimpleNamespace(start=lambda: threads.append({"started": True}), join=threads.append)
     with monkeypatch.context() as patch:
         patch.setattr(heartbeat.threading, "Thread", lambda **named: threads.append(named) or idle)
@@ -159,7 +159,7 @@ def test_a_store_that_is_gone_ends_the_run(
         assert (one._end.rank, one._end.code) == (-1, 2)
         assert one._deadline == clock.now + LEAVE_S
         one._exit()
-        assert ("kiloword: nothing answers at 127.0.0.1:12345" in capsys.readouterr().err) == (number < 2)
+        assert ("kiloword: no answer from 127.0.0.1:12345" in capsys.readouterr().err) == (number < 2)
     assert codes == [2, 2, 2]
     one = rank(1)
     one._leaving.wait = lambda seconds: one._leaving.set()  # type: ignore[assignment,func-returns-value,misc]
@@ -213,7 +213,7 @@ def test_a_step_of_devices_that_hangs_is_ended_by_the_thread(
     beats(one, clock, 1)
     assert one._mine.check(["end"]) == tells
     if tells:
-        assert ended(one) == End(0, "no sign of life; it was last saving. It was killed, or its machine stands still. "
+        assert ended(one) == End(0, "no heartbeat; it was last saving. It was killed, or its machine hangs. "
                                     "The last state is kept.", 1)  # fmt: skip
 
 
@@ -279,11 +279,11 @@ def test_ranks_that_do_not_come_are_named(rank: Callable[..., Peers], clock: Clo
     one = rank(1, ranks=4)
     for number in (1, 2):
         one._mine.set(f"beat/{number}", "{}")
-    with pytest.raises(ValueError, match=r"^ranks 0, 3 of 4 did not come within 7 s\.$"):
+    with pytest.raises(ValueError, match=r"^ranks 0, 3 of 4 did not join within 7 s\.$"):
         one.gather(7)
     assert 1007 < clock.now < 1008
     one._mine.set("beat/0", "{}")
-    with pytest.raises(ValueError, match=r"^rank 3 of 4 did not come within 2 s\.$"):
+    with pytest.raises(ValueError, match=r"^rank 3 of 4 did not join within 2 s\.$"):
         one.gather(2)
     assert one.timeout_s == 2
     clock.then = lambda: setattr(one, "_end", END)
@@ -377,7 +377,7 @@ def test_nobody_tells_why_a_collective_broke(rank: Callable[..., Peers], clock: 
     one = rank(1, ranks=2)
     one._mine.set("beat/0", json.dumps({"beat": 1, "at": "saving", "for": 5.0}))
     result = one.ended(BROKEN)
-    assert str(result).startswith("rank 0: no sign of life; it was last saving.")
+    assert str(result).startswith("rank 0: no heartbeat; it was last saving.")
     assert ended(one).by == 1
     # a second for another's words, some for a heartbeat, and for rank 0 to report it
     assert clock.now - 1000 == pytest.approx(heartbeat.BEAT_S + 2 * diagnosis.SILENT_S, abs=0.2)
@@ -417,7 +417,7 @@ def test_how_a_rank_leaves(
 
     def run() -> None:
         nonlocal made
-        with heartbeat.met(77) as made, heartbeat.met(5) as again:
+        with heartbeat.monitored(77) as made, heartbeat.monitored(5) as again:
             assert again is made
             heartbeat.at("here")
             heartbeat.wait("there")
@@ -438,7 +438,7 @@ def test_how_a_rank_leaves(
 
 def test_a_single_rank_has_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "adopt", lambda: 1)
-    with heartbeat.met() as made:
+    with heartbeat.monitored() as made:
         assert made is None
 
 

@@ -109,7 +109,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Met:
     def note(name: str) -> Any:
         return lambda *given, **named: made.calls.append((name, *given, *named.items()))
 
-    monkeypatch.setattr(heartbeat, "met", meeting)
+    monkeypatch.setattr(heartbeat, "monitored", meeting)
     monkeypatch.setattr(launch, "adopt", lambda: 2)
     names = ("init_process_group", "barrier", "destroy_process_group")
     monkeypatch.setattr(

@@ -88,21 +88,26 @@ def standing(store: PrefixStore, rank: int, beat: int, at: str, seconds: float) 
 @pytest.mark.parametrize(
     ("moves", "places", "rank", "says"),
     [
-        ((True, False), ("in step 3", "in step 2"), 2, "no sign of life; it was last in step 2. "),
+        ((True, False), ("in step 3", "in step 2"), 2, "no heartbeat; it was last in step 2. "),
         (
             (True, True),
             ("in step 3", "reading data"),
             2,
-            "it has been reading data for 20 s; the others wait no longer",
+            "it has been reading data for 20 s; the others stopped waiting",
         ),
         ((True, True), ("reading", "saving"), 2, "it has been saving for 20 s"),
-        ((True, True), ("in step 3", "in step 3"), -1, "all ranks live and are in step 3, but cannot go on together"),
+        (
+            (True, True),
+            ("in step 3", "in step 3"),
+            -1,
+            "all ranks are alive and in step 3, but cannot continue together",
+        ),
     ],
 )
 def test_the_rank_at_fault_is_silent_or_stands_elsewhere(
     moves: tuple[bool, bool], places: tuple[str, str], rank: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 asks, of ranks 1 and 2; `moves`: which of them give a sign of life while it waits."""
+    """Rank 0 asks, of ranks 1 and 2; `moves`: which of them give a heartbeat while it waits."""
     store = PrefixStore("run", HashStore())
     standing(store, 0, 1, "in step 3", 5)
     for n, at in enumerate(places, 1):
@@ -114,16 +119,16 @@ def test_the_rank_at_fault_is_silent_or_stands_elsewhere(
         return true()
 
     monkeypatch.setattr(diagnosis, "within", wait)
-    end = diagnosis.blame(store, 0, 3, "in step 3", BROKEN)
+    end = diagnosis.diagnose(store, 0, 3, "in step 3", BROKEN)
     assert end.rank == rank
-    assert says in end.sentence
-    assert end.sentence.endswith("The last state is kept.")
+    assert says in end.message
+    assert end.message.endswith("The last state is kept.")
 
 
 def test_a_rank_that_never_came_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     store = PrefixStore("run", HashStore())
     standing(store, 0, 1, "in step 3", 5)
     monkeypatch.setattr(diagnosis, "within", lambda seconds, true: true())
-    end = diagnosis.blame(store, 0, 2, "in step 3", BROKEN)
+    end = diagnosis.diagnose(store, 0, 2, "in step 3", BROKEN)
     assert (end.rank, end.by) == (1, 0)
-    assert "it was last at its start" in end.sentence
+    assert "it was last at its start" in end.message

@@ -26,7 +26,7 @@ def served(port: int) -> TCPStore:
 
 def test_a_rank_meets_the_others_and_waits_for_answers_as_long_as_it_is_told(port: int) -> None:
     server = served(port)
-    store = heartbeat.meet(1, False, 33)
+    store = heartbeat.connect(1, False, 33)
     assert store.timeout == timedelta(seconds=33)
     store.set("x", "y")
     assert server.get("x") == b"y"
@@ -38,8 +38,8 @@ def test_a_rank_whose_torchrun_was_killed_joins_nobody(
 ) -> None:
     kept = served(port) if answers else None
     monkeypatch.setattr(launch, "_PARENT", -1)
-    with pytest.raises(ValueError, match="torchrun was killed before rank 1 had met the others"):
-        heartbeat.meet(1, False, 600)
+    with pytest.raises(ValueError, match="torchrun was killed before rank 1 had joined the others"):
+        heartbeat.connect(1, False, 600)
     del kept
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # a shell that starts ranks and leaves does nothing wrong
     assert not launch.orphaned()
@@ -47,8 +47,8 @@ def test_a_rank_whose_torchrun_was_killed_joins_nobody(
 
 def test_nobody_comes(port: int) -> None:
     begin = time.monotonic()
-    with pytest.raises(ValueError, match="rank 1 found nobody at 127"):
-        heartbeat.meet(1, False, 0.5)
+    with pytest.raises(ValueError, match="rank 1 got no answer from 127"):
+        heartbeat.connect(1, False, 0.5)
     assert time.monotonic() - begin >= 0.5
 
 
@@ -89,13 +89,13 @@ def test_a_rank_calls_again_until_somebody_answers(
     monkeypatch.setattr(heartbeat, "CALL_S", 10.0)
     monkeypatch.setattr(heartbeat, "TCPStore", calls)
     monkeypatch.setattr(heartbeat, "time", type("Clock", (), {"monotonic": staticmethod(lambda: clock[0])}))
-    assert heartbeat.meet(1, False, timeout_s) is calls
+    assert heartbeat.connect(1, False, timeout_s) is calls
     one = ("127.0.0.1", port, None, False, timedelta(seconds=call_s))
     assert calls.given == [one] * (count + 1) + [(timedelta(seconds=timeout_s),)]
     calls.errors = ["nobody"] * 100
     before = clock[0]
-    with pytest.raises(ValueError, match="found nobody"):
-        heartbeat.meet(1, False, timeout_s)
+    with pytest.raises(ValueError, match="got no answer"):
+        heartbeat.connect(1, False, timeout_s)
     assert clock[0] - before == (610 if timeout_s > 10 else 10)
 
 
@@ -108,7 +108,7 @@ def test_the_rank_that_keeps_the_store_calls_once(
 ) -> None:
     monkeypatch.setattr(heartbeat, "TCPStore", Calls([error], [0.0]))
     with pytest.raises(ValueError) as caught:
-        heartbeat.meet(0, True, 600)
+        heartbeat.connect(0, True, 600)
     assert str(caught.value) == (
-        f"the ranks cannot meet at port {port} of 127.0.0.1: {why}. Set MASTER_PORT to another, for all ranks."
+        f"the rendezvous at port {port} of 127.0.0.1 failed: {why}. Set another MASTER_PORT for all ranks."
     )

@@ -172,7 +172,7 @@ def test_one_card_is_not_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("kiloword.distributed.launch.adopt", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
-        pytest.raises(ValueError, match="--device cuda:1 is one card, but 2 ranks run: use --device cuda"),
+        pytest.raises(ValueError, match="--device cuda:1 is one GPU, but 2 ranks run: use --device cuda"),
         sharing.together("cuda:1"),
     ):
         pass

@@ -198,7 +198,7 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert png.width == WIDTH
     with pytest.raises(SystemExit):
         main([*shown, "--explain-what", "words"])
-    assert "give a folder by --explain" in capsys.readouterr().err
+    assert "name a folder by --explain" in capsys.readouterr().err
 
 
 def test_texts_that_are_cut_say_so(tmp_path: Path) -> None:
@@ -225,4 +225,6 @@ def test_score_names_the_texts_that_are_cut(tmp_path: Path, capsys: pytest.Captu
     main(["score", str(tmp_path / "m"), "--images", image, "--texts", "a red circle", "zebra " * 40])
     said = capsys.readouterr().err
     tokens = model.tokenizer.cut(["zebra " * 40], model.model.config.text)[0][0]
-    assert re.fullmatch(rf"text 2 \('zebra .*'\) is cut: it has {tokens} tokens, of which the model reads 29\n", said)
+    assert re.fullmatch(
+        rf"text 2 \('zebra .*'\) is truncated: it has {tokens} tokens, of which the model reads 29\n", said
+    )

@@ -60,7 +60,7 @@ def close(found: Any, expected: Tensor) -> bool:
 def test_our_own_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("embed", model, "--data", SCENES, "--out", tmp_path / "t", "--batch", 7, "--workers", 2, "--device", "cpu")
     said = capsys.readouterr()
-    assert "t: 48 images, 144 captions, 16 numbers each, " in said.out
+    assert "t: 48 images, 144 captions, 16 dimensions, " in said.out
     assert "row 48/48" in said.err
     table, matcher = FeatureStore(tmp_path / "t"), load(model)
     source = open_source(SCENES, size=32)
@@ -104,7 +104,7 @@ def test_the_command_refuses_with_a_sentence(
 ) -> None:
     out = ("--data", SCENES, "--out", tmp_path / "t", "--device", "cpu")
     assert "expected a model folder" in sentence(capsys, "embed", tmp_path / "none", *out)
-    assert "names no file of weights" in sentence(capsys, "embed", "open_clip:ViT-B-32", *out)
+    assert "has no file of weights" in sentence(capsys, "embed", "open_clip:ViT-B-32", *out)
     assert "no file of weights at nowhere.pt" in sentence(capsys, "embed", "open_clip:ViT-B-32:nowhere.pt", *out)
     monkeypatch.setitem(sys.modules, "transformers", None)
     clip = tmp_path / "clip"
@@ -118,7 +118,7 @@ def test_the_command_refuses_with_a_sentence(
     assert not (tmp_path / "t").exists()
     run("embed", model, *out)
     capsys.readouterr()
-    assert "there precision fp32, here precision bf16" in sentence(capsys, "embed", model, *out, "--precision", "bf16")
+    assert "precision fp32 there, precision bf16 here" in sentence(capsys, "embed", model, *out, "--precision", "bf16")
     with pytest.raises(ValueError, match="precision is 'fp16': expected fp32 or bf16"):
         open_teacher(str(model), "cpu", "fp16")
 
@@ -136,7 +136,7 @@ def test_other_weights_of_the_same_name_are_another_teacher(model: Path, tmp_pat
     second = open_teacher(str(copy), "cpu")
     source = open_source(SCENES, size=32)
     embed(first, source, tmp_path / "t", teacher_name="m")
-    with pytest.raises(ValueError, match=r"there teacher m \(\w+\), here teacher m \(\w+\)"):
+    with pytest.raises(ValueError, match=r"teacher m \(\w+\) there, teacher m \(\w+\) here"):
         embed(second, source, tmp_path / "t", teacher_name="m")
 
 
@@ -320,9 +320,9 @@ LONG = {"padding": True, "truncation": True, "max_length": 12, "return_tensors":
         ("config.json", '{"model_type": "siglip"}', "holds a 'siglip' model: expected a CLIP"),
         ("config.json", "{", r"config\.json is damaged: it is no json"),
         ("config.json", "[]", r"config\.json is damaged: it is no json object"),
-        ("preprocessor_config.json", '{"size": 9, "crop_size": 8}', "prepares images in a way that is not offered"),
-        ("preprocessor_config.json", '{"size": 8, "do_center_crop": false}', "prepares images in a way"),
-        ("preprocessor_config.json", '{"size": 8, "crop_size": 8, "resample": 2}', "prepares images in a way"),
+        ("preprocessor_config.json", '{"size": 9, "crop_size": 8}', "in an unsupported way"),
+        ("preprocessor_config.json", '{"size": 8, "do_center_crop": false}', "in an unsupported way"),
+        ("preprocessor_config.json", '{"size": 8, "crop_size": 8, "resample": 2}', "in an unsupported way"),
         ("preprocessor_config.json", "", "is damaged"),
         ("model.safetensors", None, r"has no \.safetensors"),
         ("config.json", None, r"there is no .*config\.json: expected a folder that"),
@@ -354,5 +354,5 @@ def test_images_and_texts_have_features_of_one_size(monkeypatch: pytest.MonkeyPa
         if texts == 3:
             assert _dim(teacher) == 3
         else:
-            with pytest.raises(ValueError, match="gives images 3 numbers and texts 4: expected as many of both"):
+            with pytest.raises(ValueError, match="gives images 3 dimensions and texts 4: expected equal numbers"):
                 _dim(teacher)

@@ -77,15 +77,15 @@ def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> No
     for row, content in ((0, b"x" * 16), (1, bytes(16))):
         with pytest.raises(ValueError, match=f"two images of d have the key 'k{row}' and differ"):
             again.is_new(f"k{row}", content)
-    with pytest.raises(ValueError, match=r"is not finished\. The same `kiloword embed`"):
+    with pytest.raises(ValueError, match=r"is not finished\. Run the same `kiloword embed`"):
         FeatureStore(tmp_path)
     for name, value, said in (
-        ("teacher_fingerprint", "other", r"holds other features: there teacher t \(tf\), here teacher t \(other\)"),
-        ("contents", ("g images",), r"there data d \(f\), here data d \(f\)"),
-        ("name", "n", "there name teacher, here name n"),
-        ("dim", 3, "there dim 2, here dim 3"),
-        ("precision", "bf16", "there precision fp32, here precision bf16"),
-        ("dtype", "fp16", "there dtype fp32, here dtype fp16"),
+        ("teacher_fingerprint", "other", r"holds other features: teacher t \(tf\) there, teacher t \(other\) here"),
+        ("contents", ("g images",), r"data d \(f\) there, data d \(f\) here"),
+        ("name", "n", "name teacher there, name n here"),
+        ("dim", 3, "dim 2 there, dim 3 here"),
+        ("precision", "bf16", "precision fp32 there, precision bf16 here"),
+        ("dtype", "fp16", "dtype fp32 there, dtype fp16 here"),
     ):
         with pytest.raises(ValueError, match=said):
             FeatureWriter(tmp_path, about(**{name: value}))
@@ -130,7 +130,7 @@ def test_parts_that_are_none(tmp_path: Path) -> None:
     path, schema = part_path(tmp_path / "t", 0), table.file.schema()
     whole = path.read_bytes()
     for change, said in (
-        (lambda batch, meta: batch.rename_columns([*"abcde"]), "has other columns than its table.json says"),
+        (lambda batch, meta: batch.rename_columns([*"abcde"]), "has other columns than its table.json"),
         (lambda batch, meta: (meta.pop("table"), batch)[1], "is damaged"),
         (lambda batch, meta: (meta.pop("skipped"), batch)[1], "is damaged"),
     ):
@@ -159,7 +159,7 @@ def test_indexes_that_are_none(tmp_path: Path) -> None:
     good = np.load(index)
     for wrong in (good.astype(np.int64), good[0], good[:1], good[None]):
         np.save(index, wrong)
-        with pytest.raises(ValueError, match=r"index\.npy is no index of a feature store\. Remove that file"):
+        with pytest.raises(ValueError, match=r"index\.npy is not an index of a feature store\. Remove that file"):
             FeatureStore(tmp_path / "t")
     for raw in (b"", b"no array"):
         index.write_bytes(raw)
@@ -175,7 +175,7 @@ def test_features_that_are_nan_are_named(tmp_path: Path, where: str) -> None:
     writer.write(0, part)
     table = writer.finish()
     table.join(Example("k0", 0, torch.zeros(3, 1, 1), ["0 0"]))
-    with pytest.raises(ValueError, match="has features of k1 that are no numbers"):
+    with pytest.raises(ValueError, match="has NaN or infinite features of k1"):
         table.join(Example("k1", 1, torch.zeros(3, 1, 1), ["1 0"]))
     with pytest.raises(ValueError, match="has features that are NaN or infinite"):
         table.images()
@@ -207,6 +207,6 @@ def test_nearest_and_farthest_are_of_other_samples(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keys has one sample with an embedding"):
         similar(Keys(bad=(0, 1, 2, 3)), table, farthest=False)
     other = store(tmp_path / "u", rows=4)
-    with pytest.raises(ValueError, match="the partner table says nothing of 'k4' of keys"):
+    with pytest.raises(ValueError, match="the partner table has no entry for 'k4' of keys"):
         similar(Keys(), other, farthest=False)
     assert similar(Keys(bad=(4,)), other, farthest=True).tolist() == [3, 3, 0, 0, -1]

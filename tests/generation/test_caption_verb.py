@@ -453,7 +453,7 @@ def test_scores_of_one_beam_are_put_together(hf: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(HfProcessor, "eos_token_id", 99)
     said.sequences = torch.tensor([[1, 5, 99, 99], [2, 99, 7, 8]])
     assert [some[0][1] for some in describer.describe(images, greedy, ["a", "b"])] == pytest.approx([-3 / 4, -7 / 9])
-    with pytest.raises(ValueError, match="nucleus is for models of ours"):
+    with pytest.raises(ValueError, match="nucleus is only for model folders"):
         describer.check(GenerationOptions(method="nucleus"))
 
 
@@ -498,7 +498,7 @@ def test_the_command_killed_in_the_middle(model: Path, tmp_path: Path) -> None:
         process.wait()
         assert not out.exists()
     done = subprocess.run([*command, "--out", str(out)], check=True, capture_output=True, text=True)
-    assert "rows are there already" in done.stderr
+    assert "rows are done already" in done.stderr
     assert out.read_bytes() == whole.read_bytes()
     assert pa.parquet.read_table(out).num_rows == 5000
 

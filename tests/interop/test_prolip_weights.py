@@ -309,7 +309,7 @@ def test_what_lies_beside_the_weights_is_needed(tmp_path: Path, capsys: pytest.C
     (path.parent / "config.json").write_text(json.dumps({**published, "text_cfg": clip}))
     assert "which token its captions were padded with is not known" in refused(capsys, path, out)
     (path.parent / "config.json").unlink()
-    assert "put the config.json that is published with them beside them" in refused(capsys, path, out)
+    assert "put the published config.json into the same folder" in refused(capsys, path, out)
     write(tmp_path / "hub", SMALL, SMALL.weights())
     (path.parent / "tokenizer.json").unlink()
     assert "put the tokenizer.json" in refused(capsys, path, out)

@@ -48,7 +48,7 @@ def test_a_file_in_the_working_folder_is_found() -> None:
     ("function", "message"),
     [
         ("bare", "takes 'settings' without a known type: annotate it"),
-        ("positives", "Pairs is no class of settings"),
+        ("positives", "Pairs is not a class of settings"),
         ("undefined", "takes 'settings' without a known type: annotate it"),
         ("number", "returned an int: expected a kiloword.methods.method.Method"),
         ("missing", "no attribute 'missing'"),

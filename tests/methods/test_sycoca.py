@@ -136,14 +136,14 @@ def test_scores_are_made_once_for_terms_of_the_same_settings() -> None:
     batch = pairs(learner.model, CAPTIONS)
     encoded, apart = learner.encode(batch), learner.encode(batch)
     for name in ("caption", "mim"):
-        apart.found.clear()
+        apart.cache.clear()
         assert torch.equal(term(learner, name, batch, encoded), term(learner, name, batch, apart))
-    assert len(encoded.found) == 2
+    assert len(encoded.cache) == 2
     learner = made("sycoca")
     encoded = learner.encode(batch := pairs(learner.model, CAPTIONS))
     for name in ("caption", "mim"):
         term(learner, name, batch, encoded)
-    (found,) = encoded.found.values()
+    (found,) = encoded.cache.values()
     assert not found.requires_grad
 
 

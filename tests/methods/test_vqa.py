@@ -344,9 +344,9 @@ def test_closed_lists_from_files_and_data(trained: Path, tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match="is empty: expected an answer a line"):
         evaluate(matcher, "vqa", data, vqa=VqaOptions(answers=tmp_path / "empty.txt"))
     for options in (VqaOptions(decode="free"), VqaOptions()):
-        with pytest.raises(ValueError, match="asks no questions"):
+        with pytest.raises(ValueError, match="has no questions"):
             evaluate(matcher, "vqa", "scenes:test?n=4", vqa=options)
-    with pytest.raises(ValueError, match=r"scenes:train\?n=4 asks no questions"):
+    with pytest.raises(ValueError, match=r"scenes:train\?n=4 has no questions"):
         evaluate(matcher, "vqa", data, train="scenes:train?n=4")
     open_ended = Halves()
     open_ended.answers = None

@@ -71,7 +71,7 @@ def test_elsewhere_lines_are_rare_but_the_last_comes(clock: Clock) -> None:
         report.add(10, 0)
     report.add(40, 7)
     assert [line.partition("  ")[0] for line in file.getvalue().splitlines()] == [
-        "4,000 of 4,100 rows are there already.",
+        "4,000 of 4,100 rows are done already.",
         "row 30/100",
         "row 50/100",
         "row 100/100",

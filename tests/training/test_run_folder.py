@@ -167,7 +167,7 @@ def test_groups_stand_in_a_batch_together() -> None:
     assert [row // 4 for row in rows] != sorted(row // 4 for row in rows)
     with pytest.raises(ValueError, match="groups of 4 rows do not fill a batch of 10"):
         _order(replace(recipe, batch=10), Rows(40))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rows: 41 rows are no whole number of groups of 4"):
+    with pytest.raises(ValueError, match="rows: 41 rows are not a multiple of the group size 4"):
         _order(recipe, Rows(41))  # type: ignore[arg-type]
     alone = replace(recipe, data=replace(recipe.data, together=1))
     assert _order(alone, Rows(41)).steps_per_epoch == 5  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_what_features_a_method_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         return [store.name for store in _stores(replace(RECIPE, data=replace(RECIPE.data, features=paths)), method)]
 
     assert stores("a/teacher", "b/other") == ["teacher", "other"]
-    with pytest.raises(ValueError, match="siglip needs features named 'teacher' beside the data"):
+    with pytest.raises(ValueError, match="siglip needs precomputed features named 'teacher'"):
         stores("b/other")
     with pytest.raises(ValueError, match="two feature stores are named 'teacher'"):
         stores("a/teacher", "b/other", "c/teacher")

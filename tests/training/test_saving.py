@@ -53,7 +53,7 @@ def test_a_long_wait_for_the_disk_is_said_once(clock: Clock, seconds: float, lin
         clock.ends[seconds] = lambda: job.set_result({})
     assert not one.writing
     assert clock.now == pytest.approx(seconds, abs=0.1)
-    assert said == [f"waiting for 60 s already for {Path('run', 'state')} to be written."] * lines
+    assert said == [f"still waiting for {Path('run', 'state')} to be written after 60 s."] * lines
 
 
 @pytest.mark.parametrize("rank", [0, 1])

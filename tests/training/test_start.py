@@ -252,10 +252,10 @@ def test_optimizer_and_batch_are_those_of_the_size_most_like_the_model(
         start.check(replace(found, model=other))
     assert str(error.value) == (
         "--model.text.pad-to-context is True, but False in folder; --model.head.dim is 3, but 512 in folder. "
-        "Of a model to start from, only the image size and the context may change."
+        "With --init only the image size and the context may change."
     )
     image = replace(model.image, width=1, depth=1, heads=1, mlp=1)
-    with pytest.raises(ValueError, match=r"image\.width.*image\.depth.*image\.heads is 1, but 12 in folder\. Of"):
+    with pytest.raises(ValueError, match=r"image\.width.*image\.depth.*image\.heads is 1, but 12 in folder\. With"):
         start.check(replace(found, model=replace(model, image=image)))
 
 

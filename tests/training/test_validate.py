@@ -50,7 +50,7 @@ class Rows:
 )
 def test_rows_that_are_tried_before_a_run(count: int, bad: set[int], good: list[int]) -> None:
     source: Any = Rows(count, bad)
-    found = validation._good_rows(source, asks=False)
+    found = validation._good_rows(source, with_questions=False)
     assert list(found) == good
     some = validation._ValidationRows(source, found)
     assert (len(some), some.name, some.fingerprint, some.natural) == (len(good), "rows", "r", True)
@@ -64,11 +64,11 @@ def test_rows_that_are_tried_before_a_run(count: int, bad: set[int], good: list[
 
 def test_no_more_rows_are_tried_than_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     source: Any = Rows(1000, set(range(1000)))
-    found = validation._good_rows(source, asks=False)
+    found = validation._good_rows(source, with_questions=False)
     assert len(found) == len(source.read) == validation.TRIED
     assert max(found) < 1000
     source = Rows(5)
-    assert list(validation._good_rows(source, asks=True)) == list(range(5))  # none has a question
+    assert list(validation._good_rows(source, with_questions=True)) == list(range(5))  # none has a question
 
 
 @pytest.mark.parametrize(

@@ -78,15 +78,15 @@ def test_a_cut_run_goes_on_as_if_nothing_had_been(
 
 
 def test_what_needs_features_says_how_to_make_them(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs features named 'teacher'.*kiloword embed.*--features"):
+    with pytest.raises(ValueError, match=r"needs precomputed features named 'teacher'.*kiloword embed.*--features"):
         train(recipe("siglip+mined", ()), tmp_path, options=EVERY)
 
 
 def test_truth_is_refused_where_no_source_knows_it(tmp_path: Path) -> None:
     some = recipe("siglip+exact", ())
     (tmp_path / "t.csv").write_text("image,caption\n" + "".join(f"{n}.png,a star\n" for n in range(20)))
-    with pytest.raises(ValueError, match="does not know which texts are true"):
+    with pytest.raises(ValueError, match="has no ground truth of which texts"):
         train(replace(some, data=replace(some.data, sources=(str(tmp_path / "t.csv"),))), tmp_path / "o", options=EVERY)
     two = ("scenes?n=32&levels=1", "scenes?n=32&levels=3")
-    with pytest.raises(ValueError, match="only scenes do, as the one source of a run"):
+    with pytest.raises(ValueError, match="expected scenes as the only source of the run"):
         train(replace(some, data=replace(some.data, sources=two)), tmp_path / "p", options=EVERY)

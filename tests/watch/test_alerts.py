@@ -103,14 +103,14 @@ def test_each_begins_and_ends(
     assert found[0].since == step_of(since)
     assert found[0].until == (None if until is None else step_of(until))
 
-    assert re.search(says, found[0].sentence)
+    assert re.search(says, found[0].message)
 
 
 def test_validation_that_falls_three_times_in_a_row() -> None:
     values = [0.3, 0.4, 0.38, 0.39, 0.38, 0.37, 0.36, 0.35, 0.36, 0.35]
     found = alerts([{"step": n, "val/text_retrieval_recall@1": v} for n, v in enumerate(values)], ABOUT)
     assert [(a.since, a.until) for a in found] == [(6, 8)]
-    assert "fell 3 times in a row, from 0.390 to 0.360" in found[0].sentence
+    assert "fell 3 times in a row, from 0.390 to 0.360" in found[0].message
     both = [
         {"step": n, "val/text_retrieval_recall@1": v, "val/image_retrieval_recall@1": -v} for n, v in enumerate(values)
     ]

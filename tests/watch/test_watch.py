@@ -396,7 +396,7 @@ def test_without_colours_runs_differ_by_their_marks(tmp_path: Path, monkeypatch:
 FRAME = """\
 * a  siglip b32  running  step 50/100 (50%)  ETA 0:05  loss 0.20  lr 5.0e-4  epoch 0.50  100 pairs/s
   data wait 1%  memory 2.5 GB  3 bad samples  0 captions cut  2 steps skipped  1 restarts
-  ! skipped steps since step 41: 2 of the last steps had a loss or gradient that is no number or explodes, and
+  ! skipped steps since step 41: 2 of the last steps had a NaN, infinite or exploding loss or gradient, and
     were skipped. If it goes on: a smaller --optim.lr, a longer --optim.warmup, or --precision fp32.
 + b  siglip b32  finished  step 40/40 (100%)  loss 0.25  epoch 0.40  100 pairs/s  data wait 1%  0 bad samples
   0 captions cut  0 restarts

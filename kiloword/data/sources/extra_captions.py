@@ -1,4 +1,4 @@
-"""Pseudo-captions: parquet tables whose captions join the images' own, by key (arXiv:2405.10286, section 4.4)."""
+"""Extra captions: parquet tables that add captions to images by key (arXiv:2405.10286, section 4.4)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CAPTION_COLUMNS = ("captions", "caption")
 class CaptionTable:
     """A parquet table with a column `key` and a column `captions` (list of strings) or `caption` (string).
 
-    Rows of one key are merged in their order. Sending it to a worker sends the path alone.
+    Rows of one key are merged in their order. Pickling it for a worker sends only the path.
     Errors: ValueError when the file cannot be read, or its columns are missing or of another type.
     """
 
@@ -52,18 +52,18 @@ class CaptionTable:
         self._open()
 
     def captions(self, key: str) -> list[str]:
-        """The captions of a key; none for a key that is not there."""
+        """The captions of a key; [] for an unknown key."""
         return clean([c for cell in self._cells(key) for c in cell if c is not None])
 
     def first(self, key: str) -> str | None:
-        """The first caption of a key, "" where it is empty; None for a key that is not there."""
+        """The first caption of a key, "" where it is empty; None for an unknown key."""
         cells = self._cells(key)
         if not cells:
             return None
         return next((c.strip() for cell in cells for c in cell if c is not None), "")
 
     def _cells(self, key: str) -> list[list[str | None]]:
-        """What the rows of a key hold."""
+        """The captions in each row of a key."""
         raw = keyed.raw(key)
         cells = [self._captions[row].as_py() for row in keyed.find(self._lookup, raw) if self._keys[row].as_py() == raw]
         return [[cell] if isinstance(cell, str) else cell or [] for cell in cells]
@@ -73,35 +73,34 @@ class CaptionTable:
 
     @property
     def first_key(self) -> str:
-        """For messages."""
+        """The first key, for messages."""
         return keyed.text(self._keys[0].as_py() or b"")
 
 
 class WithCaptions:
-    """A source whose images have the captions of tables beside, or in place of, their own.
+    """A source with the captions of tables in addition to, or in place of, its own captions.
 
-    What else the source knows (class names, truth, labels) stays. A row without an entry keeps its own captions; with
-    `own` False it is bad: "no caption". A row that the source calls bad for want of a caption has those of the tables;
-    what is bad for another reason stays bad.
-    For a mixture use `with_captions`, which wraps its parts.
+    Class names, ground truth and labels of the source stay. A row that the tables lack keeps its own captions; with
+    `raw_captions` False it is bad: "no caption". A row that is bad only because it has no caption gets those of the
+    tables; other bad rows stay bad. For a mixture use `with_captions`, which wraps its parts.
     """
 
-    def __init__(self, source: Source, tables: Sequence[CaptionTable], own: bool = True) -> None:
+    def __init__(self, source: Source, tables: Sequence[CaptionTable], raw_captions: bool = True) -> None:
         assert not isinstance(source, MixtureSource), "its rows change from epoch to epoch: wrap the parts"
-        self.source, self.tables, self.own = source, list(tables), own
+        self.source, self.tables, self.raw_captions = source, list(tables), raw_captions
         self.name = " + ".join([source.name, *(str(table.path) for table in tables)])
         lines = "\n".join(sorted(self.contents))
         self.fingerprint = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def contents(self) -> frozenset[str]:
-        """What images and captions come from; see `kiloword.features.store.contents`."""
+        """The origin of images and captions; see `kiloword.features.store.contents`."""
         base = self.source.fingerprint
-        own = {f"{base} captions"} if self.own else set()
-        return frozenset({f"{base} images", *own, *(f"{base} + {table.fingerprint}" for table in self.tables)})
+        raw = {f"{base} captions"} if self.raw_captions else set()
+        return frozenset({f"{base} images", *raw, *(f"{base} + {table.fingerprint}" for table in self.tables)})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # while it is unpickled there is no source yet
+        if name.startswith("__") or name == "source":  # during unpickling there is no source yet
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -109,12 +108,12 @@ class WithCaptions:
         return len(self.source)
 
     def key(self, row: int) -> str:
-        """As in the source."""
+        """The key of the row in the source."""
         return key_of(self.source, row)
 
     def captions(self, row: int) -> list[str]:
-        """Captions, without the image where the source can do that. Raises BadSample."""
-        if not self.own:
+        """Captions, without reading the image where the source supports that. Raises BadSample."""
+        if not self.raw_captions:
             return self._joined(self.key(row), [])
         read = getattr(self.source, "captions", None)
         return self._joined(self.key(row), read(row) if read else self.source.record(row).captions)
@@ -125,54 +124,56 @@ class WithCaptions:
             record = self.source.record(row)
         except NoCaption as error:
             record = error.record
-        captions = self._all(record.key, record.captions if self.own else [])
+        captions = self._all(record.key, record.captions if self.raw_captions else [])
         if not captions:
             raise NoCaption(replace(record, captions=[]))
         return replace(record, captions=captions)
 
     def _joined(self, key: str, captions: list[str]) -> list[str]:
-        """As `_all`. Raises BadSample where there is none."""
+        """As `_all`. Raises BadSample where there are none."""
         joined = self._all(key, captions)
         if not joined:
             raise BadSample("no caption")
         return joined
 
     def _all(self, key: str, captions: list[str]) -> list[str]:
-        """Own captions, then those of the tables that are not there yet."""
+        """The given captions, then captions of the tables that are not among them."""
         extra = dict.fromkeys(caption for table in self.tables for caption in table.captions(key))
         return [*captions, *(caption for caption in extra if caption not in captions)]
 
 
-def with_captions(source: Source, paths: Sequence[Path | str], own: bool = True) -> Source:
+def with_captions(source: Source, paths: Sequence[Path | str], raw_captions: bool = True) -> Source:
     """The source, or each part of a mixture, with the captions of parquet tables.
 
-    Args: own: whether the images' own captions stay.
-    Errors: ValueError for a table that cannot be read or names no image of the source; own False without tables.
+    Args: raw_captions: keep the captions of the source.
+    Errors: ValueError for a table that cannot be read or has no key of the source; raw_captions False without tables.
     """
     if not paths:
-        if not own:
-            raise ValueError("without raw captions and without extra ones no image has any: name --extra-captions.")
+        if not raw_captions:
+            raise ValueError("no image has a caption without raw captions and extra ones: name --extra-captions.")
         return source
     tables = [CaptionTable(path) for path in paths]
     for table in tables:
         _check_matches(table, source)
-    return _wrap(source, tables, own)
+    return _wrap(source, tables, raw_captions)
 
 
-def _wrap(source: Source, tables: Sequence[CaptionTable], own: bool) -> Source:
+def _wrap(source: Source, tables: Sequence[CaptionTable], raw_captions: bool) -> Source:
     if isinstance(source, MixtureSource):
-        return MixtureSource([_wrap(part, tables, own) for part in source.sources], source.weights, source.epoch)
-    return WithCaptions(source, tables, own)
+        return MixtureSource(
+            [_wrap(part, tables, raw_captions) for part in source.sources], source.weights, source.epoch
+        )
+    return WithCaptions(source, tables, raw_captions)
 
 
 def key_of(source: Source, row: int) -> str:
-    """A row's key, without its image where the source can tell. Raises BadSample."""
+    """A row's key, without reading its image where the source supports that. Raises BadSample."""
     key = getattr(source, "key", None)
     return str(key(row)) if callable(key) else source.record(row).key
 
 
 def _check_matches(table: CaptionTable, source: Source) -> None:
-    """Stops at the first key that matches; only a table that matches none costs a look at every row."""
+    """Raises: ValueError for a table without a key of the source. Stops at the first key that matches."""
     seen = ""
     for row in range(len(source)):
         try:
@@ -203,7 +204,7 @@ def _read(path: Path) -> tuple[pa.Array, pa.Array]:
         table = pa.parquet.read_table(path, columns=["key", column], memory_map=True)
         keys, captions = _strings(path, table, "key", False), _strings(path, table, column, True)
     if not len(keys):
-        raise ValueError(f"{path} has no rows. Expected a key and its captions a row.")
+        raise ValueError(f"{path} has no rows. Expected a key and its captions in each row.")
     return keys, captions
 
 
@@ -221,5 +222,5 @@ def _strings(path: Path, table: pa.Table, name: str, lists: bool) -> pa.Array:
         raise ValueError(f"{path}: the column `{name}` holds {shown(str(column.type)[:100])}. Expected {expected}.")
     wanted = pa.large_list(pa.large_string()) if nested else pa.large_string()
     array = pa.chunked_array(column.cast(wanted), wanted).combine_chunks()
-    array.validate(full=True)  # text that is no UTF-8 is said now
+    array.validate(full=True)  # text that is not UTF-8 raises here
     return array

@@ -1,4 +1,4 @@
-"""A folder of images with a .txt, .json or .cls of the same name beside each."""
+"""A folder of images, each with a .txt, .json or .cls file of the same name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BESIDE = ("txt", "json", "cls")
 
 
 class Folder:
-    """The images of one folder, by name; folders inside it are not searched.
+    """The images of one folder, sorted by name; subfolders are not searched.
 
-    The fingerprint is of names and sizes. `classnames`, `templates`: of class data (.cls), else None.
+    The fingerprint covers names and sizes. `classnames`, `templates`: of classification data (.cls), else None.
     Errors: ValueError when the folder holds no images.
     """
 
@@ -45,11 +45,11 @@ class Folder:
         return _stem(self._images[row])
 
     def captions(self, row: int) -> list[str]:
-        """Captions without the image. Raises BadSample."""
+        """Captions, without reading the image. Raises BadSample."""
         return parse_captions(self._beside(row, "txt"), self._beside(row, "json"))[0]
 
     def question(self, row: int) -> str | None:
-        """The question without the image, where the json asks one. Raises BadSample."""
+        """The question, without reading the image; None without one in the JSON. Raises BadSample."""
         return question_in(parse_captions(None, self._beside(row, "json"))[1])
 
     def record(self, row: int) -> Record:
@@ -58,14 +58,14 @@ class Folder:
         return make_record(self.key(row), image, *(self._beside(row, suffix) for suffix in _BESIDE))
 
     def stored(self, row: int) -> list[bytes | None]:
-        """The bytes of a row's files; None: not there. Raises BadSample."""
+        """The bytes of a row's files, None for missing ones. Raises BadSample."""
         return [self._read(self._images[row]), *(self._beside(row, suffix) for suffix in _BESIDE)]
 
     def _beside(self, row: int, suffix: str) -> bytes | None:
         return self._read(f"{self.key(row)}.{suffix}")
 
     def _read(self, file: str) -> bytes | None:
-        """None for a file that is not there."""
+        """The bytes of a file; None for a missing one."""
         try:
             return read_whole(self.folder / file, file, MAX_IMAGE if is_image(file) else MAX_TEXT)
         except FileNotFoundError:
@@ -75,7 +75,7 @@ class Folder:
 
 
 def is_image(file: str) -> bool:
-    """By suffix; hidden files are none."""
+    """Whether the suffix is that of an image; hidden files do not count."""
     return not file.startswith(".") and file.lower().endswith(tuple(f".{s}" for s in IMAGE_SUFFIXES))
 
 

@@ -1,4 +1,4 @@
-"""Several sources as one, each with a weight."""
+"""A mixture of several sources, each with a weight."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kiloword.types import Record, Source
 
 
 class MixtureSource:
-    """Sources one after the other; a weight says how often a source's rows come in an epoch.
+    """Concatenated sources; a weight is the number of passes over a source in an epoch.
 
-    A weight of 2.3 is two whole passes and a part of round(0.3 N) rows, chosen by a keyed permutation. Every pass has
-    rows of its own, so that its draws differ. `at(epoch)` moves the part on through the permutation: after 1/0.3 epochs
-    all rows have come equally often. The length never changes; only the part's rows do.
+    A weight of 2.3 is two whole passes and a part of round(0.3 N) rows from a keyed permutation. Every pass has its own
+    row numbers, and so its own random draws. `at(epoch)` moves the part along the permutation: after 1/0.3 epochs all
+    rows were used equally often. The length never changes, only the rows of the part.
     """
 
     classnames: list[str] | None = None
@@ -48,7 +48,7 @@ class MixtureSource:
         return self._ends[-1]
 
     def locate(self, row: int) -> tuple[Source, int]:
-        """The source and its own row behind a row of the mixture."""
+        """The source and its row for a row of the mixture."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         which = bisect_right(self._ends, row)
@@ -57,17 +57,17 @@ class MixtureSource:
         return source, local % len(source) if local < passes else int(self._parts[which][local - passes])
 
     def key(self, row: int) -> str:
-        """As in its own source."""
+        """The key of the row in its source."""
         source, local = self.locate(row)
         return str(source.key(local)) if hasattr(source, "key") else str(local)
 
     def captions(self, row: int) -> list[str]:
-        """Captions without the image. Raises BadSample."""
+        """Captions, without reading the image if the source supports that. Raises BadSample."""
         source, local = self.locate(row)
         return list(source.captions(local)) if hasattr(source, "captions") else source.record(local).captions
 
     def question(self, row: int) -> str | None:
-        """The question, without the image where the source can. Raises BadSample."""
+        """The question, without reading the image if the source supports that. Raises BadSample."""
         return question(*self.locate(row))
 
     def record(self, row: int) -> Record:
@@ -77,7 +77,7 @@ class MixtureSource:
 
 
 def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
-    """One source of several; without weights every row comes once an epoch.
+    """One source from several; without weights every row is used once per epoch.
 
     Errors: ValueError when there are no sources, or the weights do not fit.
     """
@@ -85,7 +85,7 @@ def mix(sources: Sequence[Source], weights: Sequence[float] = ()) -> Source:
         raise ValueError("no data: name at least one source.")
     weights = list(weights) or [1.0] * len(sources)
     if len(weights) != len(sources):
-        raise ValueError(f"{len(weights)} weights for {len(sources)} sources: give one each, or none.")
+        raise ValueError(f"{len(weights)} weights for {len(sources)} sources: give one weight per source, or none.")
     for source, weight in zip(sources, weights, strict=True):
         if not (math.isfinite(weight) and round(weight * len(source)) >= 1):
             raise ValueError(f"weight {weight:g} of {source.name} takes none of its {len(source):,} rows.")
@@ -99,7 +99,7 @@ def _part(source: Source, share: float, epoch: int) -> NDArray[np.integer[Any]]:
         return np.empty(0, np.int64)
     rng = np.random.Generator(np.random.Philox(draw_key(source.fingerprint, "part of a mixture")))
     rows = np.arange(len(source), dtype=np.int32 if len(source) < 1 << 31 else np.int64)
-    rng.shuffle(rows)  # in place, the same for both types: the order of hundreds of millions of rows takes gigabytes
+    rng.shuffle(rows)  # in place, equal for both dtypes: a permutation of 10^8 rows takes gigabytes
     start = epoch * count % len(source)
     part = np.concatenate([rows[start : start + count], rows[: max(0, start + count - len(source))]])
     part.sort()

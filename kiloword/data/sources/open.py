@@ -1,4 +1,4 @@
-"""SRC, as written on the command line, to a Source."""
+"""Open a data set by its name on the command line (SRC)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def open_source(src: str, size: int | None = None) -> Source:
     """The data set that `src` names.
 
     Args: src: a folder of tars, a tar, a brace pattern `x-{000..123}.tar`, csv, tsv, parquet, a folder of images, or
-    `scenes...`; or a URL (see `remote`); size: pixels a side that drawn images (scenes) get.
-    Errors: ValueError when there is nothing there, or nothing that can be read.
+    `scenes...`; or a URL (see `remote`); size: height and width of drawn images (scenes) in pixels.
+    Errors: ValueError when nothing is there, or nothing can be read.
     """
     if re.match(r"scenes([:?]|$)", src) and not Path(src).exists():
         from kiloword.data.scenes import open_scenes
@@ -55,9 +55,9 @@ def open_source(src: str, size: int | None = None) -> Source:
 
 
 def open_data(data: DataConfig, size: int | None = None) -> Source:
-    """The training data that the settings name: sources, their weights, extra captions.
+    """The training data of the settings: sources, their weights, extra captions.
 
-    Args: size: pixels a side that drawn images (scenes) get.
+    Args: size: height and width of drawn images (scenes) in pixels.
     Errors: ValueError when something is missing or does not fit.
     """
     sources = [open_source(src, size=size) for src in data.sources]
@@ -82,14 +82,14 @@ def _open_folder(src: str, folder: Path) -> Source:
         return _shards(src, tars)
     inner = [file for file in sorted(files) if _tars(folder / file)]
     if inner:
-        raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} have: name one of them.")
+        raise ValueError(f"{src} has no tars itself, but its folders {', '.join(inner[:8])} do: name one of them.")
     raise ValueError(
         f"{src} is {'an empty folder' if not files else 'a folder without tars or images'}. Expected {_KINDS}."
     )
 
 
 def _tars(folder: Path) -> list[Path]:
-    """The tars right in a folder: 2.tar before 10.tar."""
+    """The tars directly in a folder, in natural order: 2.tar before 10.tar."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
@@ -102,7 +102,7 @@ def _shards(src: str, tars: list[Path]) -> TarSource:
 
 
 def _class_data(folder: Path) -> tuple[list[str] | None, list[str] | None]:
-    """Class names and prompts of class data, each None where there are none."""
+    """Class names and prompt templates of classification data, each None where there are none."""
     return _lines(folder, "classnames.txt"), _lines(folder, "zeroshot_classification_templates.txt")
 
 

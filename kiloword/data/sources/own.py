@@ -1,4 +1,4 @@
-"""One's own map-style data set as a Source, for training from Python."""
+"""A user's map-style data set as a Source, for training from Python."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kiloword.types import BadSample, NoCaption, Record
 AnyImage = Image.Image | Pixels | str | Path | bytes
 """A Pillow image, uint8 [H, W, 3] (RGB) or [H, W] (grey), the path of a file, or an encoded file's bytes."""
 
-_HASHED = 8  # rows that the fingerprint looks at
+_HASHED = 8  # rows that the fingerprint covers
 
 
 class MapStyle(Protocol):
-    """What `torch.utils.data.Dataset` with a length is: `dataset[i]` is an image and its caption or captions."""
+    """A `torch.utils.data.Dataset` with a length: `dataset[i]` is an image and its caption or captions."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, row: int, /) -> tuple[Any, str | Sequence[str]]: ...
@@ -30,13 +30,13 @@ class MapStyle(Protocol):
 class Own:
     """A map-style data set whose samples are `(image, caption or captions)`.
 
-    Images come as they are stored: the recipe's augmentation is drawn by row and epoch, so that a resumed run sees
-    the same images. A row that raises an exception is a bad sample: counted, named and replaced.
+    Images should not be augmented: the recipe's augmentation is drawn by row and epoch, so that a resumed run gets the
+    same images. A row that raises an exception is a bad sample: it is counted, reported and replaced.
 
-    Args: dataset; name: what runs and models say they were trained on; fingerprint: any text that changes when the
-    data changes. By default it is of the length and of 8 samples spread over the data set: enough to tell data sets
-    apart, blind to a change elsewhere, and of no use where `dataset[i]` differs from call to call: give one there.
-    Errors: ValueError when the data set is empty, or its samples are of another form.
+    Args: name: of the training data, recorded in runs and models; fingerprint: any text that changes when the data
+    changes. By default it covers the length and 8 samples spread over the data set, and misses changes elsewhere; where
+    `dataset[i]` differs from call to call, pass one.
+    Errors: ValueError when the data set is empty, or its samples have another form.
     """
 
     natural = True
@@ -54,11 +54,11 @@ class Own:
         return len(self.dataset)
 
     def key(self, row: int) -> str:
-        """The row's number."""
+        """The row's number as text."""
         return str(row)
 
     def captions(self, row: int) -> list[str]:
-        """Captions; what the data set itself does for an image is done, but nothing is decoded here."""
+        """Captions. This reads the sample from the data set, but decodes no image."""
         return self._sample(row)[1]
 
     def record(self, row: int) -> Record:
@@ -100,7 +100,7 @@ def _captions(captions: str | Sequence[str]) -> list[str]:
 
 
 def _stored(image: AnyImage) -> bytes | Pixels:
-    """What a Record holds. Raises BadSample for files that cannot be read."""
+    """The image of a `Record`. Raises BadSample for files that cannot be read."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, str | Path):
@@ -114,7 +114,7 @@ def _stored(image: AnyImage) -> bytes | Pixels:
 
 
 def _digest(source: Own) -> str:
-    """Of the length and of some samples, the first and the last among them."""
+    """A digest of the length and of some samples, including the first and the last."""
     rows = np.linspace(0, len(source) - 1, min(_HASHED, len(source))).round().astype(int).tolist()
     digest = hashlib.blake2b(str(len(source)).encode(), digest_size=16)
     for row in rows:

@@ -1,8 +1,7 @@
 """csv, tsv and parquet of questions: a row names an image, a question and its answers; rows may share an image.
 
-Columns: `image` or `filepath` as in `tables`; `question`; `answers` (a list, of strings or, as VQAv2 has them, objects
-with `answer`; in csv a JSON list, or one answer a line) or `answer`; and, where the data has them, `question_type` and
-`answer_type`.
+Columns: `image` or `filepath` as in `tables`; `question`; `answers` (a list of strings or, as in VQAv2, of objects with
+`answer`; in csv a JSON list, or one answer per line) or `answer`; optionally `question_type` and `answer_type`.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ MORE = ("question_type", "answer_type")
 
 
 def open_table(name: str, path: Path) -> TableSource | QuestionTable:
-    """A table of questions where it has the columns, else of captions."""
+    """Open a table of questions if it has these columns, else of captions."""
     names = column_names(path)
-    asks = QUESTION in names and any(column in names for column in ANSWER_COLUMNS)
-    return QuestionTable(name, path) if asks else TableSource(name, path)
+    has_questions = QUESTION in names and any(column in names for column in ANSWER_COLUMNS)
+    return QuestionTable(name, path) if has_questions else TableSource(name, path)
 
 
 class QuestionTable:
-    """Samples of one table, a row each; lines that are no rows come last, as bad.
+    """The samples of one table, one per row; malformed lines come last, as bad samples.
 
-    The fingerprint is of the table's own bytes; of images that it names by path, `stored` has the bytes.
+    The fingerprint covers the bytes of the table; `stored` returns those of images that it names by path.
     Errors: ValueError for a missing column, no rows, an unreadable table.
     """
 
@@ -66,7 +65,7 @@ class QuestionTable:
         with arrow_errors(path):
             self._read(image, columns)
         if not len(self):
-            raise ValueError(f"{path} has no rows. Expected an image, a question and its answers a row.")
+            raise ValueError(f"{path} has no rows. Expected an image, a question and its answers in each row.")
 
     def _read(self, image: str, columns: list[str]) -> None:
         self._malformed: list[str] = []
@@ -90,7 +89,7 @@ class QuestionTable:
         return self._rows + len(self._malformed)
 
     def key(self, row: int) -> str:
-        """The image's path without suffix and the row's number, as several rows may have one image."""
+        """The image's path without suffix, and the row's number, as several rows may share an image."""
         if row >= self._rows:
             return f"malformed {row - self._rows}"
         return str(row) if self._images is None else f"{os.path.splitext(os.fsdecode(self._image(row)))[0]}#{row}"
@@ -101,8 +100,8 @@ class QuestionTable:
 
     def question(self, row: int) -> str:
         """The question without the image. Raises BadSample."""
-        asked: str = self._info(row)[QUESTION]
-        return asked
+        text: str = self._info(row)[QUESTION]
+        return text
 
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""
@@ -118,7 +117,7 @@ class QuestionTable:
         return [read_file(self.path, self._image(row))] if named else []
 
     def paths(self) -> pa.Array | None:
-        """Of the images; None where the table holds them itself."""
+        """Paths of the images; None where the table contains the images."""
         return self._images
 
     def _image(self, row: int) -> bytes:
@@ -147,12 +146,12 @@ class QuestionTable:
 
 
 def _listed(text: str) -> list[Any]:
-    """A JSON list, or one answer a line."""
+    """Parse a JSON list, or one answer per line."""
     if text.lstrip().startswith("["):
         try:
-            found = json.loads(text)
+            answers = json.loads(text)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, list):
-            return found
+            answers = None
+        if isinstance(answers, list):
+            return answers
     return [line for line in text.split("\n") if line.strip()]

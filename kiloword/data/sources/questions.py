@@ -1,4 +1,4 @@
-"""Questions of samples and their answers: how they are stored, and what is asked of all of them."""
+"""Questions of samples and their answers: parsing, access and statistics."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ QUESTION, ANSWERS = "question", "answers"  # keys of `Record.info`
 
 
 def parse_answers(info: dict[str, Any]) -> list[str] | None:
-    """The answers of a sample's json, one an annotator, which become `info["answers"]`; None where there are none.
+    """The answers of a sample's JSON, one per annotator, which become `info["answers"]`; None without answers.
 
-    They are named by `answers`, a list of strings or of objects with `answer` (as VQAv2's annotations), or by `answer`,
-    a string. Beside captions a question without answers is no question of this kind.
-    Raises: BadSample when a question or an answer is no text, or there is a question and no answer.
+    They are in `answers`, a list of strings or of objects with `answer` (as VQAv2's annotations), or in `answer`, a
+    string. In a sample with captions a question without answers is ignored.
+    Raises: BadSample when a question or an answer is not text, or a question has no answer.
     """
     if info.get(QUESTION) is None:
         return None
@@ -24,12 +24,12 @@ def parse_answers(info: dict[str, Any]) -> list[str] | None:
         return None
     listed = [named] if isinstance(named, str) else named
     if not isinstance(info[QUESTION], str) or not info[QUESTION].strip():
-        raise BadSample("the question is no text")
+        raise BadSample("the question is not text")
     if not listed:
         raise BadSample("a question without an answer")
-    found = [a.get("answer") if isinstance(a, dict) else a for a in listed] if isinstance(listed, list) else [None]
-    answers = [a for a in found if isinstance(a, str)]
-    if len(answers) < len(found):
+    texts = [a.get("answer") if isinstance(a, dict) else a for a in listed] if isinstance(listed, list) else [None]
+    answers = [a for a in texts if isinstance(a, str)]
+    if len(answers) < len(texts):
         raise BadSample('the answers are not strings (write "3" for 3)')
     if not any(a.strip() for a in answers):
         raise BadSample("a question without an answer")
@@ -38,45 +38,45 @@ def parse_answers(info: dict[str, Any]) -> list[str] | None:
 
 
 def question_of(record: Record) -> str | None:
-    """What the record asks; None where it has no question, or no answers to it."""
+    """The question of a record; None where it has no question, or no answers to it."""
     return question_in(record.info)
 
 
 def question_in(info: Mapping[str, Any]) -> str | None:
-    """What `Record.info` asks; None where it has no question, or no answers to it."""
+    """The question of a `Record.info`; None where it has no question, or no answers to it."""
     return info.get(QUESTION) if ANSWERS in info else None
 
 
 def question(source: Source, row: int) -> str | None:
-    """What a row asks, without its image where the source can tell. Raises BadSample."""
+    """The question of a row, without reading its image where the source supports that. Raises BadSample."""
     read = getattr(source, "question", None)
-    found: str | None = read(row) if callable(read) else question_of(source.record(row))
-    return found
+    text: str | None = read(row) if callable(read) else question_of(source.record(row))
+    return text
 
 
 def check_asks(source: Source) -> None:
     """Raises: ValueError when the first readable row has no question."""
     for row in range(len(source)):
         try:
-            asked = question(source, row)
+            text = question(source, row)
         except BadSample:
             continue
-        if asked is None:
+        if text is None:
             raise ValueError(
-                f"{source.name} asks no questions: expected a question and its answers beside every image, such as "
+                f"{source.name} has no questions: expected a question and its answers for every image, such as "
                 "scenes:train?task=vqa, tars whose json holds `question` and `answers`, or a table with these columns."
             )
         return
 
 
 def majority(pairs: Iterable[tuple[str | None, str]]) -> Mapping[str | None, str]:
-    """The most frequent answer by question type, and over all questions under None; of equally frequent ones the first.
+    """The most frequent answer by question type, and under None over all questions; the first of equal ones.
 
-    Args: question type and answer, one pair a question.
+    Args: pairs: (question type, answer), one per question.
     """
     counts: dict[str | None, dict[str, int]] = {None: {}}
     for kind, answer in pairs:
         for group in {None, kind}:
-            found = counts.setdefault(group, {})
-            found[answer] = found.get(answer, 0) + 1
-    return {kind: max(sorted(found), key=found.__getitem__) for kind, found in counts.items() if found}
+            totals = counts.setdefault(group, {})
+            totals[answer] = totals.get(answer, 0) + 1
+    return {kind: max(sorted(totals), key=totals.__getitem__) for kind, totals in counts.items() if totals}

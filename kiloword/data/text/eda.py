@@ -2,8 +2,8 @@
 
 `drop_words` deletes words alone, of all captions of a row.
 
-Words are what white space separates; what surrounds a word's letters and its first capital stay. Which words have a
-synonym decides what may be replaced, so that no list of stop words is needed.
+Words are separated by white space; punctuation around a word and its first capital are kept. Only words with a synonym
+are replaced, so that no list of stop words is needed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kiloword.data.text.synonyms import GROUPS
 from kiloword.randomness import Draw
 
 Synonyms = Mapping[str, Sequence[str]]
-"""The other words of a word's group, all in lower case."""
+"""Word -> the other words of its group, all in lower case."""
 
-_CORE = re.compile(r"(\W*)(.*?)(\W*)", re.DOTALL)  # what stands before a word, the word, what follows it
+_CORE = re.compile(r"(\W*)(.*?)(\W*)", re.DOTALL)  # punctuation before the word, the word, punctuation after it
 
 
 def eda(caption: str, synonyms: Synonyms, edits: float, rng: Generator) -> str:
-    """A caption changed by one of the four operations, each as likely; of one word or none, only a synonym may come.
+    """Change a caption by one of the four operations, with equal probability.
 
-    Args: edits: share of the words that change, at least one; the probability of each deletion.
-    Returns: never an empty caption, unless it was one.
+    Args: edits: share of words to change, at least one word; or the probability of each deletion.
+    Returns: a caption that is empty only if the input was.
     """
     words = caption.split()
     if not words:
@@ -48,24 +48,24 @@ def eda(caption: str, synonyms: Synonyms, edits: float, rng: Generator) -> str:
 
 
 def replace_words(words: Sequence[str], count: int, synonyms: Synonyms, rng: Generator) -> list[str]:
-    """`count` words that have a synonym (all of them where fewer have) become one of their synonyms."""
-    out, known = list(words), [n for n, word in enumerate(words) if _bare(word) in synonyms]
-    for place in rng.permutation(known)[:count].tolist():
+    """Replace `count` words that have a synonym (or all of them, if fewer) by one of their synonyms."""
+    out, replaceable = list(words), [n for n, word in enumerate(words) if _bare(word) in synonyms]
+    for place in rng.permutation(replaceable)[:count].tolist():
         out[place] = _dressed(words[place], _pick(synonyms[_bare(words[place])], rng))
     return out
 
 
 def insert_words(words: Sequence[str], count: int, synonyms: Synonyms, rng: Generator) -> list[str]:
-    """`count` times a synonym of a word is put at a random place; nothing where no word has one."""
-    out, known = list(words), [word for word in words if _bare(word) in synonyms]
-    for _ in range(count if known else 0):
-        new = _pick(synonyms[_bare(_pick(known, rng))], rng)
+    """Insert `count` times a synonym of a word at a random place; nothing if no word has a synonym."""
+    out, replaceable = list(words), [word for word in words if _bare(word) in synonyms]
+    for _ in range(count if replaceable else 0):
+        new = _pick(synonyms[_bare(_pick(replaceable, rng))], rng)
         out.insert(int(rng.integers(len(out) + 1)), new)
     return out
 
 
 def swap_words(words: Sequence[str], count: int, rng: Generator) -> list[str]:
-    """`count` times two words change places."""
+    """Swap two words `count` times."""
     out = list(words)
     for _ in range(count if len(out) > 1 else 0):
         a, b = rng.choice(len(out), 2, replace=False)
@@ -74,14 +74,14 @@ def swap_words(words: Sequence[str], count: int, rng: Generator) -> list[str]:
 
 
 def delete_words(words: Sequence[str], probability: float, rng: Generator) -> list[str]:
-    """Each word is left out with `probability`; where none would stay, one does."""
+    """Drop each word with `probability`; at least one stays."""
     kept = [word for word, luck in zip(words, rng.random(len(words)), strict=True) if luck >= probability]
     return kept or [_pick(words, rng)]
 
 
 @lru_cache(maxsize=4)
 def read_synonyms(path: str | None = None) -> Synonyms:
-    """Synonyms of a text file, a line a group of words of one meaning, by commas; None: our own list.
+    """Synonyms from a text file, each line a group of words separated by commas; None: the built-in list.
 
     Raises: ValueError when the file cannot be read, or holds no group of two words.
     """
@@ -89,26 +89,26 @@ def read_synonyms(path: str | None = None) -> Synonyms:
         return _grouped(GROUPS)
     check_regular(Path(path))
     try:
-        found = _grouped(Path(path).read_text(encoding="utf-8-sig"))
+        synonyms = _grouped(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"synonyms {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ValueError(f"synonyms {path} is not UTF-8.") from None
-    if not found:
-        raise ValueError(f"synonyms {path}: no line has two words. Expected a group a line, such as `dog, hound`.")
-    return found
+    if not synonyms:
+        raise ValueError(f"synonyms {path}: no line has two words. Expected groups such as `dog, hound`.")
+    return synonyms
 
 
 def _grouped(text: str) -> dict[str, list[str]]:
-    """A word of several groups has the synonyms of all of them."""
-    found: dict[str, list[str]] = {}
+    """Parse groups; a word in several groups has the synonyms of all of them."""
+    synonyms: dict[str, list[str]] = {}
     for line in text.lower().splitlines():
         group = [word.strip() for word in line.split(",") if word.strip()]
         for word in group:
             others = [other for other in group if other != word]
             if others:
-                found.setdefault(word, []).extend(others)
-    return found
+                synonyms.setdefault(word, []).extend(others)
+    return synonyms
 
 
 def _parts(word: str) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""From captions to packed token ids and back: our own byte-level BPE, CLIP's vocabulary and SigLIP's.
+"""Tokenizers: captions to packed token ids and back, by our byte-level BPE, CLIP's or SigLIP's vocabulary.
 
 Captions are cleaned before they are split into tokens: our own way, CLIP's or SigLIP's.
 """
@@ -26,17 +26,17 @@ from kiloword.config.recipes import TextConfig
 from kiloword.data.text.tokenizer_file import CLIP_END, CLIP_START, CLIP_WORDS, Roles, read
 from kiloword.types import Texts
 
-LEARNED = 1 << 16  # characters of a caption that a vocabulary is trained on; of a word, those of _LONG_WORD
+LEARNED = 1 << 16  # characters of a caption used to train a vocabulary; of a word, those of _LONG_WORD
 _LONG_WORD = re.compile(r"(\S{1024})\S+")
-REMEMBERED = 1 << 15  # captions whose ids are kept, about 1 kB each
-REMEMBERED_TOKENS = 128  # not of captions of 100 kB
+REMEMBERED = 1 << 15  # captions whose ids are cached, about 1 kB each
+REMEMBERED_TOKENS = 128  # longest caption in the cache
 CLIP_MERGES = 49152 - 256 - 2
 
 
 class Tokenizer:
     """Captions to packed ids, ids to text; self-contained in one `tokenizer.json` of the `tokenizers` library.
 
-    Own vocabularies lower-case and normalise white space, CLIP's and SigLIP's clean text as open_clip does.
+    Our vocabularies lower-case and normalise white space; CLIP's and SigLIP's clean text as open_clip does.
     """
 
     def __init__(self, document: str) -> None:
@@ -51,7 +51,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self.roles = Roles.read(parsed, self._backend.get_vocab_size())
         self.clean: Clean = _clean_of(parsed["model"])
-        # "<mask>" typed in a caption is text; only CLIP's pattern knows its two markers inside captions.
+        # "<mask>" in a caption is text; only CLIP's pattern finds its two markers in captions.
         self._backend.encode_special_tokens = self.clean != "clip"
         self._known: dict[str, list[int]] = {}
         self._cleaner = cleaner(self.clean)
@@ -60,12 +60,12 @@ class Tokenizer:
     def train(captions: Iterable[str], vocab: int) -> Tokenizer:
         """A byte-level BPE of at most `vocab` ids; the same captions in any order give the same bytes.
 
-        It learns from the first 1,024 characters of a word and 65,536 of a caption: its work grows as their square.
+        It uses the first 1,024 characters of a word and 65,536 of a caption, as its time is quadratic in them.
         Errors: ValueError when `vocab` is too small for the 256 bytes and six special tokens.
         """
         names = ["<start>", "<end>", "<pad>", "<mask>", "<cls>", "<unc>"]
         if vocab < 256 + len(names):
-            raise ValueError(f"tokenizer vocabulary of {vocab} asked for; 256 bytes and 6 special tokens need 262")
+            raise ValueError(f"tokenizer vocabulary is {vocab}: expected at least 262 (bytes and special tokens)")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         backend = tokenizers.Tokenizer(models.BPE())
         backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
@@ -84,12 +84,12 @@ class Tokenizer:
 
     @property
     def vocab(self) -> int:
-        """Number of ids, special ones included: the least `TextConfig.vocab` that can hold every token."""
+        """Number of ids including special ones: the smallest `TextConfig.vocab` for all tokens."""
         return max(self._backend.get_vocab_size(), 1 + max(self.roles.ids().values()))
 
     @property
     def plain_vocab(self) -> int:
-        """Number of ids that captions alone can use; published CLIP and SigLIP weights have rows for just these."""
+        """Number of ids that captions can contain; published CLIP and SigLIP weights have rows only for these."""
         return self._backend.get_vocab_size()
 
     def encode(self, captions: Sequence[str], config: TextConfig) -> Texts:
@@ -171,26 +171,26 @@ class Tokenizer:
         write_atomic(Path(folder) / "tokenizer.json", self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """What `save` writes."""
+        """The bytes that `save` writes."""
         return self._backend.to_str(pretty=True).encode()
 
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:
-        """Read `folder/tokenizer.json`; ValueError when it is missing, damaged or not ours."""
+        """Read `folder/tokenizer.json`; ValueError when it is missing, damaged or not from kiloword."""
         return Tokenizer(read(Path(folder) / "tokenizer.json"))
 
     def __getstate__(self) -> str:
         return self._backend.to_str()
 
     def __setstate__(self, document: str) -> None:
-        self._open(document)  # the library's own pickle forgets how special tokens are read
+        self._open(document)  # the library's pickle loses encode_special_tokens
 
 
 def clip_tokenizer() -> Tokenizer:
     """CLIP's BPE, converted from the merges that open_clip ships: the ids of `open_clip.tokenize`, then mask, cls, unc.
 
     Needs the `openclip` extra once; a saved model folder does not. Captions with entities or beyond ascii need `ftfy`.
-    Differs only where `regex` and the `tokenizers` library hold different Unicode versions (letters assigned lately).
+    Differs only where `regex` and the `tokenizers` library have different Unicode versions (new letters).
     """
     merges = _clip_merges()
     symbols = _byte_symbols()
@@ -234,7 +234,7 @@ def siglip_tokenizer_from(document: str) -> Tokenizer:
 
 
 def _learned(caption: str) -> str:
-    """What a vocabulary is trained on: all of a usual caption."""
+    """The text of a caption used to train a vocabulary; all of it for captions of usual length."""
     return _LONG_WORD.sub(r"\1", plain(caption[:LEARNED]))
 
 
@@ -244,7 +244,7 @@ def _with_roles(backend: tokenizers.Tokenizer, roles: Roles) -> Tokenizer:
 
 
 def _clean_of(model: dict[str, Any]) -> Clean:
-    """The kind of model says how its captions are cleaned. Errors: ValueError for a kind that we do not write."""
+    """The cleaning that belongs to the kind of model. Errors: ValueError for a kind that kiloword does not write."""
     kind = model.get("type")
     if kind not in ("BPE", "Unigram"):
         raise ValueError(f"this tokenizer.json holds a model of type {kind!r}; expected BPE or Unigram.")
@@ -267,9 +267,9 @@ def _pack(flat: list[int], lengths: list[int], truncated: int, vocab: int) -> Te
 
 def _byte_symbols() -> list[str]:
     """The 256 characters that stand for bytes, in CLIP's order: printable ones first, then shifted beyond 255."""
-    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    shifted = len(set(range(256)) - set(kept))
-    return [chr(b) for b in kept] + [chr(256 + i) for i in range(shifted)]
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    shifted = len(set(range(256)) - set(printable))
+    return [chr(b) for b in printable] + [chr(256 + i) for i in range(shifted)]
 
 
 def _clip_merges() -> list[tuple[str, str]]:

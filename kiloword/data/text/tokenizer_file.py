@@ -2,8 +2,8 @@
 
 These bound the cost of a caption by its length.
 
-The tokenizers library does whatever the file says: it pads to 10^8 ids, replaces a letter by eight again and again, or
-searches by a regular expression that backtracks without end.
+The tokenizers library runs whatever the file contains, such as padding to 10^8 ids, repeated replacement of a letter by
+eight letters, or a regular expression with catastrophic backtracking.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Roles:
         return Roles(**ids, prefix=prefix)
 
 
-LARGEST = 1 << 26  # bytes of a tokenizer.json; the largest published ones have half of it
+LARGEST = 1 << 26  # largest tokenizer.json in bytes; published ones have at most half of it
 LONGEST_TOKEN = 512  # characters; 128 in published vocabularies
-LONGEST_WORD = 16  # characters of what a component puts between or around words
+LONGEST_WORD = 16  # characters that a component adds between or around words
 ADDED = 1 << 20  # characters of all added tokens
 COMPONENTS = 24  # of one kind, such as normalizers
-EXPANDED = 256  # bytes that a character may become by a normalizer's table; about 50 in published ones
+EXPANDED = 256  # bytes of a character after a normalizer's table; about 50 in published ones
 
 CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
 # CLIP's pattern ignores case: in lower-cased text that matters for the long s, which folds to s, and for one mark,
@@ -76,7 +76,7 @@ CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
 CLIP_WORDS = rf"{CLIP_START}|{CLIP_END}|'[sſ]|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}\x{{345}}]+"
 _CLIP = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 _LLAMA = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PATTERNS = {  # regular expressions whose work grows as a text's length; least number of characters of a match
+PATTERNS = {  # regular expressions with linear time -> smallest length of a match
     CLIP_WORDS: 1,
     rf"<\|startoftext\|>|<\|endoftext\|>|{_CLIP}": 1,
     _CLIP: 1,
@@ -100,13 +100,13 @@ ALLOWED = {
     ),
     "post_processor": ("TemplateProcessing", "BertProcessing", "RobertaProcessing", "ByteLevel"),
 }
-REPEATED = ("Replace", "Split", "Strip")  # make no text longer; of others each may come once
+REPEATED = ("Replace", "Split", "Strip")  # may be repeated, as they make no text longer
 
 
 def read(path: Path) -> str:
-    """The text of a tokenizer.json that the tokenizers library can open, and that passes `check`.
+    """Read a tokenizer.json that the tokenizers library can open and that passes `check`.
 
-    Raises: ValueError when the file is missing, damaged, or has what is not allowed.
+    Raises: ValueError when the file is missing, damaged or not allowed.
     """
     if not path.is_file():
         raise ValueError(f"no tokenizer.json at {path}; expected a model folder written by kiloword")
@@ -116,7 +116,7 @@ def read(path: Path) -> str:
     try:
         check(document)
         tokenizers.Tokenizer.from_str(document)
-    except BaseException as error:  # the library raises bare Exception for damaged files, and panics at some
+    except BaseException as error:  # the library raises bare Exception for damaged files, and panics for some
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ValueError(f"damaged tokenizer file {path}: {error}"[:500]) from error
@@ -124,7 +124,7 @@ def read(path: Path) -> str:
 
 
 def check(document: str) -> None:
-    """Raises: ValueError for a component that could make a text much longer, or take much longer than its length."""
+    """Raises: ValueError for a component that could lengthen a text, or whose time is not linear."""
     try:
         parsed = json.loads(document)
         for kind in ALLOWED:
@@ -135,7 +135,7 @@ def check(document: str) -> None:
 
 
 def _flat(component: Any) -> list[dict[str, Any]]:
-    """The components of a Sequence, of nested ones too."""
+    """The components of a Sequence, including nested ones."""
     if component is None:
         return []
     if component["type"] != "Sequence":
@@ -158,7 +158,7 @@ def _check_components(kind: str, components: list[dict[str, Any]]) -> None:
 
 
 def _check_pattern(kind: str, component: dict[str, Any]) -> None:
-    """Of Split and Replace; a match may not become longer."""
+    """Check the pattern of Split and Replace; a match may not become longer."""
     pattern = component.get("pattern")
     if not isinstance(pattern, dict):
         return
@@ -167,7 +167,7 @@ def _check_pattern(kind: str, component: dict[str, Any]) -> None:
         if regex not in PATTERNS:
             raise ValueError(
                 f"its {kind} searches by the regular expression {regex[:80]!r}: only those of published tokenizers are "
-                "known to end soon (CLIP, GPT-2, Llama 3, Qwen, sentencepiece)"
+                "known to take linear time (CLIP, GPT-2, Llama 3, Qwen, sentencepiece)"
             )
         least = PATTERNS[regex]
     if not least or len(component.get("content", "")) > least:
@@ -175,7 +175,7 @@ def _check_pattern(kind: str, component: dict[str, Any]) -> None:
 
 
 def _check_length(kind: str, component: dict[str, Any]) -> None:
-    """What a component adds to a text, or makes of a character."""
+    """Check what a component adds to a text, or replaces a character by."""
     for name in ("content", "prepend", "replacement", "prefix", "suffix", "delimiter", "pad_token"):
         if len(component.get(name) or "") > LONGEST_WORD:
             raise ValueError(f"its {kind} has a {name} of {len(component[name]):,} characters")
@@ -186,13 +186,13 @@ def _check_length(kind: str, component: dict[str, Any]) -> None:
         table = base64.b64decode(component["precompiled_charsmap"], validate=True)
         if not 4 <= 4 + int.from_bytes(table[:4], "little") <= len(table):
             raise ValueError(f"its {kind} has a table that is cut")
-        strings = table[4 + int.from_bytes(table[:4], "little") :]  # behind the trie; each ends with a zero
+        strings = table[4 + int.from_bytes(table[:4], "little") :]  # after the trie; each ends with a zero
         if max(map(len, strings.split(b"\0"))) > EXPANDED:
             raise ValueError(f"its {kind} makes more than {EXPANDED} bytes of a character")
 
 
 def _check_words(parsed: dict[str, Any]) -> None:
-    """The vocabulary, and what the model puts around its words."""
+    """Check the vocabulary, and what the model adds to its words."""
     added = sum(len(token["content"]) for token in parsed.get("added_tokens") or ())
     if added > ADDED:
         raise ValueError(f"its added tokens have {added:,} characters: expected at most {ADDED:,}")

@@ -1,4 +1,4 @@
-"""Tables that a user wrote beside the data: who goes with whom, and what is said of the two."""
+"""Tables of the user for the transforms: partners of samples, and captions for pairs of samples."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def read_columns(path: str, names: Sequence[str]) -> list[list[str]]:
     """Text columns of a parquet file. Raises: ValueError when it cannot be read, or lacks a column or a value."""
     check_regular(Path(path))
     try:
-        found = pa.parquet.read_schema(path).names
-        missing = [name for name in names if name not in found]
+        present = pa.parquet.read_schema(path).names
+        missing = [name for name in names if name not in present]
         if missing:
-            raise ValueError(f"{path} has the columns {', '.join(found)}: expected {', '.join(names)}.")
-        check_once(Path(path), found, *names)
+            raise ValueError(f"{path} has the columns {', '.join(present)}: expected {', '.join(names)}.")
+        check_once(Path(path), present, *names)
         table = pa.parquet.read_table(path, columns=list(names))
         columns = [table.column(name).cast(pa.large_string()).to_pylist() for name in names]
     except OSError as error:
@@ -40,7 +40,7 @@ def read_columns(path: str, names: Sequence[str]) -> list[list[str]]:
 
 
 def keys(source: Source) -> list[str | None]:
-    """The key of every row; None where a row cannot be read and only its record knows."""
+    """The key of every row; None where only the record has it and cannot be read."""
     return [_key(source, row) for row in range(len(source))]
 
 
@@ -55,41 +55,41 @@ def _key(source: Source, row: int) -> str | None:
 
 @dataclass(frozen=True)
 class Rewrites:
-    """What is said of pairs of examples, by their keys, in either order."""
+    """Captions of pairs of samples, by their keys in either order."""
 
     captions: dict[tuple[str, str], list[str]]
-    pairs: int  # of two samples that the source has, either order once
+    pairs: int  # number of unordered pairs of samples in the source
 
     @staticmethod
     def read(path: str, source: Source) -> Rewrites:
-        """A parquet file (key, partner, caption); several rows of a pair are several captions.
+        """Read a parquet file (key, partner, caption); several rows of a pair are several captions.
 
-        Raises: ValueError when it cannot be read, or names no two rows of the source.
+        Raises: ValueError when it cannot be read, or names no pair of the source.
         """
-        found: dict[tuple[str, str], list[str]] = {}
+        captions: dict[tuple[str, str], list[str]] = {}
         for key, partner, caption in zip(*read_columns(path, ("key", "partner", "caption")), strict=True):
-            found.setdefault((key, partner), []).append(caption)
-        known = set(keys(source))
-        pairs = {frozenset(pair) for pair in found if known.issuperset(pair)}
+            captions.setdefault((key, partner), []).append(caption)
+        all_keys = set(keys(source))
+        pairs = {frozenset(pair) for pair in captions if all_keys.issuperset(pair)}
         if not pairs:
-            first = next(iter(found), ("", ""))
+            first = next(iter(captions), ("", ""))
             raise ValueError(
                 f"{path}: no row names two samples of {source.name}, the first is {first}. Was it made of other data?"
             )
-        return Rewrites(found, sum(len(pair) == 2 for pair in pairs))
+        return Rewrites(captions, sum(len(pair) == 2 for pair in pairs))
 
     def share(self, source: Source, partners: Sequence[int] | None) -> float:
-        """The share of a source's rows whose partner is one for whom something was written, [0, 1].
+        """The share of rows for whose pair with their partner captions exist, [0, 1].
 
-        Args: partners: the row of each row's partner, negative for none; None: any other row, all alike.
+        Args: partners: row of each row's partner, negative for none; None: any other row with equal probability.
         """
         if partners is None:
             rows = len(source)
             return min(1.0, 2 * self.pairs / max(rows * (rows - 1), 1))
         all_keys = keys(source)
-        mixed = [(all_keys[own], all_keys[other]) for own, other in enumerate(partners) if other >= 0]
+        mixed = [(all_keys[row], all_keys[other]) for row, other in enumerate(partners) if other >= 0]
         return sum(bool(a and b and self.of(a, b)) for a, b in mixed) / max(len(mixed), 1)
 
     def of(self, key: str, partner: str) -> list[str]:
-        """Captions of a pair, [] where nothing was written."""
+        """Captions of a pair; [] if there are none."""
         return self.captions.get((key, partner)) or self.captions.get((partner, key)) or []

@@ -1,10 +1,10 @@
 """Transforms that mix an example with another one: with probability rho, redrawn in every epoch.
 
-Source: arXiv:2407.01408 (CLIP-C), section 3 and its studies of other image operations and of stylistic augmentation.
+Source: arXiv:2407.01408 (CLIP-C), section 3 and its ablations of image operations and of stylistic augmentation.
 
 Images are uint8 [3, H, W] of equal size; none is changed in place.
-Captions are joined as they are written: white space and full stops stay. Caption c of an example goes with caption
-c mod n of a partner that has n, so that an example keeps its number of captions and its rows of precomputed features.
+Captions are joined unchanged, with white space and full stops. Caption c of an example is joined with caption c mod n
+of a partner with n captions, so that an example keeps its number of captions and its rows of precomputed features.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from kiloword.randomness import Draw, key
 from kiloword.types import Example, Fetch, Source
 
 LARGE = 3_500_000  # rows: CC3M is below, CC12M and RedCaps above
-FEW = 0.5  # share of composed examples with a rewrite; below, a note says so
+FEW = 0.5  # share of composed examples with rewritten captions, below which a note is printed
 RHO = {"small": 0.3, "large": 0.15}
 
 
 def share(rho: float | None, rows: int) -> float:
-    """The share of composed examples that rho means for a data set of `rows`."""
+    """The share of composed examples for a data set of `rows`. Args: rho: None chooses by size."""
     return rho if rho is not None else RHO["small" if rows < LARGE else "large"]
 
 
 class _Mix:
-    """What all have in common: whether, in which order, and what is composed."""
+    """Base class: whether to mix, in which order, and which parts."""
 
     settings: MixingSettings
 
@@ -72,7 +72,7 @@ class _Mix:
         raise NotImplementedError
 
     def _image(
-        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
     ) -> Tensor:
         raise NotImplementedError
 
@@ -82,16 +82,16 @@ class _Mix:
 
 @dataclass(frozen=True)
 class _WithPartner(_Mix):
-    """Mixed with another row of the whole data set."""
+    """Mixes with another row of the whole data set."""
 
     settings: PartnerSettings
     partner: Partner | None = None
     rewrites: Rewrites | None = None
-    note: str | None = None  # what a user should know before the run, after `bind`
+    note: str | None = None  # note for the user before the run, set by `bind`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Partner(self.settings)  # says at once what is missing
+        Partner(self.settings)  # raises for missing settings
 
     def bind(self, source: Source) -> _WithPartner:
         """The transform that knows the data set. Raises: ValueError for files that are unusable or of other data."""
@@ -104,23 +104,23 @@ class _WithPartner(_Mix):
         return replace(self, partner=partner, rewrites=rewrites, note=_few(self.settings, used))
 
     def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
-        """The partner, augmented by draws of its own: not with the crop and mirror of the example."""
+        """The partner, augmented by independent draws, not with the crop and flip of the example."""
         row = (self.partner or Partner(self.settings)).row(example.row, len(fetch), draw, rng)
         return fetch.example(row, _apart(draw, "partner"))
 
     def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
-        said = self.rewrites.of(example.key, other.key) if self.rewrites else []
-        if said:
-            return [said[n % len(said)] for n in range(len(example.captions))]
+        rewrites = self.rewrites.of(example.key, other.key) if self.rewrites else []
+        if rewrites:
+            return [rewrites[n % len(rewrites)] for n in range(len(example.captions))]
         return super()._captions(example, other, own_first)
 
 
 def _few(settings: PartnerSettings, used: float) -> str | None:
-    """A note where rewrites are used for less than FEW of the composed examples."""
+    """A note if rewrites are used for less than FEW of the composed examples."""
     if used >= FEW:
         return None
     if settings.parts == "images":
-        return f"{settings.rewrites} is never used: with parts images, captions stay as they are. Leave rewrites out."
+        return f"{settings.rewrites} is never used: with parts images, captions do not change. Omit rewrites."
     return (
         f"{settings.rewrites} has captions for {used:.2%} of the pairs that partner {settings.partner} makes; the "
         f"others are joined by {settings.merge!r}. To use them, name each sample's partner: partner file with "
@@ -130,19 +130,19 @@ def _few(settings: PartnerSettings, used: float) -> str | None:
 
 @dataclass(frozen=True)
 class Compose(_WithPartner):
-    """CLIP-C: the centre halves of two images put together along width or height, and both captions."""
+    """CLIP-C: the centre halves of two images joined along width or height, and both captions."""
 
     settings: ComposeSettings
 
     def _image(
-        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
     ) -> Tensor:
-        return _halves(own, other, own_first, self.settings, rng)
+        return _halves(image, other, own_first, self.settings, rng)
 
 
 @dataclass(frozen=True)
 class _ByShare(_WithPartner):
-    """Of each image a share that is drawn from a Beta distribution."""
+    """Mixes with a share drawn from a Beta distribution."""
 
     settings: MixupSettings | CutmixSettings
 
@@ -162,28 +162,28 @@ class Mixup(_ByShare):
     settings: MixupSettings
 
     def _image(
-        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
     ) -> Tensor:
-        return blend(own, other, self._share(rng))
+        return blend(image, other, self._share(rng))
 
 
 @dataclass(frozen=True)
 class Cutmix(_ByShare):
-    """A crop of the partner's image pasted at the same place on the own one, and both captions."""
+    """A crop of the partner's image pasted at the same place on the example's image, and both captions."""
 
     settings: CutmixSettings
 
     def _image(
-        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
     ) -> Tensor:
-        kept = self._share(rng)
+        share_kept = self._share(rng)
         down, right = rng.random(2)
-        return paste(own, other, box(own.shape[1], own.shape[2], kept, down, right))
+        return paste(image, other, box(image.shape[1], image.shape[2], share_kept, down, right))
 
 
 @dataclass(frozen=True)
 class Stylistic(_Mix):
-    """The control: two crops of one image as the two halves, and its caption with an edited copy of it."""
+    """The control of CLIP-C: two crops of one image as halves, and its caption joined with an edited copy."""
 
     settings: StylisticSettings
 
@@ -200,38 +200,38 @@ class Stylistic(_Mix):
         return self
 
     def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
-        """The same example augmented once more, its own captions edited."""
+        """The same example with another augmentation and edited captions."""
         again = fetch.example(example.row, _apart(draw, "again"))
         words, synonyms = draw.rng("eda"), read_synonyms(self.settings.synonyms)
         return replace(again, captions=[eda(c, synonyms, self.settings.edits, words) for c in example.captions])
 
     def _image(
-        self, own: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
+        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
     ) -> Tensor:
         if not fetch.crops:
-            own, other = (self._crop(own, _apart(draw, name)) for name in ("first crop", "second crop"))
-        return _halves(own, other, own_first, self.settings, rng)
+            image, other = (self._crop(image, _apart(draw, name)) for name in ("first crop", "second crop"))
+        return _halves(image, other, own_first, self.settings, rng)
 
     def _crop(self, image: Tensor, draw: Draw) -> Tensor:
         crop = TrainTransform(image.shape[-1], AugmentConfig(crop=self.settings.least_area))
         return crop(image.permute(1, 2, 0).numpy(), draw)
 
 
-def joined(own: Sequence[str], others: Sequence[str], merge: str, own_first: bool) -> list[str]:
-    """Each own caption with one of the other's, either first: as many as the own ones."""
-    pairs = [(caption, others[n % len(others)]) for n, caption in enumerate(own)]
+def joined(captions: Sequence[str], others: Sequence[str], merge: str, own_first: bool) -> list[str]:
+    """Join each caption with one of `others`, in the order of `own_first`; as many as `captions`."""
+    pairs = [(caption, others[n % len(others)]) for n, caption in enumerate(captions)]
     return [merge.join(pair if own_first else pair[::-1]) for pair in pairs]
 
 
-def _halves(own: Tensor, other: Tensor, own_first: bool, settings: HalfSettings, rng: np.random.Generator) -> Tensor:
+def _halves(image: Tensor, other: Tensor, own_first: bool, settings: HalfSettings, rng: np.random.Generator) -> Tensor:
     side_by_side = bool(rng.random() < 0.5)
     swapped = settings.image_order == "follows_caption" and not own_first
-    first, second = (other, own) if swapped else (own, other)
+    first, second = (other, image) if swapped else (image, other)
     return halves(first, second, side_by_side, settings.crop == "squash")
 
 
 def _apart(draw: Draw, purpose: str) -> Draw:
-    """Draws of the same row and epoch that have nothing to do with its own."""
+    """Independent draws for the same row and epoch."""
     return replace(draw, seed=key(draw.seed, purpose))
 
 

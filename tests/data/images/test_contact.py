@@ -157,9 +157,9 @@ def test_statistics_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 STATISTICS = (
-    "captions an image 1 1 2 2 2 1.5",
-    "words a caption 1 1 2 3 3 1.7",
-    "characters a caption 5 5 65 120 120 63.3",
+    "captions per image 1 1 2 2 2 1.5",
+    "words per caption 1 1 2 3 3 1.7",
+    "characters per caption 5 5 65 120 120 63.3",
     "image width 20 22 35 48 50 35.0",
     "image height 30 30 30 30 30 30.0",
 )

@@ -175,4 +175,4 @@ def test_a_digest_of_what_has_no_index_is_refused(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit) as end:
         main(["data", "index", str(files(tmp_path / "data")), "--digest"])
     assert end.value.code == 2
-    assert "--digest is for tars of this machine" in capsys.readouterr().err
+    assert "--digest needs local tars" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_several_tables_of_both_forms(tar: Path, extra: Path, tmp_path: Path) ->
 
 
 def test_without_raw_captions(tar: Path, extra: Path) -> None:
-    source = with_captions(open_source(str(tar)), [extra], own=False)
+    source = with_captions(open_source(str(tar)), [extra], raw_captions=False)
     assert source.record(0).captions == ["a", "image 0"]
     assert source.record(3).captions == ["c", "d", "e"]
     for row in (1, 2, 4, 5):
@@ -82,8 +82,8 @@ def test_without_raw_captions(tar: Path, extra: Path) -> None:
             source.record(row)
         with pytest.raises(BadSample, match="no caption"):
             source.captions(row)  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="no image has any: name --extra-captions"):
-        with_captions(open_source(str(tar)), [], own=False)
+    with pytest.raises(ValueError, match="no image has a caption without raw captions and extra ones"):
+        with_captions(open_source(str(tar)), [], raw_captions=False)
 
 
 def test_the_settings_open_it(tar: Path, extra: Path) -> None:
@@ -106,7 +106,7 @@ def test_the_fingerprint_is_of_all_that_is_read(tar: Path, extra: Path, tmp_path
 
 def test_contents_tell_what_a_feature_store_covers(tar: Path, extra: Path) -> None:
     plain = open_source(str(tar))
-    both, alone = contents(with_captions(plain, [extra])), contents(with_captions(plain, [extra], own=False))
+    both, alone = contents(with_captions(plain, [extra])), contents(with_captions(plain, [extra], raw_captions=False))
     assert contents(plain) < both
     assert alone < both
     assert not alone <= contents(plain)

@@ -97,7 +97,7 @@ METAS: dict[bytes, list[str] | str] = {
     b"null": "the json is not an object with `captions` or `caption`",
     b'"x"': "the json is not an object with `captions` or `caption`",
     b"": "the json cannot be parsed",
-    b'{"question": ["x"], "answers": ["a"]}': "the question is no text",
+    b'{"question": ["x"], "answers": ["a"]}': "the question is not text",
     b'{"question": "x", "answers": [[["a"]]]}': 'the answers are not strings (write "3" for 3)',
 }
 
@@ -226,7 +226,7 @@ PARQUETS: dict[str, tuple[Any, list[Any] | str]] = {
         ["the image has zero bytes"]),
     "a list of images": ({"image": [["a.png"]], "caption": ["x"]}, "TABLE cannot be read as"),
     "no rows": ({"image": pa.array([], pa.binary()), "caption": pa.array([], pa.string())}, "TABLE has no rows"),
-    "a question, a number": ({"image": ["a.png"], "question": [5], "answers": [[1]]}, ["the question is no text"]),
+    "a question, a number": ({"image": ["a.png"], "question": [5], "answers": [[1]]}, ["the question is not text"]),
 }  # fmt: skip
 
 

@@ -209,8 +209,8 @@ def test_folder_with_questions(tmp_path: Path) -> None:
         (asks(answers=[3]), r'the answers are not strings \(write "3" for 3\)'),
         (asks(answers={"a": 1}), "the answers are not strings"),
         (asks(answers=[{"text": "yes"}]), "the answers are not strings"),
-        (b'{"question": 5, "answer": "yes"}', "the question is no text"),
-        (b'{"question": " ", "answer": "yes"}', "the question is no text"),
+        (b'{"question": 5, "answer": "yes"}', "the question is not text"),
+        (b'{"question": " ", "answer": "yes"}', "the question is not text"),
     ],
 )
 def test_bad_questions_say_why(tmp_path: Path, meta: bytes, reason: str) -> None:
@@ -252,7 +252,7 @@ def test_rows_of_a_table_of_questions_are_not_merged(images: Path) -> None:
     assert first.image == second.image == photo(0)
     assert first.info == {"question": "is it red?", "answers": ["yes", "no"], "question_type": "is it"}
     assert (second.captions, second.info["question"]) == (["blue", "green"], "what, then?")
-    for row, reason in ((2, "the question is no text"), (3, "a question without an answer")):
+    for row, reason in ((2, "the question is not text"), (3, "a question without an answer")):
         with pytest.raises(BadSample, match=reason):
             source.record(row)
 
@@ -326,7 +326,7 @@ def test_answers_take_turns_over_the_epochs_and_keep_their_words(tmp_path: Path)
 
 
 def test_data_without_questions_is_refused_and_rows_without_are_skipped(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="asks no questions"):
+    with pytest.raises(ValueError, match="has no questions"):
         loader_of(open_source("scenes:train?n=64", 32))
     members = [m for k in range(3) for m in ((f"{k}.png", photo(k)), (f"{k}.json", asks(answer="yes")))]
     members += [("3.png", photo(3)), ("3.txt", b"a caption")]

@@ -281,7 +281,7 @@ def test_what_src_may_be(tmp_path: Path) -> None:
         ("missing", "no such file or folder. Expected a folder of tars"),
         ("empty", "is an empty folder"),
         ("other", "is a folder without tars or images"),
-        ("splits", "its folders dev, train have: name one of them"),
+        ("splits", "its folders dev, train do: name one of them"),
         ("other/x.doc", "unknown kind of file"),
         ("splits/dev/{0..2}.tar", "2 of 3 tars are missing, the first is .*1.tar"),
         ("splits/dev/{2..0}.tar", "is empty. Write the smaller number first"),
