@@ -1,9 +1,9 @@
 """Arithmetic and saved activations of one layer.
 
 A product [n, a] x [a, b] costs 2 n a b FLOP forward and twice that backward, once for each factor's gradient. Norms,
-activations and softmax are left out, as in torch's FlopCounterMode: they are below 1% of the arithmetic.
+activations and softmax are omitted, as in torch's FlopCounterMode: they are below 1% of the arithmetic.
 
-What is kept is what autograd saves: the inputs of products and norms and what attention and activations need, each
+Autograd saves the inputs of products and norms and what attention and activations need, each
 storage once. `r` are bytes of the residual stream, `a` of what products read and write (`Kernels`).
 """
 
@@ -61,7 +61,7 @@ def outside(forward: float, kept: float, backward: float | None = None) -> Work:
 
 
 def linear(tokens: float, inputs: float, outputs: float) -> float:
-    """FLOP of a linear layer on so many tokens."""
+    """FLOP of a linear layer on a number of tokens."""
     return 2 * tokens * inputs * outputs
 
 

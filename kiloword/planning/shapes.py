@@ -65,7 +65,7 @@ class Lengths:
 
     @staticmethod
     def equal(texts: float, length: float, captions: float = 1) -> Lengths:
-        """T texts of one (mean) length; the variance of lengths is left out: attention over texts is a small part."""
+        """T texts of one (mean) length; the variance of lengths is neglected: attention over texts is a small part."""
         return Lengths(texts, texts * length, texts * length**2, length, length * captions)
 
     @staticmethod
@@ -76,7 +76,7 @@ class Lengths:
         return Lengths(len(texts), float(n.sum()), float(n.square().sum()), longest, float(together or longest))
 
     def longer(self, by: float, captions: float = 1) -> Lengths:
-        """Every text has so many tokens more: sum (n + b)^2 = sum n^2 + 2 b sum n + T b^2."""
+        """Every text gets b more tokens: sum (n + b)^2 = sum n^2 + 2 b sum n + T b^2."""
         squares = self.squares + 2 * by * self.tokens + self.texts * by**2
         return Lengths(
             self.texts,

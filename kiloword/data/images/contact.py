@@ -88,7 +88,7 @@ def _tile(sheet: Image.Image, corner: tuple[int, int], image: Image.Image, capti
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, lines: int) -> list[str]:
-    """At most `lines` lines that fit the tile; "..." where text is left out."""
+    """At most `lines` lines that fit the tile; "..." where text is cut."""
     wrapped, line, width = [], "", _TILE[0]
     for word in text[:400].split():
         longer = f"{line} {word}".strip()

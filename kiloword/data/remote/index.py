@@ -121,7 +121,7 @@ def _made(tar: RemoteFile) -> Index:
 
 
 class Whole:
-    """A remote tar as `scan` reads it: forward, without leaving out a byte.
+    """A remote tar as `scan` reads it: forward, without skipping a byte.
 
     `checksum` is of all bytes, `sums` of each piece that came: all of them once `finish` was called.
     """

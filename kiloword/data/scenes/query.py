@@ -37,7 +37,7 @@ class Query:
 
     things: each is another thing of the scene; their order is canonical, so equal meanings are equal queries.
     relation: the first thing lies in a column left of (a row above) the second's.
-    count: the scene has exactly so many things, said or not.  background: index.
+    count: the scene has exactly this number of things, named or not.  background: index.
     """
 
     things: tuple[Pattern, ...] = ()

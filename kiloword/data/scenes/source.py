@@ -1,4 +1,4 @@
-"""Scenes as a `Source`: images, captions, labels, and the truth about all of them."""
+"""Scenes as a `Source`: images, captions, labels, and the ground truth about all of them."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def to_rows(scenes: Sequence[Scene]) -> SceneRows:
 
 
 def codes(rows: SceneRows, shapes: bool = True) -> npt.NDArray[np.uint64]:
-    """One number a scene, [N]; equal exactly when the scenes are (but for shapes, if those are left out)."""
+    """One number a scene, [N]; equal exactly when the scenes are (except in shapes, if those are ignored)."""
     code = rows[:, 0].astype(np.uint64)
     for k in range(1, 1 + 5 * MOST, 5):
         place, shape, colour, size, fill = (rows[:, k + a].astype(np.int64) for a in range(5))
@@ -100,7 +100,7 @@ SPLITS = ("train", "val", "test")
 def splits(rows: SceneRows) -> npt.NDArray[np.int64]:
     """The split of every scene, [N] index into SPLITS: 80% train, 10% val, 10% test.
 
-    A hash of the content decides, so no two splits share a scene whatever the seed. Shapes are left out of the
+    A hash of the content decides, so no two splits share a scene whatever the seed. Shapes are no part of the
     hash: scenes that differ by shapes alone lie in one split, which makes whole hard groups possible.
     """
     x = codes(rows, shapes=False) + np.uint64(0x9E3779B97F4A7C15)

@@ -38,6 +38,6 @@ def text_lines(where: str, raw: bytes) -> list[str]:
         lines = [line.strip() for line in raw.decode("utf-8-sig").strip().split("\n")]
     except UnicodeDecodeError:
         raise ValueError(f"{where} is not UTF-8.") from None
-    if not all(lines):  # class indices count lines: an empty one left out would move all that follow
+    if not all(lines):  # class indices count lines: skipping an empty one would move all that follow
         raise ValueError(f"{where}: line {lines.index('') + 1} is empty. Expected text in every line.")
     return lines

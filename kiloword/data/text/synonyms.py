@@ -1,7 +1,7 @@
 """Groups of words that mean nearly the same in a caption: our own list, for English captions of everyday photos.
 
 One form a group (number, tense), so that a word can stand in for another as it is. Colours, numbers, places and
-relations are left out: a caption must stay true.
+relations are omitted: a caption must stay true.
 """
 
 GROUPS = """

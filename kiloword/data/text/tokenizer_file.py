@@ -41,12 +41,12 @@ class Roles:
         tokens = [{"id": name, "ids": [value], "tokens": [f"<{name}>"]} for name, value in self.ids().items()]
         return processors.TemplateProcessing(
             single="start $A end" if self.prefix else "$A end",
-            special_tokens=tokens,  # the stub leaves out this documented form
+            special_tokens=tokens,  # the stub lacks this documented form
         )
 
     @staticmethod
     def read(document: dict[str, Any], words: int) -> Roles:
-        """The roles a tokenizer.json keeps, of a vocabulary of so many words; ValueError when it is not one of ours."""
+        """The roles a tokenizer.json keeps, of a vocabulary of a given size; ValueError when it is not one of ours."""
         template = document.get("post_processor") or {}
         try:
             ids = {name: int(entry["ids"][0]) for name, entry in (template.get("special_tokens") or {}).items()}

@@ -73,7 +73,7 @@ class CaptionPageData:
     source: Source
     told: Sequence[Told]
     cider: Floats  # of each
-    judged: Sequence[JudgedCaption] | None  # of each, where the truth is known
+    judged: Sequence[JudgedCaption] | None  # of each, where the ground truth is known
 
 
 def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
@@ -133,7 +133,7 @@ def _examples(one: CaptionPageData) -> str:
 
 
 def _cards(one: CaptionPageData, places: Sequence[int]) -> str:
-    """Images that cannot be read any more are left out."""
+    """Images that can no longer be read are skipped."""
     cards = []
     for place in places:
         with suppress(BadSample):

@@ -49,9 +49,9 @@ def judge(captions: Sequence[str], scenes: Sequence[Scene]) -> dict[str, float]:
     `statements_true`: share of all their statements, added over captions, that are true; `statements_true@KIND`: of
     those of one kind. It says nothing of captions outside the language, so read it beside `parsable`, or take
     `caption_statements_true`: the mean of each caption's own share, 0 outside the language; captions that state nothing
-    ("an image") have no share and are left out.
+    ("an image") have no share and are skipped.
     `objects_mentioned`: share of the scenes' objects, added over all scenes, that the captions mention.
-    What no caption decides (a share of none) is left out.
+    What no caption decides (a share of none) is omitted.
 
     Errors: ValueError unless there are as many captions as scenes, at least one.
     """

@@ -69,7 +69,7 @@ def encoded(matcher: Matcher, source: Source, batch: int, workers: int) -> Split
             return _with_pooled(matcher.encode_image(images, batch), caught)
 
         for part in labelled(seen(matcher, source, batch, workers, skipped, encode), source, skipped):
-            assert part.labels is not None, "rows without labels were left out"
+            assert part.labels is not None, "rows without labels were dropped"
             if part.labels.ndim != 1:
                 raise ValueError(f"{source.name} has many labels an image: a probe needs one class each")
             for name in ("vec", "pooled"):

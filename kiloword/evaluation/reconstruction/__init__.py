@@ -1,4 +1,4 @@
-"""The task `reconstruction`: hidden patches painted from right and wrong captions."""
+"""The task `reconstruction`: masked patches reconstructed from right and wrong captions."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _figures(found: Mapping[str, Values]) -> str:
 
 
 def _sections(values: Values, more: Shown) -> Iterator[tuple[str, str]]:
-    """Headings with what stands below them for one model; parts that there is nothing to draw of are left out."""
+    """Headings with what stands below them for one model; parts without data are omitted."""
     yield "How uncertain images and texts are", _spread(values, more)
     if len(more["words"]):
         yield "Uncertainty by length of the text", _lengths(more)

@@ -16,7 +16,7 @@ class VqaOptions(BaseSettings):
     """What answers there are, and how one is chosen."""
 
     answers: Path | None = None  # the closed list, an answer a line; without: those of --train, or the data's own
-    most: int = 3128  # of the answers of --train, so many of the most frequent
+    most: int = 3128  # number of the most frequent answers of --train
     decode: Literal["list", "rank", "free"] = "list"  # word by word within the list; every answer tried; any words
     beams: int = 5  # list and free: unfinished answers that are kept; 1: greedy
     length_penalty: float = 0.0  # an answer's score is its log probability / tokens^this

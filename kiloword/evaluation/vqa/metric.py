@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
-AGREE = 3  # so many annotators who say the same make an answer right
+AGREE = 3  # number of annotators with the same answer that make it right
 MOST_PERIODS = 32  # the evaluator hands its flag for Unicode over as this limit
 _WORDS = "zero one two three four five six seven eight nine ten"
 NUMBERS = {"none": "0", **{word: str(n) for n, word in enumerate(_WORDS.split())}}
