@@ -52,7 +52,7 @@ class Train:
     batch: int = 128  # images in a step, over all ranks
     micro: int = 0  # images in a micro-batch; 0: a rank's whole share
     chunk: int = 0  # rows and columns of a block of pairs; 0: automatic
-    # of the computation, weights stay in fp32 with bf16; auto: bf16 for tiny, and for larger sizes on CUDA
+    # of the computation; weights stay in fp32 under bf16; auto: bf16 for tiny, and for larger sizes on CUDA
     precision: Precision = "auto"
     matmul: Matmul = "auto"  # precision of fp32 matrix products, e.g. of losses; high: TF32 on CUDA, the default there
     freeze: Literal["none", "image", "text"] = "none"  # tower that is not trained
@@ -61,7 +61,7 @@ class Train:
     captions: int | Literal["one", "all"] = "one"
     decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"  # of image files; opencv and simplejpeg are faster
     weights: tuple[float, ...] = ()  # passes over each of several --data in an epoch
-    together: int = 1  # consecutive rows that stay together in a batch (groups of hard negatives)
+    together: int = 1  # group size: consecutive rows that always share a batch (hard negatives)
     vocab: int = 4096  # largest vocabulary of the tokenizer trained on the captions
     bad_share: float = 0.01  # stop when a larger share of the rows is bad
     seed: int = 0  # of initial weights, order and augmentation

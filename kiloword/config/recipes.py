@@ -60,7 +60,7 @@ class TextConfig(BaseSettings):
     pad_to_context: bool = False  # attend to pads as to other tokens (SigLIP towers are trained so)
     extra_tokens: tuple[str, ...] = ()  # appended after the end token: "unc", "cls", "pad"
     class_place: Literal["next", "last"] = "next"  # position of "cls": after the text, or the last of the context
-    class_sees_itself: bool = True  # False with extra tokens (pad, cls): the shifted mask of open_clip's first CoCa
+    class_sees_itself: bool = True  # False, with extra tokens pad, cls: the off-by-one mask of open_clip's CoCa
     norm_words: bool = True  # False: the final norm is the class token's only, not the words' (open_clip)
     special: dict[str, int] = field(default_factory=lambda: dict(OWN_SPECIAL))  # the tokenizer's ids of special tokens
     activation: Activation = "gelu"  # of the MLP

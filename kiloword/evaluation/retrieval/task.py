@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.terminal.progress import track
 from kiloword.types import Features
-
-if TYPE_CHECKING:
-    pass
 
 
 def retrieval(

@@ -26,11 +26,11 @@ class PromptOptions(BaseSettings):
     coeff: float = 1.0
     k: int = 0  # topk: number of prompts per class to keep, the least uncertain; 0: half of them
     shots: int = 0  # bprw: labelled images per class to fit on, excluded from scoring; 0: the nearest, unlabelled
-    neighbours: int = 10  # bprw without shots: nearest images per class; the paper: 5, or 10 by its total of 100
-    samples: int | None = None  # bprw: samples from each of those images; None: 10, with shots 100 / shots
+    neighbours: int = 10  # bprw without shots: nearest images per class; the paper: 5, but its total of 100 implies 10
+    samples: int | None = None  # bprw: samples from each of those images; None: 10, or 100 / shots
     alpha: float | None = None  # bprw: Dirichlet prior, larger is more uniform; None: 5, with shots 2
     eps: float = 0.02  # bprw: added to every variance
-    prior: Literal["symmetric", "uncertainty"] = "symmetric"  # bprw; uncertainty: mode at 1 / trace (section 3.4)
+    prior: Literal["symmetric", "uncertainty"] = "symmetric"  # bprw; uncertainty: mode at 1 / trace of the covariance
     renormalise: bool = False  # bprw: normalise the weighted mean of a class
     # bprw: variance of a class with weights p: sum p^2 var, or sum p var
     variance: Literal["squares", "linear"] = "squares"

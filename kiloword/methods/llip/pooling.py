@@ -24,10 +24,10 @@ class ContextualSettings(recipes.BaseSettings):
     """How mixture tokens become an image's features."""
 
     k: int = 16  # number of mixture tokens; the paper uses 1 to 128, mostly 64, class token included
-    # all others: one vector per image
+    # contextual: mixed anew per text; the others: one vector per image
     pool: Literal["contextual", "first", "average", "learned_average"] = "contextual"
     heads: int = 8  # number of heads of the attention from texts to tokens; must divide the embedding size
-    temperature: float = 5.0  # of that attention; the paper: 5, in some ablations 8 and 1
+    temperature: float = 5.0  # of the attention from texts to tokens; the paper: 5, in some ablations 8 and 1
     temperature_mode: Literal["multiply", "divide"] = "multiply"  # t q.k / sqrt(d) (section 7) or q.k / t (eq. 1)
     per_token_projections: bool = False  # separate key and value projections per mixture token
     patch_keys: bool = False  # mix the patches too (appendix B.3)
