@@ -33,7 +33,7 @@ TRAIN = ["--size", "debug", "--batch", "12", "--log-every", "1", "--save-every",
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-import kiloword.train as loop
+import kiloword.training.loop as loop
 from kiloword.cli.main import main
 from kiloword.data.loader import Loader
 
