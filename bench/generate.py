@@ -30,7 +30,7 @@ Write = Callable[[], FinishedTexts]
 
 
 def writers(model: Model, memory: DecoderMemory, options: GenerationOptions, tokens: int) -> dict[str, Write]:
-    """Both ways to write texts of so many tokens about the same images."""
+    """Both ways to write texts of `tokens` tokens about the same images."""
     words, device = text_decoder(model).words, next(model.parameters()).device
     never = torch.zeros(words, dtype=torch.bool, device=device)
     rules = Rules(start=words - 2, end=words - 1, never=never, longest=tokens, shortest=tokens)

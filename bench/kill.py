@@ -237,11 +237,11 @@ def exits(args: argparse.Namespace, folder: Path) -> None:
         by_torchrun = args.torchrun > 0 and n % args.torchrun == 0
         ran = Start(folder / f"exit-{n}", words(args), args.ranks[0], by_torchrun, log)
         codes = finish(ran)
-        said = log.read_text()
+        log_text = log.read_text()
         seen.update(codes)
         assert not any(codes), f"{codes}; see {log}"
-        assert "terminate called" not in said, f"see {log}"
-        assert "SIGABRT" not in said, f"see {log}"
+        assert "terminate called" not in log_text, f"see {log}"
+        assert "SIGABRT" not in log_text, f"see {log}"
     print(f"{args.exits} runs of {args.ranks[0]} ranks ended: exit codes {dict(seen)}", flush=True)
 
 

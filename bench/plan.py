@@ -52,8 +52,8 @@ def row(case: Case, name: str, plan: float, real: float) -> dict[str, Any]:
     difference = plan / real - 1
     within = abs(difference) <= ALLOWED.get(name, 0.0)
     unit, power = ("GFLOP", 1e9) if name == "flops" else ("MiB", 2.0**20)
-    said = f"{plan / power:12.3f} {real / power:12.3f} {unit:5} {100 * difference:+7.3f}%"
-    print(f"{case.label:50} {name:12} {said}{'' if within else '  more than allowed'}", flush=True)
+    figures = f"{plan / power:12.3f} {real / power:12.3f} {unit:5} {100 * difference:+7.3f}%"
+    print(f"{case.label:50} {name:12} {figures}{'' if within else '  more than allowed'}", flush=True)
     return {"case": case.label, "of": name, "planned": plan, "measured": real, "within": within}
 
 

@@ -217,8 +217,8 @@ def _speeds(planned: Planned) -> str:
             rows.append([setting.name, '"about one day" on 32 H100', f"{used / planner.card.flops:.3f}"])
         if "G/14" in setting.name:
             used = best.step.needed / planner.images * planner.plan.samples / (11.99e4 * 3600)
-            said = "11.99e4 A100 hours (its figure 8b, which run is damaged in our text)"
-            rows.append([setting.name, said, f"{used / planner.card.flops:.3f}"])
+            cost = "11.99e4 A100 hours (its figure 8b, which run is damaged in our text)"
+            rows.append([setting.name, cost, f"{used / planner.card.flops:.3f}"])
     intro = "Utilisation that published speeds imply (arithmetic of the method alone, over the data sheet's bf16):\n\n"
     return intro + markdown(("run", "published", "utilisation"), rows)
 

@@ -66,7 +66,7 @@ class Reader:
     seeds: Callable[[], list[bytes]]
 
 
-def said(call: Callable[[], Any]) -> Any:
+def result_of(call: Callable[[], Any]) -> Any:
     """What a reader returns; None where it raises what is documented."""
     try:
         return call()
@@ -81,8 +81,8 @@ def read_source(source: Source | None) -> None:
         return
     for row in range(min(len(source), ROWS)):
         key = source.key(row)  # type: ignore[attr-defined]
-        record = said(lambda row=row: read(source, row))
-        captions = said(lambda row=row: source.captions(row))  # type: ignore[attr-defined]
+        record = result_of(lambda row=row: read(source, row))
+        captions = result_of(lambda row=row: source.captions(row))  # type: ignore[attr-defined]
         if record is not None and (record.key, record.captions) != (key, captions):
             raise Broken("key or captions differ from the record's")
 
@@ -98,11 +98,11 @@ def read_tar(data: bytes, folder: Path) -> None:
         os.utime(tar, ns=(1, 1))
         body = body if choice == b"\2" else _with_digest(body, tar)
         (folder / f"x.tar{SUFFIX}").write_bytes(body)
-        if said(lambda: open_index(tar)) is None:
+        if result_of(lambda: open_index(tar)) is None:
             raise Broken("a damaged index stops a good tar")
     else:
         tar.write_bytes(_with_sums(body) if choice == b"\1" else body)
-    read_source(said(lambda: TarSource("x", [tar])))
+    read_source(result_of(lambda: TarSource("x", [tar])))
 
 
 def _with_sums(tar: bytes) -> bytes:
@@ -131,8 +131,8 @@ def read_image(data: bytes, folder: Path) -> None:
     choice, body = (data[0] if data else 0), data[1:]
     if choice & 1:
         body = _with_crcs(body)
-    size = said(lambda: image_size(body))
-    found = [said(lambda decoder=decoder: decode(body, decoder)) for decoder in DECODERS]
+    size = result_of(lambda: image_size(body))
+    found = [result_of(lambda decoder=decoder: decode(body, decoder)) for decoder in DECODERS]
     for pixels in found:
         if (pixels is None) != (found[0] is None):
             raise Broken("the decoders disagree on whether this is an image")
@@ -141,7 +141,7 @@ def read_image(data: bytes, folder: Path) -> None:
     decoder = DECODERS[choice // 2 % 3]
     augment = AugmentConfig(crop=0.5, flip=0.5)
     for make in (lambda: EvalTransform(32, decoder=decoder)(body), lambda: TrainTransform(32, augment)(body, DRAW)):
-        tensor = said(make)
+        tensor = result_of(make)
         if tensor is not None and tuple(tensor.shape) != (3, 32, 32):
             raise Broken(f"an image of {tuple(tensor.shape)}")
 
@@ -166,7 +166,7 @@ def read_caption(data: bytes, folder: Path) -> None:
     choice, body = (data[0] if data else 0) % 8, data[1:]
     if choice < 4:
         text, meta, cls = [(body, None, None), (None, body, None), (b"x", body, None), (b"x", None, body)][choice]
-        record = said(lambda: make_record("x", b"x", text, meta, cls))
+        record = result_of(lambda: make_record("x", b"x", text, meta, cls))
         if record is not None and record.captions:
             few = choose_captions(record.captions, 2, DRAW)
             tokenizer().encode(drop_words(few, 0.5, DRAW), TextConfig(vocab=512))
@@ -175,11 +175,11 @@ def read_caption(data: bytes, folder: Path) -> None:
     path.write_bytes(body)
     (folder / "a.png").write_bytes(image("PNG"))
     if choice == 7:
-        table = said(lambda: CaptionTable(path))
+        table = result_of(lambda: CaptionTable(path))
         if table is not None:
-            said(lambda: table.captions("a"))
+            result_of(lambda: table.captions("a"))
     else:
-        read_source(said(lambda: open_source(str(path))))
+        read_source(result_of(lambda: open_source(str(path))))
 
 
 # Configs
@@ -190,12 +190,12 @@ def read_settings(data: bytes, folder: Path) -> None:
     path = folder / "tokenizer.json"
     path.write_bytes(body)
     if choice < 3:
-        said(lambda: read_config(path, (RunFile, ModelFile, TableFile)[choice]))
+        result_of(lambda: read_config(path, (RunFile, ModelFile, TableFile)[choice]))
     elif choice == 3:
-        found = said(lambda: Tokenizer.load(folder))
+        found = result_of(lambda: Tokenizer.load(folder))
         if found is not None:
-            texts = said(lambda: found.encode(["a dog", "", "😀\0"], TextConfig(vocab=1 << 40)))
-            said(lambda: texts and found.decode(texts.ids.tolist()))
+            texts = result_of(lambda: found.encode(["a dog", "", "😀\0"], TextConfig(vocab=1 << 40)))
+            result_of(lambda: texts and found.decode(texts.ids.tolist()))
     elif choice == 4:
         parse_index(body)
     else:
@@ -203,7 +203,7 @@ def read_settings(data: bytes, folder: Path) -> None:
         (folder / "step-000000001.safetensors").write_bytes(STATE)
         if choice == 6:
             _right_digest(folder / "step-000000001.json")
-        said(lambda: newest(folder, lambda _: None))
+        result_of(lambda: newest(folder, lambda _: None))
 
 
 def _right_digest(path: Path) -> None:

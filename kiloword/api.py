@@ -188,7 +188,8 @@ class Matcher:
         a text so far apart would be a match more likely than not, as the model learned it. Texts lie nearer to texts
         than to images, and general captions far from everything: for either choose it on pairs that you know.
 
-        Raises: ValueError when the features are no Gaussians, overlap is no number, or None in a model without bias.
+        Raises: ValueError when the features are not Gaussians, overlap is NaN or infinite, or it is None
+        in a model without bias.
         """
         head = self.model.head
         if overlap is None and head.bias is None:

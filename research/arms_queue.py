@@ -1,4 +1,4 @@
-"""Runs of an experiment as processes of their own, so many at a time; ended together, and resumed together."""
+"""Runs of an experiment as processes of their own, `--jobs` at a time; ended together, and resumed together."""
 
 from __future__ import annotations
 

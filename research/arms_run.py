@@ -128,7 +128,7 @@ def check_one(options: Options, arm: Arm, seed: int) -> bool:
 
 @contextmanager
 def _stop_after(folder: Path, steps: int) -> Iterator[None]:
-    """Ask the training loop to stop as Ctrl-C does, as soon as it has logged so many steps."""
+    """Ask the training loop to stop as Ctrl-C does, as soon as it has logged `steps` steps."""
     over = threading.Event()
 
     def watch() -> None:

@@ -60,11 +60,11 @@ def noisy(task: str) -> dict[str, list[tuple[str, str]]]:
     metrics: dict[str, list[tuple[str, str]]] = {}
     for c, name in enumerate(names):
         other = names[(c + 1) % len(names)]
-        said = [(template.replace("{c}", name), KINDS[0]) for template in right]
-        said += [(template.replace("{c}", other), KINDS[1]) for template in right[:OTHERS]]
-        said += [(prompt, KINDS[2]) for prompt in _other_attributes(task, c)]
-        said.append((f"an image without {right[0].replace('{c}', name)}", KINDS[3]))
-        metrics[name] = said
+        class_prompts = [(template.replace("{c}", name), KINDS[0]) for template in right]
+        class_prompts += [(template.replace("{c}", other), KINDS[1]) for template in right[:OTHERS]]
+        class_prompts += [(prompt, KINDS[2]) for prompt in _other_attributes(task, c)]
+        class_prompts.append((f"an image without {right[0].replace('{c}', name)}", KINDS[3]))
+        metrics[name] = class_prompts
     return metrics
 
 
@@ -78,9 +78,9 @@ def judge(matcher: Matcher, task: str, options: BprwOptions) -> list[Found]:
     prompts = noisy(task)
     names = list(prompts)
     source = open_source(f"scenes:test?task={task}&n={options.n}", matcher.model.config.image.size)
-    said = {name: [prompt for prompt, _ in own] for name, own in prompts.items()}
+    class_prompts = {name: [prompt for prompt, _ in own] for name, own in prompts.items()}
     true = {name: [prompt for prompt, kind in own if kind == KINDS[0]] for name, own in prompts.items()}
-    (_, asked), (_, right) = encoded(matcher, names, said), encoded(matcher, names, true)
+    (_, asked), (_, right) = encoded(matcher, names, class_prompts), encoded(matcher, names, true)
     check_gaussians(asked.texts, "bprw")
     images = encoded_images(matcher, source, len(names), options.batch)
     kinds = [kind for own in prompts.values() for _, kind in own]

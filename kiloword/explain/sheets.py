@@ -49,13 +49,13 @@ def write(
     figures, sheets = names[: len(images)] if "maps" in kinds else [], names[len(images) :] if inside else []
     _check_apart(folder, images, [*figures, *sheets])
     large = [_large(matcher, path) for path in images]
-    found = looked(SheetInput(matcher, matcher.pixels(list(images)), large, texts), inside)
+    strips = looked(SheetInput(matcher, matcher.pixels(list(images)), large, texts), inside)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder} cannot be made: {error.strerror}; choose another folder for --explain.") from error
     lines = _write_maps(folder, matcher, images, texts, maps, large, figures) if figures else []
-    return [*lines, *(_write_sheets(folder, matcher, images, texts, large, found, sheets) if sheets else [])]
+    return [*lines, *(_write_sheets(folder, matcher, images, texts, large, strips, sheets) if sheets else [])]
 
 
 def _write_sheets(
@@ -74,10 +74,10 @@ def _write_sheets(
         blocks, numbers = [], []
         for t, text in enumerate(texts):
             parts = [kind[i][t] for kind in found.values()]
-            said = f"“{text}”" if text else "the empty caption"
+            heading = f"“{text}”" if text else "the empty caption"
             note = f"score {scores[i][t]:.3f}{_cut(matcher, text)}"
             strips = [strip if t == 0 else replace(strip, about="") for strip, _ in parts]  # once a sheet is enough
-            blocks.append(CaptionStrips(said, note, strips))
+            blocks.append(CaptionStrips(heading, note, strips))
             numbers.append(
                 {"text": text, "score": scores[i][t], **{k: v for _, part in parts for k, v in part.items()}}
             )
@@ -103,17 +103,17 @@ def _write_maps(
     files: Sequence[str],
 ) -> list[str]:
     """Where each text looks, by what makes the score; returns a line a pair: its score, entropy, heaviest tokens."""
-    found = matcher.explain(list(images), texts, maps)
-    names = token_names(matcher, found)
-    about = found.about if found.weights is None else f"{found.about} {ENTROPY}"
+    explanation = matcher.explain(list(images), texts, maps)
+    names = token_names(matcher, explanation)
+    about = explanation.about if explanation.weights is None else f"{explanation.about} {ENTROPY}"
     lines, entries = [about], []
     for i, (path, file) in enumerate(zip(images, files, strict=True)):
-        pairs = [_pair(found, i, t, text, names) for t, text in enumerate(texts)]
-        rows = [_row(found, i, t, pair) for t, pair in enumerate(pairs)]
+        pairs = [_pair(explanation, i, t, text, names) for t, text in enumerate(texts)]
+        rows = [_row(explanation, i, t, pair) for t, pair in enumerate(pairs)]
         _save(figure(large[i], path.name, about, rows), folder / file)
         entries.append({"image": str(path), "figure": file, "texts": pairs})
         lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
-    write_json(folder / "weights.json", {"about": found.about, "maps": maps, "tokens": names, "images": entries})
+    write_json(folder / "weights.json", {"about": explanation.about, "maps": maps, "tokens": names, "images": entries})
     return [*lines, f"{count(len(images), 'figure')} and weights.json: {folder}"]
 
 
@@ -136,47 +136,47 @@ def _check_apart(folder: Path, images: Sequence[Path], files: Sequence[str]) -> 
         raise ValueError(f"--explain would write a figure over the image {lost}: choose another folder.")
 
 
-def token_names(matcher: Matcher, found: Explanation) -> list[str]:
+def token_names(matcher: Matcher, explanation: Explanation) -> list[str]:
     """What the tokens that are mixed are called; numbers count from 0, as in the arrays."""
-    if found.weights is None:
+    if explanation.weights is None:
         return []
-    config, columns = matcher.model.config.image, found.grid[1]
+    config, columns = matcher.model.config.image, explanation.grid[1]
     first = extra(config) - int(config.uncertainty_token)
     names = ["class token" if config.class_token and n == 0 else f"token {n}" for n in range(first)]
-    patches = [f"patch {n // columns}, {n % columns}" for n in range(found.grid[0] * columns)]
-    return [*names, *patches][: found.weights.shape[-1]]
+    patches = [f"patch {n // columns}, {n % columns}" for n in range(explanation.grid[0] * columns)]
+    return [*names, *patches][: explanation.weights.shape[-1]]
 
 
-def _pair(found: Explanation, i: int, t: int, text: str, names: Sequence[str]) -> dict[str, Any]:
+def _pair(explanation: Explanation, i: int, t: int, text: str, names: Sequence[str]) -> dict[str, Any]:
     """The numbers of one image and one text."""
-    pair: dict[str, Any] = {"text": text, "score": float(found.scores[i, t])}
-    if found.weights is not None and found.shares is not None and found.entropy is not None:
-        shares = found.shares[i, t]
+    pair: dict[str, Any] = {"text": text, "score": float(explanation.scores[i, t])}
+    if explanation.weights is not None and explanation.shares is not None and explanation.entropy is not None:
+        shares = explanation.shares[i, t]
         order = shares.argsort(descending=True, stable=True)[:TOP].tolist()
-        pair["entropy"] = float(found.entropy[i, t])
+        pair["entropy"] = float(explanation.entropy[i, t])
         pair["top"] = [{"token": names[n], "place": n, "share": float(shares[n])} for n in order]
-        pair["weights"] = found.weights[i, t].tolist()
+        pair["weights"] = explanation.weights[i, t].tolist()
     return pair
 
 
-def _row(found: Explanation, i: int, t: int, pair: dict[str, Any]) -> Row:
-    looks = found.maps[i, t].view(found.grid).cpu().numpy()
-    if found.weights is None or found.tokens is None:
+def _row(explanation: Explanation, i: int, t: int, pair: dict[str, Any]) -> Row:
+    looks = explanation.maps[i, t].view(explanation.grid).cpu().numpy()
+    if explanation.weights is None or explanation.tokens is None:
         return Row(pair["text"], f"score {pair['score']:.3f}", looks)
     tokens = [
-        TokenMap(one["token"], one["share"], found.tokens[i, one["place"]].view(found.grid).cpu().numpy())
+        TokenMap(one["token"], one["share"], explanation.tokens[i, one["place"]].view(explanation.grid).cpu().numpy())
         for one in pair["top"]
     ]
     note = f"score {pair['score']:.3f}, entropy {pair['entropy']:.2f}"
-    return Row(pair["text"], note, looks, tokens, found.weights[i, t].cpu().numpy())
+    return Row(pair["text"], note, looks, tokens, explanation.weights[i, t].cpu().numpy())
 
 
 def _line(pair: dict[str, Any]) -> str:
-    said = f"“{pair['text']}”  score {pair['score']:.3f}"
+    line = f"“{pair['text']}”  score {pair['score']:.3f}"
     if "top" not in pair:
-        return said
+        return line
     tops = ", ".join(f"{one['token']} {one['share']:.0%}" for one in pair["top"])
-    return f"{said}  entropy {pair['entropy']:.2f}  {tops}"
+    return f"{line}  entropy {pair['entropy']:.2f}  {tops}"
 
 
 def _large(matcher: Matcher, path: Path) -> Pixels:

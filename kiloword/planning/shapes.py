@@ -91,7 +91,7 @@ class Lengths:
         return replace(self, texts=self.texts * part, tokens=self.tokens * part, squares=self.squares * part)
 
     def scaled(self, factor: float) -> Lengths:
-        """As many texts of so many times their tokens; attention that pads still pads to the longest before."""
+        """As many texts with `factor` times their tokens; attention that pads still pads to the longest before."""
         return replace(self, tokens=self.tokens * factor, squares=self.squares * factor**2)
 
     def sequences(self, kernels: Kernels) -> Sequences:

@@ -93,7 +93,7 @@ def step_of(
 
 
 def micro_load(share: Load, micro_batches: int) -> Load:
-    """One of so many equal micro-batches."""
+    """One of several equal micro-batches."""
     questions = None if share.questions is None else share.questions.share(1 / micro_batches)
     return replace(
         share, images=share.images / micro_batches, texts=share.texts.share(1 / micro_batches), questions=questions

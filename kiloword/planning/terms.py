@@ -100,7 +100,7 @@ def _scores(model: Model, load: Load) -> Work:
 
 
 def _masked_image(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
-    """A pass of copies of few patches, of one image in so many."""
+    """A pass of copies with few patches, of one image in `masked_every`."""
     assert isinstance(term, MaskedImage)
     n = load.images / term.settings.masked_every if chosen is None else chosen
     copies = image_tower(model.config.image, n, load.kernels, term.kept)
@@ -110,7 +110,7 @@ def _masked_image(term: nn.Module, model: Model, load: Load, chosen: float | Non
 
 
 def _masked_text(term: nn.Module, model: Model, load: Load, chosen: float | None) -> list[Work]:
-    """A pass of copies of the captions of one image in so many: as long, or without the hidden words."""
+    """A pass of copies of the captions of one image in `masked_every`: as long, or without the hidden words."""
     assert isinstance(term, MaskedText)
     part = 1 / term.settings.masked_every if chosen is None else chosen / load.images
     texts = load.texts.share(part)

@@ -75,11 +75,11 @@ class Colours:
     """`evaluation.baseline.retrieve` in two halves: learned once, used on several sets."""
 
     def __init__(self, seen: BaselineSample) -> None:
-        said = [(caption, i) for i, own in enumerate(seen.captions) for caption in own]
-        self.vocabulary = sorted({word for caption, _ in said for word in words(caption)})
+        pairs = [(caption, i) for i, own in enumerate(seen.captions) for caption in own]
+        self.vocabulary = sorted({word for caption, _ in pairs for word in words(caption)})
         self.mean = seen.colours.mean(0)
-        targets = (seen.colours - self.mean)[[i for _, i in said]]
-        self.weights = ridge(bags((c for c, _ in said), self.vocabulary), targets)  # [V + 1, BINS^3]
+        targets = (seen.colours - self.mean)[[i for _, i in pairs]]
+        self.weights = ridge(bags((c for c, _ in pairs), self.vocabulary), targets)  # [V + 1, BINS^3]
 
     def images(self, pixels: Tensor) -> Features:
         return {"vec": normalize(histogram(pixels) - self.mean, dim=1)}

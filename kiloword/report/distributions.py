@@ -36,7 +36,7 @@ def histogram(
 
 
 def bins(values: Sequence[float], most: int = 60) -> list[float]:
-    """Edges of at most so many equal bins with round widths (1, 2 or 5 times a power of ten) that hold the values.
+    """Edges of at most `most` equal bins with round widths (1, 2 or 5 times a power of ten) that hold the values.
 
     Errors: ValueError without values.
     """

@@ -26,7 +26,7 @@ def gallery(queries: Sequence[tuple[str, Sequence[Hit]]]) -> str:
 
 
 def tiles(images: Sequence[tuple[npt.NDArray[np.uint8], str]], columns: int = 6) -> str:
-    """Images in rows of so many, each with a few words below it.
+    """Images in rows of `columns`, each with a few words below it.
 
     Errors: ValueError when an image is not uint8 [H, W, 3].
     """

@@ -149,7 +149,7 @@ def _cell(sheet: Image.Image, left: int, right: int, above: int, below: int, col
 def write_lines(
     sheet: Image.Image, at: tuple[int, int], text: str, room: int, size: int, colour: tuple[int, int, int], lines: int
 ) -> int:
-    """Write text in at most so many lines of `room` pixels; returns where the next line would start."""
+    """Write text in at most `lines` lines of `room` pixels; returns where the next line would start."""
     draw, font = ImageDraw.Draw(sheet), font_for(text, size)
     x, y = at
     for line in wrap(text, font, room, lines):

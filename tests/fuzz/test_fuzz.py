@@ -46,14 +46,14 @@ def read(readers: ModuleType, name: str, data: bytes, tmp_path: Path) -> None:
 def test_seeds_are_understood(readers: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the fuzzing would stay at the door: most of them raise nothing at all."""
     refused = []
-    said = readers.said
+    result_of = readers.result_of
 
     def watched(call: object) -> object:
-        found = said(call)
+        found = result_of(call)
         refused.append(found is None)
         return found
 
-    monkeypatch.setattr(readers, "said", watched)
+    monkeypatch.setattr(readers, "result_of", watched)
     for seed in readers.READERS[name].seeds():
         read(readers, name, seed, tmp_path)
     assert sum(refused) < len(refused) / 2

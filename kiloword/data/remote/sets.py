@@ -80,10 +80,10 @@ def _suffix(url: str) -> str:
 
 def _index(src: str, tars: Sequence[RemoteFile], pool: ThreadPoolExecutor) -> None:
     """The index of every tar into the cache folder; says how far it is while that takes long."""
-    said = time.monotonic()
+    last_message = time.monotonic()
     for done, _ in enumerate(pool.map(_make_index, tars), 1):
-        if time.monotonic() - said > _SAY:
-            said = time.monotonic()
+        if time.monotonic() - last_message > _SAY:
+            last_message = time.monotonic()
             warn(f"{src}: {done:,} of {len(tars):,} tars are indexed")
 
 

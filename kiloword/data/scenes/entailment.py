@@ -37,9 +37,9 @@ def follows(a: Query, b: Query) -> bool:
 
 
 def _scenes(a: Query, b: Query, count: int) -> Iterator[SceneRows]:
-    """Blocks of scenes [n, 16] with so many things, among them every kind of scene of a that b could be false of."""
-    said = [*a.things, *[ANY] * (count - len(a.things))]
-    options = [_things(pattern, b) for pattern in said]
+    """Blocks of scenes [n, 16] with `count` things, among them every kind of scene of a that b could be false of."""
+    patterns = [*a.things, *[ANY] * (count - len(a.things))]
+    options = [_things(pattern, b) for pattern in patterns]
     shape = [len(o) for o in options]
     for start in range(0, math.prod(shape), BLOCK):
         index = np.unravel_index(np.arange(start, min(start + BLOCK, math.prod(shape))), shape)

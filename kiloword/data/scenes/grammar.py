@@ -50,13 +50,13 @@ def render(query: Query, style: int = 0) -> str:
         return _no_things(query, pick)
     sentence = False
     if query.things:
-        said, sentence = _list(query, pick)
+        phrase, sentence = _list(query, pick)
         if query.count is not None:
-            said = f"{_count(query.count, pick)}: {said}"
+            phrase = f"{_count(query.count, pick)}: {phrase}"
     else:
-        said = _count(query.count or 0, pick)
+        phrase = _count(query.count or 0, pick)
     plural = query.count is not None and query.count > 1
-    return _framed(said, sentence, plural, query.background, pick)
+    return _framed(phrase, sentence, plural, query.background, pick)
 
 
 def _no_things(query: Query, pick: StyleChoices) -> str:
@@ -68,15 +68,15 @@ def _no_things(query: Query, pick: StyleChoices) -> str:
     return pick(forms)
 
 
-def _framed(said: str, sentence: bool, plural: bool, background: int | None, pick: StyleChoices) -> str:
-    there = f"there {'are' if plural else 'is'} {said}"
+def _framed(phrase: str, sentence: bool, plural: bool, background: int | None, pick: StyleChoices) -> str:
+    there = f"there {'are' if plural else 'is'} {phrase}"
     picture = pick(PICTURES)
-    forms = (said, f"{_a(picture)} of {said}", f"{_a(picture)} with {said}", there)
-    framed = said if sentence else pick(forms)
+    forms = (phrase, f"{_a(picture)} of {phrase}", f"{_a(picture)} with {phrase}", there)
+    framed = phrase if sentence else pick(forms)
     if background is None:
         return framed
     ground = _a(BACKGROUNDS[background] + " background")
-    if framed in (said, there) and pick((True, False, False)):
+    if framed in (phrase, there) and pick((True, False, False)):
         return f"on {ground}, {framed}"
     return f"{framed} {pick(('on', 'against'))} {ground}"
 
@@ -91,18 +91,18 @@ def _list(query: Query, pick: StyleChoices) -> tuple[str, bool]:
     if query.relation:
         return _related(query, query.relation, pick)
     alone = len(query.things) == 1 and query.count is None
-    said = [_thing(p, pick, alone) for p in _shuffled(query.things, pick)]
-    return " and ".join([*([", ".join(said[:-1])] if said[:-1] else []), said[-1]]), False
+    things = [_thing(p, pick, alone) for p in _shuffled(query.things, pick)]
+    return " and ".join([*([", ".join(things[:-1])] if things[:-1] else []), things[-1]]), False
 
 
 def _related(query: Query, relation: Relation, pick: StyleChoices) -> tuple[str, bool]:
     words = pick([w for w, (r, _) in RELATIONS.items() if r == relation])
     first, second = query.things[:2] if RELATIONS[words][1] else (query.things[1], query.things[0])
     sentence = query.count is None and pick((False, True))
-    said = f"{_thing(first, pick)} {'is ' if sentence else ''}{words} {_thing(second, pick)}"
+    phrase = f"{_thing(first, pick)} {'is ' if sentence else ''}{words} {_thing(second, pick)}"
     for other in query.things[2:]:
-        said += f", {pick(('together', 'along'))} with {_thing(other, pick)}"
-    return said, sentence
+        phrase += f", {pick(('together', 'along'))} with {_thing(other, pick)}"
+    return phrase, sentence
 
 
 def _shuffled(things: Sequence[Pattern], pick: StyleChoices) -> list[Pattern]:
@@ -217,21 +217,21 @@ def _parse_things(texts: Sequence[str]) -> tuple[Pattern, ...] | None:
 @lru_cache(maxsize=65536)
 def _parse_thing(text: str) -> Pattern | None:
     what, *where = _WHERE.split(text)
-    said: dict[str, int | None] = {}
+    facts: dict[str, int | None] = {}
     if len(where) > 1 or (where and where[0] not in PLACES):
         return None
     if where:
-        said["row"], said["column"] = PLACES[where[0]]
+        facts["row"], facts["column"] = PLACES[where[0]]
     words = what.removeprefix("at least one ").split() if what.startswith("at least one ") else _undetermined(what)
     if not words or words[-1] not in _HEADS:
         return None
     if _HEADS[words[-1]] >= 0:
-        said["shape"] = _HEADS[words[-1]]
+        facts["shape"] = _HEADS[words[-1]]
     for name, value in (_ADJECTIVES.get(w, ("", 0)) for w in words[:-1]):
-        if not name or name in said:
+        if not name or name in facts:
             return None
-        said[name] = value
-    return Pattern(**said)
+        facts[name] = value
+    return Pattern(**facts)
 
 
 def _undetermined(what: str) -> list[str]:

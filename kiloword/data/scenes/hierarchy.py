@@ -35,12 +35,12 @@ def entails(a: Query, b: Query) -> bool:
 
 def _covers(a: Query, b: Query, places: Sequence[int]) -> bool:
     """Whether what b says of its things is said by a of the things at these places."""
-    said = [a.things[place] for place in places]
-    if not all(_says(s, p) for s, p in zip(said, b.things, strict=True)):
+    described = [a.things[place] for place in places]
+    if not all(_says(s, p) for s, p in zip(described, b.things, strict=True)):
         return False
     if b.relation is None or (a.relation == b.relation and tuple(places[:2]) == (0, 1)):
         return True
-    first, second = (s.column if b.relation == "left" else s.row for s in said[:2])
+    first, second = (s.column if b.relation == "left" else s.row for s in described[:2])
     return first is not None and second is not None and first < second
 
 

@@ -68,7 +68,7 @@ def matches(query: Query, scene: Scene) -> bool:
 
 def _holds(query: Query, things: tuple[Thing, ...]) -> bool:
     for pattern, thing in zip(query.things, things, strict=True):
-        if any(said not in (None, is_) for said, is_ in zip(pattern, thing, strict=True)):
+        if any(stated not in (None, is_) for stated, is_ in zip(pattern, thing, strict=True)):
             return False
     if query.relation == "left":
         return things[0].column < things[1].column
@@ -141,8 +141,8 @@ def _assignable(masks: Bits, things: Bits, ordered: Bools | None) -> Bools:
     return found
 
 
-def _restrict(out: Bools, said: list[int | None], actual: npt.NDArray[np.integer]) -> None:
+def _restrict(out: Bools, stated: list[int | None], actual: npt.NDArray[np.integer]) -> None:
     """Clear [T, I] where a number was said and is another."""
-    for value in {v for v in said if v is not None}:
-        index = [t for t, v in enumerate(said) if v == value]
+    for value in {v for v in stated if v is not None}:
+        index = [t for t, v in enumerate(stated) if v == value]
         out[index] &= actual == value

@@ -188,5 +188,5 @@ def _some(pattern: Pattern, pick: StyleChoices, plural: str = "") -> str:
 
 
 def _noun(pattern: Pattern, pick: StyleChoices, nouns: Sequence[str] = NOUNS) -> str:
-    said = [WORDS[fact][v] for fact in ("size", "fill", "colour") if (v := getattr(pattern, fact)) is not None]
-    return " ".join([*said, pick(nouns) if pattern.shape is None else SHAPES[pattern.shape]])
+    adjectives = [WORDS[fact][v] for fact in ("size", "fill", "colour") if (v := getattr(pattern, fact)) is not None]
+    return " ".join([*adjectives, pick(nouns) if pattern.shape is None else SHAPES[pattern.shape]])

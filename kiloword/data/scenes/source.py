@@ -149,8 +149,8 @@ class ScenesSource:
         captions: list[str] = []
         for (_, choices, style), level, false in zip(numbers, levels, wrong, strict=True):
             for again in range(8):  # a simple scene at a general level has few captions: then some repeat
-                said = self._false(row, scene, level, choices) if false else self._describe(scene, level, choices)
-                caption = render(said, style)
+                query = self._false(row, scene, level, choices) if false else self._describe(scene, level, choices)
+                caption = render(query, style)
                 if caption not in captions:
                     break
                 choices, style = key(choices, again), key(style, again)

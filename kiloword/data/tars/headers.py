@@ -56,7 +56,7 @@ class Member(NamedTuple):
 
 
 @dataclass
-class _Said:
+class _Extended:
     """What the headers before a member say about it."""
 
     name: bytes | None = None  # GNU's long name
@@ -75,25 +75,25 @@ class Tar:
         self._end = path.stat().st_size
 
     def __iter__(self) -> Iterator[Member]:
-        position, said, shared = 0, _Said(), dict[bytes, bytes]()
+        position, extended, shared = 0, _Extended(), dict[bytes, bytes]()
         while (header := self._header(position)) is not None:
             kind, data = header[156:157], position + BLOCK
             try:
                 size = number(header[124:136])
                 if kind in (*_PAX, _GLOBAL, _LONG_NAME, _LONG_LINK):
-                    self._extend(kind, self._body(data, size), said, shared)
+                    self._extend(kind, self._body(data, size), extended, shared)
                     position = data + _blocks(size)
                     continue
-                pax = shared | said.pax
+                pax = shared | extended.pax
                 size = _pax_size(pax, size)
                 position = self._next(kind, data, size)
-                name = self._name(header, said, pax)
+                name = self._name(header, extended, pax)
             except Damage:
                 self.note = f"damaged at byte {data - BLOCK:,}; what follows is not read"
                 return
             if kind in _REGULAR and not name.endswith(b"/") and _HOLES not in pax:
                 yield Member(name.decode("utf-8", "surrogateescape"), data, min(size, self._end + 1))
-            said = _Said()
+            extended = _Extended()
 
     def _header(self, position: int) -> bytes | None:
         """The header there; None, with the note, where the tar ends, well or badly."""
@@ -130,11 +130,11 @@ class Tar:
             raise Damage
         return self._file.read(data, size)
 
-    def _extend(self, kind: bytes, body: bytes, said: _Said, shared: dict[bytes, bytes]) -> None:
+    def _extend(self, kind: bytes, body: bytes, extended: _Extended, shared: dict[bytes, bytes]) -> None:
         if kind == _LONG_NAME:
-            said.name = _text(body)
+            extended.name = _text(body)
         elif kind in _PAX:
-            said.pax = dict(_pax_records(body))
+            extended.pax = dict(_pax_records(body))
         elif kind == _GLOBAL:
             shared |= dict(_pax_records(body))
 
@@ -152,11 +152,11 @@ class Tar:
             more, data = self._file.read(data, BLOCK)[504:505], data + BLOCK
         return data
 
-    def _name(self, header: bytes, said: _Said, pax: dict[bytes, bytes]) -> bytes:
+    def _name(self, header: bytes, extended: _Extended, pax: dict[bytes, bytes]) -> bytes:
         if b"path" in pax:
             return pax[b"path"]
-        if said.name is not None:
-            return said.name
+        if extended.name is not None:
+            return extended.name
         name, prefix = _text(header[:100]), _text(header[345:500])
         posix = header[257:263] == b"ustar\0"
         return prefix + b"/" + name if posix and prefix else name
@@ -177,12 +177,12 @@ def _is_header(block: bytes) -> bool:
     if len(block) < BLOCK or not any(block):
         return False
     try:
-        said = number(block[148:156])
+        stated = number(block[148:156])
     except Damage:
         return False
     rest = block[:148] + b" " * 8 + block[156:]
     total = sum(rest)
-    return said == total or said == total - 256 * sum(byte > 127 for byte in rest)
+    return stated == total or stated == total - 256 * sum(byte > 127 for byte in rest)
 
 
 def _pax_records(body: bytes) -> Iterator[tuple[bytes, bytes]]:

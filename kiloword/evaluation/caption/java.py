@@ -59,8 +59,8 @@ def _file(what: str, name: str) -> Path:
 def ptb(captions: Sequence[str], limit: float) -> list[str]:
     """Lines of tokens in lower case, punctuation among them, of captions without line breaks."""
     command = ["java", "-cp", str(_file("the tokenizer ptb", TOKENIZER)), "edu.stanford.nlp.process.PTBTokenizer"]
-    said = _output("the tokenizer ptb", [*command, "-preserveLines", "-lowerCase"], "\n".join(captions) + "\n", limit)
-    lines = said.removesuffix("\n").split("\n")
+    output = _output("the tokenizer ptb", [*command, "-preserveLines", "-lowerCase"], "\n".join(captions) + "\n", limit)
+    lines = output.removesuffix("\n").split("\n")
     if len(lines) != len(captions):
         raise ValueError(f"the tokenizer ptb gave {len(lines)} lines for {len(captions)} captions; use tokenizer own.")
     return [line.rstrip() for line in lines]

@@ -81,8 +81,8 @@ def tokenized(
 ) -> Captions:
     """Candidates and references in words, as `tokenize` cuts them."""
     lines = iter(tokenize([*candidates, *(r for own in references for r in own)], tokenizer, limit))
-    said = [next(lines) for _ in candidates]
-    return Captions(said, [[next(lines) for _ in own] for own in references])
+    tokenized = [next(lines) for _ in candidates]
+    return Captions(tokenized, [[next(lines) for _ in own] for own in references])
 
 
 def variety(candidates: Sequence[str]) -> dict[str, float]:

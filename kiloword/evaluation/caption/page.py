@@ -76,40 +76,40 @@ class CaptionPageData:
     judged: Sequence[JudgedCaption] | None  # of each, where the ground truth is known
 
 
-def report(found: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+def report(results: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     """A page about several models: model -> what `run` yields, and what it shows."""
-    sections = [("Figures", _figures(found, _FIGURES))]
-    if any("parsable" in values for values in found.values()):
+    sections = [("Figures", _figures(results, _FIGURES))]
+    if any("parsable" in values for values in results.values()):
         note = paragraph("Of another image: the same captions judged on the image half the set further on.")
-        sections.append(("What is true", _figures(found, _TRUTH) + note + _kinds(found)))
+        sections.append(("What is true", _figures(results, _TRUTH) + note + _kinds(results)))
     drawn: dict[str, CaptionPageData] = {model: more["captions"] for model, more in shown.items() if "captions" in more}
     sections.append(("CIDEr-D of single images", _spread(drawn)))
     sections += [(f"Captions of {model}", _examples(one)) for model, one in drawn.items()]
     return page("Captions", f"On {data}. {_INTRO}", sections)
 
 
-def _figures(found: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:
+def _figures(results: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:
     """A row for every figure, a column for every model."""
     rows: list[list[Cell]] = [
-        [title, *(_number(values.get(name), whole=name == "vocabulary") for values in found.values())]
+        [title, *(_number(values.get(name), whole=name == "vocabulary") for values in results.values())]
         for name, title in names.items()
-        if any(name in values for values in found.values())
+        if any(name in values for values in results.values())
     ]
-    return table(rows, ["", *found])
+    return table(rows, ["", *results])
 
 
 def _number(value: float | None, whole: bool = False) -> Cell:
     return None if value is None else f"{value:.{0 if whole else 3}f}"
 
 
-def _kinds(found: Mapping[str, Mapping[str, float]]) -> str:
+def _kinds(results: Mapping[str, Mapping[str, float]]) -> str:
     """Shares of the statements of each kind that are true."""
     rows: list[list[Cell]] = []
     for kind in KINDS:
         name = f"statements_true@{kind}"
-        if any(name in values for values in found.values()):
-            rows.append([kind, *(_number(values.get(name)) for values in found.values())])
-    return table(rows, ["statements true, of those about", *found]) if rows else ""
+        if any(name in values for values in results.values()):
+            rows.append([kind, *(_number(values.get(name)) for values in results.values())])
+    return table(rows, ["statements true, of those about", *results]) if rows else ""
 
 
 def _spread(drawn: Mapping[str, CaptionPageData]) -> str:

@@ -37,8 +37,8 @@ class Captions:
     @cached_property
     def lengths(self) -> tuple[Ints, Ints]:
         """Words of candidates [I] and of references [R]."""
-        said = np.array([len(c.split()) for c in self.candidates], np.int64)
-        return said, np.array([len(r.split()) for own in self.references for r in own], np.int64)
+        candidate_lengths = np.array([len(c.split()) for c in self.candidates], np.int64)
+        return candidate_lengths, np.array([len(r.split()) for own in self.references for r in own], np.int64)
 
     @cached_property
     def shared(self) -> list[SharedNgrams]:
@@ -61,10 +61,10 @@ class SharedNgrams:
     """The n-grams of one length of all candidates and references."""
 
     kinds: int  # different ones
-    said: NgramCounts  # of candidates
+    candidates: NgramCounts
     known: NgramCounts  # of references
     row: Ints  # [H] rows of `known` whose n-gram the image's candidate says too
-    by: Ints  # [H] the rows of `said` where it does
+    by: Ints  # [H] the rows of `candidates` where it does
 
 
 def _grams(texts: Sequence[str]) -> Iterator[NgramCounts]:
@@ -89,14 +89,14 @@ def _grams(texts: Sequence[str]) -> Iterator[NgramCounts]:
 def _share(counts: NgramCounts, owner: Ints, images: int) -> SharedNgrams:
     """Candidates, which are the first texts, against references."""
     split = int(np.searchsorted(counts.caption, images))
-    said = NgramCounts(counts.caption[:split], counts.gram[:split], counts.count[:split])
+    candidates = NgramCounts(counts.caption[:split], counts.gram[:split], counts.count[:split])
     known = NgramCounts(counts.caption[split:] - images, counts.gram[split:], counts.count[split:])
     kinds = int(counts.gram.max(initial=0)) + 1
-    keys = np.append(said.caption * kinds + said.gram, -1)  # ascending, but for the end, which nothing equals
+    keys = np.append(candidates.caption * kinds + candidates.gram, -1)  # ascending, but for the end
     wanted = owner[known.caption] * kinds + known.gram
     by = np.searchsorted(keys[:-1], wanted)
     row = np.flatnonzero(keys[by] == wanted)
-    return SharedNgrams(kinds, said, known, row, by[row])
+    return SharedNgrams(kinds, candidates, known, row, by[row])
 
 
 def bleu(captions: Captions) -> list[float]:
@@ -105,25 +105,25 @@ def bleu(captions: Captions) -> list[float]:
     An n-gram counts as often as in the reference that has it most; the reference length is the closest one, of two the
     shorter. Source: Papineni et al. 2002, as in pycocoevalcap.
     """
-    said, known = captions.lengths
-    total, nearest = int(said.sum()), _nearest(said, known, captions.owner)
+    candidate_lengths, reference_lengths = captions.lengths
+    total, nearest = int(candidate_lengths.sum()), _nearest(candidate_lengths, reference_lengths, captions.owner)
     ratio = (total + TINY) / (nearest + SMALL)
     penalty = math.exp(1 - 1 / ratio) if ratio < 1 else 1.0
     values, product = [], 1.0
     for n, shared in enumerate(captions.shared):
-        most = np.zeros(len(shared.said.count), np.int64)
+        most = np.zeros(len(shared.candidates.count), np.int64)
         np.maximum.at(most, shared.by, shared.known.count[shared.row])
-        right = int(np.minimum(most, shared.said.count).sum())
-        product *= (right + TINY) / (int(np.maximum(said - n, 0).sum()) + SMALL)
+        right = int(np.minimum(most, shared.candidates.count).sum())
+        product *= (right + TINY) / (int(np.maximum(candidate_lengths - n, 0).sum()) + SMALL)
         values.append(product ** (1 / (n + 1)) * penalty)
     return values
 
 
-def _nearest(said: Ints, known: Ints, owner: Ints) -> int:
+def _nearest(candidate_lengths: Ints, reference_lengths: Ints, owner: Ints) -> int:
     """The sum of the reference lengths nearest to the candidates'."""
-    order = np.lexsort((known, np.abs(known - said[owner]), owner))
+    order = np.lexsort((reference_lengths, np.abs(reference_lengths - candidate_lengths[owner]), owner))
     first = np.flatnonzero(np.diff(owner, prepend=-1))  # of each image, in an order that keeps images together
-    return int(known[order][first].sum())
+    return int(reference_lengths[order][first].sum())
 
 
 def cider(captions: Captions) -> Floats:
@@ -138,9 +138,9 @@ def cider(captions: Captions) -> Floats:
     for shared in captions.shared:
         rarity = _rarity(shared, owner, images)
         count, gram, reference = (x[shared.row] for x in (shared.known.count, shared.known.gram, shared.known.caption))
-        clipped = np.minimum(shared.said.count[shared.by], count)
+        clipped = np.minimum(shared.candidates.count[shared.by], count)
         alike = np.bincount(reference, clipped * count * rarity[gram] ** 2, len(owner))
-        norms = _norms(shared.said, rarity, images)[owner] * _norms(shared.known, rarity, len(owner))
+        norms = _norms(shared.candidates, rarity, images)[owner] * _norms(shared.known, rarity, len(owner))
         total += np.divide(alike, norms, out=np.zeros(len(owner)), where=norms > 0)
     bigrams = [np.maximum(length - 1, 0) for length in captions.lengths]
     penalty = np.exp(-((bigrams[0][owner] - bigrams[1]) ** 2) / (2 * SIGMA**2))
@@ -168,10 +168,10 @@ def rouge_l(captions: Captions) -> Floats:
 
 
 def _rouge(candidate: str, references: Sequence[str]) -> float:
-    said = candidate.split(" ")
+    words_of_candidate = candidate.split(" ")
     known = [reference.split(" ") for reference in references]
-    common = [common_subsequence(said, words) for words in known]
-    precision = max(common) / len(said)
+    common = [common_subsequence(words_of_candidate, words) for words in known]
+    precision = max(common) / len(words_of_candidate)
     recall = max(c / len(words) for c, words in zip(common, known, strict=True))
     if not precision:
         return 0.0

@@ -48,28 +48,28 @@ _FIGURES = {
 }
 
 
-def report(found: Mapping[str, Values], data: str, shown: Mapping[str, Shown]) -> str:
+def report(results: Mapping[str, Values], data: str, shown: Mapping[str, Shown]) -> str:
     """A page about several models: model -> what `run` yields, and what it shows."""
-    sections: dict[str, list[str]] = {"In short": [_figures(found)]}
+    sections: dict[str, list[str]] = {"In short": [_figures(results)]}
     for model, more in shown.items():
-        for heading, html in _sections(found[model], more):
+        for heading, html in _sections(results[model], more):
             name = [paragraph(f"{model}:")] if len(shown) > 1 else []
             sections.setdefault(heading, []).extend([*name, html])
     return page("What is uncertain", f"On {data}. {_INTRO}", [(h, "".join(parts)) for h, parts in sections.items()])
 
 
-def _figures(found: Mapping[str, Values]) -> str:
+def _figures(results: Mapping[str, Values]) -> str:
     """A row for every figure, a column for every model."""
     rows: list[list[Cell]] = []
     for name in _FIGURES:
-        if any(name in values for values in found.values()):
-            cells = [f"{values[name]:.3g}" if name in values else None for values in found.values()]
+        if any(name in values for values in results.values()):
+            cells = [f"{values[name]:.3g}" if name in values else None for values in results.values()]
             rows.append([_FIGURES[name], *cells])
     note = paragraph(
         "With: Spearman's correlation of uncertainty with it. Where uncertainty is honest, that with the number of "
         "images that a text is true of is positive, and the others are negative."
     )
-    return table(rows, ["", *found]) + note
+    return table(rows, ["", *results]) + note
 
 
 def _sections(values: Values, more: Shown) -> Iterator[tuple[str, str]]:
@@ -125,10 +125,10 @@ def _spread(values: Values, more: Shown) -> str:
     html = _bars({name: uncertainties * scale for name, uncertainties in some.items()}, label, "share of each")
     if "text_above_image" not in values:
         return html
-    said = f"In {percent(values['text_above_image'])} of the pairs the text is less certain than its image."
+    summary = f"In {percent(values['text_above_image'])} of the pairs the text is less certain than its image."
     pairs = torch.stack([more["own"], more["text"]], 1) * scale
     dots = scatter({"pairs": _some(pairs)}, f"image: {label}", f"its text: {label}", faint=True)
-    return paragraph(said) + html + dots
+    return paragraph(summary) + html + dots
 
 
 def _some(points: Tensor) -> list[tuple[float, float]]:
@@ -153,8 +153,8 @@ def _levels(texts: Levelled) -> str:
 
 
 def _five(values: Tensor) -> list[float]:
-    found: list[float] = np.percentile(values.numpy(), QUANTILES).tolist()
-    return found
+    percentiles: list[float] = np.percentile(values.numpy(), QUANTILES).tolist()
+    return percentiles
 
 
 def _counted(boxes: Sequence[tuple[str, list[float]]], counts: Sequence[int], x_label: str, y_label: str) -> str:
@@ -176,36 +176,36 @@ def _truth(values: Values, more: Shown) -> str:
     series = {f"level {k}" if known else "captions": _some(points[(level == k) & (count > 0)]) for k in levels}
     rates = [f"level {k} {values[name]:.2f}" for k in levels if (name := f"truth_spearman_level@{k}") in values]
     pooled = [f"all {values['truth_spearman']:.2f}"] if "truth_spearman" in values else []
-    said = paragraph(f"Spearman's correlation: {', '.join([*pooled, *rates])}.") if pooled or rates else ""
-    return said + scatter(series, "images that the caption is true of", label, log_x=True, faint=True)
+    summary = paragraph(f"Spearman's correlation: {', '.join([*pooled, *rates])}.") if pooled or rates else ""
+    return summary + scatter(series, "images that the caption is true of", label, log_x=True, faint=True)
 
 
-def _calibration(values: Values, name: str, found: Bins) -> str:
+def _calibration(values: Values, name: str, bins: Bins) -> str:
     """A dot for every bin, from certain to uncertain."""
     what, y_label = _KINDS[name]
-    scale, label = _unit(found.uncertainty)
-    points = list(zip((found.uncertainty * scale).tolist(), found.right.tolist(), strict=True))
+    scale, label = _unit(bins.uncertainty)
+    points = list(zip((bins.uncertainty * scale).tolist(), bins.right.tolist(), strict=True))
     rates = [
         f"{kind.capitalize()} {values[key]:.2f}"
         for kind in ("pearson", "spearman")
         if (key := f"calibration_{name}_{kind}") in values
     ]
-    said = f"{what} in {len(points)} bins of {int(found.counts.min()):,} or more. {', '.join(rates)}".strip()
-    return f"<div>{paragraph(said)}{scatter({what: points}, label, y_label, joined=True)}</div>"
+    summary = f"{what} in {len(points)} bins of {int(bins.counts.min()):,} or more. {', '.join(rates)}".strip()
+    return f"<div>{paragraph(summary)}{scatter({what: points}, label, y_label, joined=True)}</div>"
 
 
 def _matched(values: Values, h: Tensor) -> str:
-    said = (
+    summary = (
         f"{percent(values['image_in_text'])} of the captions include their image (H > 0), "
         f"{percent(values['text_in_image'])} lie within it: H the other way round is its negative."
     )
-    return paragraph(said) + _bars({"pairs": h}, "H(image in its caption)", "share of the pairs")
+    return paragraph(summary) + _bars({"pairs": h}, "H(image in its caption)", "share of the pairs")
 
 
-def _chains(values: Values, found: Mapping[str, InclusionAnswers], exact: bool) -> str:
+def _chains(values: Values, answers: Mapping[str, InclusionAnswers], exact: bool) -> str:
     """Histograms of H of the links of chains, and the rates of right answers."""
-    links = [name for name in found if name.startswith("chain_")][:LINKS]
-    some = {_link(name): found[name].h for name in [*links, "unrelated"] if name in found}
+    links = [name for name in answers if name.startswith("chain_")][:LINKS]
+    some = {_link(name): answers[name].h for name in [*links, "unrelated"] if name in answers}
     rows: list[list[Cell]] = [
         [
             _link(n),
@@ -214,17 +214,17 @@ def _chains(values: Values, found: Mapping[str, InclusionAnswers], exact: bool) 
             values[f"inclusion_{n}"],
             values.get(f"inclusion_{n}_overlap"),
         ]
-        for n, a in found.items()
+        for n, a in answers.items()
     ]
-    said = "" if exact else "Chains are taken as true, and all else as false. "
-    said += (
+    summary = "" if exact else "Chains are taken as true, and all else as false. "
+    summary += (
         f"Overlapping are texts whose distance is below {values['inclusion_overlap']:.3g}, by which most answers about "
         "half of the chains are right; the last column is about the other half."
         if "inclusion_overlap" in values
         else ""
     )
     header = ["is the first in the second?", "pairs", "truly is", "right by H > 0", "right if they must overlap too"]
-    return _bars(some, "H(first in second)", "share of each") + table(rows, header, digits=3) + paragraph(said)
+    return _bars(some, "H(first in second)", "share of each") + table(rows, header, digits=3) + paragraph(summary)
 
 
 def _link(name: str) -> str:
@@ -233,8 +233,8 @@ def _link(name: str) -> str:
     return known.get(name) or "level " + name.removeprefix("chain_").replace("_in_", " in ")
 
 
-def _images(found: Sequence[tuple[Any, float]]) -> str:
-    return tiles([(image, f"{uncertainty:#.3g}") for image, uncertainty in found])
+def _images(ranked: Sequence[tuple[Any, float]]) -> str:
+    return tiles([(image, f"{uncertainty:#.3g}") for image, uncertainty in ranked])
 
 
 def _texts(more: Shown) -> str:
@@ -246,25 +246,25 @@ def _texts(more: Shown) -> str:
     return grid(parts[:2]) + parts[2]
 
 
-def _plane(found: Plane) -> str:
+def _plane(plane: Plane) -> str:
     """Squares are images, dots captions, both with their ellipses."""
     series = {}
-    for n in range(len(found.images)):
-        own = [i for i, of in enumerate(found.of) if of == n]
-        points = {i: (float(found.means[i, 0]), float(found.means[i, 1])) for i in own}
+    for n in range(len(plane.images)):
+        own = [i for i, of in enumerate(plane.of) if of == n]
+        points = {i: (float(plane.means[i, 0]), float(plane.means[i, 1])) for i in own}
         series[f"image {n + 1}"] = Dots(
-            [points[i] for i in own if found.is_text[i]],
-            [points[i] for i in own if not found.is_text[i]],
-            [_ellipse(found.means[i], found.spread[i]) for i in own],
+            [points[i] for i in own if plane.is_text[i]],
+            [points[i] for i in own if not plane.is_text[i]],
+            [_ellipse(plane.means[i], plane.spread[i]) for i in own],
         )
-    said = (
+    summary = (
         f"Squares are images, dots their captions, ellipses {STDS} standard deviations wide and high to each side; "
         "the axes are the principal components of the means that are shown, and have a scale each."
     )
-    x_label, y_label = (f"component {n + 1}, {percent(s)} of the variance" for n, s in enumerate(found.share.tolist()))
-    shown = tiles([(image, f"image {n}") for n, image in enumerate(found.images, start=1)], len(found.images))
-    rows: list[list[Cell]] = [[text, f"{n + 1}"] for text, n in zip(found.texts, found.of, strict=True) if text]
-    return paragraph(said) + scatter(series, x_label, y_label) + shown + table(rows, ["caption", "of image"])
+    x_label, y_label = (f"component {n + 1}, {percent(s)} of the variance" for n, s in enumerate(plane.share.tolist()))
+    shown = tiles([(image, f"image {n}") for n, image in enumerate(plane.images, start=1)], len(plane.images))
+    rows: list[list[Cell]] = [[text, f"{n + 1}"] for text, n in zip(plane.texts, plane.of, strict=True) if text]
+    return paragraph(summary) + scatter(series, x_label, y_label) + shown + table(rows, ["caption", "of image"])
 
 
 def _ellipse(mean: Tensor, spread: Tensor) -> Ellipse:
