@@ -169,7 +169,7 @@ def font_for(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFo
 
 
 def wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, room: int, lines: int) -> list[str]:
-    """At most `lines` lines of at most `room` pixels; "..." where text is left out."""
+    """At most `lines` lines of at most `room` pixels; "..." where text is cut."""
     wrapped, line = [], ""
     for word in text[:600].split():
         longer = f"{line} {word}".strip()

@@ -32,8 +32,8 @@ Member = tuple[str, bytes]
 class BuildOptions(BaseSettings):
     """Which images are taken, and how their parts are drawn."""
 
-    segments: int = 3  # that are pasted, the largest ones; an image with fewer is left out
-    least: float = 5000.0  # pixels: an image is left out if its smallest segment considered has no more
+    segments: int = 3  # to paste, the largest ones; an image with fewer is skipped
+    least: float = 5000.0  # pixels: an image is skipped if its smallest segment considered has no more
     considered: Literal["all", "pasted"] = "all"  # by that rule: all segments of an image, or only those pasted
     crowd: bool = False  # regions marked iscrowd are segments too
     canvas: Literal["white", "grey", "black"] = "white"  # what segments are pasted on
@@ -155,7 +155,7 @@ def _samples(
 
 
 def choose(segments: Sequence[Segment], options: BuildOptions, report: BuildReport) -> list[Segment]:
-    """The segments that are pasted, the largest first; none when the image is left out."""
+    """The segments that are pasted, the largest first; none when the image is skipped."""
     ordered = sorted(segments, key=lambda segment: -segment.area)
     pasted = ordered[: options.segments]
     if len(pasted) < options.segments:

@@ -39,7 +39,7 @@ class _Catalogue(BaseModel):
 
 
 def headers(tars: Sequence[Path | RemoteFile]) -> list[Header]:
-    """The headers of the tars' indexes, which are made where there are none; in order, their `blocks` left out.
+    """The headers of the tars' indexes, which are made where there are none; in order, without their `blocks`.
 
     Errors: as of `open_index` and `open_remote_index`.
     """

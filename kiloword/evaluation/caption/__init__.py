@@ -17,7 +17,7 @@ class CaptionOptions(BaseSettings):
     """How captions are compared with those that people wrote."""
 
     tokenizer: Literal["own", "ptb"] = "own"  # own; ptb: pycocoevalcap's, in Java; on COCO figures differ by 0.0003
-    meteor: bool = True  # METEOR through pycocoevalcap; where it or Java is missing, it is left out and that is said
+    meteor: bool = True  # METEOR through pycocoevalcap; omitted with a note where it or Java is missing
     spice: bool = False  # SPICE through pycocoevalcap and Stanford's models, which have to be there
     limit: float = 600  # seconds that each of these Java programs may take
 
