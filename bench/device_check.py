@@ -20,10 +20,10 @@ from torch import Tensor
 
 from engines import share
 from kiloword.config.recipes import sizes
-from kiloword.distributed import activations, cuda_graphs
 from kiloword.distributed.device import precision_of
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
+from kiloword.training import compilation
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.types import Batch
@@ -74,14 +74,14 @@ def main() -> None:
     for name in args.ways:
         precision, kept, compiled = WAYS[name]
         learner = copy.deepcopy(first).to(args.device)
-        activations.recompute(learner.model, kept)  # type: ignore[arg-type]
+        compilation.recompute(learner.model, kept)  # type: ignore[arg-type]
         mine = batch.to(torch.device(args.device))
         if compiled == "cudagraphs":
-            cuda_graphs.compile(learner, args.batch)
+            compilation.compile_with_graph(learner, args.batch)
             for _ in range(3):  # runs once, is recorded, replayed
                 outcome(learner, mine, args.device, precision)
         else:
-            activations.compile(learner.model, compiled)  # type: ignore[arg-type]
+            compilation.compile(learner.model, compiled)  # type: ignore[arg-type]
         got = outcome(learner, mine, args.device, precision)
         found[name] = {"features": apart(got[0], exact[0]), "gradients": apart(got[1], exact[1])}
     print(json.dumps({"size": args.size, "batch": args.batch, "device": args.device, "1 - cosine": found}))

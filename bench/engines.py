@@ -25,9 +25,10 @@ from torch.multiprocessing.spawn import spawn
 
 import plan_allocated
 from kiloword.config.recipes import OptimConfig, sizes
-from kiloword.distributed import activations, collectives, engine, launch
+from kiloword.distributed import collectives, launch
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
+from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
@@ -43,7 +44,7 @@ class Steps:
         self.args, self.micro = args, micro
         method = preset("siglip")
         self.learner = Learner(build(sizes()[args.size], method), method).to(args.device)
-        activations.recompute(self.learner.model, kept)  # type: ignore[arg-type]
+        compilation.recompute(self.learner.model, kept)  # type: ignore[arg-type]
         if way == "fsdp":
             engine.shard(self.learner, half=args.dtype == "bf16")
         self.reducer = engine.Reducer(self.learner)

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from kiloword.config import recipes
 from kiloword.config.options import Checkpointing
 from kiloword.config.recipes import ModelConfig, OptimConfig
-from kiloword.distributed.activations import recompute
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
@@ -24,6 +23,7 @@ from kiloword.model.model import build
 from kiloword.planning import memory, parameters, step
 from kiloword.planning.shapes import Kernels, Lengths, Load
 from kiloword.training.accumulate import backward
+from kiloword.training.compilation import recompute
 from kiloword.training.learner import Learner, learner_of
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Texts

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from kiloword.config import recipes
-from kiloword.distributed.activations import recompute
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.model.model import Model
 from kiloword.planning import memory
 from kiloword.planning.shapes import Kernels
+from kiloword.training.compilation import recompute
 from kiloword.training.learner import Learner, learner_of
 from kiloword.types import Batch, Texts
 from plan_measure import Case, batch_of, load_of, method_of

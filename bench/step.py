@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.config.recipes import sizes
-from kiloword.distributed import activations, cuda_graphs
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import import_state, place
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
+from kiloword.training import compilation
 from kiloword.training.learner import Learner
 from kiloword.types import Batch, Texts
 
@@ -100,9 +100,9 @@ def alone(args: argparse.Namespace) -> tuple[Model, Side]:
 def our_side(model: Model, args: argparse.Namespace) -> Side:
     learner = Learner(model, preset("clip"))
     if args.cudagraphs:
-        cuda_graphs.compile(learner, args.batch)
+        compilation.compile_with_graph(learner, args.batch)
     else:
-        activations.compile(model, "towers" if args.compile else "none")
+        compilation.compile(model, "towers" if args.compile else "none")
 
     def our_loss(batch: Given) -> Tensor:
         loss: Tensor = learner(batch.ours, {})["loss"]

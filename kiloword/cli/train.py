@@ -104,8 +104,7 @@ def main(argv: Sequence[str]) -> None:
     command = asked(argv, "train siglip --out runs/first")
     usual = _defaults(command.method, command.flags)
     args, settings = command.read(_train(usual))
-    from kiloword.config import effects
-    from kiloword.training import start
+    from kiloword.training import effects, start
     from kiloword.training.dry_run import rehearse
     from kiloword.training.loop import train
     from kiloword.training.setup import open_sources, with_length

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from kiloword.config.recipes import OptimConfig
-from kiloword.distributed.engine import BUCKET
 from kiloword.methods.coca.captioning import CHUNK
 from kiloword.model.attention import WIDEST_HEAD, bad_heads
 from kiloword.model.decoder import ImageDecoder, TextDecoder
@@ -16,6 +15,7 @@ from kiloword.planning.pairs import features
 from kiloword.planning.parameters import bytes_of, in_products, shards
 from kiloword.planning.shapes import Load
 from kiloword.planning.step import micro_batch, micro_load, step_of
+from kiloword.training.engine import BUCKET
 from kiloword.training.learner import Learner
 
 CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance, not a formula

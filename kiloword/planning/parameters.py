@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from kiloword.config.recipes import OptimConfig
-from kiloword.distributed.engine import units
 from kiloword.methods.llip.pooling import Attention
+from kiloword.training.engine import units
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kiloword.distributed.collectives import ranks, sum_over_ranks
 from kiloword.distributed.device import PrecisionContext
-from kiloword.distributed.engine import Reducer
 from kiloword.losses.pairs import learns
+from kiloword.training.engine import Reducer
 from kiloword.training.learner import Learner, Replay
 from kiloword.types import Batch, Features
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from PIL import Image
 
-from kiloword.config import effects
 from kiloword.config.by_device import settle, summary
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
@@ -20,12 +19,13 @@ from kiloword.data.images.contact import TILES, draw_tiles
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order, steps_per_epoch
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.distributed import collectives, cuda_graphs
+from kiloword.distributed import collectives
 from kiloword.distributed.device import choose
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import shapes
 from kiloword.terminal import say
+from kiloword.training import compilation, effects
 from kiloword.training.run_folder import RunFile, check_same_run, check_utf8, earlier, run_file
 from kiloword.training.setup import make_learner, make_loader, micro_batches, open_sources, open_val, resolve
 from kiloword.training.validation import check_val
@@ -60,7 +60,7 @@ def _prepare(
     recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str
 ) -> tuple[RunFile, Batch, int, list[str]]:
     """The future `config.json`, this rank's part of the first batch, its number of bad samples on all ranks, notes."""
-    cuda_graphs.check(options, micro_batches(recipe), device)
+    compilation.check_graphs(options, micro_batches(recipe), device)
     check_utf8(out)
     requested, before = recipe, earlier(out)
     recipe = settle(recipe, device, before)

@@ -8,8 +8,9 @@ from kiloword.config.by_device import products
 from kiloword.config.options import RunOptions as RunOptions
 from kiloword.config.ranges import check
 from kiloword.config.recipes import Recipe
-from kiloword.distributed import collectives, cuda_graphs
+from kiloword.distributed import collectives
 from kiloword.distributed.device import choose, on_device, precision_of
+from kiloword.training import compilation
 from kiloword.training.accumulate import backward
 from kiloword.training.cadence import Cadence
 from kiloword.training.run_folder import error_kept
@@ -33,7 +34,7 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
             check(recipe)
             parts = micro_batches(recipe)
-            cuda_graphs.check(options, parts, device)
+            compilation.check_graphs(options, parts, device)
             val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
             run = prepare(
                 recipe,

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from kiloword.config.recipes import OptimConfig
 from kiloword.distributed import collectives
 from kiloword.distributed.collectives import local
-from kiloword.distributed.engine import settle
 from kiloword.model.heads import Head
+from kiloword.training.engine import settle
 from kiloword.training.muon import Muon
 
 MEMORY, SETTLED = 0.98, 20  # usual gradient norm: decay of its running mean, and number of steps before it is used

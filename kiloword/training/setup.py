@@ -14,7 +14,6 @@ from kiloword.checkpoint.files import write_json
 from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.model_folder import check_fit, not_finite, spec_of
 from kiloword.checkpoint.states import drop_old, newest, steps_done
-from kiloword.config import effects
 from kiloword.config.by_device import products, settle, summary, workers_of
 from kiloword.config.options import RunOptions
 from kiloword.config.ranges import check
@@ -26,13 +25,13 @@ from kiloword.data.reading import captions_of
 from kiloword.data.sampler import Order, steps_per_epoch
 from kiloword.data.sources.open import open_data, open_source
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.distributed import activations, collectives, cuda_graphs, engine
-from kiloword.distributed.engine import Reducer
+from kiloword.distributed import collectives
 from kiloword.features.store import FeatureStore
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.model.model import build, initialise
-from kiloword.training import start
+from kiloword.training import compilation, effects, engine, start
+from kiloword.training.engine import Reducer
 from kiloword.training.learner import Learner
 from kiloword.training.log import Log, SinceRow, open_log
 from kiloword.training.optimizer import Average, Optimizer
@@ -207,11 +206,11 @@ def spread(learner: Learner, recipe: Recipe, options: RunOptions) -> None:
     """Apply checkpointing, compilation and sharding of the options; weights and results do not change."""
     if options.parallel == "fsdp" and options.compile == "towers":
         raise ValueError("--compile towers and --parallel fsdp exclude each other: with fsdp, compile blocks.")
-    activations.recompute(learner.model, options.checkpointing)
+    compilation.recompute(learner.model, options.checkpointing)
     if options.compile == "cudagraphs":
-        cuda_graphs.compile(learner, recipe.batch // collectives.ranks())
+        compilation.compile_with_graph(learner, recipe.batch // collectives.ranks())
     else:
-        activations.compile(learner.model, options.compile)
+        compilation.compile(learner.model, options.compile)
     if options.parallel == "fsdp":
         engine.check_same(learner)  # while every rank holds whole matrices
         engine.shard(learner, half=recipe.precision == "bf16")

@@ -24,12 +24,13 @@ from kiloword.checkpoint.trust import Trust
 from kiloword.config.options import Checkpointing, Parallel
 from kiloword.config.recipes import DataConfig, ModelFile
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.distributed import activations, engine, launch
 from kiloword.distributed import collectives as parallel
+from kiloword.distributed import launch
 from kiloword.losses.pairs import Blocks
 from kiloword.methods.defaults import MUON
 from kiloword.methods.registry import preset
 from kiloword.model.model import build, initialise
+from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
@@ -111,7 +112,7 @@ def gradients(method: str, way: Way = Way(), permute: bool = False) -> dict[str,
         order = [(7 * row + 3) % IMAGES for row in order]
     share, rank = IMAGES // parallel.ranks(), parallel.rank()
     model = learner(method, way.chunk)
-    activations.recompute(model.model, way.checkpointing)
+    compilation.recompute(model.model, way.checkpointing)
     if way.parallel == "fsdp":
         engine.shard(model)
     micro = batch(rank * share, (rank + 1) * share, order, method).split(way.micro)

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from kiloword.config import by_device, effects
+from kiloword.config import by_device
 from kiloword.config.options import Compile, RunOptions
 from kiloword.config.recipes import Recipe, sizes
-from kiloword.distributed import activations, launch
+from kiloword.distributed import launch
 from kiloword.distributed.device import choose
 from kiloword.methods.defaults import default_recipe
 from kiloword.model import attention, blocks
 from kiloword.model.attention import Packing
 from kiloword.randomness import key
+from kiloword.training import compilation, effects
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.loop import train
@@ -94,7 +95,7 @@ def test_gradients_of_compiled_towers_do_not_depend_on_what_variable_length_kern
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     monkeypatch.setattr(blocks, "attention", with_kernel)
     model = learner(method)
-    activations.compile(model.model, "blocks")
+    compilation.compile(model.model, "blocks")
     found = gradients(model, method)
     largest = max(float(g.abs().max()) for g in expected.values())
     assert found.keys() == expected.keys()
@@ -202,7 +203,7 @@ def test_texts_are_padded_where_a_card_or_a_width_has_no_variable_length_kernel(
 def test_a_compiled_block_asks_a_card_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a graph break."""
     asked: list[tuple[int, int]] = []
-    activations.compile(learner("clip").model, "blocks")
+    compilation.compile(learner("clip").model, "blocks")
     for capability in ((7, 5), (8, 6)):
         monkeypatch.setattr(attention, "_capability", lambda index, c=capability: asked.append(c) or c)
         torch._dynamo.reset()
@@ -241,7 +242,7 @@ def test_one_gpu_is_no_device_of_several_ranks(monkeypatch: pytest.MonkeyPatch) 
 def test_batches_of_any_lengths_need_few_graphs(method: str, parts: Compile, graphs: int) -> None:
     """And none is broken. Of each batch the numbers of tokens, the longest text and masks are others."""
     plain, compiled = made(method), made(method)
-    activations.compile(compiled.model, parts, "aot_eager")
+    compilation.compile(compiled.model, parts, "aot_eager")
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()

@@ -21,7 +21,7 @@ import plan_papers
 from kiloword.cli.main import main
 from kiloword.cli.plan import planner_of
 from kiloword.config.recipes import OptimConfig, sizes
-from kiloword.distributed import collectives, engine
+from kiloword.distributed import collectives
 from kiloword.methods.registry import names, preset
 from kiloword.model.model import build
 from kiloword.planning import memory, parameters, step
@@ -30,6 +30,7 @@ from kiloword.planning.memory import Layout
 from kiloword.planning.shapes import Kernels, Lengths, Load
 from kiloword.planning.traffic import traffic
 from kiloword.randomness import Draw
+from kiloword.training import engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner, learner_of
 from kiloword.training.muon import orthogonal

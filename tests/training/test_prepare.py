@@ -19,10 +19,10 @@ from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.model_folder import read_tensors
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
-from kiloword.distributed import activations, collectives, engine, launch
+from kiloword.distributed import collectives, launch
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.training import meter, setup
+from kiloword.training import compilation, engine, meter, setup
 from kiloword.training.setup import make_learner, make_loader, with_length
 
 
@@ -62,8 +62,8 @@ def test_options_reach_towers_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     """Checkpointing and compilation always, shards with fsdp alone, and in this order."""
     calls: list[tuple[str, Any]] = []
     for place, name in (
-        (activations, "recompute"),
-        (activations, "compile"),
+        (compilation, "recompute"),
+        (compilation, "compile"),
         (engine, "shard"),
         (engine, "materialise"),
     ):

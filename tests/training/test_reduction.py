@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kiloword.distributed import collectives, engine
-from kiloword.training import accumulate, muon
+from kiloword.distributed import collectives
+from kiloword.training import accumulate, engine, muon
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import learner
 

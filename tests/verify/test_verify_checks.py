@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kiloword.distributed import activations, collectives, engine
+from kiloword.distributed import collectives
 from kiloword.methods.registry import preset
+from kiloword.training import compilation, engine
 from kiloword.verify import suite as verify
 from kiloword.verify.batch import IMAGES, batch
 from kiloword.verify.suite import EXACT, Check, Way
@@ -118,7 +119,7 @@ def test_a_way_is_the_way_that_gradients_are_made(monkeypatch: pytest.MonkeyPatc
     calls: list[Any] = []
     monkeypatch.setattr(collectives, "rank", lambda: rank)
     monkeypatch.setattr(collectives, "ranks", lambda: ranks)
-    monkeypatch.setattr(activations, "recompute", lambda model, kind: calls.append(("recompute", kind)))
+    monkeypatch.setattr(compilation, "recompute", lambda model, kind: calls.append(("recompute", kind)))
     monkeypatch.setattr(engine, "shard", lambda learner: calls.append(("shard",)))
     monkeypatch.setattr(engine, "Reducer", lambda learner: "reducer")
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from kiloword.cli.main import main
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import OptimConfig, Recipe
-from kiloword.distributed import cuda_graphs
-from kiloword.training import setup
+from kiloword.training import compilation, setup
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
@@ -176,9 +175,9 @@ def test_what_a_graph_cannot_do_is_refused(
     options: dict[str, Any], micro_batches: int, device: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"--compile cudagraphs {message}"):
-        cuda_graphs.check(RunOptions(compile="cudagraphs", **options), micro_batches, device)
-    cuda_graphs.check(RunOptions(compile="cudagraphs"), 1, "cuda")
-    cuda_graphs.check(RunOptions(**options), micro_batches, device)
+        compilation.check_graphs(RunOptions(compile="cudagraphs", **options), micro_batches, device)
+    compilation.check_graphs(RunOptions(compile="cudagraphs"), 1, "cuda")
+    compilation.check_graphs(RunOptions(**options), micro_batches, device)
 
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 import plan_allocated
 from kiloword.config.options import Parallel, RunOptions
 from kiloword.config.recipes import OptimConfig, Recipe
-from kiloword.distributed import activations, collectives, engine
+from kiloword.distributed import collectives
 from kiloword.methods.defaults import MUON, default_recipe
 from kiloword.methods.registry import preset
 from kiloword.randomness import key
+from kiloword.training import compilation, engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import SETTLED, USUAL, Average, Optimizer
@@ -285,7 +286,7 @@ def test_checkpointing_keeps_less_the_more_it_repeats() -> None:
     kept, some = {}, batch()
     for kind in ("none", "selective", "whole"):
         model = learner("siglip", dtype=torch.float32)
-        activations.recompute(model.model, kind)  # type: ignore[arg-type]
+        compilation.recompute(model.model, kind)  # type: ignore[arg-type]
         kept[kind] = plan_allocated.kept(lambda: model.encode(some))  # noqa: B023
     assert kept["whole"] < 0.4 * kept["none"]
     assert kept["whole"] < 0.6 * kept["selective"] < 0.6 * 0.85 * kept["none"]
@@ -307,8 +308,8 @@ def test_buckets_hold_every_parameter_once_in_an_order_that_is_fixed() -> None:
 def test_compiled_towers_give_the_same_gradients(kind: Any) -> None:
     """Of batches of several lengths, with checkpointing, without a graph for each."""
     plain, compiled = learner("prolip"), learner("prolip")
-    activations.recompute(compiled.model, "whole")
-    activations.compile(compiled.model, kind)
+    compilation.recompute(compiled.model, "whole")
+    compilation.compile(compiled.model, kind)
     torch._dynamo.utils.counters.clear()
     for first in (0, 4, 8):
         for model in (plain, compiled):
