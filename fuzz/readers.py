@@ -30,6 +30,7 @@ from seeds import (
 
 from kiloword.checkpoint.states import newest, write_numbers
 from kiloword.config.recipes import AugmentConfig, ModelFile, TextConfig, read_config
+from kiloword.data.feature_store import TableFile
 from kiloword.data.images import work
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.decode import decode, image_size
@@ -43,7 +44,6 @@ from kiloword.data.tars.index_file import SUFFIX, Header, make_index, parse_inde
 from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.features.store import TableFile
 from kiloword.randomness import Draw
 from kiloword.training.run_folder import RunFile
 from kiloword.types import BadSample, Source

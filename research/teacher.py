@@ -23,8 +23,8 @@ def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
     if known(out):
         return
     from kiloword.checkpoint.files import write_json
+    from kiloword.data.feature_store import FeatureStore
     from kiloword.features.extract import main as embed
-    from kiloword.features.store import FeatureStore
     from kiloword.training.loop import RunOptions, train
     from kiloword.training.setup import open_sources
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data.bad import reasons
+from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.time_limit import Row, decoding
 from kiloword.data.reading import name_of, read
@@ -23,7 +24,6 @@ from kiloword.data.sources.questions import check_asks, question_of
 from kiloword.data.steps import in_order
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.features.store import FeatureStore
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Batch, Example, Skipped, Source, Texts, Transform
 

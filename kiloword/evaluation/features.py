@@ -1,9 +1,8 @@
-"""Encode sources and captions; slice and join features. Ranks that share the work encode batches in turns."""
+"""Encode the images of sources. Ranks that share the work encode batches in turns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -12,83 +11,16 @@ import torch
 from torch import Tensor
 
 from kiloword.data.reading import EvalBatch, eval_batches
-from kiloword.distributed import collectives
-from kiloword.distributed.sharing import gathered, in_turns, lockstep, own, share
+from kiloword.distributed.sharing import gathered, lockstep, own, share
+from kiloword.model.encoding import chunks, moved
 from kiloword.terminal.progress import track
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
-    from kiloword.data.text.tokenizer import Tokenizer
-    from kiloword.model.model import Model
 
 
 Made = TypeVar("Made")
-TEXTS = 256  # encoded at a time
-
-
-def rows(features: Features, which: slice) -> Features:
-    """A slice of the rows of every value."""
-    return {name: value[which] for name, value in features.items()}
-
-
-def join(parts: Sequence[Features]) -> Features:
-    """Concatenate the rows of parts."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def chunks(n: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` that cover n rows."""
-    if size < 1:
-        raise ValueError(f"the batch size is {size}: expected at least 1")
-    for start in range(0, n, size):
-        yield slice(start, min(start + size, n))
-
-
-@contextmanager
-def inference(model: Model) -> Iterator[None]:
-    """Context without gradients and in eval mode; restores the training mode at its end.
-
-    A sharded model reuses gathered parameters in training, so that it must not run in torch's inference mode.
-    """
-    training = model.training
-    sharded = any(collectives.sharded(p) for p in model.parameters())
-    model.eval()
-    try:
-        with torch.no_grad() if sharded else torch.inference_mode():
-            yield
-    finally:
-        model.train(training)
-
-
-def encode_texts(model: Model, tokenizer: Tokenizer, captions: Sequence[str], batch: int = TEXTS) -> Features:
-    """Features of T captions, every value [T, ...], on the model's device."""
-    device = next(model.parameters()).device
-
-    def encode(part: slice) -> Features:
-        texts = tokenizer.encode(list(captions[part]), model.config.text)
-        features: Features = model.encode_text(texts.to(device))[1]
-        return features
-
-    with inference(model):
-        if share()[1] == 1:
-            parts = track(chunks(len(captions), batch), "texts", "texts", len(captions), _length)
-            return join([encode(part) for part in parts])
-        encoded = in_turns(list(chunks(len(captions), batch)), lambda part: moved(encode(part), "cpu"))
-        return moved(join(list(track(encoded, "texts", "texts", len(captions), _rows))), device)
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
-def _rows(features: Features) -> int:
-    return len(next(iter(features.values())))
-
-
-def moved(features: Features, device: torch.device | str) -> Features:
-    """Copy features to a device."""
-    return {name: value.to(device) for name, value in features.items()}
 
 
 @dataclass

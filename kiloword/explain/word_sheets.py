@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kiloword.evaluation.features import inference
 from kiloword.explain.gradcam import GradCam, gradcam
 from kiloword.explain.reconstruct import (
     fill,
@@ -24,6 +23,7 @@ from kiloword.explain.reconstruct import (
 )
 from kiloword.explain.words import END, explain_words
 from kiloword.methods.coca import masked_images, masking
+from kiloword.model.encoding import inference
 from kiloword.randomness import uniform
 from kiloword.report.overlay import Floats, Pixels, covered, overlay, square
 from kiloword.report.sheet import Panel, Strip

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from kiloword.evaluation.features import inference
 from kiloword.generation.decoding import writer
 from kiloword.methods.coca.captioning import decoded, prefixes
 from kiloword.model.attention import Packing
 from kiloword.model.blocks import CrossAttention, Keys
 from kiloword.model.decoder import Layer, TextDecoder
+from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
 from kiloword.model.image import extra
 from kiloword.model.pooling import AttentionalPool, at_least_float

@@ -17,12 +17,12 @@ from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import DataConfig
 from kiloword.data import keyed
+from kiloword.data.feature_store import FeatureStore, StoredFeatures, TableFile, contents
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
-from kiloword.features.store import FeatureStore, StoredFeatures, TableFile, contents
 from kiloword.features.teachers import Teacher, open_teacher
 from kiloword.features.writer import FeatureRows, FeatureWriter, content_of, what_is_there
 from kiloword.terminal import say

@@ -16,13 +16,13 @@ from torch import Tensor
 from kiloword.checkpoint.model_folder import check_finite, load_model
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.distributed.device import choose
+from kiloword.model.encoding import TEXTS, encode_texts, inference
 
 if TYPE_CHECKING:
     from kiloword.data.text.tokenizer import Tokenizer
     from kiloword.model.model import Model
 
 Resize = Literal["shortest", "squash"]
-TEXTS = 256  # texts encoded at once
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -73,14 +73,10 @@ class KilowordTeacher:
         self._device = next(model.parameters()).device
 
     def encode_images(self, images: Tensor) -> Tensor:
-        from kiloword.evaluation.features import inference
-
         with inference(self.model):
             return _unit(self.model.encode_image(images.to(self._device))[1]["vec"])
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        from kiloword.evaluation.features import encode_texts
-
         features = encode_texts(self.model, self.tokenizer, list(texts) or [""], TEXTS)["vec"]
         return _unit(features[: len(texts)])
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kiloword.checkpoint.files import is_taken, write_atomic, write_json
 from kiloword.config.recipes import read_config
 from kiloword.data import keyed
-from kiloword.features.store import (
+from kiloword.data.feature_store import (
     INDEX,
     TABLE,
     FeatureStore,

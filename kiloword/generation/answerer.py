@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.evaluation.features import chunks, inference
 from kiloword.generation.captioner import Captioner
-from kiloword.generation.decoding import DecoderMemory, next_logits, table_of
+from kiloword.generation.decoding import next_logits, table_of
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import Trie
 from kiloword.methods.coca.answering import fused
 from kiloword.methods.coca.captioning import decoded
+from kiloword.model.decoder import DecoderMemory
+from kiloword.model.encoding import chunks, inference
 from kiloword.model.model import Model
 from kiloword.types import Texts
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.evaluation.features import inference
-from kiloword.generation.decoding import DecoderMemory, ModelDecoding, WholeDecoding, text_decoder, writer
+from kiloword.generation.decoding import ModelDecoding, WholeDecoding, text_decoder, writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import NEVER, FinishedTexts, Rules, Trie
 from kiloword.generation.search import search
+from kiloword.model.decoder import DecoderMemory
+from kiloword.model.encoding import inference
 from kiloword.model.model import Model
 from kiloword.randomness import key
 

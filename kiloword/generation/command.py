@@ -17,6 +17,7 @@ from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
 from kiloword.distributed.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
 from kiloword.features.extract import ProgressReport, every_row
+from kiloword.generation.captioners import Describer, open_captioner
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import (
     CaptionFile,
@@ -28,7 +29,6 @@ from kiloword.generation.table import (
     parts_of,
     what_is_there,
 )
-from kiloword.interop.captioners import Describer, open_captioner
 from kiloword.terminal import say
 from kiloword.types import Skipped, Source
 

@@ -2,53 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.model.attention import KeyValueCache, Packing
-from kiloword.model.blocks import Keys
-from kiloword.model.decoder import TextDecoder
+from kiloword.model.attention import KeyValueCache
+from kiloword.model.decoder import DecoderMemory, TextDecoder
 from kiloword.model.model import Model
 from kiloword.types import Texts
-
-
-@dataclass(frozen=True)
-class DecoderMemory:
-    """Memory of a text decoder for B images (or questions about them): keys and values of each layer."""
-
-    keys: list[Keys]  # each [B, M, H, d], or packed [S, H, d]
-    starts: Tensor | None = None  # [B + 1] int64, if packed
-    longest: int | None = None  # if packed; None: read from the device
-
-    def __len__(self) -> int:
-        return len(self.keys[0][0]) if self.starts is None else len(self.starts) - 1
-
-    def take(self, which: Tensor, tokens: int | None = None) -> DecoderMemory:
-        """Select rows by index [b] int64, in that order, with repeats.
-
-        Args: tokens: total number of tokens of the result, if known and every row is selected at least once; avoids
-        synchronising with the device.
-        """
-        if self.starts is None:
-            return DecoderMemory([(k[which], v[which]) for k, v in self.keys])
-        lengths = self.starts.diff()[which]
-        starts = F.pad(lengths.cumsum(0), (1, 0))
-        shift = torch.repeat_interleave(self.starts[:-1][which] - starts[:-1], lengths, output_size=tokens)
-        place = torch.arange(len(shift), device=shift.device) + shift
-        return DecoderMemory(
-            [(k[place], v[place]) for k, v in self.keys], starts, None if tokens is None else self.longest
-        )
-
-    def packing(self) -> Packing | None:
-        """Packing of the memory, if packed."""
-        if self.starts is None:
-            return None
-        ids = torch.empty(len(self.keys[0][0]), dtype=torch.int64, device=self.starts.device)
-        longest = int(self.starts.diff().max()) if self.longest is None else self.longest
-        return Packing.of(Texts(ids, self.starts, longest))
 
 
 def text_decoder(model: Model) -> TextDecoder:

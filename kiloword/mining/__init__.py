@@ -19,10 +19,10 @@ def main(sources: Sequence[str], features: Path, out: Path, options: MineOptions
     """
     from kiloword.checkpoint.lock import Lock
     from kiloword.config.recipes import DataConfig
+    from kiloword.data.feature_store import FeatureStore
     from kiloword.data.sources.open import open_data
     from kiloword.distributed.device import choose
     from kiloword.distributed.sharing import is_first, together
-    from kiloword.features.store import FeatureStore
     from kiloword.methods.fff.preset import Mined, check
     from kiloword.mining import output
     from kiloword.mining.corpus import Corpus

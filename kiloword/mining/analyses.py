@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import in_turns
-from kiloword.evaluation.features import chunks
 from kiloword.evaluation.metrics import rounding
 from kiloword.mining.calibrate import some
 from kiloword.mining.corpus import Corpus, Floats, Ints
+from kiloword.model.encoding import chunks
 from kiloword.randomness import key
 
 BATCHES = 16  # at most, of which the true caption is ranked

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from kiloword.data.feature_store import FeatureStore, contents
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import captions_at
 from kiloword.data.sources.extra_captions import CaptionTable, key_of
-from kiloword.features.store import FeatureStore, contents
 from kiloword.mining.corpus import Corpus, Ints
 from kiloword.types import BadSample, Source
 

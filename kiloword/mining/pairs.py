@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import own, share, to_first
-from kiloword.evaluation.features import chunks
 from kiloword.methods.fff.preset import Mined, check, matches
 from kiloword.mining.corpus import Corpus, similarities
+from kiloword.model.encoding import chunks
 
 TERMS = {"it": "image_text", "ii": "image_image", "tt": "text_text"}
 """The terms of eq. 2 and the fields of `Mined` that enable them."""

@@ -14,11 +14,11 @@ from kiloword.data.scenes.source import ScenesSource
 from kiloword.data.scenes.world import TASKS, SceneRows, label
 from kiloword.data.sources.open import mix, open_source
 from kiloword.evaluation import baseline
-from kiloword.evaluation.features import rows
 from kiloword.evaluation.metrics import classification, recall_at, standing
 from kiloword.evaluation.retrieval.relevance import true_relevance
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.zeroshot.task import classifier
+from kiloword.model.encoding import rows
 from kiloword.quickstart.contestants import Chance, Colours, Contestant, Scenes, TrainedModel, colour_classes, draw_all
 from kiloword.quickstart.results import Compared, Figures, Hit, Metrics, Misses, QueryHits, SampleSizes, TaskFigures
 from kiloword.types import Features, Source

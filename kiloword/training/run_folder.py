@@ -15,10 +15,10 @@ from kiloword.addresses import scrubbed
 from kiloword.checkpoint.files import SaveError, utf8, write_json
 from kiloword.checkpoint.states import steps_done
 from kiloword.config.recipes import BaseSettings, ModelConfig, Recipe, read_config
+from kiloword.data.feature_store import FeatureStore, TableFile
 from kiloword.data.sources.digest import sampled, whole
 from kiloword.distributed import collectives
 from kiloword.errors import sentence_of
-from kiloword.features.store import FeatureStore, TableFile
 from kiloword.methods.registry import preset
 from kiloword.training.signals import Stopped
 from kiloword.types import Source

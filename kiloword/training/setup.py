@@ -19,6 +19,7 @@ from kiloword.config.options import RunOptions
 from kiloword.config.ranges import check
 from kiloword.config.recipes import Recipe
 from kiloword.data.bad import BadRows
+from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.time_limit import REASON
 from kiloword.data.loader import Loader
 from kiloword.data.reading import captions_of
@@ -26,7 +27,6 @@ from kiloword.data.sampler import Order, steps_per_epoch
 from kiloword.data.sources.open import open_data, open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
-from kiloword.features.store import FeatureStore
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.model.model import build, initialise

@@ -17,7 +17,7 @@ from kiloword.checkpoint.model_folder import load_model
 from kiloword.checkpoint.trust import Trust
 from kiloword.cli.main import main
 from kiloword.features.teachers import open_teacher
-from kiloword.interop.captioners import open_captioner
+from kiloword.generation.captioners import open_captioner
 from tars import photo
 
 OWN = """
@@ -210,7 +210,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
     assert {file for file, _ in loads} == {"interop/open_clip.py"}
     assert all(option(call, "weights_only") == "True" for _, call in loads)
     arrays = named("np.load", "numpy.load", "np.memmap")
-    assert {file for file, _ in arrays} <= {"features/store.py"}
+    assert {file for file, _ in arrays} <= {"data/feature_store.py"}
     assert not [file for file, call in CALLS if option(call, "allow_pickle") not in (None, "False")]
     evil = ("eval", "exec", "compile", "__import__", "runpy.run_path", "runpy.run_module", "os.system", "yaml.load")
     assert not named(*evil, "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "joblib.load")

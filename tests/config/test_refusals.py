@@ -36,9 +36,9 @@ from kiloword.evaluation.vqa.task import _counted, _lines
 from kiloword.evaluation.zeroshot.options import PromptOptions
 from kiloword.features.teachers import _quiet
 from kiloword.generation import Captioner, GenerationOptions
+from kiloword.generation.captioners import KilowordCaptioner, open_captioner
 from kiloword.generation.command import write_captions
 from kiloword.generation.rules import Trie
-from kiloword.interop.captioners import KilowordCaptioner, open_captioner
 from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import _check
 from kiloword.interop.prolip import _check_folded

@@ -13,6 +13,7 @@ import torch
 
 from kiloword.addresses import Address
 from kiloword.data import cache, keyed
+from kiloword.data.feature_store import TableFile
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.remote.file import RemoteFile
 from kiloword.data.remote.stat import Stat
@@ -27,7 +28,6 @@ from kiloword.data.tars import catalogue
 from kiloword.data.tars.index import open_index
 from kiloword.data.tars.index_file import COLUMNS, Header, make_index, write_index
 from kiloword.data.tars.shards import TarSource
-from kiloword.features.store import TableFile
 from kiloword.features.writer import _identity, content_of
 from tars import write_tar
 

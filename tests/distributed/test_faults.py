@@ -24,13 +24,13 @@ import torch
 import kiloword.training.loop as loop
 from kiloword.cli.main import main
 from kiloword.data import cache, reading, steps
+from kiloword.data.feature_store import FeatureStore
 from kiloword.data.loader import Loader
 from kiloword.data.reading import read
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.shards import TarSource
 from kiloword.distributed import launch
 from kiloword.errors import sentence_of
-from kiloword.features.store import FeatureStore
 from kiloword.methods.defaults import default_recipe
 from kiloword.training import cadence
 from kiloword.training.log import read_metrics

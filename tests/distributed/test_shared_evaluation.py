@@ -18,6 +18,7 @@ from corpora import LOW, random_corpus
 from kiloword.api import Matcher
 from kiloword.checkpoint.model_folder import save_model
 from kiloword.config.recipes import ModelFile
+from kiloword.data.feature_store import FeatureStore
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
@@ -25,16 +26,15 @@ from kiloword.distributed import sharing as sharing_of
 from kiloword.distributed.sharing import gathered, in_turns, is_first, part_by_part, share, sharing, sums
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.caption import CaptionOptions
-from kiloword.evaluation.features import encode_texts
 from kiloword.evaluation.probe.options import ProbeOptions
 from kiloword.features.extract import ProgressReport, _embed, _file
-from kiloword.features.store import FeatureStore
 from kiloword.features.teachers import KilowordTeacher as Teacher
 from kiloword.generation import Captioner, GenerationOptions, command
-from kiloword.interop.captioners import KilowordCaptioner as Describer
+from kiloword.generation.captioners import KilowordCaptioner as Describer
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.mining.pairs import search
+from kiloword.model.encoding import encode_texts
 from kiloword.model.model import build
 from kiloword.types import BadSample, Record, Skipped
 from kiloword.verify.suite import over_ranks

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from kiloword.api import load
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
+from kiloword.data.feature_store import FeatureStore
 from kiloword.data.sources.open import open_source
 from kiloword.distributed import collectives, sharing
 from kiloword.features.extract import _dim, embed
-from kiloword.features.store import FeatureStore
 from kiloword.features.teachers import Foreign, KilowordTeacher, open_teacher
 from kiloword.interop.compat import torchvision_ready
 from kiloword.methods.defaults import default_recipe

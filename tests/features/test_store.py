@@ -25,6 +25,7 @@ from holding import held_by_another
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data import keyed
+from kiloword.data.feature_store import FeatureStore, StorePart, checksum
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
@@ -32,7 +33,6 @@ from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.extract import ProgressReport, embed
-from kiloword.features.store import FeatureStore, StorePart, checksum
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw, key
 from kiloword.training.loop import train

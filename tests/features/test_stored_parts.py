@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 import torch
 
+from kiloword.data.feature_store import INDEX, FeatureStore, StorePart, TableFile, checksum, part_path
 from kiloword.data.transforms.partner import similar
-from kiloword.features.store import INDEX, FeatureStore, StorePart, TableFile, checksum, part_path
 from kiloword.features.writer import FeatureRows, FeatureWriter
 from kiloword.types import BadSample, Example, Record, Skipped
 

@@ -36,9 +36,9 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.extract import ProgressReport
 from kiloword.generation import GenerationOptions
+from kiloword.generation.captioners import Scored, arguments, open_captioner
 from kiloword.generation.command import write_captions
 from kiloword.generation.table import CaptionWriter, columns
-from kiloword.interop.captioners import Scored, arguments, open_captioner
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build

@@ -94,7 +94,7 @@ class WithCaptions:
 
     @cached_property
     def contents(self) -> frozenset[str]:
-        """The origin of images and captions; see `kiloword.features.store.contents`."""
+        """The origin of images and captions; see `kiloword.data.feature_store.contents`."""
         base = self.source.fingerprint
         raw = {f"{base} captions"} if self.raw_captions else set()
         return frozenset({f"{base} images", *raw, *(f"{base} + {table.fingerprint}" for table in self.tables)})

@@ -9,11 +9,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
 from kiloword.data.transforms.files import keys, read_columns
 from kiloword.data.transforms.settings import PartnerSettings
-from kiloword.features.store import FeatureStore
 from kiloword.randomness import Draw, key
 from kiloword.types import BadSample, Source
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kiloword.evaluation.calibration import defined, spearman
-from kiloword.evaluation.features import chunks
 from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.evaluation.hierarchy.paths import JUDGED, Truth
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, rows
+from kiloword.model.encoding import chunks
 from kiloword.types import Features
 
 TRIES = 8  # number of next chains searched for a wrong text

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import in_turns
-from kiloword.evaluation.features import chunks, rows
 from kiloword.evaluation.hierarchy import Includes, Nearest
 from kiloword.evaluation.hierarchy.chains import Chains
 from kiloword.evaluation.metrics import check_scores
 from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.methods.prolip.gaussian import inclusion, log_inclusion, variance_sum
+from kiloword.model.encoding import chunks, rows
 from kiloword.model.heads import unit
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Features

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import is_first
-from kiloword.evaluation.features import join, seen
+from kiloword.evaluation.features import seen
 from kiloword.evaluation.hierarchy import HierarchyTaskOptions, Includes, Nearest
 from kiloword.evaluation.hierarchy.chains import Chains, SourceLevels, complete, gather, read
 from kiloword.evaluation.hierarchy.levels import (
@@ -38,6 +38,7 @@ from kiloword.evaluation.hierarchy.paths import (
 )
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.methods.prolip.gaussian import variance_sum
+from kiloword.model.encoding import join
 from kiloword.terminal import warn
 from kiloword.types import Features, Source
 

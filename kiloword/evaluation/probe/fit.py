@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.evaluation.features import chunks
 from kiloword.evaluation.probe.options import COUNT, RECIPES, ProbeOptions
+from kiloword.model.encoding import chunks
 from kiloword.randomness import key
 from kiloword.terminal.progress import track
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kiloword.distributed.sharing import is_first
-from kiloword.evaluation.features import chunks
 from kiloword.evaluation.probe import ProbeTaskOptions
 from kiloword.evaluation.probe.data import Split, held_out, log, order, shots, split
 from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, fit, sweep
 from kiloword.evaluation.probe.options import RECIPES, ProbeOptions
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.zeroshot.task import zeroshot
+from kiloword.model.encoding import chunks
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
-from kiloword.evaluation.features import batches_in_turns, inference
+from kiloword.evaluation.features import batches_in_turns
 from kiloword.evaluation.reconstruction import ReconstructionTaskOptions
 from kiloword.evaluation.reconstruction.page import SHOWN, PaintedExample, worse_than_flat
 from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.explain.reconstruct import fill, mean_colour, mim_settings, reconstruct, speaks_of
 from kiloword.methods.coca import masked_images, masking
+from kiloword.model.encoding import inference
 from kiloword.model.image import unfold
 from kiloword.randomness import key, uniform
 from kiloword.types import Skipped, Source

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import in_turns
-from kiloword.evaluation.features import chunks, rows
 from kiloword.evaluation.metrics import average_precision, hit, precision_at, standing
+from kiloword.model.encoding import chunks, rows
 from kiloword.types import Features
 
 Score = Callable[[Features, Features], Tensor]

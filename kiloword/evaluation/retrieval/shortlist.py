@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import in_turns
-from kiloword.evaluation.features import chunks, rows
 from kiloword.evaluation.metrics import Standing, check_scores, hit, standing
 from kiloword.evaluation.retrieval.relevance import PANEL, Relevance, check_pairs, true_means
+from kiloword.model.encoding import chunks, rows
 from kiloword.model.pooling import at_least_float
 from kiloword.terminal.progress import track
 from kiloword.types import Features

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import gathered, own, sums
-from kiloword.evaluation.features import chunks, join, rows, seen
+from kiloword.evaluation.features import seen
 from kiloword.evaluation.metrics import Standing, check_scores, hit, rounding
 from kiloword.evaluation.retrieval import RetrievalTaskOptions
 from kiloword.evaluation.retrieval.relevance import Relevance, Score, check_pairs, true_relevance
 from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.evaluation.task import Inputs, Values
+from kiloword.model.encoding import chunks, join, rows
 from kiloword.terminal.progress import track
 from kiloword.types import Features
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
 from kiloword.distributed.sharing import share
-from kiloword.evaluation.features import batches_in_turns, inference
+from kiloword.evaluation.features import batches_in_turns
 from kiloword.evaluation.spectrum import Of, SpectrumTaskOptions
 from kiloword.evaluation.task import Inputs, Results, Values
 from kiloword.methods.llip.pooling import OneVector
+from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
 from kiloword.model.image import extra
 from kiloword.randomness import key

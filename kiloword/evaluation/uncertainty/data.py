@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kiloword.data.scenes.grammar import parse
 from kiloword.data.scenes.query import ANY, Query
-from kiloword.evaluation.features import join, seen
+from kiloword.evaluation.features import seen
 from kiloword.evaluation.hierarchy.chains import read
 from kiloword.methods.prolip.gaussian import variance_sum
+from kiloword.model.encoding import join
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from torch import Tensor
 from kiloword.data.scenes.entailment import follows
 from kiloword.data.scenes.grammar import parse
 from kiloword.evaluation.calibration import groups
-from kiloword.evaluation.features import chunks
 from kiloword.evaluation.uncertainty.data import Chain, EncodedData
 from kiloword.methods.prolip.gaussian import csd, inclusion
+from kiloword.model.encoding import chunks
 from kiloword.randomness import key
 from kiloword.types import Features
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kiloword.distributed.sharing import in_turns
 from kiloword.evaluation.calibration import binned, calibration, defined, groups, spearman
-from kiloword.evaluation.features import chunks
 from kiloword.evaluation.metrics import hit, standing
 from kiloword.evaluation.retrieval.relevance import PANEL
 from kiloword.evaluation.retrieval.task import standings
@@ -35,6 +34,7 @@ from kiloword.evaluation.uncertainty.inclusion import answers, inclusion_tests, 
 from kiloword.evaluation.uncertainty.shown import Findings, drawn
 from kiloword.evaluation.zeroshot.options import Templates
 from kiloword.evaluation.zeroshot.task import classifier
+from kiloword.model.encoding import chunks
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import chunks
 from kiloword.evaluation.zeroshot.options import PromptOptions
+from kiloword.model.encoding import chunks
 from kiloword.model.heads import Head
 from kiloword.model.pooling import at_least_float
 from kiloword.randomness import key

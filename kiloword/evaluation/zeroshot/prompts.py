@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import chunks, rows
 from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.zeroshot.bprw import combined, padded, reweigh
 from kiloword.evaluation.zeroshot.options import PromptOptions, Way
 from kiloword.methods.prolip.gaussian import variance_sum
+from kiloword.model.encoding import chunks, rows
 from kiloword.model.heads import Head
 from kiloword.randomness import key
 from kiloword.types import Features

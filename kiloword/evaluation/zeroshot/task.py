@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import Seen, chunks, encode_texts, inference, join, labelled, rows, seen
+from kiloword.evaluation.features import Seen, labelled, seen
 from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
 from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.task import IMAGES, Inputs, Values
@@ -25,6 +25,7 @@ from kiloword.evaluation.zeroshot.prompts import (
     choose,
     values,
 )
+from kiloword.model.encoding import chunks, encode_texts, inference, join, rows
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from kiloword.config import recipes
 from kiloword.config.ranges import DEPTH
 from kiloword.config.recipes import ModelConfig, TextConfig
-from kiloword.generation.decoding import DecoderMemory
 from kiloword.methods.coca.captioning import (
     CaptionSettings,
     caption_loss,
@@ -24,7 +23,7 @@ from kiloword.methods.coca.captioning import (
 )
 from kiloword.methods.method import Method
 from kiloword.model.blocks import CrossBlock
-from kiloword.model.decoder import TextDecoder
+from kiloword.model.decoder import DecoderMemory, TextDecoder
 from kiloword.model.model import Model
 from kiloword.model.text import TextTower
 from kiloword.types import Batch, Encoded, Texts

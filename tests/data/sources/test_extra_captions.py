@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from kiloword.config.recipes import DataConfig, TextConfig
+from kiloword.data.feature_store import contents
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
@@ -21,7 +22,6 @@ from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_data, open_source
 from kiloword.data.sources.own import Own
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.features.store import contents
 from kiloword.types import BadSample, NoCaption, Source
 from tars import pairs, photo, write_tar
 
