@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kiloword.terminal import CURSOR
+from terminals import Terminal
+
 torch.set_num_threads(1)
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -36,6 +39,15 @@ def _trim(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("slow"):
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal whose cursor is at the beginning of a line."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(Terminal.columns))
+    monkeypatch.setattr(CURSOR, "inside_line", False)
+    return Terminal()
 
 
 @pytest.fixture

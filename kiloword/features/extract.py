@@ -26,7 +26,7 @@ from kiloword.distributed.sharing import alone, interruptible, is_first, missing
 from kiloword.features.teachers import Teacher, open_teacher
 from kiloword.features.writer import FeatureRows, FeatureWriter, content_of, what_is_there
 from kiloword.terminal import say
-from kiloword.terminal.progress import PLAIN_EVERY_S, duration, per_second
+from kiloword.terminal.progress import ProgressLine, duration, per_second
 from kiloword.types import Skipped, Source
 
 PART = 4096  # rows in a part: an interruption costs seconds of work, a worker maps megabytes
@@ -239,39 +239,31 @@ def _dim(teacher: Teacher) -> int:
 
 
 class ProgressReport:
-    """Messages, and a progress line: one live line on a terminal, elsewhere a line every few seconds."""
+    """Messages and progress of work on rows. Args: out: None prints nothing."""
 
     def __init__(self, out: TextIO | None) -> None:
         self.out = out
-        self._live = out is not None and out.isatty()
-        self._width = 0
 
     def say(self, message: str) -> None:
         """Print a message on its own line."""
         if self.out is not None:
-            say(message, to=self.out, start="\n" if self._width else "")
-        self._width = 0
+            say(message, to=self.out)
 
     def start(self, rows: int, of: int) -> None:
         """Begin with `rows` rows to do, of `of` rows in total."""
         if rows < of:
             self.say(f"{of - rows:,} of {of:,} rows are done already.")
         self.rows, self.done, self.captions = rows, 0, 0
-        self._begun = self._spoke = time.perf_counter()
+        self._line, self._start = ProgressLine(self.out), time.perf_counter()
 
     def add(self, rows: int, captions: int, ranks: int = 1) -> None:
         """Count finished rows and their captions. Args: ranks: number of ranks that have done about as much."""
         self.done = min(self.done + rows * ranks, self.rows)
         self.captions += captions * ranks
-        now = time.perf_counter()
-        if self.out is None or (not self._live and now - self._spoke < PLAIN_EVERY_S and self.done < self.rows):
-            return
-        self._spoke, seconds = now, max(now - self._begun, 1e-9)
-        left = seconds / self.done * (self.rows - self.done)
+        seconds = max(time.perf_counter() - self._start, 1e-9)
         line = (
             f"row {self.done:,}/{self.rows:,}  {per_second(self.done / seconds)} images/s  "
-            f"{per_second(self.captions / seconds)} captions/s  ETA {duration(left)}"
+            f"{per_second(self.captions / seconds)} captions/s  "
+            f"ETA {duration(seconds / max(self.done, 1) * (self.rows - self.done))}"
         )
-        start, end = ("\r", "") if self._live else ("", "\n")
-        say(line.ljust(self._width), to=self.out, start=start, end=end)
-        self._width = len(line) if self._live else 0
+        self._line.show(line, self.done, self.rows)

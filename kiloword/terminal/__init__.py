@@ -8,6 +8,7 @@ import traceback
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO, cast
 
@@ -31,18 +32,35 @@ def shown(text: str, encoding: str | None = None) -> str:
     return text.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
 
 
-def say(*lines: str, to: TextIO | None = None, start: str = "", end: str = "\n") -> None:
-    """Print lines, escaped by `shown`, of each at most LONGEST characters.
+@dataclass
+class Cursor:
+    """Where the terminal's cursor is."""
 
-    Args: to: default stdout; start: printed before the first line, "\\r" to rewrite a line; end: after each line.
-    Errors: those of the stream, such as BrokenPipeError; none for its encoding.
+    inside_line: bool = False  # behind a line of progress, which has no line end
+
+
+CURSOR = Cursor()
+
+
+def say(*lines: str, to: TextIO | None = None) -> None:
+    """Print lines, escaped by `shown`, of each at most LONGEST characters, below a line of progress if there is one.
+
+    Args: to: default stdout. Errors: those of the stream, such as BrokenPipeError; none for its encoding.
     """
     out = sys.stdout if to is None else to
     raw = getattr(out, "raw_stream", out)
     encoding = getattr(raw, "encoding", None)
     cut = (line if len(line) <= LONGEST else line[:LONGEST] + "..." for line in lines)
-    raw.write(start + "".join(shown(line, encoding) + end for line in cut))
+    end_line(raw)
+    raw.write("".join(shown(line, encoding) + "\n" for line in cut))
     raw.flush()
+
+
+def end_line(out: TextIO) -> None:
+    """End a line of progress on the terminal `out`; elsewhere nothing."""
+    if CURSOR.inside_line and out.isatty():
+        CURSOR.inside_line = False
+        getattr(out, "raw_stream", out).write("\n")
 
 
 def warn(*lines: str) -> None:

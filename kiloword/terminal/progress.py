@@ -1,49 +1,94 @@
-"""How far long work is: a live line on a terminal, plain lines elsewhere; and how long it still takes."""
+"""How far long work is, and how long it still takes: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from kiloword.terminal import say
+from kiloword.terminal import CURSOR, end_line, say
 
-PLAIN_EVERY_S = 10.0  # without a terminal, a line at most this often
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LIVE_EVERY_S, PLAIN_EVERY_S = 0.2, 10.0  # between two lines on a terminal and elsewhere, at least
 RECENT = 20  # rows
 Item = TypeVar("Item")
 
 
+class ProgressLine:
+    """Progress on one stream: a line with a bar, rewritten by rich, on a terminal; elsewhere a plain line now and then.
+
+    Args: out: None shows nothing; at_once: show the first line without waiting.
+    """
+
+    def __init__(self, out: TextIO | None, at_once: bool = False) -> None:
+        self.out, self.shown = out, False
+        self._live = out is not None and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._last = -math.inf if at_once else time.perf_counter()
+        self._bar: Progress | None = None
+
+    def show(self, line: str, done: int, of: int) -> None:
+        """Show `line` if the last one is old enough or the work is done, `done` of `of` units."""
+        now = time.perf_counter()
+        wait = LIVE_EVERY_S if self._live else PLAIN_EVERY_S
+        if self.out is None or (now - self._last < wait and done < of):
+            return
+        self._last, self.shown = now, True
+        if not self._live:
+            say(line, to=self.out)
+            return
+        if self._bar is None:
+            self._bar = _bar(self.out)
+        self._bar.update(self._bar.task_ids[0], description=line, completed=done, total=of, refresh=True)
+        CURSOR.inside_line = True
+        if done >= of:
+            self._bar.stop()
+            self._bar, CURSOR.inside_line = None, False
+
+
+def _bar(out: TextIO) -> Progress:
+    """A bar of rich on a line of its own, redrawn only by `update`."""
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
+
+    from kiloword.terminal.screen import Screen
+
+    end_line(out)
+    text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    console = Screen(file=out, hides_cursor=False, force_terminal=True)
+    bar = Progress(
+        text,
+        BarColumn(None),
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        expand=True,
+    )
+    bar.add_task("")
+    bar.live.start()
+    return bar
+
+
 class Bar:
-    """Called with (done, of): says the share, the rate and the time left; the last call ends the line."""
+    """Called with (done, of): shows the share, the rate and the time left."""
 
     def __init__(self, what: str, unit: str, out: TextIO | None = None) -> None:
-        self.what, self.unit, self.out = what, unit, out or sys.stderr
-        self.live = self.out.isatty()
+        self.what, self.unit, self.line = what, unit, ProgressLine(out or sys.stderr)
         self._start = time.perf_counter()
-        self._spoke = self._start
-
-    @property
-    def spoke(self) -> bool:
-        """Whether a line was written."""
-        return self._spoke > self._start
 
     def __call__(self, done: int, of: int) -> None:
-        now, last = time.perf_counter(), done >= of
-        if not last and now - self._spoke < (0.2 if self.live else PLAIN_EVERY_S):
-            return
-        self._spoke = now
-        rate = done / max(now - self._start, 1e-9)
+        rate = done / max(time.perf_counter() - self._start, 1e-9)
         left = (of - done) / max(rate, 1e-9)
         line = f"{self.what} {done / of:4.0%}  {_short(rate)} {self.unit}/s  ETA {duration(left)}"
-        if self.live:
-            say(line.ljust(60), to=self.out, start="\r", end="\n" if last else "")
-        else:
-            say(line, to=self.out)
+        self.line.show(line, done, of)
 
 
 def _short(number: float) -> str:
@@ -55,10 +100,10 @@ def _short(number: float) -> str:
 
 @dataclass
 class _State:
-    """Whether progress is shown, and the line that is not finished."""
+    """Whether `track` shows progress, and whether one does."""
 
     on: bool = False
-    bar: Bar | None = None
+    busy: bool = False
 
 
 _state = _State()
@@ -66,19 +111,12 @@ _state = _State()
 
 @contextmanager
 def showing_progress() -> Iterator[None]:
-    """Inside, `track` shows progress. A line that an error leaves unfinished is ended."""
+    """Inside, `track` shows progress."""
     before, _state.on = _state.on, True
     try:
         yield
     finally:
-        _end_line()
-        _state.on = before
-
-
-def _end_line() -> None:
-    bar, _state.bar = _state.bar, None
-    if bar is not None and bar.live and bar.spoke:
-        say("", to=bar.out)
+        _state.on, _state.busy = before, False
 
 
 def track(
@@ -88,21 +126,19 @@ def track(
 
     Args: of: number of units of all items; count: number of units of one item. Inside another `track` nothing is shown.
     """
-    if not _state.on or _state.bar is not None:
+    if not _state.on or _state.busy:
         yield from items
         return
-    bar = _state.bar = Bar(what, unit)
-    done = 0
+    bar, done = Bar(what, unit), 0
+    _state.busy = True
     try:
         for item in items:
             yield item
             done += count(item)
-            if done < of or bar.spoke:
+            if done < of or bar.line.shown:
                 bar(done, of)
     finally:
-        if _state.bar is bar:
-            _state.bar = None if done >= of else bar
-            _end_line()
+        _state.busy = False
 
 
 class Pace:

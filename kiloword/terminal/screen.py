@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -18,13 +18,22 @@ class Screen(Console):
     """A rich console for texts from data: no markup, every text on one line and escaped by `terminal.shown`.
 
     A `Text` keeps its lines and styles; code that makes one from data must call `shown`.
-    Args: width: columns where the output is not a terminal; None: as detected by rich.
+    Args: width: columns where the output is not a terminal; None: as detected by rich; file: default stdout;
+    hides_cursor: whether live displays may; a killed process cannot show it again.
     """
 
-    def __init__(self, width: int | None = None, **options: Any) -> None:
-        file = getattr(sys.stdout, "raw_stream", sys.stdout)
+    def __init__(
+        self, width: int | None = None, file: TextIO | None = None, hides_cursor: bool = True, **options: Any
+    ) -> None:
+        file = sys.stdout if file is None else file
+        file = getattr(file, "raw_stream", file)
+        self._hides_cursor = hides_cursor
         width = None if file.isatty() else width
         super().__init__(file=file, width=width, markup=False, emoji=False, highlight=False, **options)
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """As in rich, if this console hides the cursor."""
+        return self._hides_cursor and super().show_cursor(show)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """As in rich, with escaped text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from kiloword.config.options import RunOptions
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.terminal import say
-from kiloword.terminal.progress import PLAIN_EVERY_S, Pace, duration, per_second
+from kiloword.terminal.progress import Pace, ProgressLine, duration, per_second
 from kiloword.watch.alerts import About, Alerts
 from kiloword.watch.mirror import in_training
 from kiloword.watch.rows import RowReader
@@ -70,10 +69,8 @@ class Log:
     ) -> None:
         self.path, self.steps, self.quiet = path, steps, quiet
         self.out = out or sys.stderr
-        self.live = self.out.isatty()
+        self._progress = ProgressLine(None if quiet else self.out, at_once=True)
         self.mirror: Callable[[], None] = lambda: None
-        self._spoke = -PLAIN_EVERY_S
-        self._width = 0
         about = about or About()
         self._alerts, self._pace = Alerts(about), Pace(about.batch)
         self._restarts = 0
@@ -114,20 +111,9 @@ class Log:
         self.mirror()
 
     def progress(self, values: dict[str, Any]) -> None:
-        """Show the step: one live line on a terminal, elsewhere a line at most every PLAIN_EVERY_S seconds."""
-        now = time.perf_counter()
-        last = values["step"] >= self.steps
+        """Show the step: a line with a bar on a terminal, elsewhere a line now and then."""
         self._pace.add(values)
-        if self.quiet or (not self.live and now - self._spoke < PLAIN_EVERY_S and not last):
-            return
-        self._spoke = now
-        line = self._line(values)
-        if self.live:
-            line = line[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
-            say(line.ljust(self._width), to=self.out, start="\r", end="")
-            self._width = len(line)
-        else:
-            say(line, to=self.out)
+        self._progress.show(self._line(values), values["step"], self.steps)
 
     def _line(self, values: dict[str, Any]) -> str:
         left = self._pace.seconds(self.steps - values["step"])
@@ -136,8 +122,8 @@ class Log:
             f"step {values['step']}/{self.steps}",
             f"loss {values['loss']:.3f}" if "loss" in values else "loss ?",
             f"{per_second(values['pairs_per_s'])} pairs/s",
-            f"data wait {wait:.0%}" + (f" (loader makes {per_second(loader_rate)}/s)" if loader_rate else ""),
             f"ETA {duration(left)}",
+            f"data wait {wait:.0%}" + (f" (loader makes {per_second(loader_rate)}/s)" if loader_rate else ""),
         ]
         if "epoch" in values:
             parts.insert(1, f"epoch {values['epoch']:.2f}")
@@ -149,9 +135,7 @@ class Log:
     def say(self, message: str) -> None:
         """Print a message on its own line, unless quiet."""
         if not self.quiet:
-            start = "\n" if self.live and self._width else ""
-            self._width = 0
-            say(message, to=self.out, start=start)
+            say(message, to=self.out)
 
 
 def open_log(out: Path, recipe: Recipe, step: int, options: RunOptions, log_limit: Tensor | None) -> Log:

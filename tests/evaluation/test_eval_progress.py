@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import re
 import sys
@@ -23,8 +22,9 @@ from kiloword.evaluation import evaluate
 from kiloword.evaluation.probe.options import ProbeOptions
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
-from kiloword.terminal import progress
+from kiloword.terminal import progress, warn
 from kiloword.terminal.progress import showing_progress, track
+from terminals import Terminal
 
 
 @pytest.fixture
@@ -81,20 +81,16 @@ def test_short_work_shows_nothing(folder: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.usefixtures("slow")
-def test_an_error_begins_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
+def test_an_error_begins_a_line_of_its_own(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     images = track(range(4), "images", "images", 4)  # outlives the error, as in a traceback
     with pytest.raises(ZeroDivisionError), showing_progress():
         [1 / (n - 2) for n in images]
-    assert terminal.getvalue().endswith("\n")
-    assert "images  50%" in terminal.getvalue()
+    warn("ZeroDivisionError")
+    assert terminal.frames[-3].startswith("images  50%")
+    assert terminal.frames[-2:] == ["ZeroDivisionError", ""]
+    assert "\x1b[?25l" not in terminal.getvalue()  # a killed process could not show the cursor again
 
 
 @pytest.mark.usefixtures("slow")

@@ -37,6 +37,7 @@ from kiloword.report.parts import percent
 from kiloword.terminal import progress
 from kiloword.terminal.progress import Bar
 from pages import Section, plots, sections
+from terminals import Terminal
 
 
 def literal(c: Corpus, s: Mined) -> dict[tuple[int, int], tuple[float, float, float, bool, bool, bool]]:
@@ -628,26 +629,19 @@ def test_candidates_of_p1_stand_around_the_mean_and_where_few_random_pairs_are()
     )
 
 
-class Window(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_line_of_progress_is_written_over_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, now = Window(), 100.0
+def test_a_line_of_progress_is_rewritten_until_the_end(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    bar = Bar("pairs", "pairs", screen)
-    assert not bar.spoke
-    said = []
-    for seconds, done in ((100.1, 1), (100.2, 50_000), (100.3, 60_000), (100.5, 100_000), (100.5, 200_000)):
+    bar = Bar("pairs", "pairs", terminal)
+    assert not bar.line.shown
+    lengths = []
+    for seconds, done in ((100.1, 1), (100.25, 50_000), (100.3, 60_000), (100.5, 100_000), (100.5, 200_000)):
         now = seconds
         bar(done, 200_000)
-        said.append(screen.getvalue())
-    assert bar.spoke
-    assert said[0] == ""
-    assert said[1] == "\rpairs  25%  250 k pairs/s  ETA 0:00".ljust(61)
-    assert said[2] == said[1]
-    assert said[4].endswith("\n")
-    assert said[4].count("\n") == 1
-    assert said[4].count("\r") == 3
+        lengths.append(len(terminal.getvalue()))
+    assert bar.line.shown
+    assert lengths[0] == 0 < lengths[1] == lengths[2] < lengths[3] < lengths[4]
+    rates = [f"pairs  {share}%  200 k pairs/s  ETA 0:0{left}" for share, left in ((25, 0), (50, 0))]
+    assert [*dict.fromkeys(filter(None, terminal.frames))] == [*rates, "pairs 100%  400 k pairs/s  ETA 0:00"]
+    assert terminal.frames[-1] == ""
     assert [progress._short(n) for n in (999.4, 1e3, 2.5e6, 1e9)] == ["999", "1 k", "2.5 M", "1 G"]

@@ -74,8 +74,7 @@ def test_shown_can_be_written_and_steers_nothing(text: str, encoding: str) -> No
 def test_say(encoding: str) -> None:
     out = Stream(encoding)
     say("é\nforged", "b\x1b", to=out)
-    say("again", to=out, start="\r", end="")
-    assert out.text == ("\\xe9" if encoding == "ascii" else "é") + "\\nforged\nb\\x1b\n\ragain"
+    assert out.text == ("\\xe9" if encoding == "ascii" else "é") + "\\nforged\nb\\x1b\n"
 
 
 def test_what_others_print(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +107,10 @@ def test_colours_of_others_on_a_terminal(monkeypatch: pytest.MonkeyPatch, argume
     monkeypatch.setattr(sys, "argv", ["kiloword", argument])
     with guarded():
         print("\x1b[1mbold\x1b[0m \x1b[2J\rx")
-        say("\rown", start="\r")
+        say("\rown")
         assert sys.stdout.isatty() == (argument == "plain")
-    clean = "\x1b[1mbold\x1b[0m \\x1b[2J\rx\n\r\\rown\n"
-    assert out.text == (clean if argument == "plain" else "\\x1b[1mbold\\x1b[0m \\x1b[2J\\rx\n\r\\rown\n")
+    clean = "\x1b[1mbold\x1b[0m \\x1b[2J\rx\n\\rown\n"
+    assert out.text == (clean if argument == "plain" else "\\x1b[1mbold\\x1b[0m \\x1b[2J\\rx\n\\rown\n")
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -9,10 +9,11 @@ import pytest
 
 from kiloword.features import extract
 from kiloword.features.extract import ProgressReport
+from kiloword.terminal import progress
 from kiloword.terminal.progress import PLAIN_EVERY_S
-from kiloword.training import log
 from kiloword.training.log import Log
 from kiloword.watch.alerts import About
+from terminals import Terminal
 
 
 class Clock:
@@ -25,41 +26,35 @@ class Clock:
         return 1.7e9 + self.now
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(extract, "time", clock)
-    monkeypatch.setattr(log, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     return clock
 
 
-def test_features_are_counted_on_a_terminal(clock: Clock) -> None:
-    """A line that rewrites itself, as wide as the one before; a sentence gets a line of its own."""
-    screen = Terminal()
-    report = ProgressReport(screen)
+def test_features_are_counted_on_a_terminal(clock: Clock, terminal: Terminal) -> None:
+    """A line that rewrites itself; a message gets a line of its own."""
+    report = ProgressReport(terminal)
     report.start(3000, 3000)
     for rows, seconds in ((500, 0.5), (500, 0.25)):
         clock.now += seconds
         report.add(rows, 2 * rows)
     first = "row 500/3,000  1,000 images/s  2,000 captions/s  ETA 0:02"
     second = "row 1,000/3,000  1,333 images/s  2,667 captions/s  ETA 0:01"
-    assert screen.getvalue() == f"\r{first}\r{second}"
+    assert terminal.frames == [first, second]
     report.say("one.")
     report.say("two.")
-    assert screen.getvalue().endswith("ETA 0:01\none.\ntwo.\n")
+    assert terminal.frames[1:] == [second, "one.", "two.", ""]
     clock.now += 0.25
     report.add(1000, 0, ranks=3)  # of 2,000 that are left
     last = "row 3,000/3,000  3,000 images/s  2,000 captions/s  ETA 0:00"
-    assert screen.getvalue().endswith(f"\n\r{last}")
+    assert terminal.frames[-2:] == [last, ""]
     report.start(1, 1)
     clock.now += 1
     report.add(1, 1)
-    assert screen.getvalue().endswith("\r" + "row 1/1  1 images/s  1 captions/s  ETA 0:00".ljust(len(last)))
+    assert terminal.frames[-2:] == ["row 1/1  1 images/s  1 captions/s  ETA 0:00", ""]
 
 
 def test_elsewhere_lines_are_rare_but_the_last_comes(clock: Clock) -> None:
@@ -87,10 +82,9 @@ def row(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, "loss": 1.25, "pairs_per_s": 100.0, "data_wait": 0.25, **more}
 
 
-def test_a_run_on_a_terminal_and_elsewhere(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    screen, file, nothing = Terminal(), io.StringIO(), io.StringIO()
-    logs = [Log(None, 100, out=out, about=About(batch=10), quiet=out is nothing) for out in (screen, file, nothing)]
+def test_a_run_on_a_terminal_and_elsewhere(clock: Clock, terminal: Terminal) -> None:
+    file, nothing = io.StringIO(), io.StringIO()
+    logs = [Log(None, 100, out=out, about=About(batch=10), quiet=out is nothing) for out in (terminal, file, nothing)]
     for step, seconds in ((10, 1.0), (20, PLAIN_EVERY_S - 0.5), (30, 0.5), (99, 1.0), (100, 1.0), (101, 1.0)):
         clock.now += seconds
         for one in logs:
@@ -98,13 +92,13 @@ def test_a_run_on_a_terminal_and_elsewhere(clock: Clock, monkeypatch: pytest.Mon
     for one in logs:
         one.say("first.")
         one.say("second.")
-    about = "loss 1.250  100 pairs/s  data wait 25%  ETA"
-    lines = screen.getvalue().split("\r")[1:]
-    assert [line.partition("/")[0] for line in lines] == [f"step {n}" for n in (10, 20, 30, 99, 100, 101)]
-    assert lines[0].rstrip() == f"step 10/100  epoch 0.25  {about} 0:09"
-    assert lines[-1].endswith("\nfirst.\nsecond.\n")
+    start, wait = "step 10/100  epoch 0.25  loss 1.250  100 pairs/s  ETA 0:09", "data wait 25%"
+    lines = [*dict.fromkeys(filter(None, terminal.frames))]
+    assert lines[0] == f"{start}  {wait}"
+    assert [line.partition("/")[0] for line in lines[:-2]] == [f"step {n}" for n in (10, 20, 30, 99, 100, 101)]
+    assert terminal.frames[-3:] == ["first.", "second.", ""]
     plain = file.getvalue().splitlines()
-    assert plain[0] == f"step 10/100  epoch 0.25  {about} 0:09"
+    assert plain[0] == f"{start}  {wait}"
     assert [line.partition("/")[0] for line in plain] == [
         *(f"step {n}" for n in (10, 30, 100, 101)),
         "first.",
