@@ -39,8 +39,7 @@ from kiloword.data.sampler import choose_captions
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
 from kiloword.data.sources.sample import make_record
-from kiloword.data.tars.index import open_index
-from kiloword.data.tars.index_file import SUFFIX, Header, make_index, parse_index, write_index
+from kiloword.data.tars.index import SUFFIX, Header, make_index, open_index, parse_index, write_index
 from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer

@@ -21,8 +21,7 @@ from PIL import Image
 from safetensors.torch import save
 
 from kiloword.config.recipes import ModelFile
-from kiloword.data.tars.index import open_index
-from kiloword.data.tars.index_file import SUFFIX, Header
+from kiloword.data.tars.index import SUFFIX, Header, open_index
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.run_folder import RunFile

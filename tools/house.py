@@ -64,7 +64,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
                 "quickstart/page",
             )
         },
-        "picture in kiloword/data/text/synonyms.py": "synonyms are data",
         "picture in kiloword/mining/calibrate.py": "the purpose of a draw",
         "picture in README.md": "a proverb",
     },

@@ -24,7 +24,7 @@ _NAME, _FILE = re.compile(r"step-\d{1,18}\.json", re.ASCII), re.compile(r"\w[\w.
 
 @dataclass
 class _Bad:
-    """State of `data.bad.BadRows`."""
+    """State of `data.reading.BadRows`."""
 
     bad: list[tuple[NonNegativeInt, str, str]] = field(default_factory=list)
 

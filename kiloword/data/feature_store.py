@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from kiloword.config.recipes import BaseSettings, read_config
-from kiloword.data import keyed
+from kiloword.data.files import find_key, key_bytes, key_text
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.types import Example, Source
 
@@ -178,7 +178,7 @@ class FeatureStore:
             image[:] = part.images[row]
             text_places = part.texts_of(row)
             for n, caption in enumerate(example.captions):
-                place = text_places.get(keyed.raw(caption))
+                place = text_places.get(key_bytes(caption))
                 if place is not None:
                     texts[n] = part.texts[place]
         if not (np.isfinite(image).all() and np.isfinite(texts).all()):
@@ -191,8 +191,8 @@ class FeatureStore:
         example.image_features[self.name + ".texts"] = example.text_features[self.name].mean(0)
 
     def _find(self, key: str) -> tuple[StorePart, int] | None:
-        raw = keyed.raw(key)
-        for place in keyed.find(self._index, raw):
+        raw = key_bytes(key)
+        for place in find_key(self._index, raw):
             part, row = self._part(place >> 32), place & 0xFFFFFFFF
             if row < len(part.keys) and part.keys[row].as_py() == raw:
                 return part, row
@@ -201,12 +201,12 @@ class FeatureStore:
     @cached_property
     def keys(self) -> list[str]:
         """The keys [N]."""
-        return [keyed.text(key) for part in self._parts() for key in part.keys.to_pylist()]
+        return [key_text(key) for part in self._parts() for key in part.keys.to_pylist()]
 
     @cached_property
     def captions(self) -> list[str]:
         """The captions [T], image by image."""
-        return [keyed.text(caption) for part in self._parts() for caption in part.captions.to_pylist()]
+        return [key_text(caption) for part in self._parts() for caption in part.captions.to_pylist()]
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:

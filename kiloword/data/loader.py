@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
-from kiloword.data.bad import reasons
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform
 from kiloword.data.images.time_limit import Row, decoding
-from kiloword.data.reading import name_of, read
+from kiloword.data.reading import name_of, read, reasons
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
 from kiloword.data.sources.questions import check_asks, question_of

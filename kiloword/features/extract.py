@@ -16,8 +16,8 @@ from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import DataConfig
-from kiloword.data import keyed
 from kiloword.data.feature_store import FeatureStore, StoredFeatures, TableFile, contents
+from kiloword.data.files import key_bytes
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.open import open_data
@@ -181,7 +181,7 @@ def _rows(writer: FeatureWriter, batches: list[FeatureBatch], report: ProgressRe
         new = [writer.is_new(key, content) for key, content in zip(batch.keys, batch.contents, strict=True)]
         of_text = np.repeat(new, [len(captions) for captions in batch.captions])
         new_places = [n for n, is_new in enumerate(new) if is_new]
-        rows.keys += [keyed.raw(batch.keys[n]) for n in new_places]
+        rows.keys += [key_bytes(batch.keys[n]) for n in new_places]
         rows.captions += [batch.captions[n] for n in new_places]
         rows.images.append(batch.images[new_places])
         rows.texts.append(batch.texts[of_text.astype(bool)])

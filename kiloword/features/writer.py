@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kiloword.checkpoint.files import is_taken, write_atomic, write_json
 from kiloword.config.recipes import read_config
-from kiloword.data import keyed
 from kiloword.data.feature_store import (
     INDEX,
     TABLE,
@@ -28,6 +27,7 @@ from kiloword.data.feature_store import (
     checksum,
     part_path,
 )
+from kiloword.data.files import key_bytes, lookup_table
 from kiloword.types import Skipped
 
 # fields that must be equal to continue a store, and their text in messages
@@ -93,7 +93,7 @@ class FeatureWriter:
 
         Args: content: see `content_of`. Raises: ValueError when it came before with another image or other captions.
         """
-        raw = keyed.raw(key)
+        raw = key_bytes(key)
         earlier = self._contents.get(raw)
         if earlier is None:
             self._contents[raw] = content
@@ -111,7 +111,7 @@ class FeatureWriter:
         dim, kind = self.file.dim, np.float16 if self.file.dtype == "fp16" else np.float32
         images, texts = (_stack(parts, dim, kind) for parts in (rows.images, rows.texts))
         starts = np.cumsum([0, *map(len, rows.captions)], dtype=np.int32)
-        captions = pa.array([keyed.raw(c) for of_image in rows.captions for c in of_image], pa.binary())
+        captions = pa.array([key_bytes(c) for of_image in rows.captions for c in of_image], pa.binary())
         columns = [
             pa.array(rows.keys, pa.binary()),
             pa.array([self._contents[key] for key in rows.keys], pa.binary(16)),
@@ -140,7 +140,7 @@ class FeatureWriter:
             why = f", the first because: {self.skipped[0].reason}" if self.skipped else ""
             raise ValueError(f"{self.file.data}: none of its {self.file.rows} rows is a usable image{why}.")
         data = io.BytesIO()
-        np.save(data, keyed.lookup(keys, np.concatenate(places)))
+        np.save(data, lookup_table(keys, np.concatenate(places)))
         write_atomic(self.folder / INDEX, data.getvalue())
         return FeatureStore(self.folder)
 
@@ -175,7 +175,7 @@ def content_of(image: Tensor, captions: Iterable[str]) -> bytes:
     """A digest of a preprocessed image, uint8 [3, H, W], and of its captions."""
     digest = hashlib.blake2b(image.contiguous().numpy().data, digest_size=16)
     for caption in captions:
-        digest.update(b"\0" + keyed.raw(caption))
+        digest.update(b"\0" + key_bytes(caption))
     return digest.digest()
 
 

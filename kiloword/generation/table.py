@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kiloword.checkpoint.files import atomic, is_taken, write_atomic, write_json
 from kiloword.config.recipes import BaseSettings, parse, read_config
-from kiloword.data import keyed
+from kiloword.data.files import key_bytes
 from kiloword.generation.options import GenerationOptions
 from kiloword.types import Skipped
 
@@ -101,7 +101,7 @@ class CaptionWriter:
             return False
         if meta.pop("digest", None) != _digest(table, meta) or meta["table"] != self._id:
             return False
-        keys = (keyed.raw(key) for key in table.column("key").to_pylist())
+        keys = (key_bytes(key) for key in table.column("key").to_pylist())
         self._contents.update(zip(keys, table.column("content").to_pylist(), strict=True))
         self.skipped += [Skipped(*one) for one in meta["skipped"]]
         self.repeated += meta["repeated"]
@@ -119,7 +119,7 @@ class CaptionWriter:
 
         Args: content: see `content_of`. Raises: ValueError if the key occurred with another image.
         """
-        raw = keyed.raw(key)
+        raw = key_bytes(key)
         earlier = self._contents.get(raw)
         if earlier is None:
             self._contents[raw] = content

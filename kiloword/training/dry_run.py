@@ -14,9 +14,9 @@ from PIL import Image
 from kiloword.config.by_device import settle, summary
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
-from kiloword.data.bad import BadRows
 from kiloword.data.images.contact import TILES, draw_tiles
 from kiloword.data.loader import Loader
+from kiloword.data.reading import BadRows
 from kiloword.data.sampler import Order, steps_per_epoch
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives

@@ -18,11 +18,10 @@ from kiloword.config.by_device import products, settle, summary, workers_of
 from kiloword.config.options import RunOptions
 from kiloword.config.ranges import check
 from kiloword.config.recipes import Recipe
-from kiloword.data.bad import BadRows
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.time_limit import REASON
 from kiloword.data.loader import Loader
-from kiloword.data.reading import captions_of
+from kiloword.data.reading import BadRows, captions_of
 from kiloword.data.sampler import Order, steps_per_epoch
 from kiloword.data.sources.open import open_data, open_source
 from kiloword.data.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""The lock files of `make`: complete, hashed, and of the pins in constraints.txt."""
+"""The lock files of `make`: complete, hashed, and of the pins in constraints.txt. The files of the wheel."""
 
 from __future__ import annotations
 
@@ -57,3 +57,10 @@ def test_make_installs_nothing_without_a_hash() -> None:
     calls = [line.strip() for line in text.splitlines() if re.match(r"\s*@?\S*(\$\(PIP\)|python -m pip install)", line)]
     assert [call for call in calls if "--require-hashes" not in call] == ["@$(PIP) --editable ."]
     assert len(calls) == 2
+
+
+def test_the_wheel_holds_every_file_of_the_package() -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    package = ROOT / "kiloword"
+    files = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    assert {str(path.relative_to(package)) for path in files if path.suffix != ".py"} == set(data["kiloword"])

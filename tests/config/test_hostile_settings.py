@@ -11,7 +11,7 @@ import pytest
 
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelConfig, ModelFile, TextConfig, read_config
-from kiloword.data.tars.index_file import parse_index
+from kiloword.data.tars.index import parse_index
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset
 from kiloword.training.run_folder import RunFile

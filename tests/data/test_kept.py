@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from kiloword.addresses import Address
-from kiloword.data import cache, keyed
+from kiloword.data import files
 from kiloword.data.feature_store import TableFile
+from kiloword.data.files import lookup_table
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.remote.file import RemoteFile
 from kiloword.data.remote.stat import Stat
@@ -25,8 +26,7 @@ from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.own import Own
 from kiloword.data.sources.tables import TableSource
 from kiloword.data.tars import catalogue
-from kiloword.data.tars.index import open_index
-from kiloword.data.tars.index_file import COLUMNS, Header, make_index, write_index
+from kiloword.data.tars.index import COLUMNS, Header, make_index, open_index, write_index
 from kiloword.data.tars.shards import TarSource
 from kiloword.features.writer import _identity, content_of
 from tars import write_tar
@@ -123,7 +123,7 @@ def test_an_index_is_written_as_ever() -> None:
 
 
 def test_names_in_the_cache_folder() -> None:
-    assert cache.fallback("/data/a.tar", ".kwindex", "/cache") == "/cache/" + FALLBACK
+    assert files.fallback("/data/a.tar", ".kwindex", "/cache") == "/cache/" + FALLBACK
     address, config = Address("https://host/a/0%20é.tar", "", "?v=1"), RemoteConfig(piece=1000)
     file = RemoteFile(address, Stat(2500, "tag", True), config)
     names = [file.name, file.piece_name(2), file.sums.name, file.index.name, str(file.stat().st_mtime_ns)]
@@ -141,5 +141,5 @@ def test_keys_of_a_feature_store() -> None:
     assert _identity(file) == IDENTITY
     assert catalogue._digest(b"text") == CATALOGUE
     places = np.array([5, 6, 7], np.uint64)
-    assert keyed.lookup([b"a", b"b", b"c"], places).tolist() == LOOKUP
+    assert lookup_table([b"a", b"b", b"c"], places).tolist() == LOOKUP
     assert content_of(torch.arange(12, dtype=torch.uint8).reshape(3, 2, 2), ["a", "\ud800"]).hex() == CONTENT

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kiloword.data import cache
+from kiloword.data import files
 from kiloword.data.sources import embedded
 from kiloword.data.sources.embedded import check_expanded
 from kiloword.data.tars import catalogue
@@ -149,19 +149,19 @@ def test_files_are_kept_beside_the_data_or_in_the_cache_folder(tmp_path: Path, m
     data, inside = tmp_path / "data" / "0.tar", tmp_path / "cache"
     data.parent.mkdir()
     data.write_bytes(b"x")
-    beside, kept = data.with_name("0.tar.new"), Path(cache.fallback(str(data), ".new", str(inside)))
-    assert cache.places(data, ".new") == [beside, kept]
+    beside, kept = data.with_name("0.tar.new"), Path(files.fallback(str(data), ".new", str(inside)))
+    assert files.places(data, ".new") == [beside, kept]
     data.parent.chmod(0o555)
     try:
-        assert cache.places(data, ".new") == [kept]
-        assert cache.write(data, ".new", lambda file: None) == kept
+        assert files.places(data, ".new") == [kept]
+        assert files.write(data, ".new", lambda file: None) == kept
         assert kept.read_bytes() == b""
     finally:
         data.parent.chmod(0o755)
-    assert cache.write(data, ".new", lambda file: (file.write(b"new"), None)[1]) == beside
+    assert files.write(data, ".new", lambda file: (file.write(b"new"), None)[1]) == beside
     data.parent.chmod(0o555)
     try:
-        assert cache.places(data, ".new") == [beside, kept], "what lies there is read"
+        assert files.places(data, ".new") == [beside, kept], "what lies there is read"
     finally:
         data.parent.chmod(0o755)
 
@@ -171,12 +171,12 @@ def test_files_are_kept_beside_the_data_or_in_the_cache_folder(tmp_path: Path, m
     with pytest.raises(
         ValueError, match=rf"{beside}: No space left on device; {kept}: No space left .*Set KILOWORD_CACHE"
     ):
-        cache.write(data, ".new", full)
+        files.write(data, ".new", full)
     assert beside.read_bytes() == b"new"
     monkeypatch.delenv("KILOWORD_CACHE")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert cache.folder() == Path("/home/somebody/.cache/kiloword")
-    assert cache.fallback("a/../0.tar", ".x", "/c") == cache.fallback(os.path.abspath("0.tar"), ".x", "/c")
+    assert files.folder() == Path("/home/somebody/.cache/kiloword")
+    assert files.fallback("a/../0.tar", ".x", "/c") == files.fallback(os.path.abspath("0.tar"), ".x", "/c")
 
 
 def test_a_catalogue_is_kept_from_its_least_number_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_a_catalogue_is_kept_from_its_least_number_on(tmp_path: Path, monkeypatc
         again = TarSource("x", tars)
         assert (again.fingerprint, len(again), again._digests) == (first.fingerprint, 6, first._digests)
         (file,) = (tmp_path / "cache").glob("*.kwcatalogue")
-    assert file.name.startswith(cache.fallback(str(tars[0]), "", "").lstrip("/")[:24])
+    assert file.name.startswith(files.fallback(str(tars[0]), "", "").lstrip("/")[:24])
     entries = catalogue._read(file)
     assert [entry.header.samples for entry in entries.values()] == [1, 2, 3]
     assert all(entry.header.blocks == () for entry in entries.values())

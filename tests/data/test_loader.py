@@ -17,9 +17,8 @@ import torch
 from PIL import Image
 
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
-from kiloword.data.bad import BadRows
 from kiloword.data.loader import ATTEMPTS, Loader
-from kiloword.data.reading import eval_batches
+from kiloword.data.reading import BadRows, eval_batches
 from kiloword.data.sampler import Order
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.steps import LoaderStopped, in_order

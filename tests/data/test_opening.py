@@ -15,12 +15,11 @@ from PIL import Image
 
 from kiloword.config.recipes import TextConfig
 from kiloword.data import inspect
-from kiloword.data.bad import BadRows, reasons
 from kiloword.data.hierarimgs.writer import _empty
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import as_list, is_one, kind, prepare
 from kiloword.data.inspect import check, digest_all, local_tars
-from kiloword.data.reading import captions_of, eval_batches
+from kiloword.data.reading import BadRows, captions_of, eval_batches, reasons
 from kiloword.data.remote.errors import Fault
 from kiloword.data.scenes import parse, render
 from kiloword.data.scenes.settings import parse_settings
@@ -30,8 +29,8 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.sources.questions import majority
 from kiloword.data.sources.sample import check_regular, parse_label, read_whole
 from kiloword.data.sources.tables import _several, column_names
-from kiloword.data.tars import shard_sets
-from kiloword.data.tars.shard_sets import expand, natural
+from kiloword.data.tars import shards
+from kiloword.data.tars.shards import expand, natural
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.data.transforms.files import Rewrites, read_columns
 from kiloword.data.transforms.mix import halves
@@ -45,7 +44,7 @@ def test_patterns_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert expand("plain {a}.tar") == ["plain {a}.tar"]
     with pytest.raises(ValueError, match=r"the range \{3\.\.2\} is empty"):
         expand("x{3..2}.tar")
-    monkeypatch.setattr(shard_sets, "_MOST", 6)
+    monkeypatch.setattr(shards, "_MOST_NAMES", 6)
     assert len(expand("{1..3}{1..2}")) == 6
     with pytest.raises(ValueError, match=r"names 8 files\. Expected at most 6\."):
         expand("{1..4}{1..2}")
@@ -153,7 +152,7 @@ def test_tables_of_captions_by_key(tmp_path: Path) -> None:
 
 
 def test_keys_of_one_digest_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kiloword.data.keyed.digest", lambda raw: 7)
+    monkeypatch.setattr("kiloword.data.files.key_digest", lambda raw: 7)
     pq.write_table(pa.table({"key": ["a", "b", "a"], "caption": ["x", "y", "z"]}), tmp_path / "x.parquet")
     table = CaptionTable(tmp_path / "x.parquet")
     assert [table.captions(key) for key in "abc"] == [["x", "z"], ["y"], []]

@@ -32,9 +32,8 @@ from kiloword.data.sources.folder import Folder
 from kiloword.data.sources.own import Own
 from kiloword.data.sources.question_tables import open_table
 from kiloword.data.tars import index as index_module
-from kiloword.data.tars.index_file import COLUMNS, Header, make_index, open_file, write_index
-from kiloword.data.tars.shard_sets import text_lines
-from kiloword.data.tars.shards import TarSource
+from kiloword.data.tars.index import COLUMNS, Header, make_index, open_file, write_index
+from kiloword.data.tars.shards import TarSource, text_lines
 from kiloword.data.text.tokenizer import Tokenizer, siglip, siglip_tokenizer_from
 from kiloword.data.text.tokenizer_file import Roles
 from kiloword.data.transforms.mix import halves
@@ -156,7 +155,7 @@ def test_an_index_that_stays_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(source, "_index_of", damaged)
     source._open_caches()
-    assert reason(lambda: source.record(0)) == "the index of 0.tar is damaged again and again"
+    assert reason(lambda: source.record(0)) == "the index of 0.tar is damaged again after it was rebuilt"
     assert asked == [False, True]
     with pytest.raises(ValueError, match=r"list\.txt is not UTF-8"):
         text_lines("list.txt", b"\xff\n")

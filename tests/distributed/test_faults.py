@@ -23,7 +23,7 @@ import torch
 
 import kiloword.training.loop as loop
 from kiloword.cli.main import main
-from kiloword.data import cache, reading, steps
+from kiloword.data import files, reading, steps
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.loader import Loader
 from kiloword.data.reading import read
@@ -447,16 +447,16 @@ def test_between_two_runs_of_the_same_command(
 @pytest.mark.parametrize(("times", "bad"), [(2, 0), (99, 1)])
 def test_a_read_error_that_passes(shards: list[Path], monkeypatch: pytest.MonkeyPatch, times: int, bad: int) -> None:
     source, failures = TarSource("data", shards), iter(range(times))
-    real = cache.PositionlessFile.read
+    real = files.PositionlessFile.read
 
-    def stutter(file: cache.PositionlessFile, offset: int, size: int) -> bytes:
+    def stutter(file: files.PositionlessFile, offset: int, size: int) -> bytes:
         if next(failures, None) is not None:
             raise OSError(errno.EIO, "Input/output error")
         return real(file, offset, size)
 
     waited: list[float] = []
     source.key(3)  # its index is read
-    monkeypatch.setattr(cache.PositionlessFile, "read", stutter)
+    monkeypatch.setattr(files.PositionlessFile, "read", stutter)
     monkeypatch.setattr(reading.time, "sleep", waited.append)
     if not bad:
         assert read(source, 3).captions

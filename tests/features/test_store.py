@@ -24,8 +24,8 @@ from torch import Tensor
 from holding import held_by_another
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
-from kiloword.data import keyed
 from kiloword.data.feature_store import FeatureStore, StorePart, checksum
+from kiloword.data.files import find_key, lookup_table
 from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
@@ -536,13 +536,13 @@ def test_failed_writes_leave_no_half_part(tmp_path: Path, monkeypatch: pytest.Mo
 def test_places_by_key(keys: list[bytes], other: bytes) -> None:
     """Also of keys that come several times, in the order of their places."""
     places = np.arange(len(keys), dtype=np.uint64) + (7 << 32)
-    table = keyed.lookup(keys, places)
+    table = lookup_table(keys, places)
     for wanted in [*keys, other]:
-        assert keyed.find(table, wanted) == [(7 << 32) + n for n, k in enumerate(keys) if k == wanted]
+        assert find_key(table, wanted) == [(7 << 32) + n for n, k in enumerate(keys) if k == wanted]
 
 
 def test_equal_digests_are_told_apart_by_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyed, "digest", lambda raw: len(raw))
+    monkeypatch.setattr("kiloword.data.files.key_digest", lambda raw: len(raw))
     table, source = embed(Fake(), Images(), tmp_path / "t", part=PART), Images()
     for row in (0, 20, 39):
         joined = example(source, row, "a")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kiloword.addresses import scrubbed
 from kiloword.config.recipes import BaseSettings
-from kiloword.data import cache
+from kiloword.data import files
 
 VARIABLE = "KILOWORD_REMOTE"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -84,4 +84,4 @@ def _number(text: str) -> float | None:
 
 def remote_folder(part: str) -> Path:
     """Where one kind of what was fetched is kept."""
-    return cache.folder() / "remote" / part
+    return files.folder() / "remote" / part

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,47 +16,37 @@ from kiloword.data.remote.errors import Fault, Patience, TooLarge, Unreachable
 from kiloword.data.remote.file import RemoteFile, small_file
 from kiloword.data.remote.http_files import date
 from kiloword.data.tars.headers import FileTimes
-from kiloword.data.tars.index import Kept, scan
-from kiloword.data.tars.index_file import (
-    SUFFIX,
-    Index,
-    IndexFile,
-    header_file,
-    make_index,
-    parse_index,
-    read_index,
-    write_index,
-)
+from kiloword.data.tars.index import SUFFIX, Index, IndexFile, header_file, parse_index, scan, write_index
 from kiloword.terminal import shown
 
 _BLOCK = 8 << 20  # bytes in memory
-_NOTE = 200  # characters of what an index from elsewhere says about its tar
+_NOTE = 200  # characters of the note of a downloaded index
 
 
 def open_remote_index(tar: RemoteFile, damaged: bool = False) -> IndexFile:
     """The index of a remote tar; one process makes it, others wait.
 
-    Args: damaged: it may be behind its header: read as a whole, and made again if it is.
-    Errors: Unreachable; ValueError when the file is no plain tar, holds no images, or no index can be kept.
+    Args: damaged: the table may be damaged: it is checked, and the index is made again if it is.
+    Errors: Unreachable; ValueError when the file is no plain tar, holds no images, or no index can be written.
     """
-    found = None if damaged else _valid(tar, header_file(tar.index))
-    if found:
-        return found
+    index = None if damaged else _valid(tar)
+    if index:
+        return index
     with _locked(tar.index):
-        found = _valid(tar, header_file(tar.index))
-        if found is None or (damaged and found.whole() is None):
-            whole = _valid(tar, read_index(tar.index))  # of an earlier version
-            index = make_index(whole.header, whole.table, whole.keys) if whole else _beside(tar) or _made(tar)
+        index = _valid(tar)
+        if index is None or (damaged and index.whole() is None):
+            made = _downloaded(tar) or _scanned(tar)
             with replacing(tar.index) as file:
-                write_index(file, index)
-            found = header_file(tar.index)
-    if found is None:
+                write_index(file, made)
+            index = _valid(tar)
+    if index is None:
         raise ValueError(f"{tar.index} was written, but cannot be read. Set KILOWORD_CACHE to a local disk.")
-    return found
+    return index
 
 
-def _valid(tar: RemoteFile, found: Kept | None) -> Kept | None:
-    return found if found and (found.header.size, found.header.mtime_ns) == tar.stat() else None
+def _valid(tar: RemoteFile) -> IndexFile | None:
+    index = header_file(tar.index)
+    return index if index and index.header.is_of(tar.stat()) else None
 
 
 @contextmanager
@@ -75,26 +66,25 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _beside(tar: RemoteFile) -> Index | None:
-    """The index that lies beside the tar, where it is of a tar of this size and not older than the tar."""
-    if tar.address.query:  # a signature is of one file
+def _downloaded(tar: RemoteFile) -> Index | None:
+    """The index file beside the tar, if it describes a tar of this size and is not older than the tar."""
+    if tar.address.query:  # a signature is valid for one file
         return None
     try:
         raw = small_file(tar.address.beside(tar.url + SUFFIX), tar.config)
     except TooLarge:  # for memory: the tar is read instead
         return None
-    found = None if raw is None else parse_index(raw)
-    if found is None or found.header.size != tar.info.size:
+    index = None if raw is None else parse_index(raw)
+    if index is None or index.header.size != tar.info.size:
         return None
-    made, changed = found.header.mtime_ns / 1e9, date(tar.info.tag)
-    if changed is not None and made > changed + 1:  # of a newer tar than the one that is there
+    written, changed = index.header.mtime_ns / 1e9, date(tar.info.tag)
+    if changed is not None and written > changed + 1:  # of a newer tar than the one that is there
         return None
-    note = shown(found.header.note)[:_NOTE]
-    header = found.header.model_copy(update={"mtime_ns": tar.stat().st_mtime_ns, "note": note})
-    return make_index(header, found.table, found.keys)
+    note = shown(index.header.note)[:_NOTE]
+    return replace(index, header=index.header.model_copy(update={"mtime_ns": tar.stat().st_mtime_ns, "note": note}))
 
 
-def _made(tar: RemoteFile) -> Index:
+def _scanned(tar: RemoteFile) -> Index:
     """By one pass over the whole tar, which also checks it and notes what each piece should be."""
     patience, expected = Patience(tar.address, tar.config), tar.info.checksum
     while True:

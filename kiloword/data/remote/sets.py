@@ -20,8 +20,7 @@ from kiloword.data.remote.fsspec_files import Fsspec
 from kiloword.data.remote.index import open_remote_index
 from kiloword.data.remote.stat import Checksum
 from kiloword.data.sources.question_tables import open_table
-from kiloword.data.tars.shard_sets import expand, natural, text_lines
-from kiloword.data.tars.shards import TarSource
+from kiloword.data.tars.shards import TarSource, expand, natural, text_lines
 from kiloword.terminal import warn
 from kiloword.types import Source
 

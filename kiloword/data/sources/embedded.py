@@ -18,7 +18,7 @@ import pyarrow.compute
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from kiloword.data import cache
+from kiloword.data import files
 from kiloword.data.sources.sample import MAX_IMAGE, check_size
 from kiloword.terminal import shown
 
@@ -32,13 +32,13 @@ class Embedded:
 
     def __init__(self, table: Path, column: str, fingerprint: str) -> None:
         rows = pa.parquet.read_metadata(table).num_rows
-        found = next((p for p in cache.places(table, _SUFFIX) if _is_valid(p, rows, fingerprint)), None)
-        self.path = found or cache.write(table, _SUFFIX, lambda file: _lay_out(file, table, column, fingerprint))
+        found = next((p for p in files.places(table, _SUFFIX) if _is_valid(p, rows, fingerprint)), None)
+        self.path = found or files.write(table, _SUFFIX, lambda file: _lay_out(file, table, column, fingerprint))
         self._start, self.rows = _tables_start(self.path.stat().st_size, rows, fingerprint), rows
         self._open()
 
     def _open(self) -> None:
-        self._file = cache.PositionlessFile(self.path)
+        self._file = files.PositionlessFile(self.path)
         raw = self._file.read(self._start + self.rows * _DIGEST, self.rows * 8)
         self._ends = np.concatenate([[0], np.frombuffer(raw, "<i8")])
 
@@ -133,7 +133,7 @@ def _is_valid(path: Path, rows: int, fingerprint: str) -> bool:
     start = _tables_start(size, rows, fingerprint)
     if start < 0 or rows < 1:
         return False
-    file = cache.PositionlessFile(path)
+    file = files.PositionlessFile(path)
     last_end = int.from_bytes(file.read(size - len(fingerprint) - 8, 8), "little")
     return last_end == start and file.read(size - len(fingerprint), len(fingerprint)) == fingerprint.encode()
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data import keyed
+from kiloword.data.files import find_key, key_bytes, key_text, lookup_table
 from kiloword.data.sources.embedded import arrow_errors, check_expanded
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.sample import clean
@@ -42,7 +42,7 @@ class CaptionTable:
         keys, self._captions = _read(self.path)
         self._keys = keys.cast(pa.large_binary())
         places = np.arange(len(keys), dtype=np.uint64)
-        self._lookup = keyed.lookup((key.as_py() or b"" for key in self._keys), places)
+        self._lookup = lookup_table((key.as_py() or b"" for key in self._keys), places)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "fingerprint": self.fingerprint}
@@ -64,8 +64,8 @@ class CaptionTable:
 
     def _cells(self, key: str) -> list[list[str | None]]:
         """The captions in each row of a key."""
-        raw = keyed.raw(key)
-        cells = [self._captions[row].as_py() for row in keyed.find(self._lookup, raw) if self._keys[row].as_py() == raw]
+        raw = key_bytes(key)
+        cells = [self._captions[row].as_py() for row in find_key(self._lookup, raw) if self._keys[row].as_py() == raw]
         return [[cell] if isinstance(cell, str) else cell or [] for cell in cells]
 
     def __contains__(self, key: str) -> bool:
@@ -74,7 +74,7 @@ class CaptionTable:
     @property
     def first_key(self) -> str:
         """The first key, for messages."""
-        return keyed.text(self._keys[0].as_py() or b"")
+        return key_text(self._keys[0].as_py() or b"")
 
 
 class WithCaptions:

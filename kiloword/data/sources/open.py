@@ -14,8 +14,7 @@ from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.mixture import mix
 from kiloword.data.sources.question_tables import open_table
 from kiloword.data.sources.sample import check_regular
-from kiloword.data.tars.shard_sets import RANGE, expand, natural, text_lines
-from kiloword.data.tars.shards import TarSource
+from kiloword.data.tars.shards import RANGE, TarSource, expand, natural, text_lines
 from kiloword.types import Source
 
 __all__ = ["expand", "mix", "open_data", "open_source"]

@@ -1,7 +1,7 @@
-"""The headers of the indexes of many tars in one file, so that opening a set looks at its tars but opens none.
+"""The headers of the indexes of many tars in one file, so that opening a set of tars opens none of them.
 
-The file lies in the cache folder. What it says of a tar holds as long as the tar, and each file that may be its index,
-has the size and the time of change that it had. Format: a digest of the JSON that follows, a line end, `_Catalogue`.
+The file lies in the cache folder. An entry is valid while its tar, and each file that may be the tar's index, has the
+size and time of change that it had. Format: a digest of the JSON that follows, a line end, `_Catalogue`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kiloword.checkpoint.files import replacing
-from kiloword.data import cache
+from kiloword.data import files
 from kiloword.data.remote.file import RemoteFile
 from kiloword.data.remote.index import open_remote_index
-from kiloword.data.tars.index import open_header
-from kiloword.data.tars.index_file import SUFFIX, Header
+from kiloword.data.tars.index import SUFFIX, Header, open_header
 
-LEAST = 100  # tars of which a catalogue is kept
+LEAST = 100  # number of tars from which on a catalogue is written
 _NAME = 24  # characters of a digest
-_Stamp = tuple[int, int] | None  # size and mtime_ns; None: there is no such file
+_Stamp = tuple[int, int] | None  # size and mtime_ns; None: no such file
 
 
 class _Entry(NamedTuple):
@@ -39,54 +38,55 @@ class _Catalogue(BaseModel):
 
 
 def headers(tars: Sequence[Path | RemoteFile]) -> list[Header]:
-    """The headers of the tars' indexes, which are made where there are none; in order, without their `blocks`.
+    """The headers of the tars' indexes, in order and without `blocks`; missing indexes are made.
 
     Errors: as of `open_index` and `open_remote_index`.
     """
     if len(tars) < LEAST:
         return [_header(tar) for tar in tars]
-    folder = str(cache.folder())
-    place = Path(_files(tars[0], folder)[-1]).with_suffix(".kwcatalogue")
-    kept, entries, found = _read(place), dict[str, _Entry](), list[Header]()
+    folder = str(files.folder())
+    catalogue = Path(_index_paths(tars[0], folder)[-1]).with_suffix(".kwcatalogue")
+    old, new, in_order = _read(catalogue), dict[str, _Entry](), list[Header]()
     for tar in tars:
-        files = _files(tar, folder)
-        name, stamps = os.path.basename(files[-1])[:_NAME], _stamps(tar, files)
-        entry = kept.get(name)
+        paths = _index_paths(tar, folder)
+        name, stamps = os.path.basename(paths[-1])[:_NAME], _stamps(tar, paths)
+        entry = old.get(name)
         if entry is None or entry.stamps != stamps:
-            entry = _entry(tar, files, stamps)
-        entries[name] = entry
-        found.append(entry.header)
-    if any(kept.get(name) is not entry for name, entry in entries.items()):
-        _write(place, entries)
-    return found
+            entry = _entry(tar, paths, stamps)
+        new[name] = entry
+        in_order.append(entry.header)
+    if any(old.get(name) is not entry for name, entry in new.items()):
+        text = _Catalogue(tars=new).model_dump_json(exclude_defaults=True).encode()
+        with suppress(OSError), replacing(catalogue) as file:  # without it, the next start opens all indexes
+            file.write(_digest(text) + b"\n" + text)
+    return in_order
 
 
-def _files(tar: Path | RemoteFile, folder: str) -> tuple[str, ...]:
-    """Where the index may be; the last one is in the cache folder, under a name that begins with a digest."""
+def _index_paths(tar: Path | RemoteFile, folder: str) -> tuple[str, ...]:
+    """Possible paths of the index; the last one is in the cache folder, and its name begins with a digest."""
     if isinstance(tar, RemoteFile):
         return (str(tar.index),)
-    return f"{tar}{SUFFIX}", cache.fallback(str(tar), SUFFIX, folder)
+    return f"{tar}{SUFFIX}", files.fallback(str(tar), SUFFIX, folder)
 
 
-def _stamps(tar: Path | RemoteFile, files: Sequence[str]) -> tuple[_Stamp, ...]:
-    if isinstance(tar, RemoteFile):
-        size, version = tar.stat()
-        return (size, version), *map(_stamp, files)
-    return _stamp(str(tar)), *map(_stamp, files)
+def _stamps(tar: Path | RemoteFile, paths: Sequence[str]) -> tuple[_Stamp, ...]:
+    if not isinstance(tar, RemoteFile):
+        return tuple(map(_stamp, (str(tar), *paths)))
+    size, version = tar.stat()
+    return (size, version), *map(_stamp, paths)
 
 
 def _stamp(path: str) -> _Stamp:
-    try:
+    with suppress(OSError):
         stat = os.stat(path)
-    except OSError:
-        return None
-    return stat.st_size, stat.st_mtime_ns
+        return stat.st_size, stat.st_mtime_ns
+    return None
 
 
-def _entry(tar: Path | RemoteFile, files: Sequence[str], stamps: tuple[_Stamp, ...]) -> _Entry:
-    """Args: stamps: taken before the header is read, so that what changes meanwhile is noticed the next time."""
+def _entry(tar: Path | RemoteFile, paths: Sequence[str], stamps: tuple[_Stamp, ...]) -> _Entry:
+    """Args: stamps: taken before the header is read, so that a change in between is noticed the next time."""
     header = _header(tar)
-    if (now := _stamps(tar, files)) != stamps:  # an index was made
+    if (now := _stamps(tar, paths)) != stamps:  # an index was made
         stamps, header = now, _header(tar)
     return _Entry(stamps, header)
 
@@ -96,19 +96,13 @@ def _header(tar: Path | RemoteFile) -> Header:
     return header.model_copy(update={"blocks": ()})
 
 
-def _read(place: Path) -> dict[str, _Entry]:
-    """Empty for a catalogue that is missing or damaged: the indexes say the same."""
+def _read(catalogue: Path) -> dict[str, _Entry]:
+    """The entries; none if the catalogue is missing or damaged, as the indexes hold the same."""
     try:
-        digest, _, text = place.read_bytes().partition(b"\n")
+        digest, _, text = catalogue.read_bytes().partition(b"\n")
         return _Catalogue.model_validate_json(text).tars if digest == _digest(text) else {}
     except (OSError, ValidationError):
         return {}
-
-
-def _write(place: Path, entries: dict[str, _Entry]) -> None:
-    text = _Catalogue(tars=entries).model_dump_json(exclude_defaults=True).encode()
-    with suppress(OSError), replacing(place) as file:  # without it, the next start opens all indexes
-        file.write(_digest(text) + b"\n" + text)
 
 
 def _digest(text: bytes) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kiloword.data.cache import PositionlessFile
+from kiloword.data.files import PositionlessFile
 
 
 class FileTimes(Protocol):

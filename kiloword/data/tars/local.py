@@ -1,6 +1,6 @@
-"""Tars of this machine as they were when the data set was opened, whatever happens to them while a run reads them.
+"""Local tars as they were when the data set was opened, even if they change while a run reads them.
 
-A tar that is gone, cut or replaced makes its samples bad; one that grows keeps those that it had.
+The samples of a tar that is gone, cut or replaced are bad; a tar that grows keeps the samples that it had.
 """
 
 from __future__ import annotations
@@ -11,37 +11,34 @@ from pathlib import Path
 
 import numpy as np
 
-from kiloword.data import cache
-from kiloword.data.tars.index import open_index, scan
-from kiloword.data.tars.index_file import SUFFIX, IndexFile, header_file, open_file
+from kiloword.data import files
+from kiloword.data.tars.index import SUFFIX, IndexFile, header_file, open_file, open_index, scan
 from kiloword.types import BadSample
-
-_Times = tuple[int, int]  # size and mtime_ns
 
 
 def index_as_it_was(tar: Path, digest: str, damaged: bool = False) -> IndexFile:
-    """The index of that digest, also when the tar has changed since.
+    """The index with this digest, even if the tar has changed since.
 
-    Args: damaged: it may be behind its header: read as a whole, and made again if it is.
-    Raises: BadSample when there is none any more; OSError.
+    Args: damaged: the table may be damaged: it is checked, and the index is made again if it is.
+    Raises: BadSample when there is no such index any more; OSError.
     """
     try:
-        found = None if damaged else _kept(tar, digest, header_file)
-        if found is None:
+        index = None if damaged else _with_digest(tar, digest, header_file)
+        if index is None:
             open_index(tar)
-            found = _kept(tar, digest, open_file)
+            index = _with_digest(tar, digest, open_file)
     except FileNotFoundError:
         raise BadSample(f"{tar.name} is missing") from None
-    except ValueError:
-        pass  # no plain tar any more
-    if found is None:
+    except ValueError:  # not a plain tar any more
+        index = None
+    if index is None:
         raise _changed(tar)
-    return found
+    return index
 
 
-def _kept(tar: Path, digest: str, read: Callable[[Path], IndexFile | None]) -> IndexFile | None:
-    files = map(read, cache.places(tar, SUFFIX))
-    return next((file for file in files if file and file.header.digest == digest), None)
+def _with_digest(tar: Path, digest: str, read: Callable[[Path], IndexFile | None]) -> IndexFile | None:
+    indexes = map(read, files.places(tar, SUFFIX))
+    return next((index for index in indexes if index and index.header.digest == digest), None)
 
 
 class LocalTar:
@@ -49,15 +46,18 @@ class LocalTar:
 
     def __init__(self, path: Path, index: IndexFile) -> None:
         self.path, self.index = path, index
-        self._file: cache.PositionlessFile | None = None
-        self._known: dict[_Times, bool] = {(index.header.size, index.header.mtime_ns): True}
+        self._file: files.PositionlessFile | None = None
+        self._is_same = {(index.header.size, index.header.mtime_ns): True}  # by size and mtime_ns
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes from `offset`. Raises: BadSample for a tar that is gone, shorter or another one; OSError."""
+        """`size` bytes from `offset`. Raises: BadSample when the tar is gone, shorter or replaced; OSError."""
         try:
             if self._file is None:
-                self._file = cache.PositionlessFile(self.path)
-            if not self._is_same(self._file.times()):
+                self._file = files.PositionlessFile(self.path)
+            times = self._file.times()
+            if times not in self._is_same:
+                self._is_same[times] = self._agrees()
+            if not self._is_same[times]:
                 raise _changed(self.path)
             raw = self._file.read(offset, size)
         except FileNotFoundError:
@@ -69,13 +69,8 @@ class LocalTar:
             raise BadSample(f"{self.path.name} has become shorter since it was indexed")
         return raw
 
-    def _is_same(self, times: _Times) -> bool:
-        if times not in self._known:
-            self._known[times] = self._agrees()
-        return self._known[times]
-
     def _agrees(self) -> bool:
-        """Whether the samples that both have lie where they did; the last one of a tar that was cut may be half."""
+        """Whether the common samples lie where they did; the last sample of a tar that was cut may be incomplete."""
         try:
             was, now = self.index.whole(), scan(self.path)
         except ValueError:

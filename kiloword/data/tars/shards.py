@@ -1,10 +1,12 @@
-"""Webdataset tars as a map-style data set: any sample is one index look-up and a few `pread`s away."""
+"""Webdataset tars as a map-style data set: reading a sample takes one index lookup and a few `pread`s."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
+import re
 import resource
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -22,21 +24,25 @@ from kiloword.data.remote.index import open_remote_index
 from kiloword.data.sources.questions import question_in
 from kiloword.data.sources.sample import MAX_IMAGE, MAX_TEXT, check_size, make_record, parse_captions, parse_label
 from kiloword.data.tars import catalogue
-from kiloword.data.tars.index_file import BLOCK, PARTS, Index, IndexFile
+from kiloword.data.tars.index import BLOCK, PARTS, Index, IndexFile
 from kiloword.data.tars.local import LocalTar, index_as_it_was
 from kiloword.types import BadSample, Record
 
-_OPEN = 128  # tars, each with its index, that a process keeps open at once, where its limit of open files allows
-_SHARE = 6  # of that limit: a third for one source
-_BLOCKS = 512  # of indexes that it keeps in memory, 50 kB each: more than the order of rows mixes (see `sampler`)
+_OPEN = 128  # tars that a process keeps open, each with its index, if its limit of open files allows
+_SHARE = 6  # part of that limit for each of the two: a third for one source
+_BLOCKS = 512  # index blocks in memory, 50 kB each: more than the order of rows mixes (see `sampler`)
+
+RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
+_MOST_NAMES = 1_000_000  # files of one pattern
 log = logging.getLogger(__name__)
 
 
 class TarSource:
     """Samples of one or more tars, in order of the tars.
 
-    `notes` says what is wrong with whole tars (cut, damaged). `classnames`, `templates`: of class data, else None.
-    Sending it to a worker sends names only; each process opens tars and indexes itself when it first needs them.
+    Args: classnames, templates: of class data, else None. `notes` says what is wrong with whole tars (cut, damaged).
+    Pickling it for a worker sends names only; each process opens tars and indexes when it first needs them.
+    Errors: ValueError without tars, and as of `catalogue.headers`.
     """
 
     natural = True
@@ -53,7 +59,7 @@ class TarSource:
             raise ValueError(f"{name}: no tars. Expected at least one, as img2dataset writes them.")
         self.name, self.tars = name, list(tars)
         self.classnames, self.templates = classnames, templates
-        self.remote = any(isinstance(tar, RemoteFile) for tar in self.tars)  # tars come over the network
+        self.remote = any(isinstance(tar, RemoteFile) for tar in self.tars)
         headers = catalogue.headers(self.tars)
         self._ends = list(accumulate(h.samples for h in headers))
         self.notes = [f"{tar}: {h.note}" for tar, h in zip(self.tars, headers, strict=True) if h.note]
@@ -62,7 +68,7 @@ class TarSource:
         self.fingerprint = _fingerprint(self.tars, [f"{h.size} {h.digest}" for h in headers])
         self._digests = [h.digest for h in headers]
         contents = [h.contents for h in headers]
-        self.digest = _fingerprint(self.tars, contents) if all(contents) else ""  # of all members; "": not made
+        self.digest = _fingerprint(self.tars, contents) if all(contents) else ""  # of all members; "": not computed
         self._open_caches()
 
     def _open_caches(self) -> None:
@@ -73,10 +79,8 @@ class TarSource:
         self._file = lru_cache(most)(self._file_of)
 
     def _index_of(self, shard: int, damaged: bool = False) -> IndexFile:
-        tar = self.tars[shard]
-        if isinstance(tar, RemoteFile):
-            return open_remote_index(tar, damaged)
-        return index_as_it_was(tar, self._digests[shard], damaged)
+        tar, digest = self.tars[shard], self._digests[shard]
+        return open_remote_index(tar, damaged) if isinstance(tar, RemoteFile) else index_as_it_was(tar, digest, damaged)
 
     def _block_of(self, shard: int, number: int) -> Index:
         """Raises: BadSample, OSError."""
@@ -89,7 +93,7 @@ class TarSource:
         except OSError as error:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(self.tars[shard])) from error
         if block is None:
-            raise BadSample(f"the index of {self.tars[shard].name} is damaged again and again")
+            raise BadSample(f"the index of {self.tars[shard].name} is damaged again after it was rebuilt")
         return block
 
     def _file_of(self, shard: int) -> LocalTar | RemoteFile:
@@ -112,15 +116,15 @@ class TarSource:
         return index.key(local)
 
     def captions(self, row: int) -> list[str]:
-        """Captions without the image; may be empty for class data. Raises BadSample."""
+        """Captions, read without the image; may be empty for class data. Raises: BadSample."""
         return parse_captions(self._part(row, "txt"), self._part(row, "json"))[0]
 
     def question(self, row: int) -> str | None:
-        """The question without the image, where the json asks one. Raises BadSample."""
+        """The question of the json, if any, read without the image. Raises: BadSample."""
         return question_in(parse_captions(None, self._part(row, "json"))[1])
 
     def record(self, row: int) -> Record:
-        """The stored sample. Raises BadSample with the reason."""
+        """The stored sample. Raises: BadSample with the reason."""
         shard, index, local = self._locate(row)
         image = self._part(row, "image")
         if image is None:
@@ -129,19 +133,19 @@ class TarSource:
         try:
             return make_record(index.key(local), image, text, meta, cls)
         except BadSample as error:
-            # raised again as it is: a `NoCaption` is a loss to training alone
+            # the same object: `NoCaption`, a subclass, is an error only for training
             error.args = (f"{error}{self._because(shard, row)}",)
             raise
 
     def stored(self, row: int) -> list[bytes | None]:
-        """The bytes of a row's members; none of remote tars, whose servers tell one version of a file from another.
+        """The bytes of a row's members; empty for remote tars, whose servers distinguish versions of a file.
 
         Raises: BadSample, OSError.
         """
         return [] if self.remote else [self._part(row, part) for part in PARTS]
 
     def pieces(self, row: int) -> list[Piece]:
-        """What one row needs from the network."""
+        """The blocks of remote files that hold one row."""
         shard, index, local = self._locate(row)
         tar = self.tars[shard]
         places = [place for part in PARTS if (place := index.place(local, part))]
@@ -152,7 +156,7 @@ class TarSource:
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """[N] class indices; -1 where a sample has none. Reads every .cls."""
+        """[N] class indices; -1 for a sample without one. Reads every .cls."""
         labels = (parse_label(self._part(row, "cls")) for row in range(len(self)))
         return np.array([-1 if label is None else label for label in labels], np.int64)
 
@@ -171,16 +175,51 @@ class TarSource:
         offset, size = place
         if offset + size > index.header.size:
             raise BadSample("the tar ends in the middle of this sample")
-        check_size("the image" if part == "image" else f"the .{part}", size, MAX_IMAGE if part == "image" else MAX_TEXT)
+        name, most = ("the image", MAX_IMAGE) if part == "image" else (f"the .{part}", MAX_TEXT)
+        check_size(name, size, most)
         return self._file(shard).read(offset, size)
 
     def _because(self, shard: int, row: int) -> str:
-        """The last sample of a cut tar lacks members because of the cut."""
+        """An addition to a message: the last sample of a cut tar lacks members because of the cut."""
         note = self._index(shard).header.note
         return f" (the tar is {note})" if note and row == self._ends[shard] - 1 else ""
 
 
 def _fingerprint(tars: Sequence[Path | RemoteFile], contents: Sequence[str]) -> str:
-    """From names, sizes and index digests (offsets, sizes and keys of all members), not from times or places."""
+    """From names, sizes and index digests (offsets, sizes and keys of all members), not from times or folders."""
     lines = "\n".join(f"{tar.name} {content}" for tar, content in zip(tars, contents, strict=True))
     return hashlib.blake2b(lines.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def expand(pattern: str) -> list[str]:
+    """The names of a brace pattern: `x-{08..10}.tar` gives x-08.tar, x-09.tar and x-10.tar, as wide as the first.
+
+    Errors: ValueError for a range that is empty, and for more than a million names.
+    """
+    sizes = [max(1, int(last) - int(first) + 1) for first, last in RANGE.findall(pattern)]
+    if math.prod(sizes) > _MOST_NAMES:
+        raise ValueError(f"{pattern} names {math.prod(sizes):,} files. Expected at most {_MOST_NAMES:,}.")
+    match = RANGE.search(pattern)
+    if match is None:
+        return [pattern]
+    first, last = match[1], match[2]
+    if int(last) < int(first):
+        raise ValueError(f"{pattern}: the range {match[0]} is empty. Write the smaller number first.")
+    numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+    return [name for n in numbers for name in expand(pattern[: match.start()] + n + pattern[match.end() :])]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A sort key that compares numbers in names as numbers: 2.tar before 10.tar."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,1000})", name)]
+
+
+def text_lines(where: str, raw: bytes) -> list[str]:
+    """The lines of a file. Errors: ValueError when it is not UTF-8, or has an empty line."""
+    try:
+        lines = [line.strip() for line in raw.decode("utf-8-sig").strip().split("\n")]
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8.") from None
+    if not all(lines):  # class indices count lines: skipping an empty one would move all that follow
+        raise ValueError(f"{where}: line {lines.index('') + 1} is empty. Expected text in every line.")
+    return lines

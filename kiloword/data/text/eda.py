@@ -16,11 +16,14 @@ from pathlib import Path
 from numpy.random import Generator
 
 from kiloword.data.sources.sample import check_regular
-from kiloword.data.text.synonyms import GROUPS
 from kiloword.randomness import Draw
 
 Synonyms = Mapping[str, Sequence[str]]
 """Word -> the other words of its group, all in lower case."""
+
+# English groups for captions of everyday photos. A group has one form (number, tense), so that any of its words can
+# replace another. No colours, numbers, places or relations: a caption must stay true.
+BUILT_IN = Path(__file__).with_name("synonyms.txt")
 
 _CORE = re.compile(r"(\W*)(.*?)(\W*)", re.DOTALL)  # punctuation before the word, the word, punctuation after it
 
@@ -85,17 +88,16 @@ def read_synonyms(path: str | None = None) -> Synonyms:
 
     Raises: ValueError when the file cannot be read, or holds no group of two words.
     """
-    if path is None:
-        return _grouped(GROUPS)
-    check_regular(Path(path))
+    file = BUILT_IN if path is None else Path(path)
+    check_regular(file)
     try:
-        synonyms = _grouped(Path(path).read_text(encoding="utf-8-sig"))
+        synonyms = _grouped(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(f"synonyms {path} cannot be read: {error.strerror}.") from None
+        raise ValueError(f"synonyms {file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise ValueError(f"synonyms {path} is not UTF-8.") from None
+        raise ValueError(f"synonyms {file} is not UTF-8.") from None
     if not synonyms:
-        raise ValueError(f"synonyms {path}: no line has two words. Expected groups such as `dog, hound`.")
+        raise ValueError(f"synonyms {file}: no line has two words. Expected groups such as `dog, hound`.")
     return synonyms
 
 

@@ -25,7 +25,7 @@ from kiloword.data.remote.config import RemoteConfig, remote_config
 from kiloword.data.remote.errors import Unreachable
 from kiloword.data.remote.file import open_remote_file
 from kiloword.data.sources.open import open_source
-from kiloword.data.tars.shard_sets import natural
+from kiloword.data.tars.shards import natural
 from servers import Guarded, Server
 from tars import pairs, write_tar
 

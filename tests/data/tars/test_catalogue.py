@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kiloword.data import cache
+from kiloword.data import files
 from kiloword.data.sources import digest
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars import catalogue
@@ -37,13 +37,13 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tars and indexes that are opened from here on."""
-    names, real = list[str](), cache.PositionlessFile.__init__
+    names, real = list[str](), files.PositionlessFile.__init__
 
-    def noted(file: cache.PositionlessFile, path: Path) -> None:
+    def noted(file: files.PositionlessFile, path: Path) -> None:
         names.append(path.name.split("-")[-1])
         real(file, path)
 
-    monkeypatch.setattr(cache.PositionlessFile, "__init__", noted)
+    monkeypatch.setattr(files.PositionlessFile, "__init__", noted)
     return names
 
 
@@ -113,7 +113,7 @@ def elsewhere(data: Path) -> None:
     """An index in the cache folder, with a digest that the one beside the tar lacks."""
     with_digest(data)
     for tar in data.glob("*.tar"):
-        place = Path(cache.fallback(str(tar), ".kwindex", str(cache.folder())))
+        place = Path(files.fallback(str(tar), ".kwindex", str(files.folder())))
         place.parent.mkdir(exist_ok=True)
         Path(f"{tar}.kwindex").rename(place)
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from counting import calls
 from kiloword.data.inspect import check
 from kiloword.data.tars.headers import Tar
-from kiloword.data.tars.index import open_index, scan
-from kiloword.data.tars.index_file import make_index, read_index, write_index
+from kiloword.data.tars.index import make_index, open_index, parse_index, scan, write_index
 from kiloword.data.tars.shards import TarSource
 from kiloword.types import BadSample
 from tars import photo
@@ -242,7 +241,7 @@ def test_an_index_made_on_purpose_is_made_again(tmp_path: Path, harm: str) -> No
     beside = tmp_path / "x.tar.kwindex"
     with beside.open("wb") as file:
         write_index(file, make_index(good.header, table, keys))
-    assert read_index(beside) is None
+    assert parse_index(beside.read_bytes()) is None
     source = TarSource("x", [tar])  # by its header alone; the index is made again when a row is asked for
     bad = check(source)
     assert {one.reason for one in bad} <= {"x.tar is another file than when the run began"}

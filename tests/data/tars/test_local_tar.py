@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kiloword.data import cache
+from kiloword.data import files
 from kiloword.data.tars import index, shards
 from kiloword.data.tars.index import open_index, scan
 from kiloword.data.tars.local import LocalTar, index_as_it_was
@@ -119,7 +119,7 @@ def test_the_index_of_a_digest_is_found_or_the_tar_is_another(tmp_path: Path) ->
 
 def test_short_reads_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(bytes(range(100)))
-    file, pread = cache.PositionlessFile(tmp_path / "x"), os.pread
+    file, pread = files.PositionlessFile(tmp_path / "x"), os.pread
     monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 7), offset))
     assert file.read(3, 20) == bytes(range(3, 23))
     assert file.read(90, 20) == bytes(range(90, 100))
@@ -131,13 +131,13 @@ def test_a_file_is_closed_with_its_last_user_and_a_pipe_blocks_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    file = cache.PositionlessFile(tmp_path / "pipe")
+    file = files.PositionlessFile(tmp_path / "pipe")
     number, close, closed = file._fd, os.close, list[int]()
     monkeypatch.setattr(os, "close", lambda fd: closed.append(fd) or close(fd))
     del file
     assert number in closed
     with pytest.raises(FileNotFoundError):
-        cache.PositionlessFile(tmp_path / "none")
+        files.PositionlessFile(tmp_path / "none")
 
 
 @pytest.mark.parametrize("less", [0, 1])
@@ -211,7 +211,7 @@ def test_a_digest_of_members_does_not_depend_on_how_they_are_read(
 ) -> None:
     tar = write(tmp_path / "0.tar", [*samples(2), ("2.png", b"")], 1000)
     found = index._contents(tar, scan(tar))
-    monkeypatch.setattr(index, "_BLOCK", 4)
+    monkeypatch.setattr(index, "_READ", 4)
     assert index._contents(tar, scan(tar)) == found
     write(tar, [*samples(1), ("1.jpg", b"imagE"), *samples(2)[3:], ("2.png", b"")], 1000)
     assert index._contents(tar, scan(tar)) != found

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kiloword.data.text import eda
-from kiloword.data.text.synonyms import GROUPS
 from kiloword.randomness import Draw
 
 WORDS = {"dog": ["hound"], "runs": ["sprints", "dashes"], "big": ["large"]}
@@ -61,7 +60,7 @@ def test_all_four_operations_come() -> None:
 
 
 def test_the_list_of_synonyms_is_whole() -> None:
-    groups = [line.split(", ") for line in GROUPS.strip().splitlines()]
+    groups = [line.split(", ") for line in eda.BUILT_IN.read_text(encoding="utf-8").splitlines()]
     words = [word for group in groups for word in group]
     assert all(len(group) > 1 for group in groups)
     assert len(words) == len(set(words)) > 600

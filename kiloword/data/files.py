@@ -1,12 +1,18 @@
-"""Files derived from a data file (indexes), stored beside it or, if that folder is read-only, in the cache folder."""
+"""Files of data: where derived files (indexes) lie, reads that processes share, and lookup of places by key.
+
+A derived file is stored beside its data file or, if that folder is read-only, in the cache folder.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kiloword.checkpoint.files import replacing
 
@@ -71,3 +77,39 @@ class PositionlessFile:
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+
+
+Lookup = NDArray[np.uint64]
+"""[2, N]: ascending digests, and the place of each."""
+
+
+def key_digest(raw: bytes) -> int:
+    """Unsigned 64-bit hash; two of a million keys collide with probability 3e-8, so callers compare the key itself."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+def lookup_table(keys: Iterable[bytes], places: NDArray[np.uint64]) -> Lookup:
+    """The lookup table of N keys; equal keys keep the order of their places [N]."""
+    digests = np.fromiter((key_digest(key) for key in keys), np.uint64, len(places))
+    order = np.argsort(digests, kind="stable")
+    return np.stack([digests[order], places[order]])
+
+
+def find_key(table: Lookup, raw: bytes) -> list[int]:
+    """The possible places of a key: none, nearly always one, or several. O(log N)."""
+    wanted = np.uint64(key_digest(raw))
+    start = int(np.searchsorted(table[0], wanted))
+    end = start
+    while end < table.shape[1] and table[0, end] == wanted:
+        end += 1
+    return [int(place) for place in table[1, start:end]]
+
+
+def key_bytes(text: str) -> bytes:
+    """A key or caption as UTF-8 bytes; lone surrogates (of file names that are not UTF-8) are kept."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def key_text(raw: bytes) -> str:
+    """The inverse of `key_bytes`."""
+    return raw.decode("utf-8", "surrogatepass")
