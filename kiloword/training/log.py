@@ -19,9 +19,10 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.terminal import say
 from kiloword.terminal.progress import Pace, ProgressLine, duration, per_second
-from kiloword.watch.alerts import About, Alerts
+from kiloword.watch.alerts import Alerts
 from kiloword.watch.mirror import in_training
 from kiloword.watch.rows import RowReader
+from kiloword.watch.rule import About
 
 
 @dataclass

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from kiloword.terminal.screen import Screen
 from kiloword.watch.mirror import Mirrors
@@ -56,15 +57,29 @@ def main(
         raise ValueError("watch needs the folder of a run, e.g. kiloword watch runs/first.")
     console = console or screen()
     runs, mirrors = Runs(paths), Mirrors(tensorboard)
-    if once or not console.is_terminal:
-        watched, _ = runs.update()
+    redraws = console.is_terminal and not console.is_dumb_terminal and not once
+
+    def frame() -> tuple[Text, bool]:
+        """The page, and whether anything changed."""
+        watched, new = runs.update()
         mirrors.update(watched)
-        console.print(page(watched, _view(console, len(watched), smooth, curves, None)), soft_wrap=True)
+        height = console.height - 1 if redraws else None
+        view = View(width=console.width, height=height, dots=_dots(console, len(watched)), smooth=smooth, curves=curves)
+        return page(watched, view), new
+
+    if once or not console.is_terminal:
+        console.print(frame()[0], soft_wrap=True)
         return
-    try:
-        _follow(console, runs, mirrors, every, smooth, curves)
-    except KeyboardInterrupt:
-        return
+    display = Live(console=console, screen=True, auto_refresh=False) if redraws else nullcontext()
+    with suppress(KeyboardInterrupt), display as live:
+        while True:
+            text, new = frame()
+            if live is not None:
+                text.append(f"\n{time.strftime('%H:%M:%S')}  Ctrl-C ends", "dim")
+                live.update(text, refresh=True)
+            elif new:  # print each changed frame below the previous one
+                console.print(text, soft_wrap=True)
+            time.sleep(every)
 
 
 def screen() -> Console:
@@ -73,27 +88,6 @@ def screen() -> Console:
     if screen.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
         return screen
     return Screen(PIPE_WIDTH)
-
-
-def _follow(
-    console: Console, runs: Runs, mirrors: Mirrors, every: float, smooth: float, curves: tuple[str, ...]
-) -> None:
-    dumb = console.is_dumb_terminal  # cannot be redrawn: print each changed frame below the previous one
-    with nullcontext() if dumb else Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            watched, new = runs.update()
-            mirrors.update(watched)
-            frame = page(watched, _view(console, len(watched), smooth, curves, None if dumb else console.height - 1))
-            if live is not None:
-                frame.append(f"\n{time.strftime('%H:%M:%S')}  Ctrl-C ends", "dim")
-                live.update(frame, refresh=True)
-            elif new:
-                console.print(frame, soft_wrap=True)
-            time.sleep(every)
-
-
-def _view(console: Console, runs: int, smooth: float, curves: tuple[str, ...], height: int | None) -> View:
-    return View(width=console.width, height=height, dots=_dots(console, runs), smooth=smooth, curves=curves)
 
 
 def _dots(console: Console, runs: int) -> Dots:

@@ -1,22 +1,24 @@
-"""Mirror the rows of runs to TensorBoard events, which can be made again from the rows."""
+"""Mirror the rows of runs to TensorBoard events.
+
+The events can be made again from the rows: when a mirror starts, or a resumed run rewrites its rows, all are written
+anew, and an event makes TensorBoard drop those that it read before. (`SummaryWriter(purge_step=0)` writes the same
+event, but needs torch and one event per value.)
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kiloword.checkpoint.files import replacing
-from kiloword.watch.rows import RowReader
-from kiloword.watch.rule import number
+from kiloword.watch.rows import RowReader, number
 from kiloword.watch.runs import Watched
 
 NO_CURVE = ("step", "time", "restarts")
-PLACE = "mirrored.json"
+SUFFIX = ".kiloword"  # end of the names of the files written here
 
 
 def check_tensorboard() -> None:
@@ -25,81 +27,37 @@ def check_tensorboard() -> None:
         raise ValueError("tensorboard is not installed: pip install 'kiloword[log]', or omit it.")
 
 
-@dataclass(frozen=True)
-class Place:
-    """The last mirrored row, and the first row of the run."""
-
-    first: str = ""  # a different first row means another run, or one that began again
-    restarts: int = -1
-    step: int = -1
-
-    def after(self, row: dict[str, Any]) -> Place:
-        """The place after mirroring `row`."""
-        return Place(self.first or _first(row), row.get("restarts", 0), row["step"])
-
-
-def what_is_new(rows: list[dict[str, Any]], place: Place) -> tuple[list[dict[str, Any]], int]:
-    """The rows to write, and the step from which TensorBoard must drop earlier events.
-
-    A resumed run keeps the rows up to its state; its new rows have a higher number of restarts. The last step is always
-    written again, as its writer may have been killed before it recorded the place.
-    """
-    if not rows or place.first != _first(rows[0]):
-        return rows, 0
-    kept = [row["step"] for row in rows if row.get("restarts", 0) <= place.restarts and row["step"] <= place.step]
-    forget = min(kept[-1] + 1, place.step)
-    return [row for row in rows if row["step"] >= forget], forget
-
-
-def _first(row: dict[str, Any]) -> str:
-    return json.dumps(row, sort_keys=True)
-
-
 class Mirror:
-    """Writes the new rows of one run at each `update`, also after the run continued in another process.
-
-    Rows that a resumed run writes again replace the old ones: an event makes TensorBoard drop those.
-    """
+    """Writes the new rows of one run at each `update`."""
 
     def __init__(self, run: Path, folder: Path) -> None:
         check_tensorboard()
-        self.folder, self.place = folder, _read(folder / PLACE)
-        self.reader = RowReader(run / "metrics.jsonl")
+        self.folder, self.reader = folder, RowReader(run / "metrics.jsonl")
         self._writer: Any = None
 
-    def update(self) -> int:
-        """Returns the number of rows written. Raises: OSError (disk full, no permission)."""
+    def update(self) -> None:
+        """Raises: OSError (disk full, no permission)."""
         times = self.reader.times
-        rows = list(self.reader())
-        if self.reader.times != times and (self.place.first or any(self.folder.glob("events.out.*"))):
-            rows, forget = what_is_new(rows, self.place)
-            self._forget(forget)
-        if not rows:
-            return 0
-        place = self.place
-        for row in rows:
+        for row in self.reader():
+            if self.reader.times != times:  # read from the first row on
+                times = self.reader.times
+                self._begin()
             self._write(row)
-            place = place.after(row)
-        self.writer.flush()
-        self._settle(place)
-        return len(rows)
+        if self._writer is not None:
+            self._writer.flush()
 
-    @property
-    def writer(self) -> Any:
-        """TensorBoard's writer of event files, opened at the first event."""
-        if self._writer is None:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self._writer = EventFileWriter(str(self.folder))
-        return self._writer
-
-    def _forget(self, step: int) -> None:
-        """Make TensorBoard drop all events from `step` on."""
+    def _begin(self) -> None:
+        """Replace the events by a file whose first event makes TensorBoard drop all earlier ones."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        if self._writer is not None:
+            self._writer.close()
+        for old in self.folder.glob(f"events.out.*{SUFFIX}"):
+            os.truncate(old, 0)  # a TensorBoard that reads it would not go on to the next file if it were gone
+        self._writer = EventFileWriter(str(self.folder), filename_suffix=SUFFIX)
         start = SessionLog(status=SessionLog.START)
-        self.writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
-        self.place = Place() if step == 0 else self.place
+        self._writer.add_event(Event(wall_time=time.time(), step=0, session_log=start))
 
     def _write(self, row: dict[str, Any]) -> None:
         """One event with every finite number of the row, in single precision."""
@@ -109,12 +67,7 @@ class Mirror:
         numbers = {name: number(row, name) for name in row if name not in NO_CURVE}
         values = [Summary.Value(tag=name, simple_value=v) for name, v in numbers.items() if v is not None]
         wall = number(row, "time") or time.time()
-        self.writer.add_event(Event(wall_time=wall, step=row["step"], summary=Summary(value=values)))
-
-    def _settle(self, place: Place) -> None:
-        self.place = place
-        with replacing(self.folder / PLACE) as file:
-            file.write(json.dumps(asdict(place)).encode())
+        self._writer.add_event(Event(wall_time=wall, step=row["step"], summary=Summary(value=values)))
 
 
 class Mirrors:
@@ -128,8 +81,9 @@ class Mirrors:
 
     def update(self, runs: Iterable[Watched]) -> None:
         """Mirror new rows of the runs. Raises: ValueError when the folder cannot be written."""
-        for run in runs if self.folder is not None else ():
-            assert self.folder is not None
+        if self.folder is None:
+            return
+        for run in runs:
             if run.folder not in self._mirrors:
                 name = "-".join(part for part in Path(run.name).parts if part not in ("/", "..", "."))
                 self._mirrors[run.folder] = Mirror(run.folder, self.folder / (name or "run"))
@@ -141,24 +95,15 @@ class Mirrors:
 
 def in_training(run: Path, say: Callable[[str], None]) -> Callable[[], None]:
     """A function that mirrors a run into its folder; an error is reported once and does not stop training."""
-    mirror = Mirror(run, run / "tensorboard")
-    broken = False
+    mirror: Mirror | None = Mirror(run, run / "tensorboard")
 
     def update() -> None:
-        nonlocal broken
-        if broken:
-            return
+        nonlocal mirror
         try:
-            mirror.update()
+            if mirror is not None:
+                mirror.update()
         except OSError as e:
-            broken = True
+            mirror = None
             say(f"TensorBoard's events cannot be written ({e.strerror or e}): the run goes on without.")
 
     return update
-
-
-def _read(path: Path) -> Place:
-    try:
-        return Place(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return Place()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,12 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     items = islice(row.items(), NAMES) if isinstance(row, dict) else ()
     row = {name: value for name, value in items if len(name) <= NAME and not absurd(value)}
     return row if type(row.get("step")) is int and row["step"] >= 0 else None
+
+
+def number(row: Mapping[str, Any], name: str) -> float | None:
+    """A finite number of a row, or None."""
+    value = row.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def absurd(value: Any) -> bool:

@@ -1,13 +1,16 @@
-"""The interface of alert rules, and the thresholds at which alerts begin and end."""
+"""What alert rules build upon: their thresholds, the interface, medians of the last rows."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
+
+from kiloword.watch.rows import number
 
 Row = Mapping[str, Any]
 
@@ -51,53 +54,109 @@ class About:
     max_scale: float | None = None  # limit of the head's scale
 
 
-class Rule(ABC):
-    """`measure` takes every row in order and returns its severity, or None if the row has no information."""
+@dataclass
+class Alert:
+    """One alert, from its begin to its end."""
 
     name: str
-    over: str
-    begin: float
-    end: float
+    since: int  # step of the row that began it
+    message: str  # printed when it began
+    until: int | None = None  # step of the row that ended it; None: it continues
+
+
+class Window:
+    """The last values of a series, sorted, so that their median costs little at 100,000 rows."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> float | None:
+        """Add a value; returns the value that leaves the window, if any."""
+        self._values.append(value)
+        insort(self._sorted, value)
+        if len(self) <= self.size:
+            return None
+        old = self._values.popleft()
+        del self._sorted[bisect_left(self._sorted, old)]
+        return old
+
+    @property
+    def full(self) -> bool:
+        return len(self) == self.size
+
+    @property
+    def total(self) -> float:
+        return sum(self._sorted)
+
+    @property
+    def mean(self) -> float:
+        return self.total / len(self)
+
+    @property
+    def median(self) -> float:
+        half = len(self) // 2
+        return self._sorted[half] if len(self) % 2 else (self._sorted[half - 1] + self._sorted[half]) / 2
+
+    def deviation(self) -> float:
+        """A robust standard deviation: 1.4826 times the median absolute deviation."""
+        middle = self.median
+        return 1.4826 * median(abs(v - middle) for v in self._sorted)
+
+
+class Rule(ABC):
+    """One rule: an alert begins at one threshold, and ends after `patience` rows well below it."""
+
+    name: str
+    over: str  # printed when an alert ends
+    limits: tuple[float, float]  # severities that begin and end an alert
     patience = LIMITS.patience
 
-    @abstractmethod
-    def measure(self, row: Row) -> float | None:
-        """The severity of the row, compared with `begin` and `end`."""
+    def __init__(self, about: About) -> None:
+        self.about = about
+        self.alert: Alert | None = None
+        self._calm = 0
+        self._process: object = self  # number of the process, before the first row none
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the rows so far."""
+        self.last = Window(LIMITS.recent)
+        self._times: deque[float] = deque(maxlen=LIMITS.recent)
 
     @abstractmethod
-    def says(self, value: float) -> str:
-        """The message for the row just measured."""
+    def measure(self, row: Row) -> tuple[float, str] | None:
+        """Severity and message of a row; called with all rows in order. None: the row has no information."""
 
+    def add(self, row: Row) -> str | None:
+        """Add the next row; returns a message when an alert begins or ends with it."""
+        if (measured := self.measure(row)) is None:
+            return None
+        (value, message), (begin, end), step = measured, self.limits, int(row["step"])
+        if self.alert is None:
+            if value < begin:
+                return None
+            self.alert, self._calm = Alert(self.name, step, message), 0
+            return f"alert at step {step}: {message}"
+        self._calm = self._calm + 1 if value <= end else 0
+        if self._calm < self.patience:
+            return None
+        self.alert.until, self.alert = step, None
+        return f"over at step {step}: {self.over}"
 
-class Restart:
-    """Detects the first row of each process."""
+    def new_process(self, row: Row) -> bool:
+        """Whether the row is the first of a process."""
+        before, self._process = self._process, row.get("restarts", 0)
+        return bool(self._process != before)
 
-    def __init__(self) -> None:
-        self.last: object = self
-
-    def seen(self, row: Row) -> bool:
-        before, self.last = self.last, row.get("restarts", 0)
-        return bool(self.last != before)
-
-
-class Span:
-    """Detects whether the last rows took long enough to judge speed; rows without a time always do."""
-
-    def __init__(self) -> None:
-        self.times: deque[float] = deque(maxlen=LIMITS.recent)
-
-    def long(self, row: Row) -> bool:
-        """Whether the last rows, this one included, span at least `LIMITS.seconds`."""
+    def spans_enough(self, row: Row) -> bool:
+        """Whether the last rows took long enough to judge speed; rows without a time always do."""
         time = number(row, "time")
         if time is None:
             return True
-        self.times.append(time)
-        return abs(time - self.times[0]) >= LIMITS.seconds
-
-
-def number(row: Row, name: str) -> float | None:
-    """A finite number of a row, or None."""
-    value = row.get(name)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+        self._times.append(time)
+        return abs(time - self._times[0]) >= LIMITS.seconds

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from kiloword.terminal.progress import Pace
-from kiloword.watch.alerts import About, Alerts
+from kiloword.watch.alerts import Alerts
 from kiloword.watch.rows import Columns, RowReader, absurd
+from kiloword.watch.rule import About
 
 LEAST_SILENCE = 60.0  # seconds without a row that count as normal
 MAX_JSON = 1 << 24  # bytes of a config.json
@@ -39,12 +40,8 @@ class Watched:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self.error = ""  # the error with which the run ended
-        self._begin(read_config(folder))
-
-    def _begin(self, config: Config) -> None:
-        self.config = config
-        self.reader = RowReader(self.folder / "metrics.jsonl")
+        self.config, self.error = read_config(folder), ""  # the error with which the run ended
+        self.reader = RowReader(folder / "metrics.jsonl")
         self._clear()
 
     def _clear(self) -> None:
@@ -54,12 +51,13 @@ class Watched:
 
     def update(self) -> bool:
         """Read new rows; returns whether anything changed."""
-        config = read_config(self.folder)  # written when a run begins, and again with --extend
-        new = config != self.config
-        if new:
-            self._begin(config)
-        before, self.error = self.error, str(_json(self.folder / ERROR).get("error", ""))
-        new |= self.error != before
+        before = self.config, self.error
+        self.config = read_config(self.folder)  # written when a run begins, and again with --extend
+        self.error = str(_json(self.folder / ERROR).get("error", ""))
+        new = before != (self.config, self.error)
+        if before[0] != self.config:
+            self.reader = RowReader(self.reader.path)
+            self._clear()
         times = self.reader.times
         for row in self.reader():
             if self.reader.times != times:  # rewritten from its start, or seen for the first time

@@ -27,7 +27,7 @@ from kiloword.training.log import Log, SinceRow, open_log, read_metrics
 from kiloword.training.meter import Meter
 from kiloword.training.optimizer import schedule
 from kiloword.types import Batch, Texts
-from kiloword.watch.alerts import About
+from kiloword.watch.rule import About
 from terminals import Terminal
 
 ABOUT = About(batch=10)

@@ -12,7 +12,7 @@ from kiloword.features.extract import ProgressReport
 from kiloword.terminal import progress
 from kiloword.terminal.progress import PLAIN_EVERY_S
 from kiloword.training.log import Log
-from kiloword.watch.alerts import About
+from kiloword.watch.rule import About
 from terminals import Terminal
 
 

@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kiloword.cli.main import main
-from kiloword.watch.mirror import Mirror, Mirrors, Place, in_training, what_is_new
+from kiloword.watch.mirror import Mirror, Mirrors, in_training
 from kiloword.watch.runs import Watched
 from runs import Row, row, write
 
 
-def test_what_is_new_to_the_mirror() -> None:
-    rows = [row(n) for n in range(1, 6)]
-    place = Place()
-    assert what_is_new(rows, place) == (rows, 0)
-    for one in rows:
-        place = place.after(one)
-    assert what_is_new(rows, place) == (rows[4:], 5)
-    validation = {"step": 5, "restarts": 0, "val/accuracy": 1.0}
-    assert what_is_new([*rows, validation], place) == ([rows[4], validation], 5)
-    again = [row(n, restarts=1) for n in range(4, 8)]
-    assert what_is_new(rows[:3] + again, place) == (again, 4)
-    later = [row(8, restarts=1)]  # another --log-every: steps 4 and 5 have no row any more
-    assert what_is_new(rows[:3] + later, place) == (later, 4)
-    assert what_is_new(rows[:3], place) == ([], 4)
-    other = [row(n, loss=0.0) for n in range(1, 4)]
-    assert what_is_new(other, place) == (other, 0)
+def open_accumulator(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0})
+
+
+def scalars(read: Any) -> dict[str, list[tuple[int, float, float]]]:
+    """What TensorBoard shows: name -> (step, value, time)."""
+    read.Reload()
+    tags = {tag: [(e.step, e.value, e.wall_time) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    return {tag: values for tag, values in tags.items() if values}
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """What TensorBoard shows: name -> (step, value, time)."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    read.Reload()
-    scalars = {tag: [(e.step, e.value, e.wall_time) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
-    return {tag: found for tag, found in scalars.items() if found}
+    return scalars(open_accumulator(folder))
 
 
 def expected(rows: list[Row]) -> dict[str, list[tuple[int, float, float]]]:
@@ -58,30 +48,31 @@ def test_events_are_the_rows_over_restarts_of_both(tmp_path: Path) -> None:
     rows = timed(1, 6)
     write(out, rows)
     mirror = Mirror(out, folder)
-    assert mirror.update() == 5
-    assert mirror.update() == 0
+    mirror.update()
+    assert events(folder) == expected(rows)
+    shown = open_accumulator(folder)  # TensorBoard, open while all of this happens
     rows.append({"step": 5, "restarts": 0, "time": 107.0, "val/accuracy": 0.5})
     write(out, rows)
-    assert mirror.update() == 1
-    assert events(folder) == expected(rows)
-    noted = (folder / "mirrored.json").read_text()
-    assert Mirror(out, folder).update() == 2
+    mirror.update()
+    assert events(folder) == expected(rows) == scalars(shown)
     rows.append(row(6, time=108.0))
     write(out, rows)
-    assert Mirror(out, folder).update() == 3
-    (folder / "mirrored.json").write_text(noted)  # killed before it noted the last row
+    Mirror(out, folder).update()  # another process goes on
+    assert events(folder) == expected(rows) == scalars(shown)
     rows = timed(1, 4) + timed(4, 9, restarts=1, loss=0.125)
     write(out, rows)
-    assert Mirror(out, folder).update() == 5
-    assert events(folder) == expected(rows)
+    mirror = Mirror(out, folder)
+    mirror.update()
+    assert events(folder) == expected(rows) == scalars(shown)
     rows = rows[:6] + timed(7, 12, restarts=2, loss=0.0625)
     write(out, rows)
-    assert Mirror(out, folder).update() == 5
-    assert events(folder) == expected(rows)
+    mirror.update()  # the run was resumed while its mirror went on
+    assert events(folder) == expected(rows) == scalars(shown)
     rows = timed(1, 3, restarts=0, loss=8.0)
     write(out, rows)
-    assert Mirror(out, folder).update() == 2
-    assert events(folder) == expected(rows)
+    mirror.update()
+    assert events(folder) == expected(rows) == scalars(shown)
+    assert sum(path.stat().st_size > 0 for path in folder.iterdir()) == 1
 
 
 def test_without_tensorboard_the_extra_is_named(
