@@ -45,7 +45,7 @@ class Record:
     image: bytes | np.ndarray  # an encoded file, or uint8 [H, W, 3]
     captions: list[str]
     label: int | None = None  # class index, where the data has one
-    info: dict[str, Any] = field(default_factory=dict)  # other values of the sample's JSON
+    info: dict[str, Any] = field(default_factory=dict)  # other values of the JSON (data.sources.optional.RecordInfo)
 
 
 class NoCaption(BadSample):
@@ -58,7 +58,10 @@ class NoCaption(BadSample):
 
 @runtime_checkable
 class Source(Protocol):
-    """A map-style data set. `record` may be called from any process, in any order; bad rows raise `BadSample`."""
+    """A map-style data set. `record` may be called from any process, in any order; bad rows raise `BadSample`.
+
+    These members suffice; `kiloword.data.sources.optional.OptionalMembers` are used where a source has them.
+    """
 
     name: str  # as given by the user
     fingerprint: str  # changes when the data changes; the same on every machine

@@ -19,7 +19,8 @@ from kiloword.data.images.time_limit import Row, decoding
 from kiloword.data.reading import name_of, read, reasons
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.sampler import Order, Rows, choose_captions, share
-from kiloword.data.sources.questions import check_asks, question_of
+from kiloword.data.sources.optional import check_asks
+from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order
 from kiloword.data.text.eda import drop_words
 from kiloword.data.text.tokenizer import Tokenizer
@@ -247,7 +248,7 @@ class BatchReader:
     def _read(self, row: int, draw: Draw) -> Example:
         loader = self.loader
         record = read(self.source, row)
-        question = question_of(record) if loader.questions else None
+        question = question_in(record.info) if loader.questions else None
         if loader.questions and question is None:
             raise BadSample("no question with an answer")
         captions = choose_captions(

@@ -18,7 +18,8 @@ from kiloword.data.images.decode import Pixels
 from kiloword.data.images.time_limit import decoding
 from kiloword.data.remote.ahead import Ahead, ahead_of
 from kiloword.data.remote.errors import Unreachable
-from kiloword.data.sources.questions import question, question_of
+from kiloword.data.sources.optional import question, texts_of
+from kiloword.data.sources.sample import question_in
 from kiloword.data.steps import in_order
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Skipped, Source
@@ -72,17 +73,15 @@ def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
 
 def captions_at(source: Source, row: int) -> list[str]:
     """Captions or answers of a row, without reading its image if the source supports that. Raises: BadSample."""
-    read_captions = getattr(source, "captions", None)
-    return list(read_captions(row) if callable(read_captions) else read(source, row).captions)
+    return patiently(partial(texts_of, source, row))
 
 
 def _words(source: Source, row: int) -> tuple[list[str], str | None]:
     """Captions or answers, and the question. Raises BadSample."""
-    read_captions = getattr(source, "captions", None)
-    if read_captions is None:
+    if not hasattr(source, "captions"):
         record = read(source, row)
-        return record.captions, question_of(record)
-    return read_captions(row), question(source, row) if hasattr(source, "question") else None
+        return record.captions, question_in(record.info)
+    return source.captions(row), question(source, row) if hasattr(source, "question") else None
 
 
 def read_image(source: Source, row: int) -> Record:

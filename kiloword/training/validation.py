@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kiloword.config.recipes import Recipe, sizes
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.reading import name_of, read
-from kiloword.data.sources.questions import question_of
+from kiloword.data.sources.sample import question_in
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
@@ -87,7 +87,7 @@ def _good_rows(source: Source, with_questions: bool) -> Sequence[int]:
             transform(record.image)
         except BadSample:
             return False
-        return question_of(record) is not None if with_questions else bool(record.captions)
+        return question_in(record.info) is not None if with_questions else bool(record.captions)
 
     good = list(islice(filter(is_good, tried), ROWS))
     return good or tried

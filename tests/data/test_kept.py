@@ -22,8 +22,8 @@ from kiloword.data.scenes import open_scenes
 from kiloword.data.sources import digest
 from kiloword.data.sources.extra_captions import WithCaptions
 from kiloword.data.sources.folder import Folder
+from kiloword.data.sources.map_style import MapStyleSource
 from kiloword.data.sources.mixture import MixtureSource
-from kiloword.data.sources.own import Own
 from kiloword.data.sources.tables import TableSource
 from kiloword.data.tars import catalogue
 from kiloword.data.tars.index import COLUMNS, Header, make_index, open_index, write_index
@@ -90,7 +90,7 @@ def sources(tmp_path: Path) -> dict[str, Any]:
         "mixture": MixtureSource([shards, table], [2.0, 0.5]),
         "captions": WithCaptions(shards, [extra]),
         "captions alone": WithCaptions(shards, [extra], raw_captions=False),
-        "own": Own([(b"encoded", "a dog"), (b"other", []), *arrays]),
+        "own": MapStyleSource([(b"encoded", "a dog"), (b"other", []), *arrays]),
         "scenes": open_scenes("scenes:val?n=9&size=48"),
         "inner": open_scenes("scenes?inner=1"),
         "questions": open_scenes("scenes:test?task=vqa"),

@@ -29,8 +29,8 @@ from kiloword.data.sources import embedded, folder, tables
 from kiloword.data.sources.embedded import Embedded, arrow_errors
 from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder
-from kiloword.data.sources.own import Own
-from kiloword.data.sources.question_tables import open_table
+from kiloword.data.sources.map_style import MapStyleSource
+from kiloword.data.sources.tables import TableSource
 from kiloword.data.tars import index as index_module
 from kiloword.data.tars.index import COLUMNS, Header, make_index, open_file, write_index
 from kiloword.data.tars.shards import TarSource, text_lines
@@ -181,7 +181,7 @@ def test_bad_samples_of_ones_own_data_keep_their_reason() -> None:
                 raise (BadSample("mine"), MemoryError("no room"), KeyError("x" * 300))[row - 1]
             return b"encoded", "a dog"
 
-    source = Own(Mine(), fingerprint="f")
+    source = MapStyleSource(Mine(), fingerprint="f")
     assert (source.fingerprint, source.key(3), source.captions(0)) == ("f", "3", ["a dog"])
     assert reason(lambda: source.record(1)) == "mine"
     with pytest.raises(MemoryError, match="no room"):
@@ -215,7 +215,7 @@ def test_tables_of_questions(tmp_path: Path) -> None:
     (tmp_path / "zero.png").write_bytes(b"")
     rows = b"a.png,what?,yes\nzero.png,what?,no\na.png,\xff,no\nb.png,what?,no\na.png,too,many,cells\n"
     (tmp_path / "x.csv").write_bytes(b"image,question,answer\n" + rows)
-    source = open_table("x", tmp_path / "x.csv")
+    source = TableSource("x", tmp_path / "x.csv")
     assert [source.key(row) for row in range(5)] == ["a#0", "zero#1", "a#2", "b#3", "malformed 0"]
     assert (source.record(0).captions, source.stored(0), source.stored(4)) == (["yes"], [photo()], [])
     assert [reason(lambda row=row: source.record(row)) for row in range(1, 5)] == [  # type: ignore[misc]
@@ -229,16 +229,16 @@ def test_tables_of_questions(tmp_path: Path) -> None:
             source.record(row)
     (tmp_path / "x.csv").write_bytes(b"image,question,answer\n")
     with pytest.raises(ValueError, match="has no rows"):
-        open_table("x", tmp_path / "x.csv")
+        TableSource("x", tmp_path / "x.csv")
     (tmp_path / "x.csv").write_bytes(b"image,caption\na.png,\xff\n")
-    plain = open_table("x", tmp_path / "x.csv")
+    plain = TableSource("x", tmp_path / "x.csv")
     for row in (-1, 1):
         with pytest.raises(IndexError, match=f"row {row} of 1"):
             plain.captions(row)
     pq.write_table(
         pa.table({"image": ["a.png"], "caption": pa.array([b"\xff"]).cast(pa.binary())}), tmp_path / "x.parquet"
     )
-    assert reason(lambda: open_table("x", tmp_path / "x.parquet").captions(0)) == "caption is not UTF-8"
+    assert reason(lambda: TableSource("x", tmp_path / "x.parquet").captions(0)) == "caption is not UTF-8"
 
 
 def test_images_from_paths_that_cannot_be_read(tmp_path: Path) -> None:

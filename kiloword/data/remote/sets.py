@@ -19,7 +19,7 @@ from kiloword.data.remote.file import RemoteFile, name_of, open_remote_file, pat
 from kiloword.data.remote.fsspec_files import Fsspec
 from kiloword.data.remote.index import open_remote_index
 from kiloword.data.remote.stat import Checksum
-from kiloword.data.sources.question_tables import open_table
+from kiloword.data.sources.tables import TableSource
 from kiloword.data.tars.shards import TarSource, expand, natural, text_lines
 from kiloword.terminal import warn
 from kiloword.types import Source
@@ -122,7 +122,7 @@ def _lines(address: Address, config: RemoteConfig, name: str) -> list[str] | Non
 
 def _open_table(address: Address, config: RemoteConfig) -> Source:
     """Errors: ValueError for a table whose images would have to be looked for beside it."""
-    table = open_table(address.url, open_remote_file(address, config).whole())
+    table = TableSource(address.url, open_remote_file(address, config).whole())
     paths = table.paths()
     if paths is not None and not pyarrow.compute.all(pyarrow.compute.starts_with(paths, "/")).as_py():
         raise ValueError(

@@ -12,7 +12,7 @@ from kiloword.data.scenes.questions import ANSWERS, VERSION, Question, ask
 from kiloword.data.scenes.raster import draw
 from kiloword.data.scenes.settings import VQA, SceneSettings, default_rows, parse_settings
 from kiloword.data.scenes.source import ScenesSource
-from kiloword.data.sources.questions import majority
+from kiloword.data.sources.optional import majority
 from kiloword.randomness import key
 from kiloword.types import Record
 

@@ -1,11 +1,11 @@
-"""Digests of what data sets hold, which a resumed run compares: of some samples always, of all where one was made."""
+"""Digests of images and texts, which a resumed run compares: of a sample of rows, and of all if it was computed."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -17,32 +17,17 @@ from kiloword.types import BadSample, Source
 SAMPLED = 512  # rows of each source
 
 
-@runtime_checkable
-class StoredSource(Protocol):
-    """A source whose samples are files, or members of tars, of this machine."""
-
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-
-    def stored(self, row: int) -> list[bytes | None]:
-        """The bytes of a row's image and texts that the fingerprint does not cover; None: not there.
-
-        Raises: BadSample, OSError.
-        """
-
-
 def sampled(source: Source) -> str:
     """Digest of the images and texts of up to `SAMPLED` rows of each source, drawn by its fingerprint.
 
-    Returns: 32 hexadecimal digits; "" where there is nothing that the fingerprint does not cover.
+    Returns: 32 hexadecimal digits; "" if the fingerprint covers all.
     """
-    digests = [_sampled(part) for part in _parts(source) if isinstance(part, StoredSource)]
+    digests = [_sampled(part) for part in _parts(source) if hasattr(part, "stored")]
     return hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest() if any(digests) else ""
 
 
 def whole(source: Source) -> str:
-    """Digest of all images and texts, as `kiloword data index --digest` made it; "" where it did not, of any source."""
+    """Digest of all images and texts, computed by `kiloword data index --digest`; "" if any source has none."""
     digests = [str(getattr(part, "digest", "")) for part in _parts(source)]
     return hashlib.blake2b("\n".join(digests).encode(), digest_size=16).hexdigest() if all(digests) else ""
 
@@ -51,18 +36,18 @@ def _parts(source: Source) -> list[Source]:
     return source.sources if isinstance(source, MixtureSource) else [source]
 
 
-def _sampled(source: StoredSource) -> str:
+def _sampled(source: Any) -> str:
     rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "digest")))
     rows = np.sort(rng.choice(len(source), min(SAMPLED, len(source)), replace=False))
-    digest, some = hashlib.blake2b(digest_size=16), False
+    digest, is_empty = hashlib.blake2b(digest_size=16), True
     for raw in (raw for row in rows.tolist() for raw in _stored(source, row)):
         digest.update(f"{-1 if raw is None else len(raw)} ".encode() + (raw or b""))
-        some = True
-    return digest.hexdigest() if some else ""
+        is_empty = False
+    return "" if is_empty else digest.hexdigest()
 
 
-def _stored(source: StoredSource, row: int) -> Iterator[bytes | None]:
+def _stored(source: Any, row: int) -> Iterator[bytes | None]:
     try:
         yield from patiently(partial(source.stored, row))
-    except BadSample:  # missing, larger than what is read
+    except BadSample:  # missing or too large
         yield None

@@ -16,6 +16,7 @@ import pyarrow.parquet
 from kiloword.data.files import find_key, key_bytes, key_text, lookup_table
 from kiloword.data.sources.embedded import arrow_errors, check_expanded
 from kiloword.data.sources.mixture import MixtureSource
+from kiloword.data.sources.optional import key_of, texts_of
 from kiloword.data.sources.sample import clean
 from kiloword.data.sources.tables import check_once, fingerprint
 from kiloword.terminal import shown
@@ -113,10 +114,10 @@ class WithCaptions:
 
     def captions(self, row: int) -> list[str]:
         """Captions, without reading the image where the source supports that. Raises BadSample."""
-        if not self.raw_captions:
-            return self._joined(self.key(row), [])
-        read = getattr(self.source, "captions", None)
-        return self._joined(self.key(row), read(row) if read else self.source.record(row).captions)
+        captions = self._all(self.key(row), texts_of(self.source, row) if self.raw_captions else [])
+        if not captions:
+            raise BadSample("no caption")
+        return captions
 
     def record(self, row: int) -> Record:
         """The stored sample with its captions. Raises BadSample with the reason."""
@@ -128,13 +129,6 @@ class WithCaptions:
         if not captions:
             raise NoCaption(replace(record, captions=[]))
         return replace(record, captions=captions)
-
-    def _joined(self, key: str, captions: list[str]) -> list[str]:
-        """As `_all`. Raises BadSample where there are none."""
-        joined = self._all(key, captions)
-        if not joined:
-            raise BadSample("no caption")
-        return joined
 
     def _all(self, key: str, captions: list[str]) -> list[str]:
         """The given captions, then captions of the tables that are not among them."""
@@ -164,12 +158,6 @@ def _wrap(source: Source, tables: Sequence[CaptionTable], raw_captions: bool) ->
             [_wrap(part, tables, raw_captions) for part in source.sources], source.weights, source.epoch
         )
     return WithCaptions(source, tables, raw_captions)
-
-
-def key_of(source: Source, row: int) -> str:
-    """A row's key, without reading its image where the source supports that. Raises BadSample."""
-    key = getattr(source, "key", None)
-    return str(key(row)) if callable(key) else source.record(row).key
 
 
 def _check_matches(table: CaptionTable, source: Source) -> None:

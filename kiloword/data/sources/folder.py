@@ -6,8 +6,15 @@ import hashlib
 import os
 from pathlib import Path
 
-from kiloword.data.sources.questions import question_in
-from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, MAX_TEXT, make_record, parse_captions, read_whole
+from kiloword.data.sources.sample import (
+    IMAGE_SUFFIXES,
+    MAX_IMAGE,
+    MAX_TEXT,
+    make_record,
+    parse_captions,
+    question_in,
+    read_whole,
+)
 from kiloword.types import BadSample, Record
 
 _BESIDE = ("txt", "json", "cls")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.data.sources.questions import question
+from kiloword.data.sources.optional import key_of, question, texts_of
 from kiloword.randomness import key as draw_key
 from kiloword.types import Record, Source
 
@@ -24,9 +24,6 @@ class MixtureSource:
     row numbers, and so its own random draws. `at(epoch)` moves the part along the permutation: after 1/0.3 epochs all
     rows were used equally often. The length never changes, only the rows of the part.
     """
-
-    classnames: list[str] | None = None
-    templates: list[str] | None = None
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float], epoch: int = 0) -> None:
         self.sources, self.weights, self.epoch = list(sources), list(weights), epoch
@@ -57,14 +54,12 @@ class MixtureSource:
         return source, local % len(source) if local < passes else int(self._parts[which][local - passes])
 
     def key(self, row: int) -> str:
-        """The key of the row in its source."""
-        source, local = self.locate(row)
-        return str(source.key(local)) if hasattr(source, "key") else str(local)
+        """The key of the row in its source. Raises BadSample."""
+        return key_of(*self.locate(row))
 
     def captions(self, row: int) -> list[str]:
         """Captions, without reading the image if the source supports that. Raises BadSample."""
-        source, local = self.locate(row)
-        return list(source.captions(local)) if hasattr(source, "captions") else source.record(local).captions
+        return texts_of(*self.locate(row))
 
     def question(self, row: int) -> str | None:
         """The question, without reading the image if the source supports that. Raises BadSample."""

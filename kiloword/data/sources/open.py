@@ -12,8 +12,8 @@ from kiloword.data.remote.sets import open_remote
 from kiloword.data.sources.extra_captions import with_captions
 from kiloword.data.sources.folder import Folder, is_image
 from kiloword.data.sources.mixture import mix
-from kiloword.data.sources.question_tables import open_table
 from kiloword.data.sources.sample import check_regular
+from kiloword.data.sources.tables import TableSource
 from kiloword.data.tars.shards import RANGE, TarSource, expand, natural, text_lines
 from kiloword.types import Source
 
@@ -47,7 +47,7 @@ def open_source(src: str, size: int | None = None) -> Source:
     check_regular(path)
     suffix = path.suffix.lower()
     if suffix in _TABLES:
-        return open_table(src, path)
+        return TableSource(src, path)
     if suffix == ".tar":
         return _shards(src, [path])
     raise ValueError(f"{src}: unknown kind of file. Expected {_KINDS}.")

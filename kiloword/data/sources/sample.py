@@ -1,40 +1,41 @@
-"""From the raw members of one sample (image, .txt, .json, .cls) to a Record. Every kind of source ends here."""
+"""From the stored parts of one sample (image, .txt, .json, .cls) to a `Record`."""
 
 from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kiloword.data.sources.questions import parse_answers
 from kiloword.types import BadSample, NoCaption, Record
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
 MAX_IMAGE = 1 << 28  # bytes of an encoded image
 MAX_TEXT = 1 << 23  # bytes of a .txt, .json or .cls
+QUESTION, ANSWERS = "question", "answers"  # keys of `Record.info`
 MAX_CAPTIONS = 10_000  # of one image
 MAX_CAPTION = 1_000_000  # characters; a tokenizer takes some hundred bytes of memory for each
 
 
 def check_size(what: str, size: int, most: int) -> None:
-    """Raises BadSample for more bytes than anybody should read; called before they are read."""
+    """Raises BadSample for more bytes than `most`; called before they are read."""
     if size > most:
         raise BadSample(f"{what} has {size:,} bytes, more than {most:,}")
 
 
 def check_regular(path: Path) -> None:
-    """Raises ValueError for a pipe, which blocks who opens it, a device, which has no end, and what else is no file."""
+    """Raises ValueError for anything but a file: opening a pipe can block, and a device has no end."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file: expected a file, no folder, pipe, socket or device.")
 
 
 def read_whole(path: Path, what: str, most: int) -> bytes:
     """A file of at most `most` bytes. Raises BadSample, also for devices and pipes, which have no end; OSError."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise BadSample(f"{what} is no regular file")
-    check_size(what, found.st_size, most)
+    check_size(what, status.st_size, most)
     return path.read_bytes()
 
 
@@ -50,10 +51,10 @@ def make_record(key: str, image: bytes, text: bytes | None, meta: bytes | None, 
 
 
 def parse_captions(text: bytes | None, meta: bytes | None) -> tuple[list[str], dict[str, Any]]:
-    """Captions, and what else the json holds.
+    """Captions, and the other fields of the json. Empty captions are dropped.
 
-    The json's `captions` (list) or `caption` (img2dataset) wins over the text, which holds one caption a line. Where it
-    holds a `question`, its answers stand in place of captions (see `parse_answers`). Empty captions are dropped.
+    The `captions` (list) or `caption` (img2dataset) of the json have precedence over the text, which has one caption
+    per line. Answers to a `question` take the place of captions (see `parse_answers`).
     """
     info = {} if meta is None else _parse_json(meta)
     named = parse_answers(info)
@@ -63,8 +64,40 @@ def parse_captions(text: bytes | None, meta: bytes | None) -> tuple[list[str], d
     return clean(named), info
 
 
+def parse_answers(info: dict[str, Any]) -> list[str] | None:
+    """The answers of a sample's JSON, one per annotator, which become `info["answers"]`; None without answers.
+
+    They are in `answers`, a list of strings or of objects with `answer` (as VQAv2's annotations), or in `answer`, a
+    string. In a sample with captions a question without answers is ignored.
+    Raises: BadSample when a question or an answer is not text, or a question has no answer.
+    """
+    if info.get(QUESTION) is None:
+        return None
+    named = next((info.pop(name) for name in (ANSWERS, "answer") if info.get(name) is not None), None)
+    if named is None and (info.get("captions") or info.get("caption")):
+        return None
+    listed = [named] if isinstance(named, str) else named
+    if not isinstance(info[QUESTION], str) or not info[QUESTION].strip():
+        raise BadSample("the question is not text")
+    if not listed:
+        raise BadSample("a question without an answer")
+    texts = [a.get("answer") if isinstance(a, dict) else a for a in listed] if isinstance(listed, list) else [None]
+    answers = [a for a in texts if isinstance(a, str)]
+    if len(answers) < len(texts):
+        raise BadSample('the answers are not strings (write "3" for 3)')
+    if not any(a.strip() for a in answers):
+        raise BadSample("a question without an answer")
+    info[QUESTION], info[ANSWERS] = info[QUESTION].strip(), answers
+    return answers
+
+
+def question_in(info: Mapping[str, Any]) -> str | None:
+    """The question of a `Record.info`; None where it has no question, or no answers to it."""
+    return info.get(QUESTION) if ANSWERS in info else None
+
+
 def clean(captions: list[str]) -> list[str]:
-    """Without outer white space and without empty ones.
+    """Remove outer white space and empty captions.
 
     Raises: BadSample for text that UTF-8 cannot hold, or of more than MAX_CAPTION characters; for more than
     MAX_CAPTIONS.
@@ -111,7 +144,7 @@ def _parse_json(meta: bytes) -> dict[str, Any]:
 
 
 def _json_captions(info: dict[str, Any]) -> list[str] | None:
-    """Takes the captions out of `info`; None when it names none, so that the text speaks."""
+    """Remove the captions from `info` and return them; None without any."""
     several, one = info.pop("captions", None), info.pop("caption", None)
     if several is None:
         several = None if one is None else [one]

@@ -1,8 +1,8 @@
-"""csv, tsv and parquet: one row names an image and a caption; rows of one image become one sample.
+"""csv, tsv and parquet tables of captions, or of questions and their answers.
 
 Columns: `image` (path relative to the table; in parquet also the bytes, or a struct with `bytes`) or open_clip's
-`filepath`; and `caption`, `captions` (a list; in csv a JSON list, or one caption a line) or open_clip's `title`. Tables
-of questions are read in `question_tables`.
+`filepath`; and `caption`, `captions` (a list; in csv a JSON list, or one caption per line) or open_clip's `title`. Or
+`question`, with `answers` (as `captions`, or as VQAv2's objects with `answer`) or `answer`, and optional types.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,24 +21,24 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from kiloword.data.sources.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
-from kiloword.data.sources.sample import MAX_IMAGE, clean, decode_text, read_whole
+from kiloword.data.sources.sample import (
+    ANSWERS,
+    MAX_IMAGE,
+    QUESTION,
+    clean,
+    decode_text,
+    parse_answers,
+    question_in,
+    read_whole,
+)
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record
 
 IMAGE_COLUMNS = ("image", "filepath")
 CAPTION_COLUMNS = ("captions", "caption", "title")
-_BLOCK = 1 << 26  # bytes that the csv reader looks at together; no row may be longer
-
-
-@dataclass
-class _Columns:
-    """What a table holds, N rows."""
-
-    images: pa.Array  # [N] paths, or digests of embedded images
-    captions: pa.Array  # [N] bytes, or lists of text
-    several: bool  # the caption column is `captions`
-    embedded: Embedded | None = None  # the images, where the table holds them itself
-    malformed: list[str] = field(default_factory=list)  # reasons of lines that are no rows
+ANSWER_COLUMNS = (ANSWERS, "answer")
+TYPE_COLUMNS = ("question_type", "answer_type")
+_BLOCK = 1 << 26  # bytes that the csv reader parses at once; no row may be longer
 
 
 def fingerprint(path: Path) -> str:
@@ -48,118 +48,177 @@ def fingerprint(path: Path) -> str:
 
 
 class TableSource:
-    """Samples of one csv, tsv or parquet file, in order of first appearance; lines that are no rows come last, as bad.
+    """The samples of one csv, tsv or parquet file; malformed lines come last, as bad samples.
 
-    The fingerprint is of the table's own bytes; of images that it names by path, `stored` has the bytes.
+    Of captions: one sample per image, in order of first appearance; of questions: one sample per row.
+    The fingerprint covers the bytes of the table; `stored` returns those of images that it names by path.
     Errors: ValueError for missing columns, no rows, an unreadable table.
     """
 
     natural = True
     from_files = True
-    classnames: list[str] | None = None
-    templates: list[str] | None = None
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
         self.fingerprint = fingerprint(path)
-        parquet = path.suffix.lower() == ".parquet"
+        self._malformed: list[str] = []  # reasons
+        self._embedded: Embedded | None = None  # the images, where the table contains them
+        image, columns = _choose(path, _column_names(path))
+        self._asks = columns[0] == QUESTION
         with arrow_errors(path):
-            self._columns = _read_parquet(path, self.fingerprint) if parquet else _read_csv(path)
-        self._order, self._starts = _group(self._columns.images)
+            images = self._read(image, columns)
+        self._images = None if self._embedded else images
+        self._order, self._starts = _ungrouped(len(images)) if self._asks else _group(images)
         if not len(self):
-            raise ValueError(f"{path} has no rows. Expected an image and a caption a row.")
+            raise ValueError(
+                f"{path} has no rows. Expected an image and a caption, or a question and its answers, in each row."
+            )
+
+    def _read(self, image: str, columns: list[str]) -> pa.Array:
+        """Read the texts. Returns: [N] paths of images, or digests of embedded images."""
+        if self.path.suffix.lower() != ".parquet":
+            table, self._malformed = _read_csv(self.path, [image, *columns])
+            images = _one_array(table.column(image), pa.large_binary())
+        else:
+            check_expanded(self.path, columns)
+            table = pa.parquet.read_table(self.path, columns=columns)
+            if is_embedded(self.path, image) and len(table):
+                self._embedded = Embedded(self.path, image, self.fingerprint)
+                digests = pa.py_buffer(self._embedded.digests())
+                images = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), self._embedded.rows, [None, digests])
+            else:
+                check_expanded(self.path, [image])
+                images = _one_array(pa.parquet.read_table(self.path, columns=[image]).column(image), pa.large_binary())
+            check_rows(self.path, len(table), len(images))
+        combine = pa.ChunkedArray.combine_chunks if self._asks else _caption_array
+        self._cells = {column: combine(table.column(column)) for column in columns}
+        return images
 
     def __len__(self) -> int:
-        return len(self._starts) - 1 + len(self._columns.malformed)
+        return len(self._starts) - 1 + len(self._malformed)
 
     def key(self, row: int) -> str:
-        """The image's path without suffix; the number of its first row where the table holds the images."""
+        """The image's path without suffix, or the number of its first row where the table contains the images.
+
+        Of questions, which may share an image, the path is followed by the row's number.
+        """
         samples = len(self._starts) - 1
         if row >= samples:
             return f"malformed {row - samples}"
-        if self._columns.embedded:
+        if self._embedded:
             return str(self._first(row))
-        return os.path.splitext(os.fsdecode(self._image(row)))[0]
+        stem = os.path.splitext(os.fsdecode(self._path(row)))[0]
+        return f"{stem}#{row}" if self._asks else stem
 
     def captions(self, row: int) -> list[str]:
-        """Captions without the image. Raises BadSample."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        if row >= len(self._starts) - 1:
-            raise BadSample(self._columns.malformed[row - len(self._starts) + 1])
-        rows = self._order[self._starts[row] : self._starts[row + 1]]
-        return clean([caption for r in rows for caption in self._cell(int(r))])
+        """Captions or answers, without reading the image. Raises BadSample."""
+        return self._texts(row)[0]
+
+    def question(self, row: int) -> str | None:
+        """The question, without reading the image; None in a table of captions. Raises BadSample."""
+        return question_in(self._texts(row)[1])
 
     def record(self, row: int) -> Record:
         """The stored sample. Raises BadSample with the reason."""
-        captions = self.captions(row)
-        embedded = self._columns.embedded
-        image = embedded.read(self._first(row)) if embedded else read_file(self.path, self._image(row))
+        captions, info = self._texts(row)
+        image = self._embedded.read(self._first(row)) if self._embedded else self._read_image(row)
         if not image:
             raise BadSample("the image has zero bytes")
+        record = Record(self.key(row), image, captions, info=info)
         if not captions:
-            raise NoCaption(Record(self.key(row), image, []))
-        return Record(self.key(row), image, captions)
+            raise NoCaption(record)
+        return record
 
     def stored(self, row: int) -> list[bytes | None]:
         """The bytes of a row's image where the table names it by path. Raises BadSample."""
-        named = self._columns.embedded is None and row < len(self._starts) - 1
-        return [read_file(self.path, self._image(row))] if named else []
+        return [] if self._embedded or row >= len(self._starts) - 1 else [self._read_image(row)]
 
     def paths(self) -> pa.Array | None:
-        """Of the images; None where the table holds them itself."""
-        return None if self._columns.embedded else self._columns.images
+        """Paths of the images; None where the table contains the images."""
+        return self._images
 
     def _first(self, row: int) -> int:
         return int(self._order[self._starts[row]])
 
-    def _image(self, row: int) -> bytes:
-        return self._columns.images[self._first(row)].as_py() or b""
+    def _path(self, row: int) -> bytes:
+        assert self._images is not None
+        return self._images[self._first(row)].as_py() or b""
 
-    def _cell(self, row: int) -> list[str]:
+    def _read_image(self, row: int) -> bytes:
+        """An image named relative to the table. Raises BadSample."""
+        name = os.fsdecode(self._path(row))
+        if not name:
+            raise BadSample("no image is named")
         try:
-            cell = self._columns.captions[row].as_py()
+            return read_whole(self.path.parent / name, "the image", MAX_IMAGE)
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+            reason = error.strerror if isinstance(error, OSError) else "not a file name"
+            raise BadSample(f"image cannot be read: {shown(name[:200])} ({reason})") from None
+
+    def _texts(self, row: int) -> tuple[list[str], dict[str, Any]]:
+        """Captions or answers, and the information of the record. Raises BadSample."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        if row >= len(self._starts) - 1:
+            raise BadSample(self._malformed[row - len(self._starts) + 1])
+        rows = self._order[self._starts[row] : self._starts[row + 1]].tolist()
+        cells = [{column: self._cell(column, n) for column in self._cells} for n in rows]
+        if not self._asks:
+            texts = [cell if isinstance(cell, list) else [cell or ""] for one in cells for cell in one.values()]
+            return clean([text for several in texts for text in several if text is not None]), {}
+        info = cells[0] | {QUESTION: cells[0][QUESTION] or ""}  # an empty cell is bad, not a row without a question
+        answers: Any = parse_answers(info)
+        return clean(answers), {name: value for name, value in info.items() if value}
+
+    def _cell(self, column: str, row: int) -> Any:
+        """Text, or a list. Raises BadSample."""
+        try:
+            cell = self._cells[column][row].as_py()
         except UnicodeDecodeError:
             raise BadSample("caption is not UTF-8") from None
-        if isinstance(cell, list):
-            return [caption for caption in cell if caption is not None]
-        text = decode_text(cell or b"")
-        return _several(text) if self._columns.several else [text]
+        text = decode_text(cell) if isinstance(cell, bytes) else cell
+        return _listed(text, column == ANSWERS) if isinstance(text, str) and column in (ANSWERS, "captions") else text
 
 
-def _several(text: str) -> list[str]:
-    """A JSON list of strings, or one caption a line."""
+def _listed(text: str, objects: bool) -> list[Any]:
+    """Parse a JSON list of strings (or also of objects), or one text per line."""
     if text.lstrip().startswith("["):
         try:
-            found = json.loads(text)
+            values = json.loads(text)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, list) and all(isinstance(c, str) for c in found):
-            return found
-    return text.split("\n")
+            values = None
+        if isinstance(values, list) and (objects or all(isinstance(value, str) for value in values)):
+            return values
+    return [line for line in text.split("\n") if line.strip()]
 
 
-def _choose(path: Path, names: list[str]) -> tuple[str, str]:
-    """The image's and the caption's column."""
-    image = next((c for c in IMAGE_COLUMNS if c in names), None)
-    caption = next((c for c in CAPTION_COLUMNS if c in names), None)
-    if image is None or caption is None:
+def _choose(path: Path, names: list[str]) -> tuple[str, list[str]]:
+    """The column of images; and that of captions, or those of questions, answers and types."""
+    image, caption, answers = (
+        next((column for column in columns if column in names), None)
+        for columns in (IMAGE_COLUMNS, CAPTION_COLUMNS, ANSWER_COLUMNS)
+    )
+    if QUESTION in names and answers:
+        texts = [QUESTION, answers, *(column for column in TYPE_COLUMNS if column in names)]
+    else:
+        texts = [caption] if caption else []
+    if image is None or not texts:
         raise ValueError(
             f"{path} has the columns {shown(', '.join(names)[:200]) or 'none'}. Expected `image` (or `filepath`) and "
             "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`)."
         )
-    check_once(path, names, image, caption)
-    return image, caption
+    check_once(path, names, image, *texts)
+    return image, texts
 
 
 def check_once(path: Path, names: list[str], *columns: str) -> None:
-    """Errors: ValueError when a table has two columns of one name, of which nobody can tell which one counts."""
+    """Errors: ValueError when a table has two columns of one name."""
     for column in columns:
         if names.count(column) > 1:
             raise ValueError(f"{path} has {names.count(column)} columns named {column}. Expected one.")
 
 
-def column_names(path: Path) -> list[str]:
+def _column_names(path: Path) -> list[str]:
     """Errors: ValueError when the table cannot be read."""
     if path.suffix.lower() != ".parquet":
         return _header(path)[1]
@@ -175,22 +234,24 @@ def _group(images: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return order, np.append(starts, len(order))
 
 
-def one_array(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+def _ungrouped(rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return np.arange(rows), np.arange(rows + 1)
+
+
+def _one_array(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
     return pa.chunked_array(column.cast(kind), kind).combine_chunks()
 
 
-def _read_csv(path: Path) -> _Columns:
-    image, caption = _choose(path, _header(path)[1])
-    table, malformed = read_csv(path, [image, caption])
-    images, captions = (one_array(table.column(c), pa.large_binary()) for c in (image, caption))
-    return _Columns(images, captions, caption == "captions", malformed=malformed)
+def _caption_array(column: pa.ChunkedArray) -> pa.Array:
+    listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    return _one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
 
 
-def read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
-    """Some columns, and why some lines are no rows.
+def _read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
+    """Some columns, and the reasons of malformed lines.
 
-    Cells stay bytes, so that one caption that is not UTF-8 costs one sample and not the table. Arrow cannot tell of a
-    line that is neither: then every byte is read as a letter, and put back.
+    Cells stay bytes, so that a caption that is not UTF-8 is one bad sample. Where a malformed line is not UTF-8, Arrow
+    fails to report it: then the file is decoded as Latin-1, and cells are encoded back to their bytes.
     """
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
@@ -227,48 +288,17 @@ def _parse_csv(path: Path, source: Path | pa.BufferReader, columns: list[str]) -
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
-    """Delimiter and column names. open_clip's .csv are tab-separated by default, so the first line decides."""
+    """Delimiter and column names. open_clip writes .csv separated by tabs, so the first line decides.
+
+    Errors: ValueError when the first line is not UTF-8.
+    """
     with path.open("rb") as file:
-        line = _decode_header(path, file.readline(1 << 20)).strip("\r\n")
-    delimiter = "\t" if "\t" in line and ("," not in line or path.suffix.lower() == ".tsv") else ","
-    return delimiter, [name.strip('"') for name in line.split(delimiter)]
-
-
-def _decode_header(path: Path, raw: bytes) -> str:
-    """Errors: ValueError when the table's first line is not UTF-8."""
+        raw = file.readline(1 << 20)
     try:
-        return decode_text(raw)
+        line = decode_text(raw).strip("\r\n")
     except BadSample:
         raise ValueError(
             f"{path}: the first line is not UTF-8. Expected column names such as `image,caption`."
         ) from None
-
-
-def _read_parquet(path: Path, fingerprint: str) -> _Columns:
-    image, caption = _choose(path, column_names(path))
-    check_expanded(path, [caption])
-    column = pa.parquet.read_table(path, columns=[caption]).column(caption)
-    listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    captions = one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
-    if is_embedded(path, image) and len(captions):
-        embedded = Embedded(path, image, fingerprint)
-        check_rows(path, len(captions), embedded.rows)
-        digests = pa.FixedSizeBinaryArray.from_buffers(
-            pa.binary(16), len(captions), [None, pa.py_buffer(embedded.digests())]
-        )
-        return _Columns(digests, captions, caption == "captions", embedded)
-    check_expanded(path, [image])
-    images = one_array(pa.parquet.read_table(path, columns=[image]).column(image), pa.large_binary())
-    check_rows(path, len(captions), len(images))
-    return _Columns(images, captions, caption == "captions")
-
-
-def read_file(table: Path, name: bytes) -> bytes:
-    """An image named relative to its table. Raises BadSample."""
-    if not name:
-        raise BadSample("no image is named")
-    try:
-        return read_whole(table.parent / os.fsdecode(name), "the image", MAX_IMAGE)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = error.strerror if isinstance(error, OSError) else "not a file name"
-        raise BadSample(f"image cannot be read: {shown(os.fsdecode(name)[:200])} ({reason})") from None
+    delimiter = "\t" if "\t" in line and ("," not in line or path.suffix.lower() == ".tsv") else ","
+    return delimiter, [name.strip('"') for name in line.split(delimiter)]

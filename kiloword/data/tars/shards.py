@@ -21,8 +21,15 @@ from numpy.typing import NDArray
 
 from kiloword.data.remote.file import Piece, RemoteFile
 from kiloword.data.remote.index import open_remote_index
-from kiloword.data.sources.questions import question_in
-from kiloword.data.sources.sample import MAX_IMAGE, MAX_TEXT, check_size, make_record, parse_captions, parse_label
+from kiloword.data.sources.sample import (
+    MAX_IMAGE,
+    MAX_TEXT,
+    check_size,
+    make_record,
+    parse_captions,
+    parse_label,
+    question_in,
+)
 from kiloword.data.tars import catalogue
 from kiloword.data.tars.index import BLOCK, PARTS, Index, IndexFile
 from kiloword.data.tars.local import LocalTar, index_as_it_was

@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
-from kiloword.data.sources.extra_captions import key_of
 from kiloword.data.sources.mixture import MixtureSource
+from kiloword.data.sources.optional import key_of
 from kiloword.data.sources.sample import check_regular
 from kiloword.data.sources.tables import check_once
 from kiloword.types import BadSample, Source

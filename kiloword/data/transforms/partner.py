@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
+from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.transforms.files import keys, read_columns
 from kiloword.data.transforms.settings import PartnerSettings
 from kiloword.randomness import Draw, key
@@ -145,5 +146,5 @@ def _check_covered(source: Source, missing: NDArray[np.bool_], where: str) -> No
 
 def _check_steady(source: Source) -> None:
     """Raises: ValueError if the samples of rows change between epochs."""
-    if any(weight % 1 for weight in getattr(source, "weights", ())):
+    if isinstance(source, MixtureSource) and any(weight % 1 for weight in source.weights):
         raise ValueError(f"{source.name}: rows change between epochs, which needs partner random. Use whole weights.")

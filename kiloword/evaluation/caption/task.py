@@ -10,7 +10,8 @@ from typing import Any
 
 from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.scenes.world import Scene
-from kiloword.data.sources.extra_captions import CaptionTable, key_of
+from kiloword.data.sources.extra_captions import CaptionTable
+from kiloword.data.sources.optional import key_of
 from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.caption import CaptionOptions, CaptionTaskOptions, java
 from kiloword.evaluation.caption.metrics import Scored, check_programs, score, variety

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch, captions_at
 from kiloword.data.sources.open import open_source
-from kiloword.data.sources.questions import ANSWERS, check_asks, question_in
-from kiloword.data.sources.sample import check_regular
+from kiloword.data.sources.optional import check_asks
+from kiloword.data.sources.sample import ANSWERS, check_regular, question_in
 from kiloword.distributed.sharing import alone, lockstep
 from kiloword.evaluation.features import batches_in_turns
 from kiloword.evaluation.task import Inputs, Values

@@ -18,9 +18,9 @@ from kiloword.data.loader import Loader
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.extra_captions import CaptionTable, WithCaptions, with_captions
+from kiloword.data.sources.map_style import MapStyleSource
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_data, open_source
-from kiloword.data.sources.own import Own
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, NoCaption, Source
 from tars import pairs, photo, write_tar
@@ -125,7 +125,9 @@ def test_what_else_a_source_knows_stays(tmp_path: Path) -> None:
     assert source.classnames == scenes.classnames  # type: ignore[attr-defined]
     assert source.relevance(record.captions, [4])[:-1].all()  # type: ignore[attr-defined]
     assert not hasattr(source, "at")
-    assert not hasattr(with_captions(Own([(photo(), "a")]), [table(tmp_path / "o", key=["0"], caption=["b"])]), "x")
+    assert not hasattr(
+        with_captions(MapStyleSource([(photo(), "a")]), [table(tmp_path / "o", key=["0"], caption=["b"])]), "x"
+    )
 
 
 def test_a_mixture_is_wrapped_part_by_part(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from kiloword.config.recipes import TextConfig
 from kiloword.data.hierarimgs.writer import read_annotations
 from kiloword.data.images.augmentation import read as read_image
 from kiloword.data.sources.extra_captions import CaptionTable
+from kiloword.data.sources.map_style import _stored
 from kiloword.data.sources.open import open_source
-from kiloword.data.sources.own import _stored
 from kiloword.data.sources.sample import MAX_CAPTION, MAX_CAPTIONS, MAX_TEXT, make_record, parse_captions
 from kiloword.data.tars.shards import TarSource
 from kiloword.data.text.eda import read_synonyms
@@ -189,7 +189,7 @@ TABLES: dict[bytes, list[Any] | str] = {
     b'image\tcaptions\na.png\t["\\ud800"]\n': ["caption is not UTF-8"],
     b"im\x1b[2Jage,caption\n": "TABLE has the columns im\\x1b[2Jage, caption. Expected `image` (or `filepath`) and "
     "`caption`, `captions` (or `title`) in its first line; or `image`, `question` and `answers` (or `answer`).",
-    HEAD: "TABLE has no rows. Expected an image and a caption a row.",
+    HEAD: "TABLE has no rows. Expected an image and a caption, or a question and its answers, in each row.",
 }
 
 

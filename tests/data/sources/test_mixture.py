@@ -42,7 +42,7 @@ def test_rows_stand_source_by_source_each_as_often_as_its_weight() -> None:
     mixture: Any = mix([Bare("a", 3), Rich("b", 2)], [2.0, 1.0])
     assert (len(mixture), mixture.name) == (8, "2 x a + 1 x b")
     assert [mixture.record(row).key for row in range(8)] == [*["a 0", "a 1", "a 2"] * 2, "b 0", "b 1"]
-    assert [mixture.key(row) for row in range(8)] == ["0", "1", "2"] * 2 + ["key 0", "key 1"]
+    assert [mixture.key(row) for row in range(8)] == ["a 0", "a 1", "a 2"] * 2 + ["key 0", "key 1"]
     assert [mixture.captions(row)[0] for row in (0, 5, 6, 7)] == ["read 0", "read 2", "said 0", "said 1"]
     assert [mixture.question(row) for row in (0, 5, 6, 7)] == ["ask 0", "ask 2", "asked 0", "asked 1"]
     for row in (-1, 8):

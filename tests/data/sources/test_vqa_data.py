@@ -23,7 +23,7 @@ from kiloword.data.sampler import Order
 from kiloword.data.scenes import SceneQuestions, open_scenes
 from kiloword.data.sources.mixture import mix
 from kiloword.data.sources.open import open_source
-from kiloword.data.sources.questions import majority
+from kiloword.data.sources.optional import majority
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.types import BadSample, Batch, Record, Source
 from tars import photo, write_tar
@@ -285,7 +285,7 @@ def test_tables_that_lack_a_column_say_what_is_expected(images: Path) -> None:
     with pytest.raises(ValueError, match="`image`, `question` and `answers`"):
         open_source(str(images / "a.csv"))
     (images / "b.csv").write_text("picture,question,answer\n0.png,why?,so\n")
-    with pytest.raises(ValueError, match="questions but no images"):
+    with pytest.raises(ValueError, match=r"has the columns picture, question, answer\. Expected `image`"):
         open_source(str(images / "b.csv"))
 
 

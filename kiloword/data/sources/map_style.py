@@ -1,4 +1,4 @@
-"""A user's map-style data set as a Source, for training from Python."""
+"""A map-style data set of the user as a `Source`, for training from Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MapStyle(Protocol):
     def __getitem__(self, row: int, /) -> tuple[Any, str | Sequence[str]]: ...
 
 
-class Own:
+class MapStyleSource:
     """A map-style data set whose samples are `(image, caption or captions)`.
 
     Images should not be augmented: the recipe's augmentation is drawn by row and epoch, so that a resumed run gets the
@@ -39,11 +39,7 @@ class Own:
     Errors: ValueError when the data set is empty, or its samples have another form.
     """
 
-    natural = True
-    classnames: list[str] | None = None
-    templates: list[str] | None = None
-
-    def __init__(self, dataset: MapStyle, name: str = "own", fingerprint: str | None = None) -> None:
+    def __init__(self, dataset: MapStyle, name: str = "dataset", fingerprint: str | None = None) -> None:
         if not len(dataset):
             raise ValueError(f"data set {name!r} is empty: expected at least one sample (image, caption).")
         self.dataset, self.name = dataset, name
@@ -113,7 +109,7 @@ def _stored(image: AnyImage) -> bytes | Pixels:
     return np.repeat(image[:, :, None], 3, 2) if image.ndim == 2 else image
 
 
-def _digest(source: Own) -> str:
+def _digest(source: MapStyleSource) -> str:
     """A digest of the length and of some samples, including the first and the last."""
     rows = np.linspace(0, len(source) - 1, min(_HASHED, len(source))).round().astype(int).tolist()
     digest = hashlib.blake2b(str(len(source)).encode(), digest_size=16)

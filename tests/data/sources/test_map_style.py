@@ -13,7 +13,7 @@ from PIL import Image
 
 import kiloword
 from kiloword.checkpoint.model_folder import read_model_file
-from kiloword.data.sources.own import Own
+from kiloword.data.sources.map_style import MapStyleSource
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import train
@@ -60,12 +60,12 @@ def test_ten_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model = kiloword.load(tmp_path / "runs" / "mine" / "model")
     assert model.score([Photos()[0][0]], ["a red thing"]).shape == (1, 1)
     file = read_model_file(tmp_path / "runs" / "mine" / "model")
-    assert (file.steps, file.data) == (3, "own")
+    assert (file.steps, file.data) == (3, "dataset")
 
 
 @pytest.mark.parametrize("kind", ["pillow", "array", "bytes", "path", "string"])
 def test_every_kind_of_image(kind: str, tmp_path: Path) -> None:
-    source = Own(Photos(kind, folder=tmp_path))
+    source = MapStyleSource(Photos(kind, folder=tmp_path))
     record = source.record(3)
     pixels = record.image if isinstance(record.image, np.ndarray) else noise(40, 50, 3)
     assert (pixels == noise(40, 50, 3)).all()
@@ -74,15 +74,20 @@ def test_every_kind_of_image(kind: str, tmp_path: Path) -> None:
 
 
 def test_grey_arrays_become_rgb() -> None:
-    grey = Own([(np.full((4, 5), 7, np.uint8), "grey")]).record(0).image
+    grey = MapStyleSource([(np.full((4, 5), 7, np.uint8), "grey")]).record(0).image
     assert isinstance(grey, np.ndarray)
     assert grey.shape == (4, 5, 3)
 
 
 def test_fingerprint_follows_the_data() -> None:
-    assert Own(Photos()).fingerprint == Own(Photos()).fingerprint
-    assert len({Own(Photos(kind, n)).fingerprint for kind, n in (("pillow", 24), ("pillow", 23), ("array", 24))}) == 3
-    assert Own(Photos(), fingerprint="v2").fingerprint == "v2"
+    assert MapStyleSource(Photos()).fingerprint == MapStyleSource(Photos()).fingerprint
+    assert (
+        len(
+            {MapStyleSource(Photos(kind, n)).fingerprint for kind, n in (("pillow", 24), ("pillow", 23), ("array", 24))}
+        )
+        == 3
+    )
+    assert MapStyleSource(Photos(), fingerprint="v2").fingerprint == "v2"
 
 
 class Holes(Photos):
@@ -99,12 +104,12 @@ def test_rows_that_raise_are_bad_samples(tmp_path: Path) -> None:
     """While the tokenizer is trained, and in the fingerprint, too."""
     run = default_recipe("siglip", "debug", data=("own",))
     run = replace(run, steps=3, batch=8, data=replace(run.data, bad_share=0.2))
-    train(run, tmp_path, source=Own(Holes()))
+    train(run, tmp_path, source=MapStyleSource(Holes()))
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped"] == 3
 
 
 def test_bad_samples_have_a_reason(tmp_path: Path) -> None:
-    source = Own([(tmp_path / "none.png", "x"), (noise(4, 4), "")])
+    source = MapStyleSource([(tmp_path / "none.png", "x"), (noise(4, 4), "")])
     with pytest.raises(BadSample, match="No such file"):
         source.record(0)
     with pytest.raises(BadSample, match="no caption"):
@@ -123,4 +128,4 @@ def test_bad_samples_have_a_reason(tmp_path: Path) -> None:
 )
 def test_another_form_is_refused(dataset: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        Own(dataset)
+        MapStyleSource(dataset)
