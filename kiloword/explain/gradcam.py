@@ -5,45 +5,33 @@ Source: Selvaraju et al., ICCV 2017 (arXiv:1610.02391), eq. 1 and 2; the first l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from kiloword.explain.words import check_choice, check_texts, log_chances
+from kiloword.explain.words import check_texts, log_probabilities
 from kiloword.generation.decoding import writer
+from kiloword.model.encoding import inference
 from kiloword.model.image import ImageTower, extra
 from kiloword.model.pooling import at_least_float
-from kiloword.types import Features
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.data.images.inputs import Images
-    from kiloword.model.model import Model
 
 Target = Literal["score", "caption"]
 """Target of the gradients: the score of image and text, or the log probability of the caption."""
 
 
-@dataclass(frozen=True)
-class GradCam:
-    """Grad-CAM of I images and T texts; `grid` rows x columns of patches make P."""
-
-    maps: Tensor  # [I, T, P], non-negative, of any scale; 0 if no channel supports the text
-    values: Tensor  # [I, T] the scores, or log probabilities
-    grid: tuple[int, int]
-
-
-def gradcam(
-    matcher: Matcher, images: Images, texts: Sequence[str], target: Target = "score", layer: int = 0
-) -> GradCam:
+def gradcam(matcher: Matcher, images: Images, texts: Sequence[str], target: Target = "score", layer: int = 0) -> Tensor:
     """ReLU(sum_c alpha_c A_c) of a layer's patches A [P, W]; alpha_c is the mean over patches of d target / d A_c.
 
     Args: layer: 0: output of the stem (the first layer of the figure, before positions are added), or the number of a
     block.
+    Returns: maps [I, T, P], non-negative, of any scale; 0 where no channel supports the text.
     Raises: ValueError for an invalid layer or target, and for target "caption" with a model without text decoder.
     """
     model = matcher.model
@@ -52,14 +40,13 @@ def gradcam(
             f"layer is {layer}: expected 0, the stem, or the number of a block up to {len(model.image_tower.blocks)}."
         )
     check_texts("gradcam", texts)
-    check_choice("target", target, Target)
-    value = _scores(matcher, texts) if target == "score" else _log_likelihoods(matcher, texts)
+    if target not in get_args(Target):
+        raise ValueError(f"target is {target!r}: expected {' or '.join(get_args(Target))}.")
     pixels = matcher.pixels(images)
-    with _evaluated(model), held(model.image_tower, layer) as seen:
-        values = value(model.image_tokens(pixels))  # [I, T]
-    maps = [_map(column, seen) for column in values.unbind(1)]
-    side = model.config.image.size // model.config.image.patch
-    return GradCam(torch.stack(maps, 1), values.detach(), (side, side))
+    with inference(model), torch.inference_mode(False), torch.enable_grad(), held(model.image_tower, layer) as seen:
+        tokens = model.image_tokens(pixels)
+        values = (_scores if target == "score" else _log_likelihoods)(matcher, texts, tokens)  # [I, T]
+    return torch.stack([_map(column, seen) for column in values.unbind(1)], 1)
 
 
 def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
@@ -70,27 +57,21 @@ def _map(values: Tensor, seen: dict[str, Tensor]) -> Tensor:
     return (alpha * at_least_float(seen["activations"])).sum(-1).relu()
 
 
-def _scores(matcher: Matcher, texts: Sequence[str]) -> Callable[[Tensor], Tensor]:
-    """From image tokens to scores [I, T]."""
-    # computed without gradients, and copied, as inference tensors cannot take part in autograd
-    features: Features = {name: value.clone() for name, value in matcher.encode_text(texts).items()}
-    model = matcher.model
-    return lambda tokens: model.score(model.head.image(tokens), features)
+def _scores(matcher: Matcher, texts: Sequence[str], tokens: Tensor) -> Tensor:
+    """Scores [I, T] of image tokens."""
+    features = {name: value.clone() for name, value in matcher.encode_text(texts).items()}  # no inference tensors
+    return matcher.model.score(matcher.model.head.image(tokens), features)
 
 
-def _log_likelihoods(matcher: Matcher, texts: Sequence[str]) -> Callable[[Tensor], Tensor]:
-    """From image tokens to the log probability of each text [I, T], its end included."""
+def _log_likelihoods(matcher: Matcher, texts: Sequence[str], tokens: Tensor) -> Tensor:
+    """Log probability [I, T] of each text, its end included, given image tokens."""
     model, decoder = matcher.model, writer(matcher.model)
-
-    def of(tokens: Tensor) -> Tensor:
-        memory, columns = decoder.remember(model.memory(tokens)), []
-        for text in texts:
-            packed = matcher.tokenizer.encode([text] * len(tokens), model.config.text).to(tokens.device)
-            log_p, packing = log_chances(model, decoder, packed, model.text_tower(packed), memory)
-            columns.append(log_p.new_zeros(len(tokens)).index_add(0, packing.text, log_p))
-        return torch.stack(columns, 1)
-
-    return of
+    memory, columns = decoder.remember(model.memory(tokens)), []
+    for text in texts:
+        packed = matcher.tokenizer.encode([text] * len(tokens), model.config.text).to(tokens.device)
+        log_p, packing = log_probabilities(model, decoder, packed, model.text_tower(packed), memory)
+        columns.append(log_p.new_zeros(len(tokens)).index_add(0, packing.text, log_p))
+    return torch.stack(columns, 1)
 
 
 @contextmanager
@@ -109,23 +90,8 @@ def held(tower: ImageTower, layer: int) -> Iterator[dict[str, Tensor]]:
     def add(module: nn.Module, inputs: Any, out: Tensor) -> None:
         seen["activations"] = seen["activations"] + out.detach()
 
-    handles = [(tower.blocks[layer - 1] if layer else tower.patches).register_forward_hook(hold)]
-    if layer == 0 and tower.stem is not None:
-        handles.append(tower.stem.register_forward_hook(add))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context((tower.blocks[layer - 1] if layer else tower.patches).register_forward_hook(hold))
+        if layer == 0 and tower.stem is not None:
+            hooks.enter_context(tower.stem.register_forward_hook(add))
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _evaluated(model: Model) -> Iterator[None]:
-    """Eval mode, with gradients, until the end."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        model.train(training)

@@ -14,6 +14,7 @@ from kiloword.methods.coca.masked_images import MimSettings
 from kiloword.methods.coca.masking import MaskSettings
 from kiloword.model.image import fold, unfold
 from kiloword.model.pooling import at_least_float
+from kiloword.randomness import uniform
 from kiloword.types import Batch, Encoded, Texts
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _term(matcher: Matcher, name: str) -> object:
     return getattr(matcher.method.terms[name][1](matcher.model.config), "settings", None)
 
 
-def speaks_of(model: Model, images: Tensor, texts: Texts, settings: MaskSettings) -> Tensor:
+def caption_similarity(model: Model, images: Tensor, texts: Texts, settings: MaskSettings) -> Tensor:
     """Similarity of caption n with each patch of image n, both unmasked: [N, P] (arXiv:2401.02137, eq. 7).
 
     Args: images uint8 [N, 3, H, W]; texts: N captions.
@@ -73,6 +74,21 @@ def speaks_of(model: Model, images: Tensor, texts: Texts, settings: MaskSettings
     nobody = torch.zeros(len(images), dtype=torch.bool, device=images.device)
     batch = Batch(images, texts, places, seeds=places, position=places, composed=nobody)
     return masking.scores(model, batch, Encoded(model.image_tokens(images), tokens, {}, {}), settings)
+
+
+def masked_patches(
+    model: Model, images: Tensor, texts: Texts, seeds: Tensor, attentive: bool, settings: MimSettings
+) -> Tensor:
+    """Patches of N images to mask for the image decoder: [N, m] int64, ascending.
+
+    Args: images uint8 [N, 3, H, W]; texts: N captions, for attentive masks; seeds [N], for random ones.
+    """
+    patches = (model.config.image.size // model.config.image.patch) ** 2
+    if attentive:
+        scores = caption_similarity(model, images, texts, settings)
+    else:
+        scores = uniform(seeds, "reconstruction.mask", patches)
+    return masking.chosen(scores, masking.number(settings.mim_share, patches, "mim_share"), most=True)
 
 
 def reconstruct(

@@ -1,4 +1,4 @@
-"""What `kiloword score --explain DIR` writes: figures of every image, and all numbers as json."""
+"""What `kiloword score --explain DIR` writes: figures of every image, and all values as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.sources.sample import MAX_IMAGE, read_whole
 from kiloword.errors import count
 from kiloword.explain.maps import Explanation, Maps
-from kiloword.explain.word_sheets import DrawnStrips, SheetInput, What, looked, possible
+from kiloword.explain.strips import Draw, SheetInput, What, possible, strips
 from kiloword.model.image import extra
 from kiloword.report.overlay import SIDE, Pixels, Row, TokenMap, figure
 from kiloword.report.sheet import CaptionStrips, sheet
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
 
 SHEET = "The part of the image that the model sees, and what its decoders do with each caption."
-TOP = 4  # tokens a text that are shown
+TOP = 4  # tokens shown per text
 ENTROPY = "Entropy of the weights: 0 is one token a head, 1 is all tokens alike."
 
 
@@ -36,12 +36,12 @@ def write(
     maps: Maps = "last",
     what: Sequence[str] | None = None,
 ) -> list[str]:
-    """Explain every pair: `folder`/IMAGE.png and weights.json; of decoders IMAGE-inside.png and inside.json.
+    """Explain every pair: `folder`/IMAGE.png and weights.json; for decoders, IMAGE-inside.png and inside.json.
 
     Args: what: "maps", "words", "gradcam", "masks", "reconstruction"; None: all that the model can show.
     Returns: lines for the screen.
-    Errors: ValueError when an image cannot be read, the folder cannot be written, a figure would replace an image, or
-    the model cannot show what is asked for.
+    Raises: ValueError when an image cannot be read, the folder cannot be written, a figure would replace an image, or
+    the model cannot show what `what` names.
     """
     kinds: Sequence[str] = ("maps", *possible(matcher)) if what is None else what
     inside = [kind for kind in get_args(What) if kind in kinds]
@@ -49,76 +49,59 @@ def write(
     figures, sheets = names[: len(images)] if "maps" in kinds else [], names[len(images) :] if inside else []
     _check_apart(folder, images, [*figures, *sheets])
     large = [_large(matcher, path) for path in images]
-    strips = looked(SheetInput(matcher, matcher.pixels(list(images)), large, texts), inside)
+    inputs = SheetInput(matcher, images, matcher.pixels(list(images)), large, texts)
+    draws = strips(inputs, inside)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder} cannot be made: {error.strerror}; choose another folder for --explain.") from error
-    lines = _write_maps(folder, matcher, images, texts, maps, large, figures) if figures else []
-    return [*lines, *(_write_sheets(folder, matcher, images, texts, large, strips, sheets) if sheets else [])]
+    lines = _write_maps(folder, inputs, maps, figures) if figures else []
+    return [*lines, *(_write_sheets(folder, inputs, draws, sheets) if sheets else [])]
 
 
-def _write_sheets(
-    folder: Path,
-    matcher: Matcher,
-    images: Sequence[Path],
-    texts: Sequence[str],
-    large: Sequence[Pixels],
-    found: Mapping[What, DrawnStrips],
-    files: Sequence[str],
-) -> list[str]:
-    """Sheets of what decoders do, all kinds on one an image, and their numbers."""
-    scores = matcher.score(list(images), texts).tolist()
+def _write_sheets(folder: Path, inputs: SheetInput, draws: Mapping[What, Draw], files: Sequence[str]) -> list[str]:
+    """Sheets of what decoders do, one per image, and their values."""
+    scores = inputs.matcher.score(inputs.pixels, inputs.texts).tolist()
     entries = []
-    for i, (path, file) in enumerate(zip(images, files, strict=True)):
-        blocks, numbers = [], []
-        for t, text in enumerate(texts):
-            parts = [kind[i][t] for kind in found.values()]
-            heading = f"“{text}”" if text else "the empty caption"
-            note = f"score {scores[i][t]:.3f}{_cut(matcher, text)}"
-            strips = [strip if t == 0 else replace(strip, about="") for strip, _ in parts]  # once a sheet is enough
-            blocks.append(CaptionStrips(heading, note, strips))
-            numbers.append(
-                {"text": text, "score": scores[i][t], **{k: v for _, part in parts for k, v in part.items()}}
-            )
-        _save(sheet(large[i], path.name, SHEET, blocks), folder / file)
-        entries.append({"image": str(path), "figure": file, "texts": numbers})
+    for i, (path, file) in enumerate(zip(inputs.paths, files, strict=True)):
+        blocks, values = [], []
+        for t, text in enumerate(inputs.texts):
+            drawn = {kind: draw(i, t) for kind, draw in draws.items()}
+            shown = [strip if t == 0 else replace(strip, about="") for strip, _ in drawn.values()]  # explain once
+            note = f"score {scores[i][t]:.3f}{_cut(inputs.matcher, text)}"
+            blocks.append(CaptionStrips(f"“{text}”" if text else "the empty caption", note, shown))
+            parts: dict[str, Any] = {kind: part for kind, (_, part) in drawn.items()}
+            values.append({"text": text, "score": scores[i][t]} | parts)
+        _save(sheet(inputs.large[i], path.name, SHEET, blocks), folder / file)
+        entries.append({"image": str(path), "figure": file, "texts": values})
     write_json(folder / "inside.json", {"images": entries})
-    return [f"{len(files)} sheet{'s' * (len(files) > 1)} ({', '.join(found)}) and inside.json: {folder}"]
+    return [f"{count(len(files), 'sheet')} ({', '.join(draws)}) and inside.json: {folder}"]
 
 
 def _cut(matcher: Matcher, text: str) -> str:
-    """A few words where the model sees only the beginning of a text."""
+    """A note where the model sees only the beginning of a text."""
     cut = matcher.tokenizer.cut([text], matcher.model.config.text)
     return "; too long: the model reads {1} of its {0} tokens".format(*cut[0]) if cut else ""
 
 
-def _write_maps(
-    folder: Path,
-    matcher: Matcher,
-    images: Sequence[Path],
-    texts: Sequence[str],
-    maps: Maps,
-    large: Sequence[Pixels],
-    files: Sequence[str],
-) -> list[str]:
-    """Where each text looks, by what makes the score; returns a line a pair: its score, entropy, heaviest tokens."""
-    explanation = matcher.explain(list(images), texts, maps)
-    names = token_names(matcher, explanation)
+def _write_maps(folder: Path, inputs: SheetInput, maps: Maps, files: Sequence[str]) -> list[str]:
+    """Figures of where each text looks; returns a line per pair: its score, entropy and largest weights."""
+    explanation = inputs.matcher.explain(inputs.pixels, inputs.texts, maps)
+    names = token_names(inputs.matcher, explanation)
     about = explanation.about if explanation.weights is None else f"{explanation.about} {ENTROPY}"
     lines, entries = [about], []
-    for i, (path, file) in enumerate(zip(images, files, strict=True)):
-        pairs = [_pair(explanation, i, t, text, names) for t, text in enumerate(texts)]
+    for i, (path, file) in enumerate(zip(inputs.paths, files, strict=True)):
+        pairs = [_pair(explanation, i, t, text, names) for t, text in enumerate(inputs.texts)]
         rows = [_row(explanation, i, t, pair) for t, pair in enumerate(pairs)]
-        _save(figure(large[i], path.name, about, rows), folder / file)
+        _save(figure(inputs.large[i], path.name, about, rows), folder / file)
         entries.append({"image": str(path), "figure": file, "texts": pairs})
         lines += [f"{path.name}  {_line(pair)}" for pair in pairs]
     write_json(folder / "weights.json", {"about": explanation.about, "maps": maps, "tokens": names, "images": entries})
-    return [*lines, f"{count(len(images), 'figure')} and weights.json: {folder}"]
+    return [*lines, f"{count(len(files), 'figure')} and weights.json: {folder}"]
 
 
 def file_names(images: Sequence[Path]) -> list[str]:
-    """A name an image; images of one name from several folders are numbered."""
+    """A name per image; images of one name from several folders are numbered."""
     names: list[str] = []
     for path in images:
         name, n = f"{path.stem}.png", 2
@@ -131,13 +114,13 @@ def file_names(images: Sequence[Path]) -> list[str]:
 def _check_apart(folder: Path, images: Sequence[Path], files: Sequence[str]) -> None:
     """Raises: ValueError when a figure would be written over one of the images."""
     resolved = {path.resolve() for path in images}
-    lost = next((folder / file for file in files if (folder / file).resolve() in resolved), None)
-    if lost is not None:
-        raise ValueError(f"--explain would write a figure over the image {lost}: choose another folder.")
+    for path in (folder / file for file in files):
+        if path.resolve() in resolved:
+            raise ValueError(f"--explain would write a figure over the image {path}: choose another folder.")
 
 
 def token_names(matcher: Matcher, explanation: Explanation) -> list[str]:
-    """What the tokens that are mixed are called; numbers count from 0, as in the arrays."""
+    """Names of the tokens that are mixed; numbers count from 0, as in the arrays."""
     if explanation.weights is None:
         return []
     config, columns = matcher.model.config.image, explanation.grid[1]
@@ -148,7 +131,7 @@ def token_names(matcher: Matcher, explanation: Explanation) -> list[str]:
 
 
 def _pair(explanation: Explanation, i: int, t: int, text: str, names: Sequence[str]) -> dict[str, Any]:
-    """The numbers of one image and one text."""
+    """The values of one image and one text for JSON."""
     pair: dict[str, Any] = {"text": text, "score": float(explanation.scores[i, t])}
     if explanation.weights is not None and explanation.shares is not None and explanation.entropy is not None:
         shares = explanation.shares[i, t]
@@ -163,10 +146,8 @@ def _row(explanation: Explanation, i: int, t: int, pair: dict[str, Any]) -> Row:
     looks = explanation.maps[i, t].view(explanation.grid).cpu().numpy()
     if explanation.weights is None or explanation.tokens is None:
         return Row(pair["text"], f"score {pair['score']:.3f}", looks)
-    tokens = [
-        TokenMap(one["token"], one["share"], explanation.tokens[i, one["place"]].view(explanation.grid).cpu().numpy())
-        for one in pair["top"]
-    ]
+    maps = explanation.tokens[i].view(-1, *explanation.grid).cpu().numpy()
+    tokens = [TokenMap(top["token"], top["share"], maps[top["place"]]) for top in pair["top"]]
     note = f"score {pair['score']:.3f}, entropy {pair['entropy']:.2f}"
     return Row(pair["text"], note, looks, tokens, explanation.weights[i, t].cpu().numpy())
 
@@ -175,17 +156,14 @@ def _line(pair: dict[str, Any]) -> str:
     line = f"“{pair['text']}”  score {pair['score']:.3f}"
     if "top" not in pair:
         return line
-    tops = ", ".join(f"{one['token']} {one['share']:.0%}" for one in pair["top"])
+    tops = ", ".join(f"{top['token']} {top['share']:.0%}" for top in pair["top"])
     return f"{line}  entropy {pair['entropy']:.2f}  {tops}"
 
 
 def _large(matcher: Matcher, path: Path) -> Pixels:
-    """The part of the image that the model sees, in more pixels than it gets: uint8 [H, W, 3]."""
-    pixels: Pixels = (
-        EvalTransform(2 * SIDE, matcher.model.config.preprocess.resize)(read_whole(path, "it", MAX_IMAGE))
-        .permute(1, 2, 0)
-        .numpy()
-    )
+    """The part of the image that the model sees, at a higher resolution: uint8 [H, W, 3]."""
+    transform = EvalTransform(2 * SIDE, matcher.model.config.preprocess.resize)
+    pixels: Pixels = transform(read_whole(path, "it", MAX_IMAGE)).permute(1, 2, 0).numpy()
     return pixels
 
 

@@ -24,7 +24,7 @@ from kiloword.evaluation import evaluate
 from kiloword.evaluation.reconstruction.page import report
 from kiloword.evaluation.reconstruction.task import Judge, values
 from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
-from kiloword.explain.reconstruct import fill, mask_settings, mean_colour, mim_settings, reconstruct, speaks_of
+from kiloword.explain.reconstruct import caption_similarity, fill, mask_settings, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import masked_images, masking
 from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.registry import preset
@@ -118,11 +118,11 @@ def test_hidden_pixels_do_not_leak() -> None:
     torch.testing.assert_close(one, two)
 
 
-def test_speaks_of_is_the_greatest_similarity() -> None:
+def test_caption_similarity_is_the_greatest_similarity() -> None:
     model = matcher()
     m = model.model
     with torch.no_grad():
-        found = speaks_of(m, pixels(), packed(model, CAPTIONS), MaskSettings())
+        found = caption_similarity(m, pixels(), packed(model, CAPTIONS), MaskSettings())
         for n, caption in enumerate(CAPTIONS):
             texts = packed(model, [caption])
             words = m.head.project_text_tokens(m.text_tower(texts))[: -len(m.config.text.extra_tokens)]
@@ -198,7 +198,7 @@ def test_task_against_a_loop_over_images(settings: dict[str, Any]) -> None:
     with torch.no_grad():
         for row, record in enumerate(records):
             image, right = images[row : row + 1], record.captions[0]
-            scored = speaks_of(m, image, packed(model, [right]), mim)[0].tolist()
+            scored = caption_similarity(m, image, packed(model, [right]), mim)[0].tolist()
             hidden = torch.tensor([sorted(sorted(range(16), key=lambda p: -scored[p])[: int(share)])])
             true = unfold(m.normalise(image), 8)[0, hidden[0]]
             for name, caption in {"right": right, "wrong": wrong[row], "none": ""}.items():

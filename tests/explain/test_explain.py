@@ -87,7 +87,7 @@ def test_looking_changes_nothing_and_leaves_nothing() -> None:
     x = torch.randn(1, 3, 48, 48, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         plain = tower(x)
-        with attentions(tower, last_only=False) as seen:
+        with attentions(block.attention for block in tower.blocks) as seen:
             torch.testing.assert_close(tower(x), plain, rtol=0, atol=0)
         tower(x)
     assert [s.shape for s in seen] == [(1, 12, 12)] * 3
@@ -192,7 +192,7 @@ def test_registers_and_averages_show_the_tokens_that_are_read() -> None:
     with torch.no_grad():
         for pool, read in (("first", 1), ("average", 4)):
             model = llip(pool=pool)
-            with attentions(model.model.image_tower, last_only=True) as seen:
+            with attentions([model.model.image_tower.blocks[-1].attention]) as seen:
                 model.model.encode_image(pixels(2))
             looks = seen[0][:, :read, 4:]
             expected = (looks / looks.sum(-1, keepdim=True)).mean(1)

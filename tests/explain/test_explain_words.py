@@ -15,7 +15,7 @@ from torch import Tensor
 from kiloword.api import Matcher
 from kiloword.config.recipes import HeadConfig, ImageConfig, sizes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.explain.words import END, explain_words, log_chances, words_of
+from kiloword.explain.words import END, explain_words, log_probabilities, words_of
 from kiloword.methods.coca.captioning import caption_loss
 from kiloword.methods.registry import preset
 from kiloword.model.attention import Packing
@@ -37,8 +37,8 @@ def pixels(n: int = 2) -> Tensor:
     return torch.randint(256, (n, 3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
 
 
-def literal(model: Matcher, image: Tensor, caption: str, layers: str) -> tuple[Tensor, Tensor]:
-    """One image, one caption, head by head: attention [L, 9] of every predicting place, log chances [L]."""
+def literal(model: Matcher, image: Tensor, caption: str) -> tuple[Tensor, Tensor]:
+    """One image, one caption, head by head: attention [L, 9] of every predicting place, log probabilities [L]."""
     m, decoder = model.model, model.model.more["text_decoder"]
     assert isinstance(decoder, TextDecoder)
     texts = model.tokenizer.encode([caption], m.config.text)
@@ -52,7 +52,6 @@ def literal(model: Matcher, image: Tensor, caption: str, layers: str) -> tuple[T
         attention = own.image_pool.attentional.attention
         queries = own.image_pool.attentional.norm_query(own.image_pool.attentional.probes[1:])
         pool = heads(attention.q(queries), attention.kv(patches)[:, : queries.shape[1]], attention.heads)
-    looks = []
     for layer in decoder.layers:
         part: Any = layer
         whole = Texts(texts.ids[: end - 1], torch.tensor([0, end - 1]), end - 1)
@@ -60,11 +59,11 @@ def literal(model: Matcher, image: Tensor, caption: str, layers: str) -> tuple[T
         x = part.own(x, packing, True)
         cross = part.cross
         keys = cross.attention.kv(cross.norm_memory(memory))[:, : x.shape[1]]
-        looks.append(heads(cross.attention.q(cross.norm1(x)), keys, cross.attention.heads) @ pool)
+        looks = heads(cross.attention.q(cross.norm1(x)), keys, cross.attention.heads) @ pool  # the last layer's remain
         x = cross(x, cross.keys(memory[None]), packing)
     log_p = (decoder.norm(x) @ decoder.table(m.text_tower.tokens).T).log_softmax(-1)
     chosen = log_p[torch.arange(end - 1), texts.ids[1:end]]
-    return (looks[-1] if layers == "last" else sum(looks) / len(looks))[:, 1:], chosen  # type: ignore[index]
+    return looks[:, 1:], chosen
 
 
 def heads(q: Tensor, k: Tensor, n: int) -> Tensor:
@@ -74,18 +73,17 @@ def heads(q: Tensor, k: Tensor, n: int) -> Tensor:
     return sum(parts) / n  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("layers", ["last", "mean"])
 @pytest.mark.parametrize(
     ("method", "head"),
     [("coca", {}), ("coca", {"image_pool": "attentional", "pool_queries": 5}), ("llip+caption", {})],
 )
-def test_maps_are_the_attention_written_out(method: str, head: dict[str, Any], layers: Any) -> None:
+def test_maps_are_the_attention_written_out(method: str, head: dict[str, Any]) -> None:
     model = matcher(method, {"k": 1} if "llip" in method else None, **head)
     with torch.no_grad():
-        found = explain_words(model, pixels(), CAPTIONS[:3], layers)
+        found = explain_words(model, pixels(), CAPTIONS[:3])
         for i, row in enumerate(found):
             for caption, maps in zip(CAPTIONS, row, strict=False):
-                looks, log_p = literal(model, pixels()[i], caption, layers)
+                looks, log_p = literal(model, pixels()[i], caption)
                 ids = model.tokenizer.encode([caption], model.model.config.text).ids.tolist()
                 groups = words_of(model.tokenizer, ids[1 : 1 + len(looks) - 1])
                 assert maps.words == [*caption.split(), END]
@@ -93,37 +91,24 @@ def test_maps_are_the_attention_written_out(method: str, head: dict[str, Any], l
                     own = torch.stack([looks[place] / looks[place].sum() for place in places]).mean(0)
                     torch.testing.assert_close(maps.maps[n], own)
                     torch.testing.assert_close(maps.on_patches[n], looks[places].sum(1).mean())
-                    torch.testing.assert_close(maps.chances[n], log_p[places].sum().exp())
+                    torch.testing.assert_close(maps.probabilities[n], log_p[places].sum().exp())
                 torch.testing.assert_close(maps.maps.sum(1), torch.ones(len(maps.words)))
     assert not torch.allclose(found[0][0].maps[0], found[1][0].maps[0], rtol=1e-3)
 
 
-def test_reading_is_one_place_later() -> None:
-    model = matcher()
-    with torch.no_grad():
-        looks, _ = literal(model, pixels()[0], "red", "last")
-    (written,) = explain_words(model, pixels(1), ["red"])[0]
-    (read,) = explain_words(model, pixels()[:1], ["red"], when="reading")[0]
-    assert read.words == written.words == ["red", END]
-    shares = looks / looks.sum(1, keepdim=True)
-    ids = model.tokenizer.encode(["red"], model.model.config.text).ids
-    torch.testing.assert_close(read.maps[0], shares[1 : len(ids) - 1].mean(0))
-    torch.testing.assert_close(read.maps[1], shares[-1])
-
-
-def test_chances_are_those_of_the_caption_loss() -> None:
+def test_probabilities_are_those_of_the_caption_loss() -> None:
     model = matcher()
     m, decoder = model.model, model.model.more["text_decoder"]
     assert isinstance(decoder, TextDecoder)
     with torch.no_grad():
         texts = model.tokenizer.encode(CAPTIONS, m.config.text)
         tokens, keys = m.text_tower(texts), decoder.remember(m.image_tokens(pixels(4)))
-        log_p, packing = log_chances(m, decoder, texts, tokens, keys)
+        log_p, packing = log_probabilities(m, decoder, texts, tokens, keys)
         expected = caption_loss(decoder, m, texts, tokens, keys, len(m.config.text.extra_tokens), 0.0)
     torch.testing.assert_close(-log_p.sum(), expected)
     assert len(log_p) == len(packing.text)
     (row,) = explain_words(model, pixels(4)[:1], CAPTIONS[:1])
-    torch.testing.assert_close(row[0].chances.log().sum(), log_p[packing.text == 0].sum())
+    torch.testing.assert_close(row[0].probabilities.log().sum(), log_p[packing.text == 0].sum())
 
 
 def test_captions_of_every_kind(tmp_path: Path) -> None:
@@ -142,7 +127,7 @@ def test_captions_of_every_kind(tmp_path: Path) -> None:
         for maps in row:
             assert maps.maps.shape == (len(maps.words), 9)
             torch.testing.assert_close(maps.maps.sum(1), torch.ones(len(maps.words)))
-            assert ((maps.chances >= 0) & (maps.chances <= 1)).all()
+            assert ((maps.probabilities >= 0) & (maps.probabilities <= 1)).all()
 
 
 def test_words_keep_all_tokens_in_order() -> None:
@@ -167,8 +152,6 @@ def test_models_that_do_not_write_are_refused() -> None:
         explain_words(matcher(), pixels().float(), ["a"])
     with pytest.raises(ValueError, match="got 'a red circle' as texts: expected a list of strings"):
         explain_words(matcher(), pixels(), "a red circle")
-    with pytest.raises(ValueError, match="layers is 'all': expected last or mean"):
-        explain_words(matcher(), pixels(), ["a"], layers="all")  # type: ignore[arg-type]
     answers = matcher()
     answers.model.more["fuser"] = torch.nn.Identity()
     with pytest.raises(ValueError, match="answers questions"):

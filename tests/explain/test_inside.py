@@ -18,10 +18,10 @@ from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import HeadConfig, ImageConfig, ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.explain import word_sheets
+from kiloword.explain import strips
 from kiloword.explain.reconstruct import fill, mim_settings, reconstruct
 from kiloword.explain.sheets import _cut, _large, write
-from kiloword.explain.word_sheets import LARGE, WORD, possible
+from kiloword.explain.strips import LARGE, WORD, possible
 from kiloword.methods.coca import masked_images
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -71,9 +71,9 @@ def test_numbers_and_files(tmp_path: Path) -> None:
             assert sum(found["words"][0]["map"]) == pytest.approx(1, rel=1e-5)
             assert set(found["gradcam"]) == {"for the score", "for writing the caption"}
             masks = found["masks"]
-            order = sorted(range(9), key=lambda p: -masks["speaks_of"][p])
+            order = sorted(range(9), key=lambda p: -masks["similarity"][p])
             assert masks["most"] == sorted(order[:4]) == found["reconstruction"]["hidden"]
-            assert masks["least"] == sorted(sorted(range(9), key=lambda p: masks["speaks_of"][p])[:4])
+            assert masks["least"] == sorted(sorted(range(9), key=lambda p: masks["similarity"][p])[:4])
             losses = found["reconstruction"]["l1"]
             assert list(losses)[0 if text else -1] == ("from this caption" if text else "from no caption")
             with torch.no_grad():
@@ -92,7 +92,7 @@ def test_sheets_hold_the_image_and_what_decoders_do_with_it(tmp_path: Path) -> N
     large = _large(model, path)
     assert holds(sheet, square(large, HEAD))
     for found in json.loads((tmp_path / "out" / "inside.json").read_text())["images"][0]["texts"]:
-        spoken = np.array(found["masks"]["speaks_of"])
+        spoken = np.array(found["masks"]["similarity"])
         maps = [*found["gradcam"].values(), spoken - spoken.min()]
         for looks in maps:
             assert holds(sheet, overlay(large, np.reshape(looks, (3, 3)), LARGE))
@@ -113,18 +113,18 @@ def test_images_as_large_as_their_place_are_not_made_coarse(side: int) -> None:
     image = np.random.default_rng(0).integers(256, size=(side, side, 3), dtype=np.uint8)
     how = Image.Resampling.NEAREST if side < LARGE else Image.Resampling.BICUBIC
     expected = Image.fromarray(image).resize((LARGE, LARGE), how)
-    assert np.array_equal(np.asarray(word_sheets._enlarged(image)), np.asarray(expected))
+    assert np.array_equal(np.asarray(strips._enlarged(image)), np.asarray(expected))
 
 
 def test_a_painting_worse_than_one_colour_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    panel = word_sheets.Panel
+    panel = strips.Panel
 
     def noted(shown: Image.Image, name: str, note: str = "") -> Panel:
         notes.append(note)
         return panel(shown, name, note)
 
-    monkeypatch.setattr(word_sheets, "Panel", noted)
+    monkeypatch.setattr(strips, "Panel", noted)
     path = photo(tmp_path / "a.jpg")
     write(tmp_path, matcher(), [path], ["red"], what=["reconstruction"])
     assert sum(bool(re.match(r"L1 [\d.]+, a flat colour [\d.]+$", note)) for note in notes) == 2  # random weights
@@ -133,7 +133,7 @@ def test_a_painting_worse_than_one_colour_is_marked(tmp_path: Path, monkeypatch:
     def perfect(model: Any, images: torch.Tensor, hidden: torch.Tensor, guides: list[Any], settings: Any) -> list[Any]:
         return [masked_images.pixels(model, images, hidden, norm_pix=False)] * len(guides)
 
-    monkeypatch.setattr(word_sheets, "reconstruct", perfect)
+    monkeypatch.setattr(strips, "reconstruct", perfect)
     write(tmp_path, matcher(), [path], ["red"], what=["reconstruction"])
     assert notes.count("L1 0.000") == 2
 

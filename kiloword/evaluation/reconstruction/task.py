@@ -21,11 +21,11 @@ from kiloword.evaluation.reconstruction import ReconstructionTaskOptions
 from kiloword.evaluation.reconstruction.page import SHOWN, PaintedExample, worse_than_flat
 from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
 from kiloword.evaluation.task import Inputs, Values
-from kiloword.explain.reconstruct import fill, mean_colour, mim_settings, reconstruct, speaks_of
+from kiloword.explain.reconstruct import fill, masked_patches, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import masked_images, masking
 from kiloword.model.encoding import inference
 from kiloword.model.image import unfold
-from kiloword.randomness import key, uniform
+from kiloword.randomness import key
 from kiloword.types import Skipped, Source
 
 if TYPE_CHECKING:
@@ -191,12 +191,7 @@ class Judge:
         model, config = self.model, self.model.config
         captions = dict(zip(GUIDES, (right, wrong, [""] * len(right)), strict=True))
         guides = {k: self.matcher.tokenizer.encode(v, config.text).to(images.device) for k, v in captions.items()}
-        patches = (config.image.size // config.image.patch) ** 2
-        if mask == "attentive":
-            scored = speaks_of(model, images, guides["right"], self.settings)
-        else:
-            scored = uniform(seeds, "reconstruction.mask", patches)
-        hidden = masking.chosen(scored, masking.number(self.settings.mim_share, patches, "mim_share"), most=True)
+        hidden = masked_patches(model, images, guides["right"], seeds, mask == "attentive", self.settings)
         used = guides if self.settings.guide == "text" else {"none": guides["none"]}
         pixels = dict(zip(used, reconstruct(model, images, hidden, list(used.values()), self.settings), strict=True))
         target = masked_images.pixels(model, images, hidden, norm_pix=False)
