@@ -31,10 +31,9 @@ def mim_settings(matcher: Matcher) -> MimSettings:
         raise ValueError(
             "this model has no image decoder, so it cannot reconstruct patches: train sycoca, or a method with +mim."
         )
-    if matcher.method is None:
+    settings = _term_settings(matcher, "mim")
+    if not isinstance(settings, MimSettings):
         raise ValueError("the mask settings of this model are not known: load it by kiloword.load(folder).")
-    settings = _term(matcher, "mim")
-    assert isinstance(settings, MimSettings)
     return settings
 
 
@@ -43,20 +42,20 @@ def mask_settings(matcher: Matcher) -> tuple[MaskSettings, float, float]:
 
     For a model trained without such masks: the defaults of the paper (arXiv:2401.02137).
     """
-    mim, caption = _term(matcher, "mim"), _term(matcher, "caption")
-    high = mim.mim_share if isinstance(mim, MimSettings) else MimSettings().mim_share
-    low = caption.caption_share if isinstance(caption, CaptionSettings) else CaptionSettings().caption_share
+    mim, caption = _term_settings(matcher, "mim"), _term_settings(matcher, "caption")
     settings = next((s for s in (mim, caption) if isinstance(s, MaskSettings)), MaskSettings())
-    return settings, high, low
+    mim = mim if isinstance(mim, MimSettings) else MimSettings()
+    caption = caption if isinstance(caption, CaptionSettings) else CaptionSettings()
+    return settings, mim.mim_share, caption.caption_share
 
 
 def masked_by_caption(matcher: Matcher) -> bool:
     """Whether the model was trained with attentive masks."""
-    mim, caption = _term(matcher, "mim"), _term(matcher, "caption")
-    return "attentive" in (getattr(mim, "mim_mask", None), getattr(caption, "caption_mask", None))
+    names = ("mim", "mim_mask"), ("caption", "caption_mask")
+    return any(getattr(_term_settings(matcher, term), name, None) == "attentive" for term, name in names)
 
 
-def _term(matcher: Matcher, name: str) -> object:
+def _term_settings(matcher: Matcher, name: str) -> object:
     """The settings of a term of the method; None if it has none."""
     if matcher.method is None or name not in matcher.method.terms:
         return None

@@ -26,6 +26,7 @@ from kiloword.explain.reconstruct import (
 )
 from kiloword.explain.words import END, explain_words
 from kiloword.methods.coca import masked_images, masking
+from kiloword.methods.coca.masked_images import MimSettings
 from kiloword.model.encoding import inference
 from kiloword.report.overlay import Floats, Pixels, covered, overlay, square
 from kiloword.report.sheet import Panel, Strip
@@ -51,26 +52,22 @@ class SheetInput:
     large: Sequence[Pixels]  # I, the same parts of the images at a higher resolution
     texts: Sequence[str]
 
-    def encoded(self) -> Texts:
-        """The texts on the device of the pixels."""
-        return self.matcher.tokenizer.encode(list(self.texts), self.matcher.model.config.text).to(self.pixels.device)
+    def encoded(self, text: str) -> Texts:
+        """A text on the device of the pixels."""
+        return self.matcher.tokenizer.encode([text], self.matcher.model.config.text).to(self.pixels.device)
 
 
 def possible(matcher: Matcher) -> tuple[What, ...]:
     """What can be shown of a model's decoders; nothing for a model without decoders."""
-    more, can_mask = matcher.model.more, True
+    more = matcher.model.more
+    writes, paints = "text_decoder" in more and "fuser" not in more, "image_decoder" in more
+    masks = writes or paints
     try:
         masking.check(matcher.model.config)
     except ValueError:
-        can_mask = False
-    writes, paints = "text_decoder" in more and "fuser" not in more, "image_decoder" in more
-    shown: dict[What, bool] = {
-        "words": writes,
-        "gradcam": writes or paints,
-        "masks": (writes or paints) and can_mask,
-        "reconstruction": paints and can_mask and matcher.method is not None,
-    }
-    return tuple(what for what, shows in shown.items() if shows)
+        masks = False
+    shows = (writes, writes or paints, masks, masks and paints and matcher.method is not None)
+    return tuple(kind for kind, shown in zip(get_args(What), shows, strict=True) if shown)
 
 
 def strips(inputs: SheetInput, what: Sequence[What]) -> dict[What, Draw]:
@@ -78,13 +75,8 @@ def strips(inputs: SheetInput, what: Sequence[What]) -> dict[What, Draw]:
 
     Raises: ValueError for a kind that the model cannot show.
     """
-    kinds: dict[What, Callable[[SheetInput], Draw]] = {
-        "words": _words,
-        "gradcam": _gradcam,
-        "masks": _masks,
-        "reconstruction": _reconstruction,
-    }
-    return {kind: kinds[kind](inputs) for kind in get_args(What) if kind in what}
+    kinds: tuple[Callable[[SheetInput], Draw], ...] = (_words, _gradcam, _masks, _reconstruction)
+    return {kind: make(inputs) for kind, make in zip(get_args(What), kinds, strict=True) if kind in what}
 
 
 def _words(inputs: SheetInput) -> Draw:
@@ -112,14 +104,10 @@ def _gradcam(inputs: SheetInput) -> Draw:
         about = "Patches of the first layer that raise the score, and the probability of the caption."
 
     def draw(i: int, t: int) -> tuple[Strip, Any]:
-        panels = [
-            Panel(
-                overlay(inputs.large[i], _grid(each[i, t]), LARGE),
-                name,
-                "" if bool(each[i, t].any()) else "no patch raises it",
-            )
-            for name, each in maps.items()
-        ]
+        panels = []
+        for name, each in maps.items():
+            image = overlay(inputs.large[i], _grid(each[i, t]), LARGE)
+            panels.append(Panel(image, name, "" if bool(each[i, t].any()) else "no patch raises it"))
         return Strip("Grad-CAM", about, panels), {name: each[i, t].tolist() for name, each in maps.items()}
 
     return draw
@@ -127,72 +115,62 @@ def _gradcam(inputs: SheetInput) -> Draw:
 
 def _masks(inputs: SheetInput) -> Draw:
     settings, high, low = mask_settings(inputs.matcher)
-    similarity, texts = [], inputs.encoded()
-    with inference(inputs.matcher.model):
-        for image in inputs.pixels:
-            images = image.expand(len(texts), -1, -1, -1)
-            similarity.append(caption_similarity(inputs.matcher.model, images, texts, settings))
-    about = "The patches most similar to the caption are masked for the image decoder, the least similar for the text decoder."
+    model = inputs.matcher.model
+    masking.check(model.config)
+    about = "The image decoder reconstructs the patches most similar to the caption; the text decoder sees only those."
     if not masked_by_caption(inputs.matcher):
         about += " This model was trained without such masks."
 
     def draw(i: int, t: int) -> tuple[Strip, Any]:
-        row, image = similarity[i][t], inputs.large[i]
-        most, least = (
-            masking.chosen(row[None], masking.number(share, len(row), "share"), most=is_high)[0]
-            for share, is_high in ((high, True), (low, False))
-        )
+        with inference(model):
+            row = caption_similarity(model, inputs.pixels[i : i + 1], inputs.encoded(inputs.texts[t]), settings)
+        n, image = row.shape[1], inputs.large[i]
+        most = masking.chosen(row, masking.number(high, n, "share"), most=True)
+        least = masking.chosen(row, masking.number(low, n, "share"), most=False)
         panels = [
-            Panel(overlay(image, _grid(row - row.min()), LARGE), "similarity to the caption"),
-            Panel(_cover(image, most, len(row)), "masked for the image decoder", f"the {high:.0%} most similar"),
-            Panel(_cover(image, least, len(row)), "masked for the text decoder", f"the {low:.0%} least similar"),
+            Panel(overlay(image, _grid(row[0] - row.min()), LARGE), "similarity to the caption"),
+            Panel(_cover(image, most, n), "masked for the image decoder", f"the {high:.0%} most similar"),
+            Panel(_cover(image, least, n), "masked for the text decoder", f"the {low:.0%} least similar"),
         ]
-        return Strip("Masks", about, panels), {
-            "similarity": row.tolist(),
-            "most": most.tolist(),
-            "least": least.tolist(),
-        }
+        values = {name: x[0].tolist() for name, x in (("similarity", row), ("most", most), ("least", least))}
+        return Strip("Masks", about, panels), values
 
     return draw
 
 
 def _reconstruction(inputs: SheetInput) -> Draw:
-    settings, model, texts = mim_settings(inputs.matcher), inputs.matcher.model, inputs.encoded()
+    settings = mim_settings(inputs.matcher)
+    if settings.mim_mask == "attentive":
+        masking.check(inputs.matcher.model.config)
     about = "Masked patches as the image decoder reconstructs them; L1 is its error there, lower is better."
     if settings.norm_pix:
         about += " It reconstructs patterns only: mean and deviation are those of the true patch."
-    masked = []
-    with inference(model):
-        for i, image in enumerate(inputs.pixels):
-            seeds = torch.full((len(texts),), i, device=inputs.pixels.device)
-            images = image.expand(len(texts), -1, -1, -1)
-            masked.append(masked_patches(model, images, texts, seeds, settings.mim_mask == "attentive", settings))
 
     def draw(i: int, t: int) -> tuple[Strip, Any]:
-        panels, losses = _reconstructed(inputs, i, t, masked[i][t : t + 1])
-        return Strip("Reconstruction", about, panels), {"hidden": masked[i][t].tolist(), "l1": losses}
+        with inference(inputs.matcher.model):
+            panels, values = _reconstructed(inputs, i, t, settings)
+        return Strip("Reconstruction", about, panels), values
 
     return draw
 
 
-def _reconstructed(inputs: SheetInput, i: int, t: int, hidden: Tensor) -> tuple[list[Panel], dict[str, float]]:
-    """Image i with hidden patches [1, m], and as reconstructed from text t, from another one and from none."""
-    model, settings = inputs.matcher.model, mim_settings(inputs.matcher)
+def _reconstructed(inputs: SheetInput, i: int, t: int, settings: MimSettings) -> tuple[list[Panel], dict[str, Any]]:
+    """Image i with masked patches, and as reconstructed from text t, from another one and from none."""
+    model, image, config = inputs.matcher.model, inputs.pixels[i : i + 1], inputs.matcher.model.config.image
+    text, seeds = inputs.encoded(inputs.texts[t]), torch.tensor([i], device=image.device)
+    hidden = masked_patches(model, image, text, seeds, settings.mim_mask == "attentive", settings)
+    true = masked_images.pixels(model, image, hidden, norm_pix=False)
+    flat = mean_colour(model.normalise(image).float(), hidden, config.patch)
+    worst = float(masked_images.distance(flat, true).mean())
     guides = _guides(inputs.texts, t) if settings.guide == "text" else {"without text": ""}
-    image = inputs.pixels[i : i + 1]
-    losses, results = {}, []
-    with inference(model):
-        texts = [inputs.matcher.tokenizer.encode([g], model.config.text).to(image.device) for g in guides.values()]
-        true = masked_images.pixels(model, image, hidden, norm_pix=False)
-        flat = mean_colour(model.normalise(image).float(), hidden, model.config.image.patch)
-        worst = float(masked_images.distance(flat, true).mean())
-        for name, patches in zip(guides, reconstruct(model, image, hidden, texts, settings), strict=True):
-            loss = losses[name] = float(masked_images.distance(patches, true).mean())
-            note = f"L1 {loss:.3f}{f', a flat colour {worst:.3f}' if loss >= worst else ''}"
-            results.append(Panel(_enlarged(_pixels(fill(model, image, hidden, patches)[0])), name, note))
-    original, n = _pixels(image[0]), (model.config.image.size // model.config.image.patch) ** 2
-    seen = Panel(_cover(original, hidden[0], n), "what it sees")
-    return [seen, *results, Panel(_enlarged(original), "the image")], losses
+    results = reconstruct(model, image, hidden, [inputs.encoded(guide) for guide in guides.values()], settings)
+    panels, losses = [Panel(_cover(_pixels(image), hidden, (config.size // config.patch) ** 2), "what it sees")], {}
+    for name, patches in zip(guides, results, strict=True):
+        loss = losses[name] = float(masked_images.distance(patches, true).mean())
+        note = f"L1 {loss:.3f}{f', a flat colour {worst:.3f}' if loss >= worst else ''}"
+        panels.append(Panel(_enlarged(_pixels(fill(model, image, hidden, patches))), name, note))
+    panels.append(Panel(_enlarged(_pixels(image)), "the image"))
+    return panels, {"hidden": hidden[0].tolist(), "l1": losses}
 
 
 def _guides(texts: Sequence[str], t: int) -> dict[str, str]:
@@ -204,8 +182,8 @@ def _guides(texts: Sequence[str], t: int) -> dict[str, str]:
 
 
 def _cover(image: Pixels, hidden: Tensor, patches: int) -> Image.Image:
-    """The image with hidden patches [m] of P covered."""
-    return _enlarged(covered(np.asarray(_enlarged(image)), _grid(masking.as_bool(hidden[None], patches)[0]) > 0))
+    """The image with hidden patches [1, m] of P covered."""
+    return _enlarged(covered(np.asarray(_enlarged(image)), _grid(masking.as_bool(hidden, patches)[0]) > 0))
 
 
 def _enlarged(image: Pixels) -> Image.Image:
@@ -223,5 +201,6 @@ def _grid(values: Tensor) -> Floats:
 
 
 def _pixels(image: Tensor) -> Pixels:
-    pixels: Pixels = image.permute(1, 2, 0).cpu().numpy()
+    """[1, 3, H, W] -> [H, W, 3]."""
+    pixels: Pixels = image[0].permute(1, 2, 0).cpu().numpy()
     return pixels

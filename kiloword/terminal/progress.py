@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from kiloword.terminal import CURSOR, end_line, say
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.live import Live
 
 LIVE_EVERY_S, PLAIN_EVERY_S = 0.2, 10.0  # between two lines on a terminal and elsewhere, at least
 RECENT = 20  # rows
@@ -30,51 +30,41 @@ class ProgressLine:
 
     def __init__(self, out: TextIO | None, at_once: bool = False) -> None:
         self.out, self.shown = out, False
-        self._live = out is not None and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._on_terminal = out is not None and out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._last = -math.inf if at_once else time.perf_counter()
-        self._bar: Progress | None = None
+        self._live: Live | None = None
 
     def show(self, line: str, done: int, of: int) -> None:
         """Show `line` if the last one is old enough or the work is done, `done` of `of` units."""
         now = time.perf_counter()
-        wait = LIVE_EVERY_S if self._live else PLAIN_EVERY_S
+        wait = LIVE_EVERY_S if self._on_terminal else PLAIN_EVERY_S
         if self.out is None or (now - self._last < wait and done < of):
             return
         self._last, self.shown = now, True
-        if not self._live:
+        if self._on_terminal:
+            self._draw(self.out, line, done, of)
+        else:
             say(line, to=self.out)
-            return
-        if self._bar is None:
-            self._bar = _bar(self.out)
-        self._bar.update(self._bar.task_ids[0], description=line, completed=done, total=of, refresh=True)
+
+    def _draw(self, out: TextIO, line: str, done: int, of: int) -> None:
+        from rich.live import Live
+        from rich.progress_bar import ProgressBar
+        from rich.table import Column, Table
+
+        from kiloword.terminal.screen import Screen
+
+        if self._live is None:
+            end_line(out)
+            screen = Screen(file=out, hides_cursor=False, force_terminal=True)
+            self._live = Live(console=screen, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
+        row = Table.grid(Column(no_wrap=True, overflow="ellipsis"), Column(ratio=1), padding=(0, 1), expand=True)
+        row.add_row(line, ProgressBar(of, done))
+        self._live.update(row, refresh=True)
         CURSOR.inside_line = True
         if done >= of:
-            self._bar.stop()
-            self._bar, CURSOR.inside_line = None, False
-
-
-def _bar(out: TextIO) -> Progress:
-    """A bar of rich on a line of its own, redrawn only by `update`."""
-    from rich.progress import BarColumn, Progress, TextColumn
-    from rich.table import Column
-
-    from kiloword.terminal.screen import Screen
-
-    end_line(out)
-    text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
-    console = Screen(file=out, hides_cursor=False, force_terminal=True)
-    bar = Progress(
-        text,
-        BarColumn(None),
-        console=console,
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        expand=True,
-    )
-    bar.add_task("")
-    bar.live.start()
-    return bar
+            self._live.stop()
+            self._live, CURSOR.inside_line = None, False
 
 
 class Bar:
@@ -87,15 +77,8 @@ class Bar:
     def __call__(self, done: int, of: int) -> None:
         rate = done / max(time.perf_counter() - self._start, 1e-9)
         left = (of - done) / max(rate, 1e-9)
-        line = f"{self.what} {done / of:4.0%}  {_short(rate)} {self.unit}/s  ETA {duration(left)}"
+        line = f"{self.what} {done / of:4.0%}  {per_second(rate)} {self.unit}/s  ETA {duration(left)}"
         self.line.show(line, done, of)
-
-
-def _short(number: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {letter}"
-    return f"{number:.0f}"
 
 
 @dataclass
