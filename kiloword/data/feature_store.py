@@ -7,13 +7,10 @@ keys, and the place of each (part << 32 | row in the part). Without the index th
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +19,9 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from kiloword.config.recipes import BaseSettings, read_config
+from kiloword.config.recipes import read_config
 from kiloword.data.files import find_key, key_bytes, key_text
+from kiloword.data.parts import Part, TableSettings, part_path
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.types import Example, Source
 
@@ -34,7 +32,7 @@ _AGAIN = "Run the same `kiloword embed` command again to complete it."
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableFile(BaseSettings):
+class TableFile(TableSettings):
     """The contents of `table.json`."""
 
     name: str  # name of the features in a batch
@@ -43,16 +41,8 @@ class TableFile(BaseSettings):
     teacher_fingerprint: str
     precision: str  # of the teacher
     dtype: Literal["fp16", "fp32"]  # of the features in the file
-    data: str  # as given by the user
-    fingerprint: str  # of the data
     contents: tuple[str, ...]  # see `contents`
-    rows: int  # of the data, including bad ones
-    part: int  # rows in a part
     format: Literal["kiloword-features-1"] = "kiloword-features-1"
-
-    @property
-    def parts(self) -> int:
-        return -(-self.rows // self.part)
 
     def schema(self) -> pa.Schema:
         """Columns of a part; features are fixed-size lists, so that a column is one flat buffer."""
@@ -67,41 +57,29 @@ class TableFile(BaseSettings):
             }
         )
 
+    def compared(self) -> list[tuple[Any, str]]:
+        return [
+            (self.teacher_fingerprint, f"teacher {self.teacher} ({self.teacher_fingerprint[:16]})"),
+            (self.contents, f"data {self.data} ({self.fingerprint[:16]})"),
+            *((getattr(self, name), f"{name} {getattr(self, name)}") for name in ("name", "dim", "precision", "dtype")),
+        ]
 
-class StorePart:
+
+class StorePart(Part):
     """n images with t captions of a store, memory-mapped. Errors: ValueError when the file is missing or damaged."""
 
+    again = _AGAIN
+
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        if path.exists() and not path.is_file():  # a pipe or a device may be endless
-            raise ValueError(f"{path} is damaged. {_AGAIN}")
-        try:
-            with pa.memory_map(os.fsencode(path)) as file, pa.ipc.open_file(file) as reader:
-                columns = reader.schema.equals(schema)
-                meta = json.loads((reader.schema.metadata or {})[b"kiloword"])
-                self.table, self.skipped, self._crc = meta["table"], meta["skipped"], meta["crc"]
-                self._batch = reader.get_batch(0)
-        except FileNotFoundError:
-            raise ValueError(f"{path} is missing. {_AGAIN}") from None
-        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
-            raise ValueError(f"{path} is damaged. {_AGAIN}") from None
-        if not columns:
-            raise ValueError(f"{path} has other columns than its table.json. {_AGAIN}")
-        self.keys, self.contents, image, captions, texts = self._batch.columns
-        if self._batch.num_rows and not _fits(self._batch, texts, captions):
+        super().__init__(path, schema)
+        self.keys, self.contents, image, captions, texts = self.batch.columns
+        if texts.values.null_count or not texts.offsets.equals(captions.offsets):  # every caption has features
             raise ValueError(f"{path} is damaged. {_AGAIN}")
         self.captions = captions.values  # [t] binary
         self.starts = captions.offsets.to_numpy()  # [n + 1]
         dim = image.type.list_size
         self.images: StoredFeatures = image.values.to_numpy().reshape(-1, dim)
         self.texts: StoredFeatures = texts.values.values.to_numpy().reshape(-1, dim)
-
-    def whole(self) -> bool:
-        """Whether the checksum of the whole file matches."""
-        try:
-            self._batch.validate(full=True)
-        except pa.ArrowException:
-            return False
-        return bool(checksum(self._batch.columns) == self._crc)
 
     def texts_of(self, row: int) -> dict[bytes, int]:
         """Captions of an image -> places of their features."""
@@ -244,26 +222,6 @@ class FeatureStore:
                 f"{path} has features that are NaN or infinite: make it again in another folder by `kiloword embed`, "
                 "with --precision fp32."
             )
-
-
-def _fits(batch: pa.RecordBatch, texts: pa.ListArray, captions: pa.ListArray) -> bool:
-    """Whether no cell is missing and every caption has features; reads only offsets."""
-    try:
-        batch.validate()
-    except pa.ArrowException:
-        return False
-    whole = not any(column.null_count for column in (*batch.columns, texts.values))
-    return whole and len(texts.values) == len(captions.values) and texts.offsets.equals(captions.offsets)
-
-
-def checksum(columns: Iterable[pa.Array]) -> int:
-    """CRC32 of all columns of a part."""
-    buffers = (buffer for column in columns for buffer in column.buffers() if buffer is not None)
-    return reduce(lambda sum_, buffer: zlib.crc32(buffer, sum_), buffers, 0)
-
-
-def part_path(folder: Path, number: int) -> Path:
-    return folder / f"part-{number:05d}.arrow"
 
 
 def contents(source: Source) -> frozenset[str]:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 
+from kiloword.checkpoint.files import write_atomic
 from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import DataConfig
-from kiloword.data.feature_store import FeatureStore, StoredFeatures, TableFile, contents
-from kiloword.data.files import key_bytes
+from kiloword.data.feature_store import INDEX, TABLE, FeatureStore, StorePart, TableFile, check_name, contents
+from kiloword.data.files import key_bytes, lookup_table
+from kiloword.data.parts import empty_batch, part_path
 from kiloword.data.reading import EvalBatch, eval_batches
-from kiloword.data.sources.mixture import MixtureSource, mix
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
-from kiloword.distributed.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
+from kiloword.distributed.sharing import alone, is_first, together
+from kiloword.features.tables import ProgressReport, Rows, TableWriter, content_of, every_row, fill, resumed
 from kiloword.features.teachers import Teacher, open_teacher
-from kiloword.features.writer import FeatureRows, FeatureWriter, content_of, what_is_there
 from kiloword.terminal import say
-from kiloword.terminal.progress import ProgressLine, duration, per_second
-from kiloword.types import Skipped, Source
+from kiloword.types import Source
 
 PART = 4096  # rows in a part: an interruption costs seconds of work, a worker maps megabytes
 
@@ -58,15 +58,10 @@ def main(
         announce(device, precision, "on every device, unless given", workers)
         source = open_data(DataConfig(sources=tuple(data), extra_captions=tuple(extra_captions)), teacher.size)
         file = _file(teacher, source, model, name, precision, dtype, PART)
-        table = _embed(teacher, source, out, file, batch, workers, ProgressReport(sys.stderr))
-        if table is not None:
-            _say(out, table)
-
-
-def _say(out: Path, store: FeatureStore) -> None:
-    size = sum(file.stat().st_size for file in out.iterdir()) / 1e6
-    captions = int(store.starts[-1])
-    say(f"{out}: {len(store):,} images, {captions:,} captions, {store.dim} dimensions, {size:,.1f} MB")
+        store = _embed(teacher, source, out, file, batch, workers, ProgressReport(sys.stderr))
+        if store is not None:
+            size, captions = sum(path.stat().st_size for path in out.iterdir()) / 1e6, int(store.starts[-1])
+            say(f"{out}: {len(store):,} images, {captions:,} captions, {store.dim} dimensions, {size:,.1f} MB")
 
 
 def embed(
@@ -92,9 +87,9 @@ def embed(
     """
     with alone():
         file = _file(teacher, source, teacher_name, name, precision, dtype, part)
-        table = _embed(teacher, source, Path(out), file, batch, workers, report or ProgressReport(None))
-    assert table is not None, "the only rank is the first"
-    return table
+        store = _embed(teacher, source, Path(out), file, batch, workers, report or ProgressReport(None))
+    assert store is not None, "the only rank is the first"
+    return store
 
 
 def _file(
@@ -128,104 +123,81 @@ def _embed(
     """As `embed`. Ranks share the rows; only the first one writes and returns the store."""
     if batch < 1:
         raise ValueError(f"batch is {batch}: expected at least 1")
+    source = every_row(source)
+
+    def read(batches: list[range]) -> Iterator[EvalBatch]:
+        return eval_batches(source, teacher.size, teacher.resize, batch, workers, batches)
+
+    def work(writer: FeatureWriter | None) -> None:
+        fill(writer, "features", source, batch, read, lambda images: _encode(images, teacher, file), report)
+
     if not is_first():
-        _fill(None, every_row(source), teacher, batch, workers, report)
+        work(None)
         return None
-    what_is_there(out, file)  # a folder of something else gets no lock
+    existing_store(out, file)  # a folder of something else gets no lock
     with Lock(out, "writing"):
         writer = FeatureWriter(out, file)
-        _fill(writer, every_row(source), teacher, batch, workers, report)
-        return _finish(writer, report)
+        work(writer)
+        store = writer.finish()
+        writer.report(report)
+        return store
 
 
-def _finish(writer: FeatureWriter, report: ProgressReport) -> FeatureStore:
-    """The finished store, and messages about rows that it lacks."""
-    table = writer.finish()
-    if writer.skipped:
-        report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the feature store.")
-    if writer.repeated:
-        report.say(f"{writer.repeated:,} rows repeat an earlier one's key and content.")
-    return table
+def existing_store(folder: Path, file: TableFile) -> TableFile | None:
+    """Settings of the store in a folder; None in a new one. Raises: ValueError for other contents, and a bad name."""
+    check_name(file.name)
+    return resumed(folder, TABLE, file, "features")
 
 
-def _fill(
-    writer: FeatureWriter | None, source: Source, teacher: Teacher, batch: int, workers: int, report: ProgressReport
-) -> None:
-    """Compute and write the missing parts. Args: writer: on the first rank, else None."""
-    numbers, todo = missing_parts(writer, "features")
-    report.start(sum(map(len, todo)), len(source))
+class FeatureWriter(TableWriter[TableFile]):
+    """Writes the feature store in a folder. Errors: see `existing_store`."""
 
-    def make(batches: list[range]) -> Iterator[FeatureBatch]:
-        for read_batch in eval_batches(source, teacher.size, teacher.resize, batch, workers, batches):
-            with alone():
-                encoded = _encode(read_batch, teacher)
-            report.add(len(read_batch.rows) + len(read_batch.skipped), sum(map(len, read_batch.captions)), share()[1])
-            yield encoded
+    what, compared = "features", "pixels or captions"
 
-    with interruptible(todo, len(source)) as written:
-        for n, encoded in enumerate(part_by_part(todo, batch, make)):
-            if writer is not None:
-                writer.write(numbers[n], _rows(writer, encoded, report))
-                written.append(todo[n])
+    def __init__(self, folder: Path, file: TableFile) -> None:
+        super().__init__(folder, TABLE, file, existing_store(folder, file))
+        if self.missing:
+            (folder / INDEX).unlink(missing_ok=True)  # readers then see that the store is not finished
 
+    def part(self, number: int) -> StorePart:
+        return StorePart(part_path(self.folder, number), self.file.schema())
 
-def _rows(writer: FeatureWriter, batches: list[FeatureBatch], report: ProgressReport) -> FeatureRows:
-    """Concatenate batches, without repeated rows."""
-    rows = FeatureRows()
-    for batch in batches:
-        for bad in batch.skipped:
-            report.say(f"skipped {bad.key}: {bad.reason}")
-        rows.skipped += batch.skipped
-        if not batch.keys:
-            continue
-        new = [writer.is_new(key, content) for key, content in zip(batch.keys, batch.contents, strict=True)]
-        of_text = np.repeat(new, [len(captions) for captions in batch.captions])
-        new_places = [n for n, is_new in enumerate(new) if is_new]
-        rows.keys += [key_bytes(batch.keys[n]) for n in new_places]
-        rows.captions += [batch.captions[n] for n in new_places]
-        rows.images.append(batch.images[new_places])
-        rows.texts.append(batch.texts[of_text.astype(bool)])
-    return rows
+    def finish(self) -> FeatureStore:
+        """Write the index after all parts. Raises: ValueError when no image is usable."""
+        self.check_usable()
+        keys = [self.part(number).keys.to_pylist() for number in range(self.file.parts)]
+        places = [(n << 32) + np.arange(len(of_part), dtype=np.uint64) for n, of_part in enumerate(keys)]
+        index = io.BytesIO()
+        np.save(index, lookup_table([key for of_part in keys for key in of_part], np.concatenate(places)))
+        write_atomic(self.folder / INDEX, index.getvalue())
+        return FeatureStore(self.folder)
 
 
-@dataclass
-class FeatureBatch:
-    """Features of a batch of rows."""
-
-    keys: list[str]
-    contents: list[bytes]
-    captions: list[list[str]]
-    images: StoredFeatures  # [n, D]
-    texts: StoredFeatures  # [t, D]
-    skipped: list[Skipped]
-
-
-def _encode(batch: EvalBatch, teacher: Teacher) -> FeatureBatch:
-    """Encode a batch. Raises: ValueError when the teacher returns NaN or infinite features."""
-    contents = [content_of(image, captions) for image, captions in zip(batch.images, batch.captions, strict=True)]
-    if not batch.rows:
-        nothing = np.empty((0, 0), np.float32)
-        return FeatureBatch([], [], [], nothing, nothing, batch.skipped)
-    images = teacher.encode_images(batch.images)
-    texts = teacher.encode_texts([caption for several in batch.captions for caption in several])
-    for what, features in (("images", images), ("captions", texts)):
-        if not bool(torch.isfinite(features).all()):
-            raise ValueError(f"the teacher's features of {what} are NaN or infinite, near {batch.keys[0]!r}.")
-    return FeatureBatch(batch.keys, contents, batch.captions, images.numpy(), texts.numpy(), batch.skipped)
+def _encode(images: EvalBatch, teacher: Teacher, file: TableFile) -> Rows:
+    """Features of a batch. Raises: ValueError when the teacher returns NaN or infinite features."""
+    if not images.rows:
+        return Rows(empty_batch(file.schema()), images.skipped)
+    captions = [caption for of_image in images.captions for caption in of_image]
+    features = {"images": teacher.encode_images(images.images), "captions": teacher.encode_texts(captions)}
+    for name, values in features.items():
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"the teacher's features of {name} are NaN or infinite, near {images.keys[0]!r}.")
+    image_vectors, text_vectors = (_vectors(values, file) for values in features.values())
+    starts = pa.array(np.cumsum([0, *map(len, images.captions)], dtype=np.int32))
+    columns = [
+        pa.array(map(key_bytes, images.keys), pa.binary()),
+        pa.array(map(content_of, images.images, images.captions), pa.binary(16)),
+        image_vectors,
+        pa.ListArray.from_arrays(starts, pa.array(map(key_bytes, captions), pa.binary())),
+        pa.ListArray.from_arrays(starts, text_vectors),
+    ]
+    return Rows(pa.RecordBatch.from_arrays(columns, schema=file.schema()), images.skipped)
 
 
-def every_row(source: Source) -> Source:
-    """The source, or a mixture of the same sources, each once, whatever its weight."""
-    parts = {part.fingerprint: part for part in _parts(source)}
-    return mix(list(parts.values()))
-
-
-def _parts(source: Source) -> Iterator[Source]:
-    if not isinstance(source, MixtureSource):
-        yield source
-        return
-    for part in source.sources:
-        yield from _parts(part)
+def _vectors(features: torch.Tensor, file: TableFile) -> pa.Array:
+    """[n, D] as stored."""
+    flat = features.numpy().astype(np.float16 if file.dtype == "fp16" else np.float32).ravel()
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat), file.dim)
 
 
 def _dim(teacher: Teacher) -> int:
@@ -236,34 +208,3 @@ def _dim(teacher: Teacher) -> int:
     if image != text:
         raise ValueError(f"the teacher gives images {image} dimensions and texts {text}: expected equal numbers.")
     return image
-
-
-class ProgressReport:
-    """Messages and progress of work on rows. Args: out: None prints nothing."""
-
-    def __init__(self, out: TextIO | None) -> None:
-        self.out = out
-
-    def say(self, message: str) -> None:
-        """Print a message on its own line."""
-        if self.out is not None:
-            say(message, to=self.out)
-
-    def start(self, rows: int, of: int) -> None:
-        """Begin with `rows` rows to do, of `of` rows in total."""
-        if rows < of:
-            self.say(f"{of - rows:,} of {of:,} rows are done already.")
-        self.rows, self.done, self.captions = rows, 0, 0
-        self._line, self._start = ProgressLine(self.out), time.perf_counter()
-
-    def add(self, rows: int, captions: int, ranks: int = 1) -> None:
-        """Count finished rows and their captions. Args: ranks: number of ranks that have done about as much."""
-        self.done = min(self.done + rows * ranks, self.rows)
-        self.captions += captions * ranks
-        seconds = max(time.perf_counter() - self._start, 1e-9)
-        line = (
-            f"row {self.done:,}/{self.rows:,}  {per_second(self.done / seconds)} images/s  "
-            f"{per_second(self.captions / seconds)} captions/s  "
-            f"ETA {duration(seconds / max(self.done, 1) * (self.rows - self.done))}"
-        )
-        self._line.show(line, self.done, self.rows)

@@ -8,27 +8,21 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
+import pyarrow as pa
+
 from kiloword.checkpoint.lock import Lock
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.config.by_device import announce, image_bytes, workers_of
 from kiloword.config.recipes import DataConfig
+from kiloword.data.parts import empty_batch
 from kiloword.data.reading import EvalBatch, eval_batches
 from kiloword.data.sources.open import open_data
 from kiloword.distributed.device import choose
-from kiloword.distributed.sharing import alone, interruptible, is_first, missing_parts, part_by_part, share, together
-from kiloword.features.extract import ProgressReport, every_row
+from kiloword.distributed.sharing import alone, is_first, together
+from kiloword.features.tables import ProgressReport, Rows, content_of, every_row, fill
 from kiloword.generation.captioners import Describer, open_captioner
 from kiloword.generation.options import GenerationOptions
-from kiloword.generation.table import (
-    CaptionFile,
-    CaptionRows,
-    CaptionWriter,
-    columns,
-    content_of,
-    made_of,
-    parts_of,
-    what_is_there,
-)
+from kiloword.generation.table import CaptionFile, CaptionWriter, begun, columns, existing_table, parts_of
 from kiloword.terminal import say
 from kiloword.types import Skipped, Source
 
@@ -57,12 +51,13 @@ def main(
     if out.suffix.lower() in _OTHERS:
         raise ValueError(f"{out}: captions are written as a parquet table: let --out end in .parquet.")
     device = choose(device)
-    reason, begun = "as given", None
+    reason = "as given"
     if precision == "auto":
-        begun = made_of(out)
-        reason = "by model and device" if begun is None else "as the table began"
+        existing = begun(out)
+        precision = "auto" if existing is None else existing.precision
+        reason = "by model and device" if existing is None else "as the table began"
     with together(device):
-        describer = open_captioner(model, device, precision if begun is None else begun.precision, trust)
+        describer = open_captioner(model, device, precision, trust)
         describer.check(options)
         room = image_bytes(4 * batch, describer.transform.size)  # transformers' own are of floats
         workers = workers_of(workers, device, room)
@@ -122,94 +117,54 @@ def _file(
 def _write(
     describer: Describer, source: Source, out: Path, file: CaptionFile, batch: int, workers: int, report: ProgressReport
 ) -> tuple[int, int] | None:
-    """As `write_captions`. Of ranks that share the rows the first one alone writes, and knows the numbers."""
+    """As `write_captions`. Ranks share the rows; only the first one writes and returns the numbers."""
     if batch < 1:
-        raise ValueError(f"a batch of {batch} images; expected at least 1")
+        raise ValueError(f"batch is {batch}: expected at least 1")
+    source, transform = every_row(source), describer.transform
+
+    def read(batches: list[range]) -> Iterator[EvalBatch]:
+        return eval_batches(
+            source, transform.size, batch=batch, workers=workers, parts=batches, transform=transform, captions=False
+        )
+
+    def work(writer: CaptionWriter | None) -> None:
+        fill(writer, "captions", source, batch, read, lambda images: _describe(images, describer, file), report)
+
     if not is_first():
-        _fill(None, every_row(source), describer, file.options, batch, workers, report)
+        work(None)
         return None
-    finished = what_is_there(out, file) is not None and out.exists()
+    finished = existing_table(out, file) is not None and out.exists()
     with nullcontext() if finished else Lock(out, "writing", parts_of(out)):
         writer = CaptionWriter(out, file)
         try:
-            _fill(writer, every_row(source), describer, file.options, batch, workers, report)
+            work(writer)
             made = writer.finish()
         except BaseException:
-            kept = writer.leave()
-            if kept:
-                report.say(f"{kept} of {writer.file.parts} parts stay in {writer.folder}: the same command goes on.")
+            done = writer.leave()
+            if done:
+                report.say(f"{done} of {writer.file.parts} parts stay in {writer.folder}: the same command goes on.")
             raise
-    if writer.skipped:
-        report.say(f"{len(writer.skipped):,} of {writer.file.rows:,} rows are bad, and not in the table.")
-    if writer.repeated:
-        report.say(f"{writer.repeated:,} rows repeat an earlier one's key and image.")
+    writer.report(report)
     return made
 
 
-def _fill(
-    writer: CaptionWriter | None,
-    source: Source,
-    describer: Describer,
-    options: GenerationOptions,
-    batch: int,
-    workers: int,
-    report: ProgressReport,
-) -> None:
-    """Make and write the parts that are missing. Args: writer: on the first rank."""
-    numbers, todo = missing_parts(writer, "captions")
-    report.start(sum(map(len, todo)), len(source))
-    transform = describer.transform
-
-    def make(batches: list[range]) -> Iterator[CaptionRows]:
-        for some in eval_batches(
-            source, transform.size, batch=batch, workers=workers, parts=batches, transform=transform, captions=False
-        ):
-            with alone():
-                made = _describe(some, describer, options)
-            report.add(len(some.rows) + len(some.skipped), sum(map(len, made.captions)), share()[1])
-            yield made
-
-    with interruptible(todo, len(source)) as written:
-        for n, made in enumerate(part_by_part(todo, batch, make)):
-            if writer is not None:
-                writer.write(numbers[n], _together(writer, made, report))
-                written.append(todo[n])
-
-
-def _together(writer: CaptionWriter, made: list[CaptionRows], report: ProgressReport) -> CaptionRows:
-    """Batches put together, without rows that came before."""
-    rows = CaptionRows()
-    for one in made:
-        for bad in one.skipped:
-            report.say(f"skipped {bad.key}: {bad.reason}")
-        rows.skipped += one.skipped
-        for key, content, captions, scores in zip(one.keys, one.contents, one.captions, one.scores, strict=True):
-            if writer.is_new(key, content):
-                rows.keys.append(key)
-                rows.contents.append(content)
-                rows.captions.append(captions)
-                rows.scores.append(scores)
-    return rows
-
-
-def _describe(some: EvalBatch, describer: Describer, options: GenerationOptions) -> CaptionRows:
-    """One batch."""
-    skipped = list(some.skipped)
-    usable = [n for n, key in enumerate(some.keys) if _utf8(key)]
-    for n, key in enumerate(some.keys):
-        if not _utf8(key):
-            why = "the key is not UTF-8, which a table of captions cannot hold"
-            skipped.append(Skipped(some.rows[n], key, why))
+def _describe(images: EvalBatch, describer: Describer, file: CaptionFile) -> Rows:
+    """Captions of a batch. An image whose key is not UTF-8 (a file name) is skipped."""
+    usable = [n for n, key in enumerate(images.keys) if _utf8(key)]
+    why = "the key is not UTF-8, which a table of captions cannot hold"
+    unusable = [Skipped(images.rows[n], key, why) for n, key in enumerate(images.keys) if n not in usable]
+    skipped = [*images.skipped, *unusable]
     if not usable:
-        return CaptionRows(skipped=skipped)
-    keys, images = [some.keys[n] for n in usable], some.images[usable]
-    captions, scores = columns(describer.describe(images, options, keys))
-    return CaptionRows(keys, [content_of(image) for image in images], captions, scores, skipped)
+        return Rows(empty_batch(file.schema()), skipped)
+    keys, pixels = [images.keys[n] for n in usable], images.images[usable]
+    captions, scores = columns(describer.describe(pixels, file.options, keys))
+    contents = [content_of(image) for image in pixels]
+    return Rows(pa.record_batch([keys, captions, scores, contents], schema=file.schema()), skipped)
 
 
 def _utf8(key: str) -> bool:
     try:
         key.encode()
-    except UnicodeEncodeError:  # a file name that is no UTF-8
+    except UnicodeEncodeError:
         return False
     return True

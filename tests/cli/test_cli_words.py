@@ -16,7 +16,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.errors import count
 from kiloword.evaluation.command import number
 from kiloword.features import extract
-from kiloword.features.writer import FeatureWriter
+from kiloword.features.extract import FeatureWriter
 from kiloword.methods.registry import find, preset
 from tars import photo
 

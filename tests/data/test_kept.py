@@ -28,7 +28,7 @@ from kiloword.data.sources.tables import TableSource
 from kiloword.data.tars import catalogue
 from kiloword.data.tars.index import COLUMNS, Header, make_index, open_index, write_index
 from kiloword.data.tars.shards import TarSource
-from kiloword.features.writer import _identity, content_of
+from kiloword.features.tables import content_of
 from tars import write_tar
 
 MEMBERS = {"a.jpg": b"one", "a.txt": b"a dog", "b.json": b'{"caption": "a cat"}', "b.png": b"two", "b.cls": b"1"}
@@ -138,7 +138,7 @@ def test_keys_of_a_feature_store() -> None:
         name="n", dim=2, teacher="t", teacher_fingerprint="tf", precision="fp32", dtype="fp16", data="d",
         fingerprint="f", contents=("c",), rows=5, part=2,
     )  # fmt: skip
-    assert _identity(file) == IDENTITY
+    assert file.identity() == IDENTITY
     assert catalogue._digest(b"text") == CATALOGUE
     places = np.array([5, 6, 7], np.uint64)
     assert lookup_table([b"a", b"b", b"c"], places).tolist() == LOOKUP

@@ -27,7 +27,8 @@ from kiloword.distributed.sharing import gathered, in_turns, is_first, part_by_p
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.caption import CaptionOptions
 from kiloword.evaluation.probe.options import ProbeOptions
-from kiloword.features.extract import ProgressReport, _embed, _file
+from kiloword.features.extract import _embed, _file
+from kiloword.features.tables import ProgressReport
 from kiloword.features.teachers import KilowordTeacher as Teacher
 from kiloword.generation import Captioner, GenerationOptions, command
 from kiloword.generation.captioners import KilowordCaptioner as Describer

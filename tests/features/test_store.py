@@ -24,15 +24,17 @@ from torch import Tensor
 from holding import held_by_another
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
-from kiloword.data.feature_store import FeatureStore, StorePart, checksum
+from kiloword.data.feature_store import FeatureStore, StorePart
 from kiloword.data.files import find_key, lookup_table
 from kiloword.data.loader import Loader
+from kiloword.data.parts import checksum
 from kiloword.data.sampler import Order
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.features.extract import ProgressReport, embed
+from kiloword.features.extract import embed
+from kiloword.features.tables import ProgressReport
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import Draw, key
 from kiloword.training.loop import train
@@ -390,7 +392,7 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
     lines = Lines()
     for _ in range(2):  # also when they come from the parts
         embed(Fake(), Images(), tmp_path / "t", report=ProgressReport(lines))  # type: ignore[arg-type]
-        assert "1 of 40 rows are bad, and not in the feature store." in lines.text
+        assert "1 of 40 rows are bad, and not in the table." in lines.text
     assert "skipped k005: truncated image\n" in lines.text
     assert "row 40/40" in lines.text
     assert "ETA 0:00" in lines.text
@@ -444,7 +446,7 @@ def test_a_strangers_part(tmp_path: Path, table: FeatureStore, what: str) -> Non
     shutil.copytree(table.path, tmp_path / "store")
     path = tmp_path / "store" / "part-00000.arrow"
     part = table._part(0)
-    key, _, image, captions, texts = part._batch.columns
+    key, _, image, captions, texts = part.batch.columns
     nulls = {name: pa.nulls(len(key), column.type) for name, column in (("key", key), ("image", image))}
     nan = pa.array(np.full_like(image.values.to_numpy(), np.nan))
     columns = {
@@ -493,7 +495,7 @@ def test_refuses_what_is_no_feature_store(tmp_path: Path) -> None:
         FeatureStore(tmp_path)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").touch()
-    with pytest.raises(ValueError, match="photos exists and is no feature store"):
+    with pytest.raises(ValueError, match="photos exists and holds no features"):
         embed(Fake(), Images(), tmp_path / "photos")
     folder = embed(Fake(), Images(), tmp_path / "t").path
     index = (folder / "index.npy").read_bytes()

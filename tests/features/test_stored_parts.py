@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from kiloword.data.feature_store import INDEX, FeatureStore, StorePart, TableFile, checksum, part_path
+from kiloword.data.feature_store import INDEX, FeatureStore, StorePart, TableFile
+from kiloword.data.parts import checksum, part_path
 from kiloword.data.transforms.partner import similar
-from kiloword.features.writer import FeatureRows, FeatureWriter
+from kiloword.features.extract import FeatureWriter
+from kiloword.features.tables import Rows
 from kiloword.types import BadSample, Example, Record, Skipped
 
 
@@ -25,23 +29,24 @@ def about(**changes: Any) -> TableFile:
     return TableFile(**given | changes)  # type: ignore[arg-type]
 
 
-def rows(writer: FeatureWriter, number: int, captions: int = 2) -> FeatureRows:
-    """Row n has the features (n, 1) and captions (n, 2), (n, 3)."""
-    made = FeatureRows()
-    for row in writer.rows_of(number):
-        key = f"k{row}".encode()
-        writer.is_new(key.decode(), bytes([row] * 16))
-        made.keys.append(key)
-        made.captions.append([f"{row} {n}" for n in range(captions)])
-        made.images.append(np.array([[row, 1]], np.float32))
-        made.texts.append(np.array([[row, 2 + n] for n in range(captions)], np.float32).reshape(-1, 2))
-    return made
+def rows(of: Iterable[int], captions: int = 2, skipped: Sequence[Skipped] = (), dtype: Any = np.float32) -> Rows:
+    """Row n has the features (n, 1) and captions (n, 2), (n, 3); its content is 16 times n."""
+    columns = [
+        [f"k{row}".encode() for row in of],
+        [bytes([row] * 16) for row in of],
+        [np.array([row, 1], dtype) for row in of],
+        [[f"{row} {n}".encode() for n in range(captions)] for row in of],
+        [[np.array([row, 2 + n], dtype) for n in range(captions)] for row in of],
+    ]
+    schema = about(dtype="fp16" if dtype is np.float16 else "fp32").schema()
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
+    return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), list(skipped))
 
 
 def store(folder: Path, **changes: Any) -> FeatureStore:
     writer = FeatureWriter(folder, about(**changes))
     for number in writer.missing:
-        writer.write(number, rows(writer, number))
+        writer.write(number, [rows(writer.rows_of(number))])
     return writer.finish()
 
 
@@ -65,18 +70,20 @@ def test_parts_hold_their_rows_and_the_last_one_the_rest(tmp_path: Path) -> None
 
 def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> None:
     writer = FeatureWriter(tmp_path, about())
-    part = rows(writer, 0)
-    part.skipped.append(Skipped(1, "k1", "damaged"))
-    writer.write(0, part)
-    assert writer.skipped == part.skipped
+    bad = [Skipped(1, "k1", "damaged")]
+    writer.write(0, [rows([0], skipped=bad)])
+    assert writer.skipped == bad
     assert not (tmp_path / INDEX).exists()
     again = FeatureWriter(tmp_path, about())
-    assert (again.missing, again.skipped) == ([1, 2], part.skipped)
-    assert not again.is_new("k0", bytes(16))
-    assert (again.repeated, again.is_new("new", bytes(16))) == (1, True)
-    for row, content in ((0, b"x" * 16), (1, bytes(16))):
-        with pytest.raises(ValueError, match=f"two images of d have the key 'k{row}' and differ"):
-            again.is_new(f"k{row}", content)
+    assert (again.missing, again.skipped, again.repeated) == ([1, 2], bad, 0)
+    again.write(1, [rows([3, 0])])
+    assert (again.part(1).batch.num_rows, again.repeated) == (1, 1)
+    again = FeatureWriter(tmp_path, about())
+    assert (again.missing, again.repeated) == ([2], 1)
+    other = rows([3])
+    other.batch = other.batch.set_column(1, other.batch.schema.field(1), pa.array([b"x" * 16], pa.binary(16)))
+    with pytest.raises(ValueError, match="two images of d have the key 'k3' and differ"):
+        again.write(2, [other])
     with pytest.raises(ValueError, match=r"is not finished\. Run the same `kiloword embed`"):
         FeatureStore(tmp_path)
     for name, value, said in (
@@ -94,7 +101,7 @@ def test_a_part_says_what_was_skipped_and_a_writer_goes_on(tmp_path: Path) -> No
 
 def test_no_features_are_no_table(tmp_path: Path) -> None:
     writer = FeatureWriter(tmp_path, about(rows=2))
-    writer.write(0, FeatureRows(skipped=[Skipped(0, "k", "first"), Skipped(1, "k", "second")]))
+    writer.write(0, [rows([], skipped=[Skipped(0, "k", "first"), Skipped(1, "k", "second")])])
     with pytest.raises(ValueError, match="d: none of its 2 rows is a usable image, the first because: first"):
         writer.finish()
     writer.skipped.clear()
@@ -102,13 +109,13 @@ def test_no_features_are_no_table(tmp_path: Path) -> None:
         writer.finish()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="exists and is no feature store: choose another --out"):
+    with pytest.raises(ValueError, match="exists and holds no features: choose another --out"):
         FeatureWriter(tmp_path / "other", about())
 
 
 def test_images_without_captions_have_no_mean(tmp_path: Path) -> None:
     writer = FeatureWriter(tmp_path, about(rows=2, dtype="fp16"))
-    writer.write(0, rows(writer, 0, captions=0))
+    writer.write(0, [rows(range(2), captions=0, dtype=np.float16)])
     table = writer.finish()
     assert table.text_means().tolist() == [[0, 0], [0, 0]]
     assert (table.images().dtype, table.texts().shape) == (np.float16, (0, 2))
@@ -167,12 +174,16 @@ def test_indexes_that_are_none(tmp_path: Path) -> None:
             FeatureStore(tmp_path / "t")
 
 
-@pytest.mark.parametrize("where", ["images", "texts"])
+@pytest.mark.parametrize("where", ["image", "texts"])
 def test_features_that_are_nan_are_named(tmp_path: Path, where: str) -> None:
     writer = FeatureWriter(tmp_path, about(rows=2))
-    part = rows(writer, 0)
-    getattr(part, where)[1][0, 0] = np.nan
-    writer.write(0, part)
+    part = rows(range(2))
+    field = part.batch.schema.get_field_index(where)
+    values = part.batch.column(where).to_pylist()
+    (values[1] if where == "image" else values[1][0])[0] = math.nan
+    kind = part.batch.schema.field(field)
+    part.batch = part.batch.set_column(field, kind, pa.array(values, kind.type))
+    writer.write(0, [part])
     table = writer.finish()
     table.join(Example("k0", 0, torch.zeros(3, 1, 1), ["0 0"]))
     with pytest.raises(ValueError, match="has NaN or infinite features of k1"):

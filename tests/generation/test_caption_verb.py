@@ -34,7 +34,7 @@ from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.features.extract import ProgressReport
+from kiloword.features.tables import ProgressReport
 from kiloword.generation import GenerationOptions
 from kiloword.generation.captioners import Scored, arguments, open_captioner
 from kiloword.generation.command import write_captions
@@ -192,7 +192,7 @@ def test_killed_and_run_again_gives_the_same_file(photos: Path, tmp_path: Path, 
     process = multiprocessing.get_context("fork").Process(target=made, args=(slow, photos, out))
     process.start()
     folder = tmp_path / "c.parquet.parts"
-    _wait_for(lambda: len(list(folder.glob("part-*.parquet"))) == parts_before and (folder / "captions.json").is_file())
+    _wait_for(lambda: len(list(folder.glob("part-*.arrow"))) == parts_before and (folder / "captions.json").is_file())
     process.kill()
     process.join()
     assert not out.exists()
@@ -217,9 +217,9 @@ def test_a_damaged_part_is_made_again(photos: Path, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CaptionWriter, "finish", lambda self: (0, 0))
             made(Slow(), photos, out)
-        part = tmp_path / "c.parquet.parts" / "part-00001.parquet"
+        part = tmp_path / "c.parquet.parts" / "part-00001.arrow"
         data = bytearray(part.read_bytes())
-        data[len(data) // 4] ^= 1
+        data[data.index(b" is ")] ^= 1  # in a caption
         part.write_bytes(bytes(data) if damage is None else damage)
         again = Slow()
         made(again, photos, out)
@@ -258,11 +258,11 @@ def test_another_command_over_the_same_table_is_refused(photos: Path, tmp_path: 
             if not finished:
                 patch.setattr(CaptionWriter, "finish", lambda self: (0, 0))
             made(Slow(), photos, out)
-        with pytest.raises(ValueError, match=r"holds other captions: there model .*\(slow\), here model .*\(another\)"):
+        with pytest.raises(ValueError, match=r"holds other captions: model .*\(slow\) there, model .*\(another\) here"):
             made(other, photos, out)
-        with pytest.raises(ValueError, match=r"there data .*0\.tar \(\w+\), here data .*more"):
+        with pytest.raises(ValueError, match=r"data .*0\.tar \(\w+\) there, data .*more"):
             made(Slow(), tmp_path / "more", out)
-        with pytest.raises(ValueError, match=r"there num 5, here num 2\. Choose another --out"):
+        with pytest.raises(ValueError, match=r"num 5 there, num 2 here\. Choose another --out"):
             write_captions(Slow(), source, out, GenerationOptions(num=2))
     for name, text in (("a.parquet", "x"), ("b.parquet.parts", None)):
         path = tmp_path / name
@@ -276,7 +276,7 @@ def test_another_command_over_the_same_table_is_refused(photos: Path, tmp_path: 
 
 
 def test_bad_rows_are_counted_and_named(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from kiloword.features.extract import ProgressReport
+    from kiloword.features.tables import ProgressReport
 
     out = tmp_path / "c.parquet"
     made(Slow(), photos, out, report=ProgressReport(sys.stderr))

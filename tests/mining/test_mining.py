@@ -24,7 +24,8 @@ from holding import held_by_another
 from kiloword.config.recipes import DataConfig
 from kiloword.data.scenes import parse_scenes
 from kiloword.data.sources.open import open_data
-from kiloword.features.extract import ProgressReport, embed
+from kiloword.features.extract import embed
+from kiloword.features.tables import ProgressReport
 from kiloword.methods.fff.preset import Mined
 from kiloword.mining import analyses, images, main, output, results
 from kiloword.mining import page as mining_page

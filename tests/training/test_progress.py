@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kiloword.features import extract
-from kiloword.features.extract import ProgressReport
+from kiloword.features import tables
+from kiloword.features.tables import ProgressReport
 from kiloword.terminal import progress
 from kiloword.terminal.progress import PLAIN_EVERY_S
 from kiloword.training.log import Log
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(extract, "time", clock)
+    monkeypatch.setattr(tables, "time", clock)
     monkeypatch.setattr(progress, "time", clock)
     return clock
 
