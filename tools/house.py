@@ -18,6 +18,8 @@ class names defined twice  names of top-level classes in two modules or more
 modules with one importer  modules of at most 60 lines that one other module of the package imports (for types alone
                            counts), except ONE_IMPORTER_ALLOWED
 file, package lines        of .py files, blank lines counted; __init__.py and __main__.py may be below 60 lines
+room lines                 of .py files by folder, down to data/sources, and of the largest room: code (imports and
+                           comments too), docstrings, blank lines between. Information; all rooms with --all.
 old words                  words that the project replaced, in names, comments and strings of the package and in pages
                            at the root and in docs; `variable X`: variables, parameters, attributes where bound
 commits to reword, %       of the last 50: subject above 72 characters, or no body. Information.
@@ -107,6 +109,20 @@ class File:
         self.tree, self.lines = ast.parse(self.text, str(path)), len(self.text.splitlines())
         self.module = f"{PACKAGE}.{self.path}".removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
+    def lines_by_kind(self) -> Counter[str]:
+        """Number of lines of code (imports and comments too), docstrings and blank lines outside them."""
+        kinds = ["code" if line.strip() else "blank" for line in self.text.splitlines()]
+        for node in ast.walk(self.tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                kinds[node.lineno - 1 : node.end_lineno] = ["docstrings"] * len(
+                    kinds[node.lineno - 1 : node.end_lineno]
+                )
+        return Counter(kinds)
+
     def imports(self, modules: set[str]) -> Iterator[tuple[str, bool]]:
         """Modules of the package that this one imports, each with whether for types alone."""
         parents = self.module.split(".")[: None if self.path.endswith("__init__.py") else -1]
@@ -169,6 +185,19 @@ def measure_files(folder: Path, files: list[File]) -> Iterator[Measure]:
     yield number_of("files above 400 lines", largest(lines, 400))
     total = sum(lines.values())
     yield Measure("package lines", 33_000, total, largest({PACKAGE: total}, 33_000))
+    yield measure_rooms(files)
+
+
+def measure_rooms(files: list[File]) -> Measure:
+    rooms: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for file in files:
+        rooms["/".join([PACKAGE, *file.path.split("/")[:-1][:2]])].update(file.lines_by_kind())
+    details = {
+        room: ", ".join(f"{kinds[kind]} {kind}" for kind in ("code", "docstrings", "blank"))
+        for room, kinds in rooms.items()
+    }
+    listed = largest({room: kinds.total() for room, kinds in rooms.items()}, -1, details)
+    return Measure("room lines", None, max((one.figure for one in listed), default=0), listed)
 
 
 def measure_imports(files: list[File]) -> Iterator[Measure]:

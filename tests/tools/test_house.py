@@ -76,6 +76,16 @@ def test_file_lengths(measured: Measured) -> None:
     assert measures["package lines"].value == sum(lengths.values())
 
 
+def test_room_lines(measured: Measured) -> None:
+    text = '"""Says\n\nall."""\n\nimport a\n\n\n# why\nx = 1\n'
+    rooms = measured({"a.py": text, "data/b.py": text, "data/tars/deep/c.py": text, "data/tars/d.py": text})[
+        "room lines"
+    ]
+    assert (rooms.limit, rooms.value) == (None, 18)
+    assert offenders(rooms) == [("kiloword/data/tars", 18), ("kiloword", 9), ("kiloword/data", 9)]
+    assert rooms.offenders[0].detail == "6 code, 6 docstrings, 6 blank"
+
+
 def test_file_lengths_hold(measured: Measured) -> None:
     measures = measured({"b.py": "x = 1\n" * 60, "c.py": "x = 1\n" * 400})
     names = "files below 60 lines", "files above 400 lines", "package lines"
