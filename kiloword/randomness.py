@@ -23,6 +23,11 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _MASK
 
 
+def generator(*parts: int | str) -> np.random.Generator:
+    """A fresh generator keyed by any parts: a second call gives the same numbers."""
+    return np.random.Generator(np.random.Philox(key(*parts)))
+
+
 @dataclass(frozen=True)
 class Draw:
     """The random choices of one row in one epoch."""
@@ -33,7 +38,7 @@ class Draw:
 
     def rng(self, purpose: str) -> np.random.Generator:
         """A fresh generator for one purpose ("crop", "flip", ...): a second call gives the same numbers."""
-        return np.random.Generator(np.random.Philox(key(self.seed, self.epoch, self.row, purpose)))
+        return generator(self.seed, self.epoch, self.row, purpose)
 
     @property
     def sample_seed(self) -> int:

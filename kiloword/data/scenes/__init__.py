@@ -1,13 +1,12 @@
-"""The embedded data set: drawn scenes whose captions are logical queries, so that what matches is known exactly.
+"""The built-in data set: drawn scenes whose captions are logical queries, so that all matches are known exactly.
 
-A laboratory with ground truth for false negatives, generality, hierarchy and composition. `scenes-v1` is frozen.
+It has ground truth for false negatives, generality, hierarchy and composition. `scenes-v1` is frozen.
 """
 
 from kiloword.data.scenes.grammar import parse, render
 from kiloword.data.scenes.query import Pattern, Query, matches
-from kiloword.data.scenes.question_source import SceneQuestions, open_scenes
 from kiloword.data.scenes.raster import draw
-from kiloword.data.scenes.source import ScenesSource, parse_scenes, relevance
+from kiloword.data.scenes.source import SceneQuestions, ScenesSource, open_scenes, parse_scenes, relevance
 from kiloword.data.scenes.world import Scene, Thing
 
 __all__ = [

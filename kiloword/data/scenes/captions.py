@@ -1,4 +1,4 @@
-"""What is said of a scene, at four levels of generality."""
+"""Captions of a scene as queries, at four levels of generality."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe(scene: Scene, level: int, choices: int) -> Query:
 
     Args: level 0: true of every scene; 1: one fact (about a third of all scenes match); 2: one thing described
     fully or nearly, or two things in a relation (about 1%); 3: every thing with all its attributes and its place,
-    and the background, the count or a relation. choices: any number from 0 up, names what is said.
+    and the background, the count or a relation. choices: any number from 0, which selects the content.
     """
     pick = StyleChoices(choices)
     return (_anything, _one_fact, _one_thing, _everything)[level](scene, pick)
@@ -65,16 +65,12 @@ def _one_fact(scene: Scene, pick: StyleChoices) -> Query:
 
 def _one_thing(scene: Scene, pick: StyleChoices) -> Query:
     if len(scene.things) > 1 and pick((False, False, True)):
-        return _two_things(scene, pick)
+        first, second, relation = _ordered(scene.things, pick)
+        one, other = pick(_TWO_THINGS).split()
+        return Query((_facts(first, (one,)), _facts(second, (other,))), relation)
     facts = pick(_SEVERAL_FACTS)
     background = scene.background if "background" in facts else None
     return Query((_facts(pick(scene.things), facts),), background=background)
-
-
-def _two_things(scene: Scene, pick: StyleChoices) -> Query:
-    first, second, relation = _ordered(scene.things, pick)
-    facts = pick(_TWO_THINGS).split()
-    return Query((_facts(first, facts[:1]), _facts(second, facts[1:])), relation)
 
 
 def _everything(scene: Scene, pick: StyleChoices) -> Query:
@@ -90,7 +86,7 @@ def _everything(scene: Scene, pick: StyleChoices) -> Query:
 
 
 def _ordered(things: Sequence[Thing], pick: StyleChoices) -> tuple[Thing, Thing, Relation]:
-    """Two things and a relation between them; things are at different places, so there is one."""
+    """Two things and a relation between them, which exists because things are at different places."""
     relations: list[tuple[Thing, Thing, Relation]] = []
     for a in things:
         relations += [(a, b, "left") for b in things if a.column < b.column]

@@ -1,27 +1,27 @@
-"""Whether one caption of scenes follows from another, exactly: over every scene there can be."""
+"""Whether one caption of scenes follows from another: is true of every possible scene of which the other is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import numpy.typing as npt
 
-from kiloword.data.scenes.hierarchy import entails
-from kiloword.data.scenes.query import ANY, Pattern, Query, truth_table
+from kiloword.data.scenes.query import ANY, Pattern, Query, fits, truth_table
 from kiloword.data.scenes.world import COLOURS, FILLS, MOST, SHAPES, SIZES, SceneRows
 
-BLOCK = 1 << 14  # scenes looked at at once
+BLOCK = 1 << 14  # scenes evaluated at once
 _VALUES = {"shape": len(SHAPES), "colour": len(COLOURS), "size": len(SIZES), "fill": len(FILLS)}
 
 
 def follows(a: Query, b: Query) -> bool:
     """Whether b is true of every scene of which a is; a must be true of some scene.
 
-    What the words do not prove is decided by scenes: all those of a that could tell b apart, until one does. More
-    things than a needs never make b false, and of values that b does not name one stands for all.
+    Unless `entails` proves it, scenes of a are enumerated until b is false of one. It suffices to take as few things as
+    a allows, and of the values that b does not name only one.
     """
     if entails(a, b):
         return True
@@ -36,8 +36,28 @@ def follows(a: Query, b: Query) -> bool:
     return not any((truth_table([rest], rows) < truth_table([a], rows)).any() for rows in _scenes(a, rest, least))
 
 
+def entails(a: Query, b: Query) -> bool:
+    """Whether b follows from the statements of a: True is certain, False can be wrong (see `follows`)."""
+    if b.background not in (None, a.background):
+        return False
+    if b.count not in (None, a.count) and not b.count == len(a.things) == MOST:
+        return False
+    return any(_covers(a, b, places) for places in permutations(range(len(a.things)), len(b.things)))
+
+
+def _covers(a: Query, b: Query, places: Sequence[int]) -> bool:
+    """Whether a states of its things at these places all that b states of its things."""
+    described = [a.things[place] for place in places]
+    if not all(map(fits, b.things, described)):
+        return False
+    if b.relation is None or (a.relation == b.relation and tuple(places[:2]) == (0, 1)):
+        return True
+    first, second = (s.column if b.relation == "left" else s.row for s in described[:2])
+    return first is not None and second is not None and first < second
+
+
 def _scenes(a: Query, b: Query, count: int) -> Iterator[SceneRows]:
-    """Blocks of scenes [n, 16] with `count` things, among them every kind of scene of a that b could be false of."""
+    """Blocks of scenes [n, 16] with `count` things that include every kind of scene of a that could make b false."""
     patterns = [*a.things, *[ANY] * (count - len(a.things))]
     options = [_things(pattern, b) for pattern in patterns]
     shape = [len(o) for o in options]
@@ -47,24 +67,20 @@ def _scenes(a: Query, b: Query, count: int) -> Iterator[SceneRows]:
         rows[:, 0] = a.background or 0
         for k, (things, i) in enumerate(zip(options, index, strict=True)):
             rows[:, 1 + 5 * k : 6 + 5 * k] = things[i]
-        yield rows[_apart(rows[:, 1 : 1 + 5 * count : 5])]
+        places = np.sort(rows[:, 1 : 1 + 5 * count : 5], 1)
+        yield rows[(places[:, 1:] != places[:, :-1]).all(1)]
 
 
 def _things(pattern: Pattern, b: Query) -> npt.NDArray[np.int8]:
-    """Things that a pattern allows, [n, 5] as in `SceneRows`: every place, and of each attribute what b tells apart."""
+    """Things that a pattern allows, [n, 5] as in `SceneRows`: all places, and of each attribute the values b names, and
+    one other."""
     values: list[list[int]] = [list(range(9))]
     for name, n in _VALUES.items():
-        own = getattr(pattern, name)
+        stated = getattr(pattern, name)
         named = {v for p in b.things if (v := getattr(p, name)) is not None}
         other = [v for v in range(n) if v not in named][:1]
-        values.append([own] if own is not None else [*other, *sorted(named)])
+        values.append([stated] if stated is not None else [*other, *sorted(named)])
     grid = np.stack(np.meshgrid(*values[1:], values[0], indexing="ij"), -1).reshape(-1, 5)[:, [4, 0, 1, 2, 3]]
     row, column = pattern.row, pattern.column
     fits = ((grid[:, 0] // 3 == row) | (row is None)) & ((grid[:, 0] % 3 == column) | (column is None))
     return np.asarray(grid[fits], np.int8)
-
-
-def _apart(places: SceneRows) -> npt.NDArray[np.bool_]:
-    """Whether all things lie at different places, [n] of [n, things]."""
-    ordered = np.sort(places, 1)
-    return np.asarray((ordered[:, 1:] != ordered[:, :-1]).all(1))

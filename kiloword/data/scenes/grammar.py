@@ -1,4 +1,4 @@
-"""From queries to English and back: `parse(render(query, style)) == query` for every style."""
+"""Queries as English captions and back: `parse(render(query, style)) == query` for every style."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOUNS = ("object", "shape", "thing")
 NUMBERS = ("zero", "one", "two", "three")
 SIZE_WORDS = (("small", "little"), ("large", "big"))
 FILL_WORDS = (("solid", "filled"), ("striped",), ("hollow", "outlined"))
-RELATIONS: dict[str, tuple[Relation, bool]] = {  # words: relation, whether the first thing said is the first
+RELATIONS: dict[str, tuple[Relation, bool]] = {  # words: relation, whether the things keep their order
     "left of": ("left", True),
     "to the left of": ("left", True),
     "right of": ("left", False),
@@ -30,7 +30,7 @@ RELATIONS: dict[str, tuple[Relation, bool]] = {  # words: relation, whether the 
 
 
 class StyleChoices:
-    """A number read as a sequence of choices, so that one integer names one way of saying."""
+    """A number as a sequence of choices, so that one integer selects one wording."""
 
     def __init__(self, number: int) -> None:
         self.rest = number
@@ -41,20 +41,13 @@ class StyleChoices:
 
 
 def render(query: Query, style: int = 0) -> str:
-    """A caption that means the query.
-
-    Args: style, any number from 0 up, chooses words and order; styles below about 2^40 differ.
-    """
+    """A caption of the query. Args: style: any number from 0, which selects words and order; up to 2^40 most differ."""
     pick = StyleChoices(style)
     if not query.things and query.count is None:
         return _no_things(query, pick)
-    sentence = False
-    if query.things:
-        phrase, sentence = _list(query, pick)
-        if query.count is not None:
-            phrase = f"{_count(query.count, pick)}: {phrase}"
-    else:
-        phrase = _count(query.count or 0, pick)
+    phrase, sentence = _list(query, pick) if query.things else ("", False)
+    if query.count is not None:
+        phrase = f"{_count(query.count, pick)}: {phrase}".removesuffix(": ")
     plural = query.count is not None and query.count > 1
     return _framed(phrase, sentence, plural, query.background, pick)
 
@@ -62,20 +55,20 @@ def render(query: Query, style: int = 0) -> str:
 def _no_things(query: Query, pick: StyleChoices) -> str:
     picture = pick(PICTURES)
     if query.background is None:
-        return _a(picture)
-    ground = _a(BACKGROUNDS[query.background] + " background")
-    forms = (f"{_a(picture)} with {ground}", ground, f"the background is {BACKGROUNDS[query.background]}")
+        return with_article(picture)
+    ground = with_article(BACKGROUNDS[query.background] + " background")
+    forms = (f"{with_article(picture)} with {ground}", ground, f"the background is {BACKGROUNDS[query.background]}")
     return pick(forms)
 
 
 def _framed(phrase: str, sentence: bool, plural: bool, background: int | None, pick: StyleChoices) -> str:
     there = f"there {'are' if plural else 'is'} {phrase}"
     picture = pick(PICTURES)
-    forms = (phrase, f"{_a(picture)} of {phrase}", f"{_a(picture)} with {phrase}", there)
+    forms = (phrase, f"{with_article(picture)} of {phrase}", f"{with_article(picture)} with {phrase}", there)
     framed = phrase if sentence else pick(forms)
     if background is None:
         return framed
-    ground = _a(BACKGROUNDS[background] + " background")
+    ground = with_article(BACKGROUNDS[background] + " background")
     if framed in (phrase, there) and pick((True, False, False)):
         return f"on {ground}, {framed}"
     return f"{framed} {pick(('on', 'against'))} {ground}"
@@ -87,7 +80,7 @@ def _count(count: int, pick: StyleChoices) -> str:
 
 
 def _list(query: Query, pick: StyleChoices) -> tuple[str, bool]:
-    """The things, and whether they make a sentence."""
+    """The things in words, and whether these are a sentence."""
     if query.relation:
         return _related(query, query.relation, pick)
     alone = len(query.things) == 1 and query.count is None
@@ -124,7 +117,7 @@ def _thing(p: Pattern, pick: StyleChoices, alone: bool = False) -> str:
     if p.shape is None and len(words) < 2 and pick((False, True)):
         return " ".join(["something", *words]) + where
     noun = pick(NOUNS) if p.shape is None else SHAPES[p.shape]
-    return _a(" ".join([*words, noun])) + where
+    return with_article(" ".join([*words, noun])) + where
 
 
 def _place(p: Pattern, pick: StyleChoices) -> str:
@@ -149,7 +142,7 @@ def _places() -> dict[str, tuple[int | None, int | None]]:
 PLACES = _places()
 
 
-def _a(words: str) -> str:
+def with_article(words: str) -> str:
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
@@ -191,8 +184,8 @@ def parse(caption: str) -> Query | None:
         count, text = NUMBERS.index(m[1] or m[2]), text[m.end() :]
         if not text and not m[0].endswith(": "):
             return Query(count=count, background=background)
-    read = _parse_list(text)
-    return None if read is None else Query(read[0], read[1], count, background)
+    things = _parse_list(text)
+    return Query(*things, count, background) if things else None
 
 
 def _parse_list(text: str) -> tuple[tuple[Pattern, ...], Relation | None] | None:
@@ -210,8 +203,8 @@ def _parse_list(text: str) -> tuple[tuple[Pattern, ...], Relation | None] | None
 
 def _parse_things(texts: Sequence[str]) -> tuple[Pattern, ...] | None:
     patterns = [_parse_thing(t) for t in texts]
-    known = tuple(p for p in patterns if p is not None)
-    return known if len(known) == len(patterns) <= 3 else None
+    parsed = tuple(p for p in patterns if p is not None)
+    return parsed if len(parsed) == len(patterns) <= 3 else None
 
 
 @lru_cache(maxsize=65536)

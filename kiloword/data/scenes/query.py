@@ -17,7 +17,7 @@ Bits = npt.NDArray[np.int32]
 
 
 class Pattern(NamedTuple):
-    """What is said of one thing; None says nothing."""
+    """Stated attributes of one thing; None: not stated."""
 
     shape: int | None = None
     colour: int | None = None
@@ -33,11 +33,11 @@ Relation = Literal["left", "above"]
 
 @dataclass(frozen=True)
 class Query:
-    """True of a scene that holds all of it.
+    """True of a scene that fulfils all its parts.
 
-    things: each is another thing of the scene; their order is canonical, so equal meanings are equal queries.
+    things: different things of the scene, in canonical order, so that equal meanings are equal queries.
     relation: the first thing lies in a column left of (a row above) the second's.
-    count: the scene has exactly this number of things, named or not.  background: index.
+    count: the exact number of things in the scene, described or not. background: index.
     """
 
     things: tuple[Pattern, ...] = ()
@@ -66,15 +66,17 @@ def matches(query: Query, scene: Scene) -> bool:
     return any(_holds(query, things) for things in permutations(scene.things, len(query.things)))
 
 
+def fits(pattern: Pattern, attributes: Thing | Pattern) -> bool:
+    """Whether the attributes have all values that the pattern states."""
+    return all(stated in (None, value) for stated, value in zip(pattern, attributes, strict=True))
+
+
 def _holds(query: Query, things: tuple[Thing, ...]) -> bool:
-    for pattern, thing in zip(query.things, things, strict=True):
-        if any(stated not in (None, is_) for stated, is_ in zip(pattern, thing, strict=True)):
-            return False
+    if not all(map(fits, query.things, things)):
+        return False
     if query.relation == "left":
         return things[0].column < things[1].column
-    if query.relation == "above":
-        return things[0].row < things[1].row
-    return True
+    return query.relation is None or things[0].row < things[1].row
 
 
 _OFFSETS = (0, 8, 16, 18, 21, 24)  # first bit of shape, colour, size, fill, row, column
@@ -89,7 +91,8 @@ def truth_table(queries: Sequence[Query], rows: SceneRows) -> Bools:
     """
     out = np.empty((len(queries), len(rows)), np.bool_)
     things, counts = _thing_bits(rows), (rows[:, 1::5] >= 0).sum(1)
-    ordered = {"left": _pairs(rows[:, 1::5] % 3), "above": _pairs(rows[:, 1::5] // 3)}
+    columns, lines = (axis.T for axis in (rows[:, 1::5] % 3, rows[:, 1::5] // 3))  # [3, I]
+    ordered = {"left": columns[:, None] < columns, "above": lines[:, None] < lines}  # [3, 3, I]: a before b
     kinds: dict[tuple[int, Relation | None], list[int]] = {}
     for t, q in enumerate(queries):
         kinds.setdefault((len(q.things), q.relation), []).append(t)
@@ -104,9 +107,9 @@ def truth_table(queries: Sequence[Query], rows: SceneRows) -> Bools:
 
 
 def _thing_bits(rows: SceneRows) -> Bits:
-    """One bit for every attribute's value, [3, I]; 0 where no thing is."""
-    v = rows[:, 1:].reshape(-1, MOST, 5).astype(np.int32)
-    place, attributes = v[..., 0], (v[..., 1], v[..., 2], v[..., 3], v[..., 4], v[..., 0] // 3, v[..., 0] % 3)
+    """One bit for every attribute's value, [3, I]; 0 for an absent thing."""
+    place, *facts = rows[:, 1:].reshape(-1, MOST, 5).astype(np.int32).transpose(2, 0, 1)
+    attributes = (*facts, place // 3, place % 3)
     bits = np.full(place.shape, _EXISTS, np.int32)
     for offset, value in zip(_OFFSETS, attributes, strict=True):
         bits |= np.int32(1) << (offset + np.maximum(value, 0))
@@ -121,28 +124,23 @@ def _mask(pattern: Pattern) -> int:
     return bits
 
 
-def _pairs(value: npt.NDArray[np.int8]) -> Bools:
-    """Whether thing a comes before thing b, [3, 3, I], from rows or columns [I, 3]."""
-    return np.asarray(value.T[:, None] < value.T[None])
-
-
 def _assignable(masks: Bits, things: Bits, ordered: Bools | None) -> Bools:
-    """Whether different things fit all masks [t, n], [t, I]; the first two in order, if one is given."""
+    """Whether different things fit all masks [t, n], [t, I]; the first two in order, if `ordered`."""
     t, n = masks.shape
     if n == 0:
         return np.ones((t, things.shape[1]), np.bool_)
     fits = [[(things[o] & masks[:, p, None]) == masks[:, p, None] for o in range(MOST)] for p in range(n)]
-    found = np.zeros((t, things.shape[1]), np.bool_)
+    holds = np.zeros((t, things.shape[1]), np.bool_)
     for chosen in permutations(range(MOST), n):
         ok = fits[0][chosen[0]]
         for p in range(1, n):
             ok = ok & fits[p][chosen[p]]
-        found |= ok if ordered is None else ok & ordered[chosen[0], chosen[1]]
-    return found
+        holds |= ok if ordered is None else ok & ordered[chosen[0], chosen[1]]
+    return holds
 
 
 def _restrict(out: Bools, stated: list[int | None], actual: npt.NDArray[np.integer]) -> None:
-    """Clear [T, I] where a number was said and is another."""
+    """Set [T, I] to False where a stated number differs from the actual one [I]."""
     for value in {v for v in stated if v is not None}:
         index = [t for t, v in enumerate(stated) if v == value]
         out[index] &= actual == value

@@ -1,4 +1,4 @@
-"""Questions about a scene and their answers: exact, and asked so that exactly one thing fits every description."""
+"""Questions about a scene and their answers; exactly one thing fits each description."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from kiloword.data.scenes.grammar import NOUNS, NUMBERS, StyleChoices
-from kiloword.data.scenes.query import Pattern, Query, matches
+from kiloword.data.scenes.grammar import NOUNS, NUMBERS, StyleChoices, with_article
+from kiloword.data.scenes.query import Pattern, fits
 from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, COLUMNS, FILLS, MOST, ROWS, SHAPES, SIZES, Scene, Thing
 
 VERSION = "questions-v1"
@@ -22,7 +22,7 @@ ANSWERS = ("yes", "no", *COUNTS, *COLOURS, *SHAPES, *SIZES, *FILLS, *(p for row 
 _KINDS = ("colour", "shape", "size", "fill", "place", "background", *["count"] * 2, *["yes/no"] * 3)
 _PLACE = ("row", "column")
 _DESCRIPTIONS = [*(facts for n in range(4) for facts in combinations(WORDS, n)), _PLACE]
-_SAID = (("colour",), ("shape",), ("size",), ("fill",), ("colour", "shape"), ("fill", "shape"), ("size", "shape"))
+_COUNTED = (("colour",), ("shape",), ("size",), ("fill",), ("colour", "shape"), ("fill", "shape"), ("size", "shape"))
 _EXISTS = (("colour", "shape"), ("colour", "shape"), ("fill", "shape"), ("size", "colour"), ("fill", "colour", "shape"))
 _ASKED = {
     "colour": ("what colour is {}?", "which colour does {} have?"),
@@ -35,7 +35,7 @@ _RELATIONS = {"left of": ("column", 1), "right of": ("column", -1), "above": ("r
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, its one right answer, its kind: colour, shape, size, fill, place, background, count or yes/no."""
+    """A question, its answer, and its kind: colour, shape, size, fill, place, background, count or yes/no."""
 
     words: str
     answer: str
@@ -48,7 +48,7 @@ class Question:
 
 
 def ask(scene: Scene, choices: int) -> Question:
-    """A question about the scene. Args: choices: any number from 0 up, names what is asked and how."""
+    """A question about the scene. Args: choices: any number from 0, which selects the question and its words."""
     pick = StyleChoices(choices)
     kind = pick(_KINDS)
     if kind in WORDS:
@@ -66,7 +66,7 @@ def _attribute(scene: Scene, kind: str, pick: StyleChoices) -> Question:
 def _place(scene: Scene, pick: StyleChoices) -> Question:
     thing = pick(scene.things)
     described = _definite(scene, thing, pick, _PLACE)
-    if described is None:  # its like stands elsewhere
+    if described is None:  # an equal thing is elsewhere
         return _background(scene, pick)
     words = pick(("where is {}?", "in which part of the picture is {}?")).format(_the(described, pick))
     return Question(words, PLACES[thing.row][thing.column], "place")
@@ -78,10 +78,10 @@ def _background(scene: Scene, pick: StyleChoices) -> Question:
 
 
 def _count(scene: Scene, pick: StyleChoices) -> Question:
-    """All things, or those of one or two facts; these are some thing's, so that "0" is not the usual answer."""
+    """All things, or those with one or two facts of a thing in the scene, so that "0" is not the usual answer."""
     pattern = Pattern()
     if pick((True, True, True, False)):
-        pattern = _of(pick(scene.things), pick(_SAID))
+        pattern = _of(pick(scene.things), pick(_COUNTED))
         if pick((False, False, True)):
             pattern = _changed(scene, pattern, pick)
     words = pick(("how many {} are there?", "how many {} does the picture show?"))
@@ -98,7 +98,7 @@ def _yes_no(scene: Scene, pick: StyleChoices) -> Question:
 def _exists(scene: Scene, yes: bool, pick: StyleChoices) -> str:
     pattern = _of(pick(scene.things), pick(_EXISTS))
     pattern = pattern if yes else _changed(scene, pattern, pick)
-    assert matches(Query((pattern,)), scene) == yes
+    assert bool(_fitting(scene, pattern)) == yes
     return f"{pick(('is there', 'does the picture show'))} {_some(pattern, pick)}?"
 
 
@@ -114,7 +114,7 @@ def _is(scene: Scene, yes: bool, pick: StyleChoices) -> str:
 
 
 def _related(scene: Scene, yes: bool, pick: StyleChoices) -> str | None:
-    """Is the star above the circle? Not told by places, which would answer; None where nothing can be asked so."""
+    """Is the star above the circle? Things are not described by places; None where that is impossible."""
     pairs = [
         (a, b, words)
         for words, (axis, sign) in _RELATIONS.items()
@@ -127,10 +127,8 @@ def _related(scene: Scene, yes: bool, pick: StyleChoices) -> str | None:
     first, second, words = pick(pairs)
     if not yes:
         first, second = second, first
-    described = [_definite(scene, thing, pick, _PLACE) for thing in (first, second)]
-    if described[0] is None or described[1] is None:
-        return None
-    return f"is {_the(described[0], pick)} {words} {_the(described[1], pick)}?"
+    one, other = (_definite(scene, thing, pick, _PLACE) for thing in (first, second))
+    return f"is {_the(one, pick)} {words} {_the(other, pick)}?" if one and other else None
 
 
 def _number(scene: Scene, yes: bool, pick: StyleChoices) -> str:
@@ -138,30 +136,29 @@ def _number(scene: Scene, yes: bool, pick: StyleChoices) -> str:
     count = len(scene.things)
     if not yes:
         count = pick([n for n in range(1, MOST + 1) if n != count])
-    return (
-        f"{'is' if count == 1 else 'are'} there exactly {NUMBERS[count]} {_some(Pattern(), pick, 's' * (count > 1))}?"
-    )
+    verb, plural = ("is", "") if count == 1 else ("are", "s")
+    return f"{verb} there exactly {NUMBERS[count]} {_some(Pattern(), pick, plural)}?"
 
 
 def _changed(scene: Scene, pattern: Pattern, pick: StyleChoices) -> Pattern:
-    """Another value for one of the pattern's facts, so that no thing fits; half the time one that another thing has."""
-    facts = [f for f in WORDS if getattr(pattern, f) is not None]
-    false = {
-        f: [p for v in range(len(WORDS[f])) if not _fitting(scene, p := pattern._replace(**{f: v}))] for f in facts
-    }
-    possible = [f for f in facts if false[f]]
-    if not possible:  # one fact of few values, all of which are there
+    """Another value for one of the pattern's facts, so that no thing fits; half the time a value in the scene."""
+    false: dict[str, list[Pattern]] = {}
+    for fact in (f for f in WORDS if getattr(pattern, f) is not None):
+        others = (pattern._replace(**{fact: value}) for value in range(len(WORDS[fact])))
+        false[fact] = [p for p in others if not _fitting(scene, p)]
+    possible = [fact for fact, patterns in false.items() if patterns]
+    if not possible:  # one fact of few values, which are all in the scene
         return pattern
     fact = pick(possible)
-    there = {getattr(t, fact) for t in scene.things}
-    near = [p for p in false[fact] if getattr(p, fact) in there]
-    other = pick((True, False))
-    return pick(near if near and other else false[fact])
+    present = {getattr(t, fact) for t in scene.things}
+    near = [p for p in false[fact] if getattr(p, fact) in present]
+    use_near = pick((True, False))
+    return pick(near if near and use_near else false[fact])
 
 
-def _definite(scene: Scene, thing: Thing, pick: StyleChoices, but: Sequence[str]) -> Pattern | None:
-    """A description that fits this thing alone, without some facts; None where there is none."""
-    allowed = [_of(thing, facts) for facts in _DESCRIPTIONS if not set(facts) & set(but)]
+def _definite(scene: Scene, thing: Thing, pick: StyleChoices, without: Sequence[str]) -> Pattern | None:
+    """A description without some facts that fits this thing only; None where there is none."""
+    allowed = [_of(thing, facts) for facts in _DESCRIPTIONS if not set(facts) & set(without)]
     alone = [p for p in allowed if len(_fitting(scene, p)) == 1]
     return pick(alone) if alone else None
 
@@ -171,7 +168,7 @@ def _of(thing: Thing, facts: Sequence[str]) -> Pattern:
 
 
 def _fitting(scene: Scene, pattern: Pattern) -> list[Thing]:
-    return [t for t in scene.things if matches(Query((pattern,)), Scene(scene.background, (t,)))]
+    return [t for t in scene.things if fits(pattern, t)]
 
 
 def _the(pattern: Pattern, pick: StyleChoices) -> str:
@@ -184,7 +181,7 @@ def _some(pattern: Pattern, pick: StyleChoices, plural: str = "") -> str:
     words = _noun(pattern, pick)
     if plural:
         return f"{words}es" if words.endswith("s") else f"{words}s"
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}" if pattern != Pattern() else words
+    return with_article(words) if pattern != Pattern() else words
 
 
 def _noun(pattern: Pattern, pick: StyleChoices, nouns: Sequence[str] = NOUNS) -> str:

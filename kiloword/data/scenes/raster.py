@@ -1,35 +1,26 @@
-"""From a scene to pixels, at any resolution, anti-aliased by signed distances."""
+"""Drawing of scenes at any resolution, anti-aliased by signed distances."""
 
 from __future__ import annotations
 
+import math
 from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from PIL import ImageColor
 
 from kiloword.data.scenes.world import SHAPES, Scene
 
 Floats = npt.NDArray[np.floating]
 Pixels = npt.NDArray[np.uint8]
 
-COLOUR_RGB = (
-    (225, 25, 35),  # red
-    (255, 135, 0),  # orange
-    (250, 225, 0),  # yellow
-    (20, 150, 50),  # green
-    (0, 205, 225),  # cyan
-    (25, 85, 245),  # blue
-    (140, 35, 210),  # purple
-    (255, 95, 185),  # pink
-)
-BACKGROUND_RGB = (
-    (255, 255, 255),  # white
-    (0, 0, 0),  # black
-    (150, 150, 150),  # grey
-    (95, 60, 35),  # brown
-    (225, 208, 175),  # beige
-    (15, 25, 75),  # navy
-)
+
+def _rgb(colours: str) -> list[tuple[int, ...]]:
+    return [ImageColor.getrgb(colour) for colour in colours.split()]
+
+
+COLOUR_RGB = _rgb("#e11923 #ff8700 #fae100 #149632 #00cde1 #1955f5 #8c23d2 #ff5fb9")  # red, orange, ... as `COLOURS`
+BACKGROUND_RGB = _rgb("#ffffff #000000 #969696 #5f3c23 #e1d0af #0f194b")  # as `BACKGROUNDS`
 RADIUS = (0.34, 0.49)  # of small and large things, in cells
 STROKE = 0.026  # width of a hollow thing's line, in images
 STRIPES = 16  # an image
@@ -42,8 +33,7 @@ def draw(scene: Scene, size: int) -> Pixels:
     Args: size in pixels a side, at least 24: below, small things blur.
     Returns: uint8 [size, size, 3], RGB.
     """
-    image = np.empty((size, size, 3), np.uint8)
-    image[:] = BACKGROUND_RGB[scene.background]
+    image = np.full((size, size, 3), BACKGROUND_RGB[scene.background], np.uint8)
     for thing in scene.things:
         y, x, cover = _mask(thing.shape, thing.size, thing.fill, thing.row, thing.column, size)
         image[y : y + cover.shape[0], x : x + cover.shape[1]] = _shades(thing.colour, scene.background)[cover]
@@ -55,9 +45,8 @@ def draw_inner(scene: Scene, size: int) -> Pixels:
 
     Args: size in pixels a side, at least 48. Returns: uint8 [size, size, 3], RGB.
     """
-    margin = -(-size // 4)
-    image = np.empty((size, size, 3), np.uint8)
-    image[:] = BACKGROUND_RGB[scene.background]
+    margin = math.ceil(size / 4)
+    image = np.full((size, size, 3), BACKGROUND_RGB[scene.background], np.uint8)
     image[margin : size - margin, margin : size - margin] = draw(scene, size - 2 * margin)
     return image
 
@@ -88,7 +77,7 @@ def _mask(shape: int, size: int, fill: int, row: int, column: int, side: int) ->
 
 
 def _stripes(y: Floats, side: int) -> Floats:
-    """Share of each pixel row that a stripe covers, [h]; every second half period is empty."""
+    """Share of each pixel row that a stripe covers, [h]; a stripe is half a period high."""
     period = side / STRIPES
 
     def covered(t: Floats) -> Floats:
@@ -114,8 +103,7 @@ def _distance(corners: Floats, x: Floats, y: Floats) -> Floats:
 @cache
 def _outline(shape: str) -> Floats:
     """Corners of a shape in the square from -1 to 1, y downward, [N, 2]."""
-    corners = _CURVES[shape]() if shape in _CURVES else np.array(_CORNERS[shape])
-    return np.asarray(corners, np.float64)
+    return np.asarray(_CURVES[shape]() if shape in _CURVES else _CORNERS[shape], np.float64)
 
 
 def _polar(radius: Floats, angle: Floats) -> Floats:
@@ -141,7 +129,7 @@ def _heart() -> Floats:
 
 
 def _moon() -> Floats:
-    """A disc less a smaller disc on its right: the two arcs meet in the horns."""
+    """A disc without a smaller disc on its right; the two arcs meet at the horns."""
     tip = np.deg2rad(50)
     outer = np.linspace(tip, 2 * np.pi - tip, 36)
     inner = np.linspace(2 * np.pi - 1.67, 1.67, 28)[1:-1]

@@ -1,4 +1,4 @@
-"""Which scenes make up a split: a pure function of the selection, drawn in blocks.
+"""The scenes of a data set: a pure function of its selection, drawn in blocks.
 
 Only `random` and `integers` of the generator are used: NumPy may change the stream of its other functions.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
 from kiloword.data.scenes.world import MOST, SPLITS, VERSION, SceneRows, codes, held_out, splits
-from kiloword.randomness import key
+from kiloword.randomness import generator
 
 BLOCK = 4096
 GROUP = 8  # scenes of a hard group
@@ -21,7 +22,7 @@ GROUP = 8  # scenes of a hard group
 
 @dataclass(frozen=True)
 class Selection:
-    """What decides the scenes of a data set (not their captions, nor how they are drawn)."""
+    """Settings that determine the scenes of a data set, but not their captions and images."""
 
     split: str = "train"
     n: int = 20000
@@ -55,12 +56,12 @@ def draw_scenes(selection: Selection) -> Drawn:
 
 
 def _rng(s: Selection, *purpose: int | str) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key(VERSION, s.seed, s.split, *purpose)))
+    return generator(VERSION, s.seed, s.split, *purpose)
 
 
 def _distinct(s: Selection, n: int) -> SceneRows:
     """The first n different scenes of the split (different but for shapes, if hard), [n, 16]."""
-    found: list[SceneRows] = []
+    blocks: list[SceneRows] = []
     seen: set[int] = set()
     for block in _blocks(s):
         block = block[_admitted(s, block)]
@@ -69,9 +70,9 @@ def _distinct(s: Selection, n: int) -> SceneRows:
             if code not in seen:
                 seen.add(code)
                 fresh.append(i)
-        found.append(block[fresh])
+        blocks.append(block[fresh])
         if len(seen) >= n:
-            return np.concatenate(found)[:n]
+            return np.concatenate(blocks)[:n]
     raise ValueError(
         f"scenes: only {len(seen)} different scenes fit these settings, {n} were asked; ask for a smaller n"
     )
@@ -83,14 +84,11 @@ def _admitted(s: Selection, rows: SceneRows) -> npt.NDArray[np.bool_]:
 
 
 def _blocks(s: Selection) -> Iterator[SceneRows]:
-    """Endless blocks of scenes [N, 16]; for single things all there are, once, because they run out."""
+    """Endless blocks of scenes [N, 16]; of single things one block of all scenes."""
     if s.objects == (1,):
         yield _every_single(_rng(s, "single"))
         return
-    number = 0
-    while True:
-        yield _block(_rng(s, "block", number), s.objects)
-        number += 1
+    yield from (_block(_rng(s, "block", number), s.objects) for number in count())
 
 
 def _every_single(rng: np.random.Generator) -> SceneRows:
@@ -101,9 +99,9 @@ def _every_single(rng: np.random.Generator) -> SceneRows:
 
 
 def _block(rng: np.random.Generator, objects: tuple[int, ...]) -> SceneRows:
-    count = np.array(objects)[rng.integers(len(objects), size=BLOCK)]
+    number = np.array(objects)[rng.integers(len(objects), size=BLOCK)]
     place = rng.random((BLOCK, 9)).argsort(1)[:, :MOST]
-    place[np.arange(MOST) >= count[:, None]] = 9  # sorts last
+    place[np.arange(MOST) >= number[:, None]] = 9  # sorts last
     place.sort(1)
     rows = np.empty((BLOCK, 1 + 5 * MOST), np.int8)
     rows[:, 0] = rng.integers(6, size=BLOCK)
@@ -153,13 +151,13 @@ def _changed(row: SceneRows, attribute: int, rng: np.random.Generator) -> SceneR
     if attribute == 0:
         row[0] = (row[0] + rng.integers(1, 6)) % 6
         return row
-    count = int((row[1::5] >= 0).sum())
-    at = 5 * int(rng.integers(count)) + attribute
+    things = int((row[1::5] >= 0).sum())
+    at = 5 * int(rng.integers(things)) + attribute
     if attribute == 1:
         free = np.setdiff1d(np.arange(9), row[1::5])
         row[at] = free[rng.integers(len(free))]
-        things = row[1 : 1 + 5 * count].reshape(count, 5)
-        row[1 : 1 + 5 * count] = things[things[:, 0].argsort()].reshape(-1)
+        used = row[1 : 1 + 5 * things].reshape(things, 5)
+        used[:] = used[used[:, 0].argsort()]
         return row
     values = (8, 8, 2, 3)[attribute - 2]
     row[at] = (row[at] + rng.integers(1, values)) % values

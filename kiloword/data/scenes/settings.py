@@ -1,13 +1,14 @@
-"""`scenes:SPLIT?OPTION=VALUE&...`: what a user may ask of scenes."""
+"""`scenes:SPLIT?OPTION=VALUE&...`: the options of scenes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from kiloword.data.scenes.raster import Pixels, draw, draw_inner
 from kiloword.data.scenes.sample import GROUP, Selection
-from kiloword.data.scenes.world import SPLITS, TASKS
+from kiloword.data.scenes.world import SPLITS, TASKS, Scene
 
 Levels = tuple[float, float, float, float]
 
@@ -22,29 +23,33 @@ class SceneSettings:
     """A data set of scenes."""
 
     selection: Selection = field(default_factory=Selection)
-    captions: int = 5  # an image
+    captions: int = 5  # per image
     levels: Levels = TRAIN_LEVELS
     wrong: float = 0.0  # share of captions that are false of their image
-    size: int = 64  # pixels a side
-    task: str | None = None  # what labels tell; vqa: questions and answers in place of captions
-    inner: bool = field(default=False, repr=False)  # things within the centre half; captions of them alone
+    size: int = 64  # height and width in pixels
+    task: str | None = None  # meaning of labels; vqa: questions and answers in place of captions
+    inner: bool = field(default=False, repr=False)  # things within the centre half; captions of things only
 
     def identity(self) -> str:
-        """Text that fingerprints are made of: all but the size of the drawing, as a photo's size does not count.
+        """Text that fingerprints are made of: all but the size of images, as the size of photos does not count.
 
         Data of one `VERSION` keep their fingerprints, so the text begins with the former name of this class.
         """
         return repr(replace(self, size=0)).replace(type(self).__name__, "Settings", 1) + "inner" * self.inner
 
+    def draw(self, scene: Scene) -> Pixels:
+        """The image of a scene, uint8 [size, size, 3]."""
+        return (draw_inner if self.inner else draw)(scene, self.size)
+
 
 def parse_settings(src: str, size: int = 64) -> SceneSettings:
-    """Settings from `scenes`, `scenes:test`, `scenes:test?levels=2,3&captions=3`; ValueError says what is allowed.
+    """Settings from `scenes`, `scenes:test`, `scenes:test?levels=2,3&captions=3`.
 
-    `inner=1` draws the same scenes at half the size in the middle of the image, from 1/4 to 3/4 of both sides, and
-    says neither places, relations, counts nor backgrounds: whatever half is cut out of the centre, along width or
-    height, and wherever it is pasted, its captions stay true. From 48 pixels on.
+    `inner=1` draws the scenes at half the size in the middle of the image, from 1/4 to 3/4 of both sides, and captions
+    state neither places, relations, counts nor backgrounds: they stay true of either half of the image around its
+    centre, wherever it is pasted. From 48 pixels.
 
-    Args: size, pixels a side where `src` says none.
+    Args: size: height and width in pixels if `src` does not say `size=`. Errors: ValueError names what is allowed.
     """
     head, _, query = src.partition("?")
     name, colon, split = head.partition(":")
@@ -64,56 +69,46 @@ def _options(query: str) -> dict[str, Any]:
         read, allowed = _READERS[name]
         try:
             options[name] = read(value)
-        except ValueError as e:
+        except (ValueError, KeyError) as e:
             raise ValueError(f"scenes: {name}={value}: expected {allowed}") from e
     return options
 
 
-def _settings(split: str, given: dict[str, Any]) -> SceneSettings:
-    train = split == "train"
-    task = TASKS.get(given.get("task", ""))
-    hard = "hard" in given
-    objects = given.get("objects", task.objects if task else (1, 2, 3))
-    selection = Selection(
-        split=split,
-        n=given.get("n", default_rows(objects) if train else 1000),
-        seed=given.get("seed", 0),
-        objects=objects,
-        near=given.get("near", 0.0),
-        heldout=given.get("heldout", False),
-        hard=hard,
-    )
-    _check(selection, given)
-    return SceneSettings(
-        selection,
-        captions=given.get("captions", 5 if train else 1),
-        levels=given.get("levels", TRAIN_LEVELS if train and not hard else FULL_LEVELS),
-        wrong=given.get("wrong", 0.0),
-        size=given["size"],
-        task=given.get("task"),
-        inner=given.get("inner", False),
-    )
+def _settings(split: str, options: dict[str, Any]) -> SceneSettings:
+    train, task = split == "train", TASKS.get(options.get("task", ""))
+    objects = options.get("objects", task.objects if task else (1, 2, 3))
+    values = {
+        "n": default_rows(objects) if train else 1000,
+        "captions": 5 if train else 1,
+        "levels": TRAIN_LEVELS if train and "hard" not in options else FULL_LEVELS,
+        **options,
+        "objects": objects,
+    }
+    of_selection = {name.name for name in fields(Selection)} & values.keys()
+    selection = Selection(split, **{name: values.pop(name) for name in of_selection})
+    _check(selection, options)
+    return SceneSettings(selection, **values)
 
 
 def default_rows(objects: tuple[int, ...]) -> int:
-    """Scenes of a train split whose number is not said: there are some 16,000 single things in train."""
+    """Default number of scenes of a train split; of single things there are only some 16,000."""
     return 10_000 if objects == (1,) else 20_000
 
 
-def _check(s: Selection, given: dict[str, Any]) -> None:
-    task = given.get("task")
-    unread = [name for name in ("captions", "inner", "levels", "wrong") if name in given]
+def _check(s: Selection, options: dict[str, Any]) -> None:
+    task = options.get("task")
+    unread = [name for name in ("captions", "inner", "levels", "wrong") if name in options]
     if task == VQA and unread:
-        raise ValueError(f"scenes: task=vqa has questions and answers in place of captions; leave out {unread[0]}=")
+        raise ValueError(f"scenes: task=vqa has questions and answers in place of captions; omit {unread[0]}=")
     if task in TASKS and not set(s.objects) <= set(TASKS[task].objects):
-        raise ValueError(f"scenes: task={task} has images of one object; leave out objects=")
+        raise ValueError(f"scenes: task={task} has images of one object; omit objects=")
     if s.hard and (s.near > 0 or s.heldout):
         raise ValueError("scenes: hard=shape goes with neither near= nor heldout=")
-    if s.hard and given.get("inner"):
-        raise ValueError("scenes: inner=1 says no places, by which captions of hard=shape differ; choose one of them")
+    if s.hard and options.get("inner"):
+        raise ValueError("scenes: inner=1 states no places, by which captions of hard=shape differ; choose one of them")
     if s.hard and s.n % GROUP:
         raise ValueError(f"scenes: hard=shape makes groups of {GROUP}; n={s.n} is not a multiple of that")
-    if given.get("wrong", 0.0) > 0 and s.n < 2:
+    if options.get("wrong", 0.0) > 0 and s.n < 2:
         raise ValueError("scenes: wrong= takes captions of other images; n=1 has none")
 
 
@@ -134,19 +129,6 @@ def _share(value: str) -> float:
     return share
 
 
-def _one_of(*names: str) -> Callable[[str], str]:
-    def read(value: str) -> str:
-        if value not in names:
-            raise ValueError(value)
-        return value
-
-    return read
-
-
-def _flag(value: str) -> bool:
-    return _one_of("0", "1")(value) == "1"
-
-
 def _objects(value: str) -> tuple[int, ...]:
     return tuple(sorted({_whole(1, 3)(v) for v in value.split(",")}))
 
@@ -162,18 +144,20 @@ def _levels(value: str) -> Levels:
     return (weights[0], weights[1], weights[2], weights[3])
 
 
-_SHARE = "a share from 0 to 1"
-_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+_FLAG = ({"0": False, "1": True}.__getitem__, "0 or 1")
+_SHARE = (_share, "a share from 0 to 1")
+_TASKS = (*TASKS, VQA)
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {  # and what is allowed
     "captions": (_whole(1, 100), "captions an image, 1 to 100"),
-    "hard": (_one_of("shape"), "shape"),
-    "heldout": (_flag, "0 or 1"),
-    "inner": (_flag, "0 or 1"),
+    "hard": ({"shape": True}.__getitem__, "shape"),
+    "heldout": _FLAG,
+    "inner": _FLAG,
     "levels": (_levels, "levels 0 to 3 with or without weights, as 2,3 or 1:1,2:2,3:4"),
     "n": (_whole(1, LARGEST), f"a number of images, 1 to {LARGEST}"),
-    "near": (_share, _SHARE),
+    "near": _SHARE,
     "objects": (_objects, "numbers of objects from 1 to 3, as 1 or 2,3"),
     "seed": (_whole(0, 2**31 - 1), "a whole number from 0 up"),
     "size": (_whole(24, 2048), "pixels a side, 24 to 2048"),
-    "task": (_one_of(*TASKS, VQA), "one of " + ", ".join((*TASKS, VQA))),
-    "wrong": (_share, _SHARE),
+    "task": (dict(zip(_TASKS, _TASKS, strict=True)).__getitem__, "one of " + ", ".join(_TASKS)),
+    "wrong": _SHARE,
 }

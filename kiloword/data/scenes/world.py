@@ -1,7 +1,4 @@
-"""What a scene is: one to three things on a 3 x 3 grid before a background; and the tasks of classifying scenes.
-
-Frozen as scenes-v1.
-"""
+"""Scenes: one to three things on a 3 x 3 grid before a background; and classification tasks. Frozen as scenes-v1."""
 
 from __future__ import annotations
 
@@ -24,9 +21,8 @@ BACKGROUNDS = ("white", "black", "grey", "brown", "beige", "navy")
 MOST = 3  # things in a scene
 
 SceneRows = npt.NDArray[np.int8]
-"""Scenes as numbers, [N, 16]: background, then three times (place, shape, colour, size, fill); -1 where no thing is.
-
-Things are sorted by place, so that equal scenes are equal rows."""
+"""Scenes as numbers, [N, 16]: background, then three times (place, shape, colour, size, fill), sorted by place; -1 for
+an absent thing. Equal scenes are equal rows."""
 
 
 class Thing(NamedTuple):
@@ -49,29 +45,16 @@ class Scene:
 
     def describe(self) -> dict[str, Any]:
         """The scene in words, for `Record.info` and reports."""
-        return {"background": BACKGROUNDS[self.background], "objects": [_words(t) for t in self.things]}
-
-
-def _words(t: Thing) -> dict[str, str]:
-    return {
-        "shape": SHAPES[t.shape],
-        "colour": COLOURS[t.colour],
-        "size": SIZES[t.size],
-        "fill": FILLS[t.fill],
-        "row": ROWS[t.row],
-        "column": COLUMNS[t.column],
-    }
+        words = dict(zip(Thing._fields, (SHAPES, COLOURS, SIZES, FILLS, ROWS, COLUMNS), strict=True))
+        things = [{name: names[getattr(t, name)] for name, names in words.items()} for t in self.things]
+        return {"background": BACKGROUNDS[self.background], "objects": things}
 
 
 def to_scene(row: SceneRows) -> Scene:
     """The scene of one row [16]."""
-    v = row.tolist()
-    things = [
-        Thing(v[k + 1], v[k + 2], v[k + 3], v[k + 4], v[k] // 3, v[k] % 3)
-        for k in range(1, 1 + 5 * MOST, 5)
-        if v[k] >= 0
-    ]
-    return Scene(v[0], tuple(things))
+    background, *values = row.tolist()
+    things = (values[k : k + 5] for k in range(0, 5 * MOST, 5))
+    return Scene(background, tuple(Thing(*facts, *divmod(place, 3)) for place, *facts in things if place >= 0))
 
 
 def to_rows(scenes: Sequence[Scene]) -> SceneRows:
@@ -85,7 +68,7 @@ def to_rows(scenes: Sequence[Scene]) -> SceneRows:
 
 
 def codes(rows: SceneRows, shapes: bool = True) -> npt.NDArray[np.uint64]:
-    """One number a scene, [N]; equal exactly when the scenes are (except in shapes, if those are ignored)."""
+    """One number per scene, [N]: equal if and only if the scenes are (except in shapes, with shapes False)."""
     code = rows[:, 0].astype(np.uint64)
     for k in range(1, 1 + 5 * MOST, 5):
         place, shape, colour, size, fill = (rows[:, k + a].astype(np.int64) for a in range(5))
@@ -100,8 +83,8 @@ SPLITS = ("train", "val", "test")
 def splits(rows: SceneRows) -> npt.NDArray[np.int64]:
     """The split of every scene, [N] index into SPLITS: 80% train, 10% val, 10% test.
 
-    A hash of the content decides, so no two splits share a scene whatever the seed. Shapes are no part of the
-    hash: scenes that differ by shapes alone lie in one split, which makes whole hard groups possible.
+    It is a hash of the content, so no two splits share a scene, whatever the seed. The hash ignores shapes, so that the
+    scenes of a hard group, which differ in shapes only, lie in one split.
     """
     x = codes(rows, shapes=False) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -144,5 +127,4 @@ def label(task: str, scene: Scene) -> int:
     """The class of a scene, an index into the task's names."""
     if task == "count":
         return len(scene.things) - 1
-    thing = scene.things[0]
-    return {"colour": thing.colour, "fill": thing.fill, "shape": thing.shape}[task]
+    return int(getattr(scene.things[0], task))

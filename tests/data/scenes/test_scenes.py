@@ -315,7 +315,7 @@ def test_size_of_the_src_goes_before_the_models() -> None:
         ("scenes?heldout=yes", "0 or 1"),
         ("scenes?objects=4", "1 to 3"),
         ("scenes?task=size", "colour, fill, shape, count"),
-        ("scenes?task=shape&objects=2", "leave out objects="),
+        ("scenes?task=shape&objects=2", "omit objects="),
         ("scenes?hard=colour", "expected shape"),
         ("scenes?hard=shape&n=12", "not a multiple"),
         ("scenes?hard=shape&inner=1", "choose one"),

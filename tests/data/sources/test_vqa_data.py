@@ -151,7 +151,7 @@ def test_questions_are_frozen_and_captions_are_as_before() -> None:
 
 
 def test_majority_is_of_the_train_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kiloword.data.scenes.question_source.default_rows", lambda objects: 500)
+    monkeypatch.setattr("kiloword.data.scenes.source.default_rows", lambda objects: 500)
     test, train = (open_scenes(src) for src in ("scenes:test?task=vqa&n=10", "scenes:train?task=vqa&n=500"))
     assert isinstance(test, SceneQuestions)
     assert isinstance(train, SceneQuestions)
@@ -166,7 +166,7 @@ def test_majority_is_of_the_train_split(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("option", ["captions=2", "levels=3", "wrong=0.1", "inner=1"])
 def test_options_of_captions_are_refused(option: str) -> None:
-    with pytest.raises(ValueError, match=f"task=vqa .* leave out {option.split('=')[0]}="):
+    with pytest.raises(ValueError, match=f"task=vqa .* omit {option.split('=')[0]}="):
         open_source(f"scenes:train?task=vqa&{option}")
 
 
