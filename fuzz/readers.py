@@ -29,7 +29,8 @@ from seeds import (
 )
 
 from kiloword.checkpoint.states import newest, write_numbers
-from kiloword.config.recipes import AugmentConfig, ModelFile, TextConfig, read_config
+from kiloword.config.recipes import AugmentConfig, ModelFile, TextConfig
+from kiloword.config.settings import read_config
 from kiloword.data.feature_store import TableFile
 from kiloword.data.images import work
 from kiloword.data.images.augmentation import EvalTransform, TrainTransform

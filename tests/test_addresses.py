@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kiloword import addresses
 from kiloword.addresses import address_of, public, scrubbed, split, without_credentials
-from kiloword.config.recipes import DataConfig, parse
+from kiloword.config.recipes import DataConfig
+from kiloword.config.settings import parse
 from kiloword.data.remote.config import remote_config
 from kiloword.data.remote.errors import Unreachable
 from kiloword.data.remote.file import open_remote_file

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kiloword.checkpoint import model_folder, states
-from kiloword.config import ranges, recipes
+from kiloword.config import recipes, settings
 from kiloword.data.images import decode, time_limit, work
 from kiloword.data.remote import call, errors, stat
 from kiloword.data.remote import file as remote_file
@@ -21,10 +22,13 @@ from kiloword.watch import rows
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 MIB, GIB = 1 << 20, 1 << 30
-IMAGE, WORDS = ranges.RANGES["ImageConfig"], ranges.RANGES["TextConfig"]
+IMAGE, WORDS = (
+    {f.name: f.metadata["limits"] for f in fields(kind) if "limits" in f.metadata}
+    for kind in (recipes.ImageConfig, recipes.TextConfig)
+)
 NUMBERS = {  # row -> what it says, with the limits of the code
     "model folder": [
-        f"{recipes.LARGEST // MIB} MiB; width and context {IMAGE['width'][1]:,}, depth and heads {ranges.DEPTH:,}, "
+        f"{settings.LARGEST // MIB} MiB; width and context {IMAGE['width'][1]:,}, depth and heads {recipes.DEPTH:,}, "
         f"vocabulary {WORDS['vocab'][1]:,}, image {IMAGE['size'][1]:,} pixels"
     ],
     "`model.safetensors`": [f"header of {model_folder.LONGEST_HEADER // MIB} MiB"],
@@ -70,4 +74,4 @@ def test_width_and_context_and_heads_have_the_limits_of_their_neighbours() -> No
     """The row names two with each number."""
     assert IMAGE["width"] == WORDS["width"]
     assert IMAGE["width"][1] == WORDS["context"][1]
-    assert IMAGE["heads"][1] == IMAGE["depth"][1] == ranges.DEPTH
+    assert IMAGE["heads"][1] == IMAGE["depth"][1] == recipes.DEPTH

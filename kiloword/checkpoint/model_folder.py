@@ -21,7 +21,8 @@ from torch import Tensor
 
 from kiloword.checkpoint.files import SaveError, atomic, json_bytes, write_atomic
 from kiloword.checkpoint.trust import NONE, Trust, method_of
-from kiloword.config.recipes import ModelFile, read_config
+from kiloword.config.recipes import ModelFile
+from kiloword.config.settings import read_config
 from kiloword.distributed.device import choose
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ EXAMPLE = "kiloword eval retrieval runs/first/model --data scenes:test"
 
 
 def main(argv: Sequence[str]) -> None:
-    """`kiloword eval TASK MODEL... --data SRC`. Raises: ValueError for words that name no task, or no model."""
+    """Evaluate models by a task: kiloword eval TASK MODEL --data SRC (`kiloword eval --help` lists the tasks)."""
     if {"-h", "--help"} & set(argv[:1]):
         _overview()
     task = _task_of(argv)
@@ -71,4 +71,4 @@ def _task_of(argv: Sequence[str]) -> Task:
 def _check_html(task: Task, argv: Sequence[str]) -> None:
     """Raises: ValueError for a page of a task that has none: the flag is not among its own."""
     if task.page is None and any(word.partition("=")[0] == "--html" for word in argv):
-        raise ValueError(f"the task {task.name} has no page to write: leave --html away, or use --json.")
+        raise ValueError(f"the task {task.name} has no page to write: omit --html, or use --json.")

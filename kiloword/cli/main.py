@@ -15,6 +15,7 @@ from tyro.conf import Positional, arg
 from kiloword.__version__ import __version__
 from kiloword.addresses import scrubbed
 from kiloword.checkpoint.trust import NONE, Trust
+from kiloword.cli import evaluate, plan, train
 from kiloword.cli.score import score
 from kiloword.cli.watch import watch
 from kiloword.cli.words import interruption, settled
@@ -27,11 +28,11 @@ from kiloword.terminal import guarded, say, show_traceback, warn
 app = tyro.extras.SubcommandApp()
 GENERATE = GenerationOptions()
 MINE = MineOptions()
+OWN_FLAGS = {"train": train.main, "eval": evaluate.main, "plan": plan.main}  # verbs whose flags depend on their words
 
 
-@app.command(name="train")  # only for the list of verbs: `_run` handles it, as it does eval and plan
-def _train_stub() -> None:
-    """Train a model, or resume it: kiloword train METHOD --data SRC --out DIR."""
+for name, verb in OWN_FLAGS.items():
+    app.command(name=name)(verb)
 
 
 @app.command
@@ -46,11 +47,6 @@ def quickstart(out: Path = Path("quickstart"), steps: int | None = None, seed: i
     from kiloword.quickstart.run import run
 
     run(out, steps=steps, seed=seed)
-
-
-@app.command(name="eval")
-def _eval_stub() -> None:
-    """Evaluate models by a task: kiloword eval TASK MODEL --data SRC (`kiloword eval --help` lists the tasks)."""
 
 
 app.command(score)
@@ -224,11 +220,6 @@ def import_(
 app.command(watch)
 
 
-@app.command(name="plan")
-def _plan_stub() -> None:
-    """Estimate memory, time and traffic of a run: kiloword plan METHOD --size L --gpus N --batch B --samples S."""
-
-
 @app.command
 def methods() -> None:
     """List the methods, their components, and components to mix in."""
@@ -290,17 +281,7 @@ def _monitored() -> AbstractContextManager[object]:
 
 
 def _run(argv: Sequence[str]) -> None:
-    if argv[:1] == ["train"]:
-        from kiloword.cli.train import main as run_train
-
-        run_train(argv[1:])
-    elif argv[:1] == ["eval"]:
-        from kiloword.cli.evaluate import main as run_eval
-
-        run_eval(argv[1:])
-    elif argv[:1] == ["plan"]:
-        from kiloword.cli.plan import main as run_plan
-
-        run_plan(argv[1:])
+    if argv and argv[0] in OWN_FLAGS:
+        OWN_FLAGS[argv[0]](argv[1:])
     else:
         app.cli(args=argv or ["--help"], prog="kiloword", description="Image-text models, many to many.")

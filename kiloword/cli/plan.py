@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> None:
-    """`kiloword plan METHOD ...`. Raises: ValueError for what cannot be planned."""
+    """Estimate memory, time and traffic of a run: kiloword plan METHOD --size L --gpus N --batch B --samples S."""
     planner = planner_of(argv)
     from kiloword.planning.tables import show
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, make_dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 from tyro.conf import arg
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from kiloword.addresses import public
 from kiloword.checkpoint.files import utf8
+from kiloword.config.options import Mixing
+from kiloword.config.settings import leaves
+from kiloword.terminal import say
 
 TEXTS = ("--texts", "--name", "--curves", ".merge", ".teacher")  # ends of flags whose values are texts, not paths
 NOTHING_KEPT = {  # verbs that write their results only at the end
@@ -55,28 +59,69 @@ def interruption(argv: Sequence[str], error: KeyboardInterrupt) -> str:
     return f"interrupted: {kept}" if kept else "interrupted."
 
 
-# flags that name a component for a slot
-MIXING = ("pooling", "transforms", "positives", "pair_loss", "uncertainty", "terms")
+MIXING = tuple(f.name for f in fields(Mixing))  # flags that name a component for a slot
 ADDING = (*MIXING, "data", "features", "extra_captions", "weights")  # flags that add something
+REGISTRY = ConstructorRegistry()
+
+
+@REGISTRY.struct_rule
+def _declared(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Settings as tyro reads them, where a field declares another flag than its name (`settings.about`)."""
+    if not is_dataclass(info.type) or not any("flag" in f.metadata for f in fields(info.type)):
+        return None
+    hints, specs = get_type_hints(info.type, include_extras=True), []
+    for f in fields(info.type):
+        kind, flag = hints[f.name], f.metadata.get("flag")
+        if flag is not None:
+            kind = Annotated[kind, arg(name=flag) if flag or is_dataclass(kind) else tyro.conf.Suppress]
+        specs.append(StructFieldSpec(f.name, kind, getattr(info.default, f.name), f.metadata.get("help")))
+    return StructConstructorSpec(info.type, tuple(specs))
 
 
 @dataclass(frozen=True)
 class MethodCommand:
-    """The words of such a verb, of which the flags are still to be read."""
+    """The words of such a verb, whose flags are not parsed yet."""
 
     verb: str
-    method: str  # with the components that flags name; "" where help is all that is asked
+    method: str  # with the components that flags name; "" where only help is requested
     flags: Sequence[str]
-    settings: type | None  # the method's own
+    settings: type | None  # of the method
 
     def read(self, run: Any) -> tuple[Any, Any]:
-        """The flags of the verb, a dataclass whose defaults `run` holds, and those of the method, or None."""
+        """Parse the flags: those of the verb, a dataclass whose defaults `run` holds, and the method's, or None.
+
+        --help prints the flags in `run.common`, by group, --help-all prints all.
+        """
+        name, about = f"kiloword {self.verb} METHOD", type(run).__doc__
+        if {"-h", "--help"} & set(self.flags):
+            try:
+                tyro.cli(_common(run), args=["--help"], prog=name, description=about)
+            finally:
+                say(f"These are the common flags; all: kiloword {self.verb} {self.method or 'METHOD'} --help-all")
         kind: Any = self.settings
         own = (kind, field(default_factory=kind)) if kind else (Annotated[None, tyro.conf.Suppress], None)
-        both = [("run", Annotated[type(run), arg(name="")], field(default=run)), ("settings", *own)]
-        name, about = f"kiloword {self.verb} METHOD", type(run).__doc__
-        found: Any = tyro.cli(make_dataclass("Both", both), args=self.flags, prog=name, description=about)
-        return found.run, found.settings
+        words = [("run", Annotated[type(run), arg(name="")], field(default=run)), ("settings", *own)]
+        flags = ["--help" if word == "--help-all" else word for word in self.flags]
+        parsed: Any = tyro.cli(
+            make_dataclass("Words", words), args=flags, prog=name, description=about, registry=REGISTRY
+        )
+        return parsed.run, parsed.settings
+
+
+def _common(run: Any) -> type:
+    """The flags in `run.common`: a group is a dataclass of them."""
+    by_flag = {leaf.flag: leaf for leaf in leaves(run) if leaf.field.metadata.get("flag") != ""}
+    groups = []
+    for title, flags in run.common.items():
+        entries: list[tuple[str, Any, Any]] = []
+        for n, flag in enumerate(flags.split()):
+            leaf = by_flag[flag]
+            hint, text = get_type_hints(leaf.owner)[leaf.field.name], leaf.field.metadata["help"]
+            entries.append((f"flag_{n}", Annotated[hint, arg(name=flag, help=text)], field(default=leaf.value)))
+        group: Any = make_dataclass(title, entries, frozen=True)
+        group.__doc__ = ""
+        groups.append((title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default=group())))
+    return make_dataclass("Common", groups)
 
 
 def asked(argv: Sequence[str], example: str) -> MethodCommand:
@@ -85,7 +130,7 @@ def asked(argv: Sequence[str], example: str) -> MethodCommand:
     Raises: ValueError without a method, for one that is not known, and as `mixed` and for what is given twice.
     """
     verb, method = example.split()[0], argv[0] if argv and not argv[0].startswith("-") else ""
-    if not method and not {"-h", "--help"} & set(argv):
+    if not method and not {"-h", "--help", "--help-all"} & set(argv):
         raise ValueError(f"{verb} needs a method first, e.g. kiloword {example} (`kiloword methods`).")
     flags = argv[1:] if method else argv
     _check_once(flags)

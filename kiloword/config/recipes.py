@@ -2,93 +2,91 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from kiloword.addresses import public, without_credentials
-from kiloword.config.ranges import check
+from kiloword.addresses import public
+from kiloword.config.settings import BELOW_1, BaseSettings, about, setting
 
 Activation = Literal["gelu", "quick_gelu", "gelu_tanh"]
 Precision = Literal["auto", "fp64", "fp32", "bf16"]
 EncoderPrecision = Literal["fp32", "bf16"]  # of a trained model
 Matmul = Literal["auto", "highest", "high", "medium"]
-LARGEST = 1 << 26  # largest file of settings in bytes
+DEPTH = 1024  # largest number of layers of a tower or a decoder
 OWN_SPECIAL = {"start": 0, "end": 1, "pad": 2, "mask": 3, "cls": 4, "unc": 5}  # of tokenizers trained by kiloword
-
-
-class BaseSettings:
-    """Base of all settings: pydantic validates those read from disk; unknown keys are errors."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig(BaseSettings):
     """The image tower."""
 
-    size: int = 224  # height and width in pixels
-    patch: int = 16  # height and width of a patch in pixels; must divide size
-    width: int = 768  # of a token
-    depth: int = 12  # number of blocks
-    heads: int = 12  # of attention in each block
-    mlp: int = 3072  # hidden width of the MLP
-    stem: Literal["linear", "conv"] = "linear"  # linear: one strided convolution; conv: 3x3 convolutions before it
-    stem_bias: bool = False  # bias of the patch convolution
-    class_token: bool = True  # a learned token before the patches
-    extra_tokens: int = 0  # number of learned tokens after the class token: registers, mixture tokens
-    uncertainty_token: bool = False  # a learned token before the patches, for a Gaussian's variance
-    mask_token: bool = False  # a learned token that replaces masked patches; only where a method trains it
-    pre_norm: bool = True  # layer norm before the first block (CLIP)
-    activation: Activation = "gelu"  # of the MLP
-    norm_eps: float = 1e-5  # of the layer norms
-    init_std: float = 0.0  # standard deviation of initial positions and tokens; 0: width^-1/2
+    size: int = setting(224, "height and width in pixels", 1, 1 << 13)
+    patch: int = setting(16, "height and width of a patch in pixels; must divide size", 1, DEPTH)
+    width: int = setting(768, "of a token", 1, 1 << 16)
+    depth: int = setting(12, "number of blocks", 1, DEPTH)
+    heads: int = setting(12, "of attention in each block", 1, DEPTH)
+    mlp: int = setting(3072, "hidden width of the MLP", 1, 1 << 20)
+    stem: Literal["linear", "conv"] = setting("linear", "conv: 3x3 convolutions in place of one strided one")
+    stem_bias: bool = setting(False, "bias of the patch convolution")
+    class_token: bool = setting(True, "a learned token before the patches")
+    extra_tokens: int = setting(0, "number of learned tokens after the class token: registers, mixture tokens", 0, 4096)
+    uncertainty_token: bool = setting(False, "a learned token before the patches, for a Gaussian's variance")
+    mask_token: bool = setting(False, "a learned token that replaces masked patches; only where a method trains it")
+    pre_norm: bool = setting(True, "layer norm before the first block (CLIP)")
+    activation: Activation = setting("gelu", "of the MLP")
+    norm_eps: float = setting(1e-5, "of the layer norms", 1e-20, 1)
+    init_std: float = setting(0.0, "deviation of initial positions and tokens; 0: width^-1/2", 0, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(BaseSettings):
     """The text tower."""
 
-    context: int = 77  # longest caption in tokens, including start and end
-    vocab: int = 49408  # rows of the token embedding; set by the tokenizer if that is trained on the data
-    width: int = 512  # of a token
-    depth: int = 12  # number of blocks
-    heads: int = 8  # of attention in each block
-    mlp: int = 2048  # hidden width of the MLP
-    causal: bool = True  # causal attention: a token attends only to earlier ones
-    pad_to_context: bool = False  # attend to pads as to other tokens (SigLIP towers are trained so)
-    extra_tokens: tuple[str, ...] = ()  # appended after the end token: "unc", "cls", "pad"
-    class_place: Literal["next", "last"] = "next"  # position of "cls": after the text, or the last of the context
-    class_sees_itself: bool = True  # False, with extra tokens pad, cls: the off-by-one mask of open_clip's CoCa
-    norm_words: bool = True  # False: the final norm is the class token's only, not the words' (open_clip)
-    special: dict[str, int] = field(default_factory=lambda: dict(OWN_SPECIAL))  # the tokenizer's ids of special tokens
-    activation: Activation = "gelu"  # of the MLP
-    norm_eps: float = 1e-5  # of the layer norms
-    init_std: float = 0.0  # standard deviation of initial embeddings and positions; 0: as CLIP, 0.02 and 0.01
+    context: int = setting(77, "longest caption in tokens, including start and end", 3, 1 << 16)
+    vocab: int = setting(49408, "rows of the token embedding; set by a tokenizer trained on the data", 1, 1 << 22)
+    width: int = setting(512, "of a token", 1, 1 << 16)
+    depth: int = setting(12, "number of blocks", 1, DEPTH)
+    heads: int = setting(8, "of attention in each block", 1, DEPTH)
+    mlp: int = setting(2048, "hidden width of the MLP", 1, 1 << 20)
+    causal: bool = setting(True, "causal attention: a token attends only to earlier ones")
+    pad_to_context: bool = setting(False, "attend to pads as to other tokens (SigLIP towers are trained so)")
+    extra_tokens: tuple[str, ...] = setting((), 'appended after the end token: "unc", "cls", "pad"')
+    class_place: Literal["next", "last"] = setting("next", 'of "cls": after the text, or last of the context')
+    class_sees_itself: bool = setting(True, "False, with tokens pad, cls: the off-by-one mask of open_clip's CoCa")
+    norm_words: bool = setting(True, "False: the final norm is the class token's only, not the words' (open_clip)")
+    special: dict[str, int] = field(
+        default_factory=lambda: dict(OWN_SPECIAL), metadata=about("the tokenizer's ids of special tokens")
+    )
+    activation: Activation = setting("gelu", "of the MLP")
+    norm_eps: float = setting(1e-5, "of the layer norms", 1e-20, 1)
+    init_std: float = setting(0.0, "deviation of initial embeddings and positions; 0: as CLIP, 0.02 and 0.01", 0, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(BaseSettings):
     """The head: from tokens of the towers to features and scores."""
 
-    dim: int = 512  # size of the embedding
-    image_pool: Literal["cls", "mean", "max", "map", "attentional"] = "cls"  # attentional: CoCa's learned queries
-    pool_queries: int = 256  # attentional: number of queries for captioning; one more makes the image feature
-    pool_width: int = 0  # attentional: width of the queries; 0: the image tower's
-    pool_heads: int = 8  # attentional: attention heads
-    text_pool: Literal["last", "mean", "max"] = "last"  # pooling of text tokens; last: the last token only
-    image_projection: bool = True  # a linear layer after pooling
-    text_projection_bias: bool = False  # bias of the linear layer after pooling
+    dim: int = setting(512, "size of the embedding", 1, 1 << 16)
+    image_pool: Literal["cls", "mean", "max", "map", "attentional"] = setting("cls", "attentional: as in CoCa")
+    pool_queries: int = setting(256, "attentional: queries for captions; one more for the image feature", 1, 1 << 16)
+    pool_width: int = setting(0, "attentional: width of the queries; 0: the image tower's", 0, 1 << 16)
+    pool_heads: int = setting(8, "attentional: attention heads", 1, DEPTH)
+    text_pool: Literal["last", "mean", "max"] = setting("last", "pooling of text tokens; last: the last token only")
+    image_projection: bool = setting(True, "a linear layer after pooling")
+    text_projection_bias: bool = setting(False, "bias of the linear layer after pooling")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess(BaseSettings):
     """Preprocessing of images as in the training of the image tower."""
 
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)  # of each channel of pixels in [0, 1]
-    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)  # of each channel of pixels in [0, 1]
-    resize: Literal["shortest", "squash"] = "shortest"  # shortest: resize the shortest side, then centre crop
+    mean: tuple[float, float, float] = setting(
+        (0.48145466, 0.4578275, 0.40821073), "of each channel of pixels in [0, 1]", -1000, 1000
+    )
+    std: tuple[float, float, float] = setting(
+        (0.26862954, 0.26130258, 0.27577711), "of each channel of pixels in [0, 1]", 1e-6, 1000
+    )
+    resize: Literal["shortest", "squash"] = setting("shortest", "shortest: resize the shortest side, then centre crop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,54 +103,64 @@ class ModelConfig(BaseSettings):
 class OptimConfig(BaseSettings):
     """The optimizer."""
 
-    name: Literal["adamw", "muon"] = "adamw"  # muon: hidden matrices by Muon, the rest by AdamW
-    lr: float = 1e-3  # learning rate of AdamW
-    muon_lr: float = 0.02  # learning rate of Muon
-    weight_decay: float = 0.1  # of AdamW's matrices; 1-D parameters, embeddings and positions have none
-    muon_weight_decay: float = 0.0  # of Muon's matrices
-    beta1: float = 0.9  # AdamW's decay of the mean gradient
-    beta2: float = 0.95  # AdamW's decay of the mean squared gradient
-    eps: float = 1e-8  # AdamW's, added to the root of the mean squared gradient
-    momentum: float = 0.95  # Muon's
-    warmup: float = 0.05  # below 1: share of the steps, at most 2,000; else number of steps
-    final_lr: float = 0.0  # learning rate at the end of the cosine, as share of lr
-    clip: float = 1.0  # clip the gradient to this norm; 0: no clipping
-    explode: float = 100.0  # skip steps whose gradient norm is this multiple of the usual one; 0: only NaN or infinite
-    scale_lr: float = 1.0  # learning-rate multiplier of the head's scale and bias
-    text_lr: float = 1.0  # learning-rate multiplier of the text tower; lower it to prevent early forgetting
-    ema: float = 0.0  # decay of the weight average that is evaluated and saved; 0: no averaging
+    name: Literal["adamw", "muon"] = setting("adamw", "muon: hidden matrices by Muon, the rest by AdamW")
+    lr: float = setting(1e-3, "learning rate of AdamW", 0, 100)
+    muon_lr: float = setting(0.02, "learning rate of Muon", 0, 100)
+    weight_decay: float = setting(0.1, "of AdamW's matrices; vectors, embeddings and positions have none", 0, 100)
+    muon_weight_decay: float = setting(0.0, "of Muon's matrices", 0, 100)
+    beta1: float = setting(0.9, "AdamW's decay of the mean gradient", 0, BELOW_1)
+    beta2: float = setting(0.95, "AdamW's decay of the mean squared gradient", 0, BELOW_1)
+    eps: float = setting(1e-8, "AdamW's, added to the root of the mean squared gradient", 1e-20, 1)
+    momentum: float = setting(0.95, "Muon's", 0, BELOW_1)
+    warmup: float = setting(0.05, "below 1: share of the steps, at most 2,000; else number of steps", 0, 1e12)
+    final_lr: float = setting(0.0, "learning rate at the end of the cosine, as share of lr", 0, 100)
+    clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping", 0, 1e12)
+    explode: float = setting(
+        100.0, "skip steps of this multiple of the usual gradient norm; 0: only NaN or infinite", 0, 1e12
+    )
+    scale_lr: float = setting(1.0, "learning-rate multiplier of the head's scale and bias", 0, 1e4)
+    text_lr: float = setting(1.0, "learning-rate multiplier of the text tower; lower against forgetting", 0, 1e4)
+    ema: float = setting(0.0, "decay of the weight average that is evaluated and saved; 0: no averaging", 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig(BaseSettings):
     """Augmentation of training images and captions, drawn per (seed, epoch, row)."""
 
-    crop: float = 1.0  # smallest share of the area in a RandomResizedCrop; 1: no random crop
-    ratio: float = 4 / 3  # largest aspect ratio of a crop; the smallest is its inverse
-    flip: float = 0.0  # probability of a horizontal flip
-    jitter: float = 0.0  # probability of colour jitter
-    jitter_strength: tuple[float, float, float, float] = (0.4, 0.4, 0.4, 0.1)  # brightness, contrast, saturation, hue
-    grayscale: float = 0.0  # probability of conversion to grayscale
-    blur: float = 0.0  # probability of a Gaussian blur
-    blur_sigma: tuple[float, float] = (0.1, 2.0)  # range in pixels
-    drop_words: float = 0.0  # probability of dropping a word of a caption; at least one stays
+    crop: float = setting(1.0, "smallest share of the area in a RandomResizedCrop; 1: no random crop", 0.001, 1)
+    ratio: float = setting(4 / 3, "largest aspect ratio of a crop; the smallest is its inverse", 1, 100)
+    flip: float = setting(0.0, "probability of a horizontal flip", 0, 1)
+    jitter: float = setting(0.0, "probability of colour jitter", 0, 1)
+    jitter_strength: tuple[float, float, float, float] = setting(
+        (0.4, 0.4, 0.4, 0.1), "brightness, contrast, saturation, hue", 0, 100
+    )
+    grayscale: float = setting(0.0, "probability of conversion to grayscale", 0, 1)
+    blur: float = setting(0.0, "probability of a Gaussian blur", 0, 1)
+    blur_sigma: tuple[float, float] = setting((0.1, 2.0), "range in pixels", 0, 1000)
+    drop_words: float = setting(0.0, "probability of dropping a word of a caption; at least one stays", 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(BaseSettings):
     """The data, and how it is read."""
 
-    sources: tuple[str, ...] = ("scenes",)
-    weights: tuple[float, ...] = ()  # passes over each source in an epoch; (): one
-    val: str | None = None
-    extra_captions: tuple[str, ...] = ()  # parquet tables (key, captions) whose captions join the images' own
-    raw_captions: bool = True  # whether the images' own captions stay beside the extra ones
-    features: tuple[str, ...] = ()  # feature stores (`kiloword embed`), joined by key
-    captions: int | Literal["one", "all"] = "one"  # an image's captions in a batch: one redrawn each epoch, N, all
-    together: int = 1  # consecutive rows that stand in a batch together: groups of hard negatives
-    decoder: Literal["pillow", "opencv", "simplejpeg"] = "pillow"
-    bad_share: float = 0.01  # stop when a larger share of the rows is bad
-    tokenizer_vocab: int = 4096  # largest vocabulary of the tokenizer trained on the captions
+    sources: tuple[str, ...] = setting(
+        ("scenes",), "folder of tars, brace pattern, csv/tsv/parquet, image folder, scenes", flag="data"
+    )
+    weights: tuple[float, ...] = setting((), "passes over each of several --data in an epoch; none: one")
+    val: str | None = setting(None, "evaluate retrieval on this")
+    extra_captions: tuple[str, ...] = setting((), "parquet tables (key, captions) whose captions join the images' own")
+    raw_captions: bool = setting(True, "whether the images' own captions stay beside the extra ones")
+    features: tuple[str, ...] = setting((), "feature stores (`kiloword embed`), joined by key")
+    captions: int | Literal["one", "all"] = setting(
+        "one", "captions (vqa: answers) of an image in a batch: one (drawn each epoch), all, or N"
+    )
+    together: int = setting(1, "group size: consecutive rows that always share a batch (hard negatives)", 1)
+    decoder: Literal["pillow", "opencv", "simplejpeg"] = setting("pillow", "of image files; the others are faster")
+    bad_share: float = setting(0.01, "stop when a larger share of the rows is bad", 0, 1)
+    tokenizer_vocab: int = setting(
+        4096, "largest vocabulary of the tokenizer trained on the captions", 262, 1 << 22, flag="vocab"
+    )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
@@ -167,21 +175,23 @@ class DataConfig(BaseSettings):
 class Recipe(BaseSettings):
     """A run. On a CPU, equal recipes on equal data give equal weights, bit for bit."""
 
-    method: str  # preset, or "module:preset"
-    settings: dict[str, Any] = field(default_factory=dict)  # of the preset
-    size: str = "tiny"
-    model: ModelConfig = field(default_factory=ModelConfig)
+    method: str = field(metadata=about(flag=""))  # preset, or "module:preset"
+    settings: dict[str, Any] = field(default_factory=dict, metadata=about(flag=""))  # of the preset
+    steps: int = setting(1000, "", 1, flag="")
+    size: str = setting("tiny", "of the towers (`kiloword sizes`)")
+    init: str | None = setting(None, "model folder to start from, with its towers and image size")
+    freeze: Literal["none", "image", "text"] = setting("none", "tower that is not trained")
+    batch: int = setting(128, "images in a step, over all ranks", 1)
+    micro: int = setting(0, "images in a micro-batch of a rank; 0: its whole share", 0)
+    chunk: int = setting(0, "rows and columns of a block of pairs; 0: automatic", 0)
+    precision: Precision = setting(
+        "fp32", "of the computation; weights stay in fp32 under bf16; auto: by size and device"
+    )
+    matmul: Matmul = setting("highest", "of fp32 matrix products, e.g. of losses; high: TF32 on CUDA; auto: by device")
+    seed: int = setting(0, "of initial weights, order and augmentation")
+    data: DataConfig = field(default_factory=DataConfig, metadata=about(flag=""))
     optim: OptimConfig = field(default_factory=OptimConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    steps: int = 1000
-    batch: int = 128  # images in the global batch, over all ranks and micro-batches
-    micro: int = 0  # images in a micro-batch of a rank; 0: all at once
-    chunk: int = 0  # rows and columns of a block of pairs; 0: automatic
-    precision: Precision = "fp32"  # auto: chosen by size and device before the run (`by_device.settle`)
-    matmul: Matmul = "highest"  # precision of fp32 matrix products; high: TF32 on CUDA; auto: by device
-    freeze: Literal["none", "image", "text"] = "none"  # tower that is not trained
-    init: str | None = None  # model folder to start from
-    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
 
 
 def _size(
@@ -234,36 +244,3 @@ class ModelFile(BaseSettings):
     steps: int = 0  # of the training
     data: str = ""  # training data
     format: Literal["kiloword-model-1"] = "kiloword-model-1"
-
-
-Config = TypeVar("Config")
-
-
-def only(settings: Any, kind: type[Config]) -> Config:
-    """The fields of a method's settings that belong to one of its dataclasses."""
-    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})  # type: ignore[arg-type]
-
-
-def read_config(path: Path, kind: type[Config]) -> Config:
-    """Read and validate a JSON file as a settings dataclass. Raises: ValueError naming the file and the bad keys."""
-    try:
-        if path.stat().st_size > LARGEST:
-            raise ValueError(f"it has more than {LARGEST:,} bytes.")
-        settings = parse(json.loads(path.read_text(encoding="utf-8")), kind)
-        check(settings, prefix="")
-        return settings
-    except (ValueError, RecursionError) as e:  # RecursionError: thousands of nested brackets
-        raise ValueError(f"{path} cannot be used: {e} It was damaged, or written by another version.") from e
-
-
-def parse(value: Any, kind: type[Config]) -> Config:
-    """Validate plain data as a settings dataclass. Raises: ValueError for unknown keys and wrong types."""
-    from pydantic import PydanticUserError, TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(kind).validate_python(without_credentials(value))
-    except PydanticUserError as e:  # of a user-defined method
-        raise ValueError(f"{kind.__name__} is not a class of settings: expected fields of plain data.") from e
-    except ValidationError as e:
-        problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
-        raise ValueError("; ".join(problems[:3]) + ".") from e

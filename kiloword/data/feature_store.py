@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from kiloword.config.recipes import read_config
+from kiloword.config.settings import about, read_config
 from kiloword.data.files import find_key, key_bytes, key_text
 from kiloword.data.parts import Part, TableSettings, part_path
 from kiloword.data.sources.mixture import MixtureSource
@@ -36,7 +36,7 @@ class TableFile(TableSettings):
     """The contents of `table.json`."""
 
     name: str  # name of the features in a batch
-    dim: int
+    dim: int = field(metadata=about(low=1, high=1e6))
     teacher: str  # as given by the user
     teacher_fingerprint: str
     precision: str  # of the teacher

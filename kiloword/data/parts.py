@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from kiloword.checkpoint.files import write_atomic
-from kiloword.config.recipes import BaseSettings
+from kiloword.config.settings import BaseSettings, about
 from kiloword.types import Skipped
 
 
@@ -29,8 +29,8 @@ class TableSettings(BaseSettings):
 
     data: str  # as given by the user
     fingerprint: str  # of the data
-    rows: int  # of the data, including bad ones
-    part: int  # rows in a part
+    rows: int = field(metadata=about(low=1, high=1e12))  # of the data, including bad ones
+    part: int = field(metadata=about(low=1, high=1e9))  # rows in a part
 
     @property
     def parts(self) -> int:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from kiloword.checkpoint.files import is_taken, write_json
-from kiloword.config.recipes import read_config
+from kiloword.config.settings import read_config
 from kiloword.data.files import key_bytes, key_text
 from kiloword.data.parts import Part, TableSettings, part_path, write_part
 from kiloword.data.reading import EvalBatch

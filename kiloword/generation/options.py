@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kiloword.config.recipes import BaseSettings
+from kiloword.config.settings import BaseSettings
 
 Way = Literal["greedy", "beam", "nucleus"]
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kiloword.checkpoint.files import atomic
-from kiloword.config.recipes import parse, read_config
+from kiloword.config.settings import parse, read_config
 from kiloword.data.parts import TableSettings, part_path
 from kiloword.features.tables import TableWriter, check_same, resumed
 from kiloword.generation.options import GenerationOptions

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kiloword.config.ranges import DEPTH
-from kiloword.config.recipes import Preprocess
+from kiloword.config.recipes import DEPTH, Preprocess
 from kiloword.data.text import tokenizer_file
 
 MOST = 1 << 22  # limit of any number in a config.json of transformers

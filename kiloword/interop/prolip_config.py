@@ -6,15 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kiloword.config.recipes import (
-    Activation,
-    BaseSettings,
-    HeadConfig,
-    ImageConfig,
-    ModelConfig,
-    TextConfig,
-    read_config,
-)
+from kiloword.config.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, TextConfig
+from kiloword.config.settings import BaseSettings, read_config
 
 APPENDED = 2  # [UNC] and [CLS], which its context does not count
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.losses.pairs import softmax_loss
 from kiloword.methods.method import Component, Method
 from kiloword.model.heads import Head, Single
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(recipes.BaseSettings):
+class Settings(BaseSettings):
     """The scale of the cosine: its start, its limit, whether it is trained."""
 
-    scale: float = 1 / 0.07  # initial scale of the cosine
-    max_scale: float = 100.0  # upper limit in training; a checkpoint's larger scale is kept
-    fixed_scale: bool = False  # do not train the scale, for controlled ablations
+    scale: float = setting(1 / 0.07, "initial scale of the cosine")
+    max_scale: float = setting(100.0, "upper limit in training; a checkpoint's larger scale is kept")
+    fixed_scale: bool = setting(False, "do not train the scale, for controlled ablations")
 
 
 def preset(settings: Settings) -> Method:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kiloword.config.recipes import only
+from kiloword.config.settings import only
 from kiloword.data.transforms import (
     Compose,
     ComposeSettings,

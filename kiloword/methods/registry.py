@@ -22,9 +22,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from kiloword.config import recipes
-from kiloword.config.ranges import check
-from kiloword.config.recipes import parse
+from kiloword.config.settings import BaseSettings, check, parse
 from kiloword.errors import article
 from kiloword.methods.method import Component, Method
 
@@ -121,9 +119,7 @@ def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method
         (_python(word), component.settings, dataclasses.field(default_factory=component.settings))
         for word, component in chosen.items()
     ]
-    mixed = dataclasses.make_dataclass(
-        "Settings", fields, bases=(kind or recipes.BaseSettings,), frozen=True, kw_only=True
-    )
+    mixed = dataclasses.make_dataclass("Settings", fields, bases=(kind or BaseSettings,), frozen=True, kw_only=True)
     mixed.__module__ = __name__
 
     def build(settings: Any) -> Method:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.method import Component, Method
 from kiloword.model.heads import Head, Single
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(recipes.BaseSettings):
+class Settings(BaseSettings):
     """The logit of a pair, scale * cosine + bias, before training."""
 
-    scale: float = 10.0  # initial scale of the cosine
-    bias: float = -10.0  # initial; the logit is scale * cosine + bias
+    scale: float = setting(10.0, "initial scale of the cosine")
+    bias: float = setting(-10.0, "initial; the logit is scale * cosine + bias")
 
 
 def preset(settings: Settings) -> Method:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kiloword.config.recipes import BaseSettings
+from kiloword.config.settings import BaseSettings
 
 Metrics = dict[str, float]
 

@@ -17,7 +17,8 @@ from kiloword import report
 from kiloword.__version__ import __version__
 from kiloword.api import Matcher, load
 from kiloword.checkpoint.files import write_atomic, write_json
-from kiloword.config.recipes import Recipe, read_config
+from kiloword.config.recipes import Recipe
+from kiloword.config.settings import read_config
 from kiloword.methods.defaults import default_recipe
 from kiloword.quickstart.contestants import draw_all
 from kiloword.quickstart.judge import judge

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kiloword.config.by_device import products
 from kiloword.config.options import RunOptions as RunOptions
-from kiloword.config.ranges import check
 from kiloword.config.recipes import Recipe
+from kiloword.config.settings import check
 from kiloword.distributed import collectives
 from kiloword.distributed.device import choose, on_device, precision_of
 from kiloword.training import compilation

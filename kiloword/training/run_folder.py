@@ -14,7 +14,8 @@ from typing import Any
 from kiloword.addresses import scrubbed
 from kiloword.checkpoint.files import SaveError, utf8, write_json
 from kiloword.checkpoint.states import steps_done
-from kiloword.config.recipes import BaseSettings, ModelConfig, Recipe, read_config
+from kiloword.config.recipes import ModelConfig, Recipe
+from kiloword.config.settings import BaseSettings, read_config
 from kiloword.data.feature_store import FeatureStore, TableFile
 from kiloword.data.sources.digest import sampled, whole
 from kiloword.distributed import collectives

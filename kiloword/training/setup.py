@@ -16,8 +16,8 @@ from kiloword.checkpoint.model_folder import check_fit, not_finite, spec_of
 from kiloword.checkpoint.states import drop_old, newest, steps_done
 from kiloword.config.by_device import products, settle, summary, workers_of
 from kiloword.config.options import RunOptions
-from kiloword.config.ranges import check
 from kiloword.config.recipes import Recipe
+from kiloword.config.settings import check
 from kiloword.data.feature_store import FeatureStore
 from kiloword.data.images.time_limit import REASON
 from kiloword.data.loader import Loader

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
@@ -28,9 +28,8 @@ from tokenizers import Regex, pre_tokenizers
 from folders import model_folder
 from kiloword.api import load
 from kiloword.checkpoint.model_folder import read_model_file, read_shapes
-from kiloword.config.ranges import RANGES
-from kiloword.config.ranges import check as check_recipe
-from kiloword.config.recipes import TextConfig
+from kiloword.config.recipes import HeadConfig, ImageConfig, TextConfig
+from kiloword.config.settings import check as check_recipe
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, plain
 from kiloword.data.text.tokenizer_file import PATTERNS, check
 from kiloword.interop.open_clip import import_state, read
@@ -125,9 +124,10 @@ def test_declared_sizes_of_a_method(folder: Path, method: str, settings: dict[st
 
 
 LIMITED = [
-    (part, name, limits)
-    for part, kind in (("image", "ImageConfig"), ("text", "TextConfig"), ("head", "HeadConfig"))
-    for name, limits in RANGES[kind].items()
+    (part, f.name, f.metadata["limits"])
+    for part, kind in (("image", ImageConfig), ("text", TextConfig), ("head", HeadConfig))
+    for f in fields(kind)
+    if "limits" in f.metadata
 ]
 
 

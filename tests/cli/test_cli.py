@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import os
@@ -18,7 +17,9 @@ from kiloword import __version__
 from kiloword.cli.main import app, main
 from kiloword.cli.train import Train
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import AugmentConfig, OptimConfig, sizes
+from kiloword.config.recipes import sizes
+from kiloword.config.settings import leaves
+from kiloword.methods.defaults import default_recipe
 from kiloword.planning.request import Plan
 from kiloword.training.log import read_metrics
 from tars import pairs, photo, write_tar
@@ -27,13 +28,11 @@ RUN = ["--data", "scenes?n=64", "--size", "debug", "--batch", "8", "--steps", "3
 
 # Every setting has a place below --optim, --augment or --model: a flag up here is a decision, not a habit.
 FLAGS = (
-    "out data val transforms positives pair_loss pooling uncertainty terms features extra_captions raw_captions size "
-    "steps epochs samples batch micro chunk precision matmul freeze init captions decoder weights together vocab "
-    "bad_share seed dry_run options optim augment model"
-)
-OPTIONS = (  # flags too: what may change when a run is resumed
-    "workers device log_every log_to save_every eval_every keep_states timeout max_skipped_steps parallel "
-    "checkpointing compile extend trust_code quiet"
+    "out steps epochs samples dry-run pooling transforms positives pair-loss uncertainty terms size init freeze batch "
+    "micro chunk precision matmul seed data weights val extra-captions raw-captions features captions together decoder "
+    "bad-share vocab "
+    "workers device log-every log-to save-every eval-every keep-states timeout max-skipped-steps parallel "
+    "checkpointing compile extend trust-code quiet"
 )
 VERBS = "train quickstart eval score embed caption mine data verify plan import watch methods sizes doctor"
 
@@ -56,14 +55,20 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "photos"
 
 
+def flags_of(kind: type) -> set[str]:
+    """The flags of a dataclass of settings, without those of the model."""
+    run = kind(recipe=default_recipe("", "tiny")) if kind is Train else kind()
+    shown = [leaf for leaf in leaves(run) if leaf.field.metadata.get("flag") != ""]
+    return {leaf.flag for leaf in shown if not leaf.flag.startswith("model.")}
+
+
 def test_flags_of_train_are_these() -> None:
-    assert list(Train.__dataclass_fields__) == FLAGS.split()
-    assert list(RunOptions.__dataclass_fields__) == OPTIONS.split()
+    assert {flag for flag in flags_of(Train) if "." not in flag} == set(FLAGS.split())
 
 
-def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def help_of(capsys: pytest.CaptureFixture[str], *words: str, page: str = "--help") -> str:
     with pytest.raises(SystemExit) as end:
-        main([*words, "--help"])
+        main([*words, page])
     assert not end.value.code
     return re.sub(r"[\s│]+", " ", capsys.readouterr().out)
 
@@ -91,24 +96,24 @@ def options_in(said: str) -> dict[str, str]:
 
 def names_of(verb: str) -> set[str]:
     """Options of a verb, as its signature or its dataclasses declare them."""
-    inside = {"options": "", "optim": "optim.", "augment": "augment."}
-    if (taken := {"train": Train, "plan": Plan}.get(verb)) is None:
-        parameters = inspect.signature(app._subcommands[verb].target).parameters.values()
-        plain = [p.name for p in parameters if not re.search("Positional|Options|Trust", str(p.annotation))]
-        return {name.strip("_").replace("_", "-") for name in plain}
-    names = {f.name for f in dataclasses.fields(taken)}
-    for group, kind in (("options", RunOptions), ("optim", OptimConfig), ("augment", AugmentConfig)):
-        names |= {inside[group] + f.name for f in dataclasses.fields(kind)} if group in names else set()
-    return {name.replace("_", "-") for name in names - {"model", *inside}}
+    if kind := {"train": Train, "plan": Plan}.get(verb):
+        return flags_of(kind)
+    parameters = inspect.signature(app._subcommands[verb].target).parameters.values()
+    plain = [p.name for p in parameters if not re.search("Positional|Options|Trust|Sequence", str(p.annotation))]
+    return {name.strip("_").replace("_", "-") for name in plain}
+
+
+def options_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    with pytest.raises(SystemExit) as end:
+        main([*words])
+    assert not end.value.code
+    return options_in(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("verb", VERBS.split())
 def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Every option is there, with a text."""
-    with pytest.raises(SystemExit) as end:
-        main([verb, "--help"])
-    assert not end.value.code
-    options = options_in(capsys.readouterr().out)
+    options = options_of(capsys, verb, "--help-all" if verb in ("train", "plan") else "--help")
     assert names_of(verb) | {"help"} <= options.keys()
     bare = [name for name, text in options.items() if not re.search("[a-z]{3}", text)]
     assert [name for name in bare if not name.startswith("model.text.special.")] == []  # ids by name
@@ -116,17 +121,33 @@ def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("method", ["fff", "llip", "prolip", "sycoca", "vqa"])
 def test_settings_of_methods_have_a_text(method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", method, "--help"])
-    settings = {k: v for k, v in options_in(capsys.readouterr().out).items() if k.startswith("settings.")}
+    options = options_of(capsys, "train", method, "--help-all")
+    settings = {k: v for k, v in options.items() if k.startswith("settings.")}
     assert len(settings) > 4
     assert [name for name, text in settings.items() if not re.search("[a-z]{3}", text)] == []
 
 
 def test_help_of_train_has_defaults_of_the_method_and_size(capsys: pytest.CaptureFixture[str]) -> None:
-    said = help_of(capsys, "train", "siglip", "--size", "b32")
+    said = help_of(capsys, "train", "siglip", "--size", "b32", page="--help-all")
     assert "--settings.bias FLOAT initial; the logit is scale * cosine + bias (default: -10.0)" in said
     assert "--model.image.width INT of a token (default: 768)" in said
+
+
+@pytest.mark.parametrize("words", [("train",), ("train", "llip"), ("plan", "siglip")])
+def test_help_shows_the_common_flags_and_names_the_page_of_all(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--size", "b32", "--help"])
+    said = capsys.readouterr().out
+    common = options_in(said).keys() - {"help", "help-all"}
+    assert 15 < len(common) <= 27
+    assert common < options_of(capsys, *words, "--help-all").keys()
+    assert said.splitlines()[-1].endswith(f"{' '.join([*words, 'METHOD'][:2])} --help-all")
+    said = re.sub(r"[\s│]+", " ", said)
+    assert "--size STR of the towers (`kiloword sizes`) (default: b32)" in said
+    for group in ("length", "model", "loss", "hardware"):
+        assert f"{group} options" in said
 
 
 def test_nothing_is_help_too(capsys: pytest.CaptureFixture[str]) -> None:

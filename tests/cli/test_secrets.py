@@ -141,7 +141,7 @@ def test_no_verb_writes_or_prints_a_secret(server: Guarded, tmp_path: Path, capf
 def options_of(words: list[str], capfd: pytest.CaptureFixture[str]) -> list[str]:
     """The flags of a verb whose value is text or a path, as its help lists them, settings of settings included."""
     with pytest.raises(SystemExit):
-        main([*words[: 2 if words[0] in ("train", "plan") else 1], "--help"])
+        main([*words[:2], "--help-all"] if words[0] in ("train", "plan") else [words[0], "--help"])
     return re.findall(r"^\W*(--[\w.-]+) .*?(?:STR|PATH)\b", capfd.readouterr().out, re.MULTILINE)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kiloword.cli.main import main
-from kiloword.config.recipes import ModelConfig, ModelFile, TextConfig, read_config
+from kiloword.config.recipes import ModelConfig, ModelFile, TextConfig
+from kiloword.config.settings import read_config
 from kiloword.data.tars.index import parse_index
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.registry import preset

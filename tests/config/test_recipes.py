@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from kiloword.config import recipes
-from kiloword.config.recipes import DataConfig, ModelFile, only, parse, read_config, sizes
+from kiloword.config import settings
+from kiloword.config.recipes import DataConfig, ModelFile, Recipe, sizes
+from kiloword.config.settings import only, parse, read_config
 from kiloword.methods.defaults import FIELD, MUON, PHOTOS, default_recipe
 
 
@@ -78,7 +79,7 @@ def test_defaults_follow_method_size_and_data(drawn: tuple[str, ...], photos: tu
 )
 def test_plain_data_that_is_no_recipe(value: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says) as error:
-        parse(value, recipes.Recipe)
+        parse(value, Recipe)
     assert str(error.value).count(": ") <= 3
     assert str(error.value).endswith(".")
 
@@ -98,9 +99,9 @@ def test_a_file_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path.write_bytes(TypeAdapter(ModelFile).dump_json(file))
     assert read_config(path, ModelFile) == file
     size = path.stat().st_size
-    monkeypatch.setattr(recipes, "LARGEST", size)
+    monkeypatch.setattr(settings, "LARGEST", size)
     assert read_config(path, ModelFile) == file
-    monkeypatch.setattr(recipes, "LARGEST", size - 1)
+    monkeypatch.setattr(settings, "LARGEST", size - 1)
     with pytest.raises(ValueError, match=rf"config\.json cannot be used: it has more than {size - 1} bytes\."):
         read_config(path, ModelFile)
     monkeypatch.undo()

@@ -19,8 +19,8 @@ import kiloword
 from kiloword import generation
 from kiloword.api import Matcher
 from kiloword.cli.main import main
-from kiloword.config.ranges import check as check_ranges
 from kiloword.config.recipes import ModelConfig, OptimConfig, TextConfig, sizes
+from kiloword.config.settings import check as check_ranges
 from kiloword.data.reading import captions_at
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source

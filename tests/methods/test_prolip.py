@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kiloword.config.options import RunOptions
-from kiloword.config.recipes import parse, sizes
+from kiloword.config.recipes import sizes
+from kiloword.config.settings import parse
 from kiloword.data.reading import captions_of
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe

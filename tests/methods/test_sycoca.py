@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kiloword.config.recipes import TextConfig, parse
+from kiloword.config.recipes import TextConfig
+from kiloword.config.settings import parse
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import MaskSettings, countable, similarity
 from kiloword.methods.defaults import MUON

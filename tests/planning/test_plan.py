@@ -341,7 +341,7 @@ def test_a_transform_of_ones_own_may_keep_settings(settings: object) -> None:
         ("siglip --samples 1e9 --batch 12 --gpus 3 --micro 3", "choose a divisor"),
         ("siglip --samples 1e9 --gpu b200", "custom with --flops"),
         ("siglip --samples 1e9 --gpu custom --flops 100", "--memory"),
-        ("siglip --samples 1e9 --utilisation 1.5", "above 0 and at most 1"),
+        ("siglip --samples 1e9 --utilisation 1.5", "above 0, at most 1"),
         ("siglip --samples 1e9 --size huge", "unknown size"),
         ("siglip --samples 1e9 --parallel fsdp", "--gpus is 1"),
         ("--samples 1e9", "needs a method"),

@@ -21,8 +21,9 @@ from PIL import Image
 from kiloword import evaluation
 from kiloword.api import Matcher, load
 from kiloword.cli.main import main
-from kiloword.config import recipes
-from kiloword.config.recipes import Recipe, read_config
+from kiloword.config import settings
+from kiloword.config.recipes import Recipe
+from kiloword.config.settings import read_config
 from kiloword.data.scenes import matches, parse
 from kiloword.data.scenes.source import parse_scenes
 from kiloword.evaluation import baseline
@@ -269,7 +270,7 @@ def test_recipe_is_a_run_of_minutes() -> None:
     assert (chosen.seed, chosen.size) == (3, "tiny")
     assert chosen.steps * chosen.batch <= 400_000
     assert replace(chosen, seed=0) == recipe()  # the seed is all that it changes
-    assert recipes.parse(json.loads(json.dumps(asdict(chosen))), Recipe) == chosen  # as config.json holds it
+    assert settings.parse(json.loads(json.dumps(asdict(chosen))), Recipe) == chosen  # as config.json holds it
 
 
 @pytest.mark.slow

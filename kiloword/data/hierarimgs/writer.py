@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from kiloword.checkpoint.lock import NAME, Lock
-from kiloword.config.recipes import BaseSettings
+from kiloword.config.settings import BaseSettings
 from kiloword.data.hierarimgs.masks import RegionMask, decode_mask
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.sources.sample import IMAGE_SUFFIXES, MAX_IMAGE, check_regular, read_whole

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from kiloword.addresses import scrubbed
-from kiloword.config.recipes import BaseSettings
+from kiloword.config.settings import BaseSettings
 from kiloword.data import files
 
 VARIABLE = "KILOWORD_REMOTE"

@@ -5,34 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kiloword.config import recipes
+from kiloword.config.settings import BaseSettings, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixingSettings(recipes.BaseSettings):
+class MixingSettings(BaseSettings):
     """How often two examples are composed, and how their captions are joined."""
 
-    rho: float | None = None  # share of composed examples; default: 0.3, 0.15 from 3.5 million images
-    merge: str = " and "  # text between two captions; " " omits the word
-    parts: Literal["both", "images", "captions"] = "both"  # what is composed; the other part stays unchanged
+    rho: float | None = setting(None, "share of composed examples; default: 0.3, 0.15 from 3.5 million images")
+    merge: str = setting(" and ", 'text between two captions; " " omits the word')
+    parts: Literal["both", "images", "captions"] = setting("both", "what is composed; the other part stays unchanged")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartnerSettings(MixingSettings):
     """Which example an example is composed with."""
 
-    partner: Literal["random", "fixed", "nearest", "farthest", "file"] = "random"  # random: another each epoch
-    partner_table: str | None = None  # feature store of sentence embeddings, for nearest and farthest
-    partner_file: str | None = None  # parquet with columns key and partner, for file
-    rewrites: str | None = None  # parquet (key, partner, caption): caption of a pair in place of both captions
+    partner: Literal["random", "fixed", "nearest", "farthest", "file"] = setting("random", "random: another each epoch")
+    partner_table: str | None = setting(None, "feature store of sentence embeddings, for nearest and farthest")
+    partner_file: str | None = setting(None, "parquet with columns key and partner, for file")
+    rewrites: str | None = setting(None, "parquet (key, partner, caption): caption of a pair in place of both captions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HalfSettings(recipes.BaseSettings):
+class HalfSettings(BaseSettings):
     """How two images share one."""
 
-    crop: Literal["centre", "squash"] = "centre"  # centre half of each image, or the whole image resized to a half
-    image_order: Literal["fixed", "follows_caption"] = "fixed"  # fixed: the example's image is left or above
+    crop: Literal["centre", "squash"] = setting("centre", "centre half of each image, or all of it resized")
+    image_order: Literal["fixed", "follows_caption"] = setting("fixed", "fixed: the example's image is left or above")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +44,20 @@ class ComposeSettings(HalfSettings, PartnerSettings):
 class MixupSettings(PartnerSettings):
     """Two images averaged pixel by pixel (arXiv:1710.09412)."""
 
-    alpha: float = 1.0  # the share of the example's image is drawn from Beta(alpha, alpha)
+    alpha: float = setting(1.0, "the share of the example's image is drawn from Beta(alpha, alpha)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutmixSettings(PartnerSettings):
     """A rectangle of one image pasted into the other (arXiv:1905.04899)."""
 
-    alpha: float = 1.0  # the share of the example's image in the area is drawn from Beta(alpha, alpha)
+    alpha: float = setting(1.0, "the share of the example's image in the area is drawn from Beta(alpha, alpha)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StylisticSettings(HalfSettings, MixingSettings):
     """Two crops of one image, and its caption with an edited copy: the control of CLIP-C (arXiv:2407.01408)."""
 
-    least_area: float = 0.5  # smallest area of both crops, if the loader does not crop at random
-    edits: float = 0.1  # share of words that change
-    synonyms: str | None = None  # text file, each line a group of synonyms separated by commas; default: built-in
+    least_area: float = setting(0.5, "smallest area of both crops, if the loader does not crop at random")
+    edits: float = setting(0.1, "share of words that change")
+    synonyms: str | None = setting(None, "text file, on each line synonyms with commas between; default: built-in")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from kiloword.config.recipes import BaseSettings
+from kiloword.config.settings import BaseSettings
 from kiloword.evaluation.task import Deferred, PythonOnly, Task
 from kiloword.generation.options import GenerationOptions
 

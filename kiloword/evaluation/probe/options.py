@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from kiloword.config.recipes import BaseSettings
+from kiloword.config.settings import BaseSettings
 
 Name = Literal["clip_benchmark", "adamw", "sgd", "lbfgs"]
 Kind = Literal["vec", "pooled"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from kiloword.config.recipes import BaseSettings
+from kiloword.config.settings import BaseSettings
 
 Way = Literal["ensemble", "filter", "topk", "bprw"]
 

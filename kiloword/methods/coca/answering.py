@@ -10,9 +10,8 @@ from typing import Literal, cast
 
 from torch import Tensor, nn
 
-from kiloword.config import recipes
-from kiloword.config.ranges import DEPTH
-from kiloword.config.recipes import ModelConfig, TextConfig
+from kiloword.config.recipes import DEPTH, ModelConfig, TextConfig
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.methods.coca.captioning import (
     CaptionSettings,
     caption_loss,
@@ -59,14 +58,15 @@ class Fuser(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerSettings(recipes.BaseSettings):
+class AnswerSettings(BaseSettings):
     """How answers are predicted."""
 
-    smoothing: float = 0.0  # label smoothing: share of each target's probability spread over the vocabulary
-    # words of a question attend to preceding words (as in pre-training), or to all
-    question_sees: Literal["before", "all"] = "before"
-    decoder_depth: int = 0  # layers of the text decoder, as in the model of --init; 0: as many as the text tower has
-    tied: bool = False  # share the output weight with the text tower's token embedding, as in the model of --init
+    smoothing: float = setting(0.0, "label smoothing: share of each target's probability spread over the vocabulary")
+    question_sees: Literal["before", "all"] = setting(
+        "before", "words of a question attend to preceding ones, or to all"
+    )
+    decoder_depth: int = setting(0, "layers of the text decoder, as in --init; 0: as many as the text tower's")
+    tied: bool = setting(False, "share the output weight with the token embedding of texts, as in --init")
 
 
 def answering(method: Method, settings: AnswerSettings) -> Method:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config.ranges import DEPTH
-from kiloword.config.recipes import ModelConfig, TextConfig
+from kiloword.config.recipes import DEPTH, ModelConfig, TextConfig
+from kiloword.config.settings import setting
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.method import Method
@@ -31,13 +31,15 @@ CHUNK = 1024  # rows of logits [CHUNK, V] computed at once
 class CaptionSettings(MaskSettings):
     """The caption loss, the decoder, and the patches that it attends to."""
 
-    caption_weight: float = 2.0  # of the caption loss: lambda_IC
-    smoothing: float = 0.0  # label smoothing: share of each target's probability spread over the vocabulary
-    decoder_depth: int = 0  # layers of the text decoder; 0: as many as the text tower has
-    tied: bool = False  # share the output weight with the text tower's token embedding
-    caption_mask: Literal["none", "attentive", "random"] = "none"  # attentive: the patches least similar to the caption
-    caption_share: float = 0.5  # share of masked patches: r_l
-    caption_op: Literal["drop", "token"] = "drop"  # drop masked patches (cheaper), or replace them by a learned token
+    caption_weight: float = setting(2.0, "of the caption loss: lambda_IC")
+    smoothing: float = setting(0.0, "label smoothing: share of each target's probability spread over the vocabulary")
+    decoder_depth: int = setting(0, "layers of the text decoder; 0: as many as the text tower's")
+    tied: bool = setting(False, "share the output weight with the text tower's token embedding")
+    caption_mask: Literal["none", "attentive", "random"] = setting(
+        "none", "attentive: the patches least similar to the caption"
+    )
+    caption_share: float = setting(0.5, "share of masked patches: r_l")
+    caption_op: Literal["drop", "token"] = setting("drop", "drop masked patches (cheaper), or replace by a token")
 
 
 def captioned(method: Method, settings: CaptionSettings) -> Method:

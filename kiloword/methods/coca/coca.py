@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from kiloword.config.recipes import ModelConfig, only
+from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import only, setting
 from kiloword.methods import clip
 from kiloword.methods.coca.captioning import CaptionSettings, captioned
 from kiloword.methods.method import Component, Method
@@ -15,10 +16,8 @@ from kiloword.methods.method import Component, Method
 class Settings(CaptionSettings, clip.Settings):
     """Captioning beside CLIP's pair loss."""
 
-    # weight of the pair loss; 0 disables it, and only the captioning pooler of the head is trained (attentive masks
-    # then need --init)
-    contrast_weight: float = 1.0
-    class_token: bool = True  # append a class token to texts for the pair loss, where text_pool is last
+    contrast_weight: float = setting(1.0, "of the pair loss; 0 disables it, and attentive masks then need --init")
+    class_token: bool = setting(True, "append a class token to texts for the pair loss, where text_pool is last")
 
 
 def preset(settings: Settings) -> Method:

@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from kiloword.config.ranges import DEPTH
-from kiloword.config.recipes import ModelConfig
+from kiloword.config.recipes import DEPTH, ModelConfig
+from kiloword.config.settings import setting
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.captioning import with_mask_token
 from kiloword.methods.coca.masking import Mask, MaskSettings
@@ -32,14 +32,13 @@ EPSILON = 1e-6  # added to the variance of a patch, as in MAE (arXiv:2111.06377,
 class MimSettings(MaskSettings):
     """Which patches are masked, and what they are predicted from."""
 
-    mim_weight: float = 1.0  # of the loss: lambda_TM
-    guide: Literal["text", "none"] = "text"  # text: the decoder attends to the caption too (TG-MIM)
-    mim_mask: Mask = "attentive"  # attentive: the patches most similar to the caption
-    mim_share: float = 0.5  # share of masked patches: r_h
-    # replace masked patches by a learned token, or drop them until the decoder (cheaper)
-    mim_op: Literal["token", "drop"] = "token"
-    norm_pix: bool = False  # normalise the target pixels of each patch by their mean and deviation
-    image_decoder_depth: int = 0  # layers of the image decoder; 0: as many as the text tower has
+    mim_weight: float = setting(1.0, "of the loss: lambda_TM")
+    guide: Literal["text", "none"] = setting("text", "text: the decoder attends to the caption too (TG-MIM)")
+    mim_mask: Mask = setting("attentive", "attentive: the patches most similar to the caption")
+    mim_share: float = setting(0.5, "share of masked patches: r_h")
+    mim_op: Literal["token", "drop"] = setting("token", "replace masked patches by a token, or drop them (cheaper)")
+    norm_pix: bool = setting(False, "normalise the target pixels of each patch by their mean and deviation")
+    image_decoder_depth: int = setting(0, "layers of the image decoder; 0: as many as the text tower has")
 
 
 def masked(method: Method, settings: MimSettings) -> Method:

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig, TextConfig
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.model.attention import Packing
 from kiloword.model.heads import unit
 from kiloword.model.image import extra
@@ -24,11 +24,11 @@ CAPTIONS = 256  # captions scored at once: each copies the patches of its image
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskSettings(recipes.BaseSettings):
+class MaskSettings(BaseSettings):
     """How attentive masks compare patches with a caption."""
 
-    similarity: Literal["cosine", "dot"] = "cosine"  # of a patch and a token, both projected to the shared dimension
-    similar_to: Literal["tokens", "words"] = "tokens"  # tokens: words, start and end; words: without start and end
+    similarity: Literal["cosine", "dot"] = setting("cosine", "of patch and token in the shared dimension")
+    similar_to: Literal["tokens", "words"] = setting("tokens", "tokens: words, start and end")
 
 
 def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings) -> Tensor:

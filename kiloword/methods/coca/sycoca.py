@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kiloword.config.recipes import only
+from kiloword.config.settings import only, setting
 from kiloword.methods.coca import coca
 from kiloword.methods.coca.masked_images import MimSettings, masked
 from kiloword.methods.method import Component, Method
@@ -20,8 +20,9 @@ from kiloword.methods.method import Component, Method
 class Settings(MimSettings, coca.Settings):
     """CoCa's settings, those of masked images, and which patches captions see."""
 
-    # attentive: the patches least similar to the caption
-    caption_mask: Literal["none", "attentive", "random"] = "attentive"
+    caption_mask: Literal["none", "attentive", "random"] = setting(
+        "attentive", "attentive: the patches least similar to the caption"
+    )
 
 
 def preset(settings: Settings) -> Method:

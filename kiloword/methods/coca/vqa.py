@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.config.recipes import only
+from kiloword.config.settings import only, setting
 from kiloword.methods import clip
 from kiloword.methods.coca.answering import AnswerSettings, answering
 from kiloword.methods.coca.coca import ended
@@ -20,7 +20,7 @@ from kiloword.methods.method import Method
 class Settings(AnswerSettings):
     """Answers, and the class token of texts."""
 
-    class_token: bool = True  # append a class token to texts, as in the model of --init
+    class_token: bool = setting(True, "append a class token to texts, as in the model of --init")
 
 
 def preset(settings: Settings) -> Method:

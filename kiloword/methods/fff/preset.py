@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
 from kiloword.methods import clip
@@ -31,67 +31,67 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mined(recipes.BaseSettings):
+class Mined(BaseSettings):
     """Which pairs of image and text match, by cosines of teacher features: eq. 2."""
 
-    image_text: bool = True  # the term S_it > p1
-    image_image: bool = True  # the term S_ii > p2
-    text_text: bool = True  # the term S_tt > p3 and S_it > p1_text
-    p1: float = 0.27  # image and text; for CLIP ViT-L/14, whose annotated pairs have 0.29 on average
-    p2: float = 0.92  # image and the text's image
-    p3: float = 0.99  # text and the image's texts, on average
-    p1_text: float = 0.24  # p1' < p1, required in addition to p3; near 0: S_tt decides alone (table 5)
-    annotated_always: bool = True  # annotated pairs are positives whatever their cosines
-    teacher: str = "teacher"  # name of the precomputed features
+    image_text: bool = setting(True, "the term S_it > p1")
+    image_image: bool = setting(True, "the term S_ii > p2")
+    text_text: bool = setting(True, "the term S_tt > p3 and S_it > p1_text")
+    p1: float = setting(0.27, "image and text; for CLIP ViT-L/14, whose annotated pairs have 0.29 on average")
+    p2: float = setting(0.92, "image and the text's image")
+    p3: float = setting(0.99, "text and the image's texts, on average")
+    p1_text: float = setting(0.24, "p1' < p1, required in addition to p3; near 0: S_tt decides alone (table 5)")
+    annotated_always: bool = setting(True, "annotated pairs are positives whatever their cosines")
+    teacher: str = setting("teacher", "name of the precomputed features")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mining(Mined):
     """Mined positives in training."""
 
-    balance: bool = False  # divide the positives of each text by their sum, so that every text has the same weight
+    balance: bool = setting(False, "divide a text's positives by their sum: every text has the same weight")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact(recipes.BaseSettings):
+class Exact(BaseSettings):
     """Positives of data with complete ground truth (scenes)."""
 
-    balance: bool = False  # divide the positives of each text by their sum, so that every text has the same weight
+    balance: bool = setting(False, "divide a text's positives by their sum: every text has the same weight")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiasSearch(recipes.BaseSettings):
+class BiasSearch(BaseSettings):
     """Initial value of the bias."""
 
-    bias_search: Literal["grid", "gradient", "none"] = "grid"  # the bias of least loss of the untrained model
-    bias_batches: int = 4  # number of batches to compute that loss on
+    bias_search: Literal["grid", "gradient", "none"] = setting("grid", "the bias of least loss of the untrained model")
+    bias_batches: int = setting(4, "number of batches to compute that loss on")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slots(Mining, BiasSearch):
     """What FFF changes in a method with sigmoid loss."""
 
-    positives: Literal["mined", "annotated"] = "mined"  # annotated: needs no teacher
-    reduction: Literal["texts", "images"] = "texts"  # the mean is over these; texts: eq. 3
+    positives: Literal["mined", "annotated"] = setting("mined", "annotated: needs no teacher")
+    reduction: Literal["texts", "images"] = setting("texts", "the mean is over these; texts: eq. 3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Slots):
     """Positives and bias search, and the logit before training."""
 
-    scale: float = 10.0  # initial scale of the cosine
-    bias: float = -10.0  # initial; the logit is scale * cosine + bias, and bias_search changes it
+    scale: float = setting(10.0, "initial scale of the cosine")
+    bias: float = setting(-10.0, "initial; the logit is scale * cosine + bias, and bias_search changes it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupCon(clip.Settings):
     """Supervised contrast over all positives of an image and of a text."""
 
-    form: Literal["out", "in"] = "out"  # the mean over positives outside or inside the logarithm
+    form: Literal["out", "in"] = setting("out", "the mean over positives outside or inside the logarithm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nothing(recipes.BaseSettings):
+class Nothing(BaseSettings):
     """A component without settings."""
 
 

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.methods.llip import scores as mixing
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Pooling, Single, unit
@@ -20,19 +20,19 @@ from kiloword.types import Features, Texts
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextualSettings(recipes.BaseSettings):
+class ContextualSettings(BaseSettings):
     """How mixture tokens become an image's features."""
 
-    k: int = 16  # number of mixture tokens; the paper uses 1 to 128, mostly 64, class token included
-    # contextual: mixed anew per text; the others: one vector per image
-    pool: Literal["contextual", "first", "average", "learned_average"] = "contextual"
-    heads: int = 8  # number of heads of the attention from texts to tokens; must divide the embedding size
-    temperature: float = 5.0  # of the attention from texts to tokens; the paper: 5, in some ablations 8 and 1
-    temperature_mode: Literal["multiply", "divide"] = "multiply"  # t q.k / sqrt(d) (section 7) or q.k / t (eq. 1)
-    per_token_projections: bool = False  # separate key and value projections per mixture token
-    patch_keys: bool = False  # mix the patches too (appendix B.3)
-    # how the exact score is computed; auto: the cheaper one for the sizes
-    form: Literal["auto", "direct", "gram"] = "auto"
+    k: int = setting(16, "number of mixture tokens; the paper uses 1 to 128, mostly 64, class token included")
+    pool: Literal["contextual", "first", "average", "learned_average"] = setting(
+        "contextual", "contextual: mixed anew per text; the others: one vector per image"
+    )
+    heads: int = setting(8, "number of heads of the attention from texts to tokens; must divide the embedding size")
+    temperature: float = setting(5.0, "of the attention from texts to tokens; the paper: 5, in some ablations 8 and 1")
+    temperature_mode: Literal["multiply", "divide"] = setting("multiply", "t q.k / sqrt(d) (section 7), or q.k / t")
+    per_token_projections: bool = setting(False, "separate key and value projections per mixture token")
+    patch_keys: bool = setting(False, "mix the patches too (appendix B.3)")
+    form: Literal["auto", "direct", "gram"] = setting("auto", "of the exact score; auto: the cheaper one")
 
 
 def tokens(config: ModelConfig, settings: ContextualSettings) -> ModelConfig:

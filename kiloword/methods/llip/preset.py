@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.config.recipes import ModelConfig, only, sizes
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import only, setting
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.llip import pooling
 from kiloword.methods.llip.pooling import ContextualSettings
@@ -16,8 +17,8 @@ from kiloword.model.heads import Head, Single
 class Settings(ContextualSettings):
     """Mixture tokens and their pooling, and the logit before training."""
 
-    scale: float = 10.0  # initial scale of the cosine
-    bias: float = -10.0  # initial; the logit is scale * cosine + bias
+    scale: float = setting(10.0, "initial scale of the cosine")
+    bias: float = setting(-10.0, "initial; the logit is scale * cosine + bias")
 
 
 def preset(settings: Settings) -> Method:

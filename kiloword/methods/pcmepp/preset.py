@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from kiloword.config import recipes
-from kiloword.config.recipes import ModelConfig, only, sizes
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import BaseSettings, only, setting
 from kiloword.methods.method import Component, Method
 from kiloword.methods.pcmepp.matching import WithDeterministic, cosine_head, matching_loss
 from kiloword.methods.prolip.gaussian import GaussianSettings
@@ -18,33 +18,34 @@ from kiloword.model.heads import Head, Single
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matching(recipes.BaseSettings):
+class Matching(BaseSettings):
     """Logit of a pair: -scale * CSD + bias."""
 
-    scale: float = 5.0  # initial; its logarithm is trained, so it stays positive (the authors' code: the scale)
-    bias: float = 5.0  # initial
-    pseudo: float = 0.1  # weight of the loss with pseudo-positives, pairs as close as annotated ones; 0: off
-    reduction: Literal["pairs", "images"] = "pairs"  # the loss is divided by their number; pairs: the authors' code
+    scale: float = setting(5.0, "initial; its logarithm is trained (the authors' code: the scale)")
+    bias: float = setting(5.0, "initial")
+    pseudo: float = setting(0.1, "weight of the loss with pseudo-positives, pairs as close as annotated ones; 0: off")
+    reduction: Literal["pairs", "images"] = setting("pairs", "the loss is a mean over these; authors' code: pairs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GaussianSettings, Matching):
     """Gaussians, the matching loss, and the divergence to the prior."""
 
-    vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: off; the authors' code: 5e-5 in this scaling
-    # no causal mask in the text tower, as in prolip; False: as the size defines; None: True unless --init is causal
-    bidirectional: bool | None = None
+    vib: float = setting(1e-4, "weight of the divergence to N(0, 1); 0: off; the authors' code: 5e-5 in this scaling")
+    bidirectional: bool | None = setting(
+        None, "no causal mask of texts; False: as the size; None: True unless --init is causal"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deterministic(recipes.BaseSettings):
+class Deterministic(BaseSettings):
     """An auxiliary loss on the means of Gaussians."""
 
-    loss: Literal["softmax", "sigmoid"] = "softmax"  # CLIP's or SigLIP's, with separate scale (and bias)
-    weight: float = 1.0
-    scale: float = 0.0  # initial scale of the cosine; 0: 1 / 0.07 for softmax, 10 for sigmoid
-    max_scale: float = 100.0  # softmax: upper limit in training
-    bias: float = -10.0  # sigmoid: initial
+    loss: Literal["softmax", "sigmoid"] = setting("softmax", "CLIP's or SigLIP's, with separate scale (and bias)")
+    weight: float = setting(1.0, "")
+    scale: float = setting(0.0, "initial scale of the cosine; 0: 1 / 0.07 for softmax, 10 for sigmoid")
+    max_scale: float = setting(100.0, "softmax: upper limit in training")
+    bias: float = setting(-10.0, "sigmoid: initial")
 
 
 def preset(settings: Settings) -> Method:

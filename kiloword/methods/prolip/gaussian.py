@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Pooling
 from kiloword.model.image import extra
@@ -142,12 +142,11 @@ def vib(features: Features, form: Literal["textbook", "released"] = "textbook") 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaussianSettings(recipes.BaseSettings):
+class GaussianSettings(BaseSettings):
     """Initial variance, and how variances of prompts are combined."""
 
-    log_var: float = -10.0  # initial value
-    # variance of a class of N prompts: their mean variance (sum / N), or the variance of their average (sum / N^2)
-    ensemble: Literal["mean", "of_average"] = "mean"
+    log_var: float = setting(-10.0, "initial value")
+    ensemble: Literal["mean", "of_average"] = setting("mean", "variance of N prompts: sum / N, or sum / N^2")
 
 
 def tokens(config: ModelConfig) -> ModelConfig:

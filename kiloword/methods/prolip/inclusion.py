@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig, TextConfig
+from kiloword.config.settings import BaseSettings, setting
 from kiloword.methods.prolip.gaussian import Form, inclusion_loss, rows, vib
 from kiloword.model.model import Model
 from kiloword.model.text import is_special
@@ -22,25 +22,24 @@ from kiloword.types import Batch, Encoded, Features, Texts
 
 
 @dataclass(frozen=True, kw_only=True)
-class InclusionSettings(recipes.BaseSettings):
+class InclusionSettings(BaseSettings):
     """Weights and form of the inclusion terms, and how masked copies are made."""
 
-    image_in_text: float = 1e-7  # weight of: an image lies within its caption; 0: off
-    masked: float = 1e-3  # weight of: originals (images, captions) lie within their masked copies; 0: off
-    spread: float = 0.0  # weight of: variances fit the distances of matched pairs (not in the paper); 0: off
-    vib: float = 1e-4  # weight of the divergence to N(0, 1); 0: off
-    inclusion_form: Form = "paper"  # eq. 3 as printed, or the exact integral
-    # one sigmoid per dimension, or one of the sum
-    inclusion_reduction: Literal["per_dimension", "joint"] = "per_dimension"
-    eps: float = -10.0  # in log space, widens both Gaussians inside A, B, C; the paper: -20
-    c: float = 10.0  # sharpness of the sigmoid; the paper: 1000
-    # released: sigma in place of the variance, as in the authors' code
-    vib_form: Literal["textbook", "released"] = "textbook"
-    masked_every: int = 8  # every n-th image gets masked copies; 8: 12.5% of the batch
-    drop_patches: float = 0.75  # share of patches dropped from a copy; the authors' code: 0.25
-    mask_words: float = 0.75  # share of words hidden in a copy
-    # replace them by the mask token, or drop them, which makes copies general captions
-    hide_words: Literal["mask", "drop"] = "mask"
+    image_in_text: float = setting(1e-7, "weight of: an image lies within its caption; 0: off")
+    masked: float = setting(1e-3, "weight of: originals (images, captions) lie within their masked copies; 0: off")
+    spread: float = setting(0.0, "weight of: variances fit the distances of matched pairs (not in the paper); 0: off")
+    vib: float = setting(1e-4, "weight of the divergence to N(0, 1); 0: off")
+    inclusion_form: Form = setting("paper", "eq. 3 as printed, or the exact integral")
+    inclusion_reduction: Literal["per_dimension", "joint"] = setting(
+        "per_dimension", "a sigmoid per dimension, or of the sum"
+    )
+    eps: float = setting(-10.0, "in log space, widens both Gaussians inside A, B, C; the paper: -20")
+    c: float = setting(10.0, "sharpness of the sigmoid; the paper: 1000")
+    vib_form: Literal["textbook", "released"] = setting("textbook", "released: sigma in place of the variance")
+    masked_every: int = setting(8, "every n-th image gets masked copies; 8: 12.5% of the batch")
+    drop_patches: float = setting(0.75, "share of patches dropped from a copy; the authors' code: 0.25")
+    mask_words: float = setting(0.75, "share of words hidden in a copy")
+    hide_words: Literal["mask", "drop"] = setting("mask", "replace words by the mask token, or drop them")
 
 
 def terms(settings: InclusionSettings) -> dict[str, tuple[float, Any]]:

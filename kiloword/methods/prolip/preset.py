@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.config.recipes import ModelConfig, only, sizes
+from kiloword.config.recipes import ModelConfig, sizes
+from kiloword.config.settings import only, setting
 from kiloword.methods import siglip
 from kiloword.methods.method import Component, Method
 from kiloword.methods.prolip import gaussian
@@ -17,9 +18,9 @@ from kiloword.model.heads import Head
 class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
     """Gaussians, inclusion losses, and SigLIP's logit before training."""
 
-    # no causal mask in the text tower, as in the authors' code; False: as the size defines; None: True unless --init is
-    # causal
-    bidirectional: bool | None = None
+    bidirectional: bool | None = setting(
+        None, "no causal mask of texts; False: as the size; None: True unless --init is causal"
+    )
 
 
 def preset(settings: Settings) -> Method:

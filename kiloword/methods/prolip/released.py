@@ -20,7 +20,8 @@ from typing import Literal, cast
 
 from torch import Tensor, nn
 
-from kiloword.config.recipes import ModelConfig, only
+from kiloword.config.recipes import ModelConfig
+from kiloword.config.settings import only, setting
 from kiloword.methods.method import Method
 from kiloword.methods.prolip import preset as prolip
 from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings, log_variance
@@ -33,10 +34,10 @@ from kiloword.types import Features, Texts
 class Settings(prolip.Settings):
     """ProLIP's settings where the authors' code differs from the paper."""
 
-    scale: float = 1 / 0.07  # initial scale of the score
-    vib_form: Literal["textbook", "released"] = "released"  # sigma in place of the variance
-    drop_patches: float = 0.25  # share of patches dropped from a masked copy
-    c: float = 1000.0  # sharpness of the inclusion loss
+    scale: float = setting(1 / 0.07, "initial scale of the score")
+    vib_form: Literal["textbook", "released"] = setting("released", "sigma in place of the variance")
+    drop_patches: float = setting(0.25, "share of patches dropped from a masked copy")
+    c: float = setting(1000.0, "sharpness of the inclusion loss")
 
 
 def preset(settings: Settings) -> Method:

@@ -1,0 +1,138 @@
+"""How a setting is declared, checked and read: default, help text, limits and flag stand in one place, its field.
+
+No torch here, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from kiloword.addresses import without_credentials
+
+ANY = math.inf
+ABOVE_0 = math.nextafter(0.0, 1.0)
+BELOW_1 = math.nextafter(1.0, 0.0)
+OTHER = (-1e6, 1e6)  # limits of floats that declare none
+LARGEST = 1 << 26  # largest file of settings in bytes
+
+T = TypeVar("T")
+
+
+class BaseSettings:
+    """Base of all settings: pydantic validates those read from disk; unknown keys are errors."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+
+def setting(
+    default: T, text: str, low: float | None = None, high: float = ANY, *, flag: str | None = None, hint: str = ""
+) -> T:
+    """A field of settings with a default; other arguments as of `about`."""
+    declared: T = field(default=default, metadata=about(text, low, high, flag=flag, hint=hint))
+    return declared
+
+
+def about(
+    text: str = "", low: float | None = None, high: float = ANY, *, flag: str | None = None, hint: str = ""
+) -> Mapping[str, Any]:
+    """Metadata of a field of settings.
+
+    Args: text: help of the flag; low, high: limits of each of its numbers, included; flag: its name where that is not
+    the field's; "": none, or of nested settings no prefix; hint: added to the error message, what to do.
+    """
+    limits = {} if low is None else {"limits": (low, high)}
+    return {"help": text, "hint": hint and f", {hint}", **limits, **({} if flag is None else {"flag": flag})}
+
+
+class Leaf(NamedTuple):
+    """A setting inside nested settings."""
+
+    owner: type
+    field: Field[Any]
+    value: Any
+    path: str  # as in a file, "data.tokenizer_vocab"
+    flag: str  # as on the command line, "vocab"
+
+
+def leaves(settings: Any, path: str = "", flag: str = "") -> Iterator[Leaf]:
+    """Every setting of a dataclass, those of nested ones included."""
+    for f in fields(settings):
+        value, own = getattr(settings, f.name), f.metadata.get("flag")
+        name = f.name.replace("_", "-")
+        if is_dataclass(value):
+            yield from leaves(value, f"{path}{f.name}.", flag if own == "" else f"{flag}{own or name}.")
+        else:
+            yield Leaf(type(settings), f, value, path + f.name, flag + (own or name))
+
+
+def check(settings: Any, prefix: str = "--") -> None:
+    """Check all numbers of a dataclass of settings, such as a recipe.
+
+    Args: prefix: "--" names settings as on the command line, "" as in a file.
+    Raises: ValueError naming numbers that are NaN, infinite or out of their limits.
+    """
+    wrong = []
+    for leaf in leaves(settings):
+        limits, hint = leaf.field.metadata.get("limits"), leaf.field.metadata.get("hint", "")
+        low, high = limits or OTHER
+        for name, value in _numbers(leaf.value, leaf.flag if prefix else leaf.path):
+            fits = low <= value <= high and abs(value) < ANY  # False for NaN
+            if not fits and (limits or isinstance(value, float)):
+                shown = name.replace("_", "-") if prefix else name
+                wrong.append(f"{prefix}{shown} is {value}: expected {_range(low, high)}{hint}")
+    if wrong:
+        raise ValueError("; ".join(wrong[:3]) + ".")
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """The numbers inside a value, and their names."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, name)
+    elif isinstance(value, int | float):
+        yield name, value
+
+
+def _range(low: float, high: float) -> str:
+    most = "below 1" if high == BELOW_1 else str(high) if isinstance(high, int) else f"{high:g}"
+    if low == ABOVE_0:
+        return "above 0" if high == ANY else f"above 0, at most {most}"
+    return f"at least {low:g}" if high == ANY else f"{low:g} to {most}"
+
+
+def only(settings: Any, kind: type[T]) -> T:
+    """The fields of a method's settings that belong to one of its dataclasses."""
+    return kind(**{f.name: getattr(settings, f.name) for f in fields(kind)})  # type: ignore[arg-type]
+
+
+def read_config(path: Path, kind: type[T]) -> T:
+    """Read and validate a JSON file as a settings dataclass. Raises: ValueError naming the file and the bad keys."""
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ValueError(f"it has more than {LARGEST:,} bytes.")
+        settings = parse(json.loads(path.read_text(encoding="utf-8")), kind)
+        check(settings, prefix="")
+        return settings
+    except (ValueError, RecursionError) as e:  # RecursionError: thousands of nested brackets
+        raise ValueError(f"{path} cannot be used: {e} It was damaged, or written by another version.") from e
+
+
+def parse(value: Any, kind: type[T]) -> T:
+    """Validate plain data as a settings dataclass. Raises: ValueError for unknown keys and wrong types."""
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(without_credentials(value))
+    except PydanticUserError as e:  # of a user-defined method
+        raise ValueError(f"{kind.__name__} is not a class of settings: expected fields of plain data.") from e
+    except ValidationError as e:
+        problems = [f"{'.'.join(map(str, x['loc'])) or 'it'}: {x['msg'].lower()}" for x in e.errors()]
+        raise ValueError("; ".join(problems[:3]) + ".") from e
