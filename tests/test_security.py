@@ -11,7 +11,7 @@ import pytest
 from kiloword.checkpoint import model_folder, states
 from kiloword.config import recipes, settings
 from kiloword.data.images import decode, time_limit, work
-from kiloword.data.remote import call, errors, stat
+from kiloword.data.remote import errors, http_files, transport
 from kiloword.data.remote import file as remote_file
 from kiloword.data.sources import embedded, sample, tables
 from kiloword.data.tars import headers as tar
@@ -48,8 +48,8 @@ NUMBERS = {  # row -> what it says, with the limits of the code
     ],
     "indexes, feature stores, states of runs": [f"JSON of {states.MAX_JSON // MIB} MiB"],
     "servers": [
-        f"files of {stat.LARGEST // 10**12} TB, small ones of {remote_file.MOST_SMALL // MIB} MiB; "
-        f"{call._HOPS} redirects",
+        f"files of {transport.LARGEST // 10**12} TB, small ones of {remote_file.MOST_SMALL // MIB} MiB; "
+        f"{http_files._HOPS} redirects",
         f"waits of {errors._ASKED:g} s",
     ],
     "run folder (`kiloword watch`)": [f"lines of {rows.LINE:,} bytes, {rows.NAMES:,} metrics"],

@@ -17,7 +17,7 @@ from kiloword.data.feature_store import TableFile
 from kiloword.data.files import lookup_table
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.remote.file import RemoteFile
-from kiloword.data.remote.stat import Stat
+from kiloword.data.remote.transport import Stat
 from kiloword.data.scenes import open_scenes
 from kiloword.data.sources import digest
 from kiloword.data.sources.extra_captions import WithCaptions
@@ -62,7 +62,7 @@ REMOTE = [
     "3cb329c6635e9ce662300146-0_é.tar.kwindex",
     "803263804713731508",
 ]
-WHOLE_PIECE = "01a4bedec3a42ab19c5cb57e-000000"
+WHOLE_BLOCK = "01a4bedec3a42ab19c5cb57e-000000"
 LOOKUP = [[1957948516733239095, 3405396810240292928, 8453121595177857668], [7, 5, 6]]
 IDENTITY = "ba8aa4ec8061366afe1d7de15ac9eb1f"
 CATALOGUE = b"d732c6be860e019351f99173fa6ae612"
@@ -124,13 +124,12 @@ def test_an_index_is_written_as_ever() -> None:
 
 def test_names_in_the_cache_folder() -> None:
     assert files.fallback("/data/a.tar", ".kwindex", "/cache") == "/cache/" + FALLBACK
-    address, config = Address("https://host/a/0%20é.tar", "", "?v=1"), RemoteConfig(piece=1000)
+    address, config = Address("https://host/a/0%20é.tar", "", "?v=1"), RemoteConfig(block=1000)
     file = RemoteFile(address, Stat(2500, "tag", True), config)
-    names = [file.name, file.piece_name(2), file.sums.name, file.index.name, str(file.stat().st_mtime_ns)]
+    names = [file.name, file.block_name(2), file.sums.name, file.index.name, str(file.stat().st_mtime_ns)]
     assert names == REMOTE
-    assert file.pieces() == 3
     whole = RemoteFile(address, Stat(2500, "tag", False), config)
-    assert (whole.piece, whole.pieces(), whole.piece_name(0)) == (2500, 1, WHOLE_PIECE)
+    assert (whole.block_size, whole.block_name(0)) == (2500, WHOLE_BLOCK)
 
 
 def test_keys_of_a_feature_store() -> None:

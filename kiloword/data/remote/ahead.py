@@ -1,4 +1,4 @@
-"""Remote data fetched before it is needed: the order of rows is known, so the loader need not wait for the network."""
+"""Fetches remote blocks before they are needed: the order of rows is known, so the loader need not wait for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from kiloword.data.remote.config import remote_config
 from kiloword.data.remote.errors import Unreachable
-from kiloword.data.remote.file import Piece
+from kiloword.data.remote.file import RemoteBlock
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.types import Source
 
@@ -21,52 +21,51 @@ _SHARE = 0.5  # of the cache that may be filled ahead: the rest is in use now
 def ahead_of(
     source: Source, rows_of: Callable[[int], tuple[Source, Iterable[int]]], batch: int, stop: int | None = None
 ) -> Ahead | None:
-    """For a source that is remote, or has a part that is. Args: see `Ahead`; batch: rows a step."""
+    """For a source of which at least a part is remote, else None. Args: see `Ahead`; batch: rows per step."""
     parts = source.sources if isinstance(source, MixtureSource) else [source]
     if not any(getattr(part, "remote", False) for part in parts):
         return None
     return Ahead(rows_of, -(-remote_config().ahead // batch), stop)
 
 
-def _pieces(source: Source, row: int) -> Iterable[Piece]:
-    """What a row needs from the network."""
+def _blocks_of(source: Source, row: int) -> Iterable[RemoteBlock]:
     while isinstance(source, MixtureSource):
         source, row = source.locate(row)
-    find: Callable[[int], Iterable[Piece]] | None = getattr(source, "pieces", None)
+    find: Callable[[int], Iterable[RemoteBlock]] | None = getattr(source, "remote_blocks", None)
     return () if find is None else find(row)
 
 
 @dataclass
 class Ahead:
-    """Fetches what the next steps need, in threads of this process.
+    """Fetches the blocks of the next steps, in threads of this process.
 
-    Failures are nobody's here: who needs a piece fetches it itself, and says why that does not work.
+    Its failures are ignored: the reader of a block fetches it again and reports the error.
     Args: rows_of: the rows of a step; most: steps to look ahead; stop: the step before which reading ends.
     """
 
     rows_of: Callable[[int], tuple[Source, Iterable[int]]]
     most: int
     stop: int | None = None
-    _waited: dict[Piece, int] = field(default_factory=dict)  # piece -> the last step that needs it
+    _waited: dict[RemoteBlock, int] = field(default_factory=dict)  # block -> the last step that needs it
     _next: int = 0
     _owner: int = 0
-    _queue: queue.SimpleQueue[Piece] = field(default_factory=queue.SimpleQueue)
+    _queue: queue.SimpleQueue[RemoteBlock] = field(default_factory=queue.SimpleQueue)
 
     def at(self, step: int) -> None:
-        """Ask for what this step and those after it need. In any process: behind a fork there are no threads yet."""
+        """Request the blocks of this step and the next ones. Works in any process: a fork copies no threads."""
         if not self.most:
             return
         if self._owner != os.getpid():
             self._start()
-        self._waited = {piece: last for piece, last in self._waited.items() if last >= step}
+        self._waited = {block: last for block, last in self._waited.items() if last >= step}
         self._next = max(self._next, step)
         while self._next <= step + self.most and self._next != self.stop and self._has_room():
             source, rows = self.rows_of(self._next)
             for row in rows:
-                for piece in _pieces(source, row):
-                    if piece not in self._waited:
-                        self._queue.put(piece)
-                    self._waited[piece] = self._next
+                for block in _blocks_of(source, row):
+                    if block not in self._waited:
+                        self._queue.put(block)
+                    self._waited[block] = self._next
             self._next += 1
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,19 +75,22 @@ class Ahead:
         self.__init__(**state)  # type: ignore[misc]
 
     def _has_room(self) -> bool:
-        some = next(iter(self._waited), None)
-        return some is None or len(self._waited) * some[0].piece < _SHARE * some[0].config.limit
+        if not self._waited:
+            return True
+        file, _ = next(iter(self._waited))
+        return len(self._waited) * file.block_size < _SHARE * file.config.limit
 
     def _start(self) -> None:
-        self._owner, self._next, self._waited, self._queue = os.getpid(), 0, {}, queue.SimpleQueue()
+        self.__setstate__(self.__getstate__())
+        self._owner = os.getpid()
         for _ in range(int(remote_config().threads)):
             threading.Thread(target=_work, args=(self._queue,), daemon=True).start()
 
 
-def _work(pieces: queue.SimpleQueue[Piece]) -> None:
+def _work(blocks: queue.SimpleQueue[RemoteBlock]) -> None:
     while True:
-        tar, n = pieces.get()
+        file, n = blocks.get()
         try:
-            tar.fetch(n)
+            file.fetch(n)
         except Unreachable:
             continue

@@ -1,7 +1,7 @@
-"""Files on the local disk that can be fetched again: made once for all processes, the least recently used given up.
+"""Local copies of files that can be fetched again: made once for all processes; the least recently used are deleted.
 
-A file is made as `NAME.part` and renamed when it is whole; `flock` on it says that its maker lives. Readers hold a
-shared lock, so that what is in use stays. `total` counts the bytes of the folder and is the lock of all that add to it.
+A file is made as `NAME.part` and renamed when complete; its maker holds an exclusive `flock` on it, readers a shared
+one, so that files in use stay. `total` counts the bytes of the folder and is the lock for adding to it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from kiloword.data.remote.errors import Unreachable
 
 _PART = ".part"
 _TOTAL = "total"
-_KEEP = 0.95  # of the limit: what is left after files were given up, so that not every new one has to look at all
-_WAIT = 0.02  # seconds between looks at a cache that is full of what others use
+_FILLED = 0.95  # of the limit that is used after deletions, so that not every new file has to list the folder
+_WAIT = 0.02  # seconds between checks of a cache that is full of files in use
 _PATIENCE = 240.0  # seconds
 
 
 @dataclass(frozen=True)
 class FileCache:
-    """A folder of at most `limit` bytes (None: any number), files in the making included."""
+    """A folder of at most `limit` bytes (None: unlimited), unfinished files included."""
 
     folder: Path
     limit: float | None = None
 
     @contextmanager
     def opened(self, name: str, size: int, fill: Callable[[int], None]) -> Iterator[int]:
-        """A descriptor of a file, which stays while it is open; `fill` writes one that is not there.
+        """A descriptor of a file, which stays while it is open; `fill` writes a missing file to a descriptor.
 
         Errors: those of `fill`, after which there is no file; Unreachable when the folder cannot hold it.
         """
@@ -48,18 +48,15 @@ class FileCache:
             _release(fd)
 
     def fetch(self, name: str, size: int, fill: Callable[[int], None]) -> None:
-        """Makes a file that is not there and that nobody else makes. Errors: as of `opened`."""
+        """Make a file that is missing and that no other process is making. Errors: as of `opened`."""
         if not (self.folder / name).exists():
             fd = self._make(name, size, fill, wait=False)
             if fd is not None:
                 _release(fd)
 
-    def drop(self, name: str) -> None:
-        (self.folder / name).unlink(missing_ok=True)
-
-    def drop_all(self, beginning: str) -> None:
-        """Drops every file whose name begins so."""
-        for path in self.folder.glob(f"{beginning}*"):
+    def drop_all(self, prefix: str) -> None:
+        """Delete every complete file whose name has this prefix."""
+        for path in self.folder.glob(f"{prefix}*"):
             if not path.name.endswith(_PART):
                 path.unlink(missing_ok=True)
 
@@ -70,11 +67,11 @@ class FileCache:
             return None
         fcntl.flock(fd, fcntl.LOCK_SH)
         if os.fstat(fd).st_size == size:
-            with suppress(OSError):  # another user's file: its age stays
+            with suppress(OSError):  # another user's file keeps its age
                 os.utime(fd)
             return fd
         _release(fd)
-        self.drop(name)
+        (self.folder / name).unlink(missing_ok=True)
         return None
 
     def _make(self, name: str, size: int, fill: Callable[[int], None], wait: bool) -> int | None:
@@ -89,18 +86,17 @@ class FileCache:
                 except BlockingIOError:
                     os.close(fd)
                     return None
-                mine = is_at(fd, part)  # else its maker has finished, or given up
-                if not mine:
-                    _release(fd)  # it may be the finished file by now
-                whole = self._existing(name, size)
-                if whole is None and not mine:
-                    continue
-                if whole is not None:
-                    if mine:
-                        part.unlink(missing_ok=True)
-                        _release(fd)
-                    return whole
-                return self._filled(fd, part, size, fill)
+                is_ours = is_at(fd, part)  # otherwise its maker has finished, or failed
+                if not is_ours:
+                    _release(fd)  # it may be the complete file by now
+                complete = self._existing(name, size)
+                if is_ours and complete is None:
+                    return self._filled(fd, part, size, fill)
+                if is_ours:
+                    part.unlink(missing_ok=True)
+                    _release(fd)
+                if complete is not None:
+                    return complete
         except OSError as error:
             raise Unreachable(
                 f"{self.folder} cannot keep what is fetched ({error.strerror or error}). Set KILOWORD_CACHE to a "
@@ -121,7 +117,7 @@ class FileCache:
         return fd
 
     def _reserve(self, fd: int, size: int) -> None:
-        """Disk space for a file; others are given up for it, the least recently used first."""
+        """Reserve disk space for a file; the least recently used files are deleted for it."""
         if self.limit is not None and size > self.limit:
             raise Unreachable(
                 f"a file of {size:,} bytes does not fit into {self.folder}, which may hold {self.limit:,.0f}: set "
@@ -134,22 +130,23 @@ class FileCache:
             time.sleep(_WAIT)
 
     def _obstacle(self, fd: int, size: int) -> Exception | None:
-        """None when the space is reserved; otherwise what to raise if the files in use stay in use.
+        """None when the space is reserved; otherwise the error to raise if the files in use stay in use.
 
         Raises: OSError when the disk is full, although the folder holds no other file.
         """
-        with self._counted() as count:
-            total = count.read()
+        with self._locked_total() as count:
+            total = _read_total(count)
             if self.limit is not None and (total is None or total + size > self.limit):
-                total = self._give_up(self.limit * _KEEP - size)
+                total = self._shrink(self.limit * _FILLED - size)
                 if total + size > self.limit:
-                    count.write(total)
+                    _write_total(count, total)
                     return Unreachable(f"{self.folder} is full of files in use: set KILOWORD_REMOTE to a higher limit.")
-            count.write(None if total is None else total + size)  # first: a kill here leaves it too high, never too low
+            # before the file grows: a process killed here leaves the total too high, never too low
+            _write_total(count, None if total is None else total + size)
             while not _allocate(fd, size):
-                count.write(None)
-                before = self._give_up(float("inf"))
-                if self._give_up(before - size) == before:
+                _write_total(count, None)
+                before = self._shrink(float("inf"))
+                if self._shrink(before - size) == before:
                     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     if before == 0:
                         raise full
@@ -157,55 +154,50 @@ class FileCache:
             return None
 
     @contextmanager
-    def _counted(self) -> Iterator[_Count]:
+    def _locked_total(self) -> Iterator[int]:
         fd = os.open(self.folder / _TOTAL, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            yield _Count(fd)
+            yield fd
         finally:
             _release(fd)
 
-    def _give_up(self, target: float) -> int:
-        """Deletes files out of use until at most `target` bytes are there: what dead processes left, then the oldest.
+    def _shrink(self, target: float) -> int:
+        """Delete unused files until at most `target` bytes are left: first those of dead processes, then the oldest.
 
-        Returns: bytes that are there.
+        Returns: bytes that are left.
         """
         names = set(os.listdir(self.folder)) - {_TOTAL}
-        found = [file for name in names if (file := self._look(name))]
-        total = sum(size for *_, size, _ in found)
-        for _, _, size, path in sorted(found):
+        files = sorted(file for name in names if (file := self._look(name)))
+        total = sum(size for *_, size, _ in files)
+        for _, _, size, path in files:
             if total > target and _delete(path):
                 total -= size
         return total
 
     def _look(self, name: str) -> tuple[bool, int, int, Path] | None:
-        """Whether a file is whole, its age, size and path; None when it is gone."""
+        """Whether a file is complete, its time, size and path; None when it is gone."""
         path = self.folder / name
         try:
             stat = path.stat()
-        except FileNotFoundError:  # finished since, as nobody asks before renaming, or given up
+        except FileNotFoundError:  # completed or deleted since: renaming takes no lock
             return self._look(name.removesuffix(_PART)) if name.endswith(_PART) else None
         return not name.endswith(_PART), stat.st_mtime_ns, stat.st_size, path
 
 
-@dataclass(frozen=True)
-class _Count:
-    """The bytes of the folder, as a number in an open file. Only ever too high, but for files that users add."""
+def _read_total(fd: int) -> int | None:
+    """The bytes of the folder, which may be too high, or too low by files that users add; None when unknown."""
+    raw = os.pread(fd, 32, 0)
+    return int(raw) if raw.isdigit() else None
 
-    fd: int
 
-    def read(self) -> int | None:
-        """None when nobody has counted."""
-        raw = os.pread(self.fd, 32, 0)
-        return int(raw) if raw.isdigit() else None
-
-    def write(self, total: int | None) -> None:
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, b"" if total is None else str(total).encode(), 0)
+def _write_total(fd: int, total: int | None) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, b"" if total is None else str(total).encode(), 0)
 
 
 def _allocate(fd: int, size: int) -> bool:
-    """Whether the disk has the space; real blocks, so that it does not fill up in the middle of a file."""
+    """Whether the disk has the space; allocates blocks, so that it does not fill up in the middle of a file."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -213,14 +205,14 @@ def _allocate(fd: int, size: int) -> bool:
             os.ftruncate(fd, size)
             return True
         if error.errno == errno.ENOSPC:
-            os.ftruncate(fd, 0)  # blocks that it got before the disk was full: others may need them
+            os.ftruncate(fd, 0)  # free the blocks allocated before the disk was full: others may need them
             return False
         raise
     return True
 
 
 def _delete(path: Path) -> bool:
-    """Whether a file was out of use, and is gone."""
+    """Delete a file unless it is in use. Returns: whether this call deleted it."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -230,14 +222,14 @@ def _delete(path: Path) -> bool:
         if not is_at(fd, path):
             return False
         path.unlink()
+        return True
     except BlockingIOError:
         return False
     finally:
         _release(fd)
-    return True
 
 
 def _release(fd: int) -> None:
-    """Unlocked by word: a process forked meanwhile holds the same lock, and closing alone would leave it."""
+    """Unlock explicitly: a process forked meanwhile shares the lock, and closing alone would keep it."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)

@@ -1,4 +1,4 @@
-"""How remote data is fetched and kept: settings that change no result, the same for every verb."""
+"""Settings of fetching and caching remote data: they change no result, and are the same for every verb."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ from kiloword.data import files
 
 VARIABLE = "KILOWORD_REMOTE"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_HOSTS = "hosts"
 _HOST = re.compile(r"[\w.*:\[\]-]+")
-_MOST = {  # of any setting there has to be a most, so that no sum of them overflows
-    "limit": 1e18,
-    "retries": 1000,
-    "timeout": 86_400,
-    "backoff": 3600,
-    "piece": 1e12,
-    "ahead": 10**9,
-    "threads": 256,
+_RANGES = {  # least and most of a setting; the most are so low that no sum of settings overflows
+    "block": (1, 1e12),
+    "limit": (1, 1e18),  # and at least a block
+    "retries": (0, 1000),
+    "timeout": (1e-3, 86_400),
+    "backoff": (0, 3600),
+    "ahead": (0, 10**9),
+    "threads": (1, 256),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteConfig(BaseSettings):
-    """Of the environment variable KILOWORD_REMOTE: `limit=200GB retries=8 timeout=60 hosts=data.org,*.data.org`."""
+    """From the environment variable KILOWORD_REMOTE: `limit=200GB retries=8 timeout=60 hosts=data.org,*.data.org`."""
 
     limit: float = 50e9  # bytes of shards on the local disk, of all runs and data sets together
     retries: int = 5  # after the first attempt, as long as nothing arrives
     timeout: float = 30.0  # seconds without a byte, or below 1 kB/s, that count as a failure
-    backoff: float = 1.0  # seconds before the first retry, doubled from one to the next
-    piece: float = 8 * 2**20  # bytes of a shard that are fetched and thrown away together
+    backoff: float = 1.0  # seconds before the first retry, doubled for each further one
+    block: float = 8 * 2**20  # bytes of a shard that are fetched, cached and deleted together
     ahead: int = 32_768  # rows of the order that are fetched ahead; 0: none
-    threads: int = 4  # connections at once of a process: of indexing, of fetching ahead
+    threads: int = 4  # simultaneous connections of a process, for indexing and for fetching ahead
     hosts: tuple[str, ...] = ()  # hosts (`*` for any characters) that data and redirects may name; (): all
 
     def __post_init__(self) -> None:
-        least = {"limit": self.piece, "retries": 0, "timeout": 1e-3, "backoff": 0, "piece": 1, "ahead": 0, "threads": 1}
-        for name, low in least.items():
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if not low <= value <= _MOST[name]:
-                limits = f"at least {low:.12g}" if value < low else f"at most {_MOST[name]:.12g}"
+            least = max(least, self.block) if name == "limit" else least
+            if not least <= value <= most:
+                limits = f"at least {least:.12g}" if value < least else f"at most {most:.12g}"
                 raise ValueError(f"{VARIABLE}: {name} is {value:.12g}; expected {limits}.")
 
     def allows(self, host: str) -> bool:
@@ -55,25 +54,24 @@ class RemoteConfig(BaseSettings):
 
 
 def remote_config() -> RemoteConfig:
-    """What the environment says. Raises: ValueError for a setting that is none."""
+    """The settings of the environment. Raises: ValueError for an unknown setting or a bad value."""
     kinds = {f.name: f.type for f in fields(RemoteConfig)}
-    given: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     hosts: list[str] = []
     name = ""
     for word in filter(None, re.split(r"[\s,]+", os.environ.get(VARIABLE, ""))):
-        if name != _HOSTS or "=" in word:  # else one more host
+        value = word
+        if name != "hosts" or "=" in word:  # otherwise one more host
             name, _, value = word.partition("=")
-        else:
-            value = word
         number = _number(value)
-        if name == _HOSTS and _HOST.fullmatch(value):
+        if name == "hosts" and _HOST.fullmatch(value):
             hosts.append(value.lower())
-        elif name in kinds and number is not None:
-            given[name] = int(number) if kinds[name] == "int" and number <= _MOST[name] else number
+        elif name in _RANGES and number is not None:
+            numbers[name] = int(number) if kinds[name] == "int" and number <= _RANGES[name][1] else number
         else:
             expected = f"Expected {', '.join(kinds)}, such as limit=200GB hosts=data.org,*.data.org."
             raise ValueError(f"{VARIABLE}: {scrubbed(word)[:100]!r} is no setting. {expected}")
-    return RemoteConfig(**given, hosts=tuple(hosts))  # type: ignore[arg-type]  # numbers, whole ones where they must be
+    return RemoteConfig(**numbers, hosts=tuple(hosts))  # type: ignore[arg-type]  # int where they must be
 
 
 def _number(text: str) -> float | None:
@@ -83,5 +81,5 @@ def _number(text: str) -> float | None:
 
 
 def remote_folder(part: str) -> Path:
-    """Where one kind of what was fetched is kept."""
+    """The cache folder of one kind of remote data: "blocks", "index" or "tables"."""
     return files.folder() / "remote" / part

@@ -1,10 +1,12 @@
-"""What goes wrong with a remote file: faults that are tried again, and the sentence when they stay."""
+"""Errors of remote files: a Fault is retried; Unreachable is raised when retries did not help or cannot."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kiloword.addresses import Address, scrubbed
 from kiloword.data.remote.config import RemoteConfig
@@ -14,19 +16,20 @@ from kiloword.terminal import shown
 _LONGEST = 60.0  # seconds between attempts, unless the server asks for more
 _ASKED = 120.0  # seconds that a server can ask for; evaluation waits 300 for a batch, training --timeout
 _LONG = 300  # characters
-PROGRESS = 1 << 16  # bytes after which an attempt was none in vain
+PROGRESS = 1 << 16  # bytes after which an attempt counts as progress
+T = TypeVar("T")
 
 
 class Unreachable(ValueError):
-    """Remote data that cannot be had: no bad sample, but the end of the run."""
+    """Remote data that cannot be read: it makes no sample bad, but ends the run."""
 
 
 class TooLarge(Unreachable):
-    """A small file that is none."""
+    """A file that should be small is not."""
 
 
 class Fault(Exception):
-    """Something that may be over soon. Args: what happened; wait: seconds that the server asks for."""
+    """An error that may pass. Args: what: happened; wait: seconds that the server asks for."""
 
     def __init__(self, what: str, wait: float = 0.0) -> None:
         super().__init__(foreign(what))
@@ -35,14 +38,14 @@ class Fault(Exception):
 
 @dataclass
 class Patience:
-    """Waits between attempts at one thing, and gives up."""
+    """Waits between attempts at one operation, and gives up after the last."""
 
     address: Address
     config: RemoteConfig
     tried: int = field(default=0, init=False)
 
     def again(self, fault: Fault) -> None:
-        """Waits before another attempt, exponentially longer and not at the same time as other processes.
+        """Wait before another attempt: exponentially longer, and not at the same time as other processes.
 
         Raises: Unreachable after the last one.
         """
@@ -58,9 +61,19 @@ class Patience:
         time.sleep(max(wait, min(fault.wait, _ASKED)))
 
     def progress(self, count: int) -> None:
-        """What arrived since the last fault: a download that advances is never given up."""
+        """Count the bytes that arrived since the last fault: a download that advances is never given up."""
         if count >= PROGRESS:
             self.tried = 0
+
+
+def retried(address: Address, config: RemoteConfig, ask: Callable[[], T]) -> T:
+    """The result of `ask`, which is repeated after a Fault. Raises: Unreachable."""
+    patience = Patience(address, config)
+    while True:
+        try:
+            return ask()
+        except Fault as fault:
+            patience.again(fault)
 
 
 def foreign(text: str) -> str:

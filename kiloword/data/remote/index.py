@@ -1,4 +1,4 @@
-"""The index of a remote tar: found beside it, or made by reading it once from end to end; kept in the cache folder."""
+"""The index of a remote tar, in the cache folder: downloaded from beside the tar, or made by reading the tar once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kiloword.checkpoint.files import replacing
-from kiloword.data.remote.errors import Fault, Patience, TooLarge, Unreachable
-from kiloword.data.remote.file import RemoteFile, small_file
+from kiloword.data.remote.errors import Patience, TooLarge, Unreachable
+from kiloword.data.remote.file import RemoteFile, small_file, wrong_bytes
 from kiloword.data.remote.http_files import date
 from kiloword.data.tars.headers import FileTimes
 from kiloword.data.tars.index import SUFFIX, Index, IndexFile, header_file, parse_index, scan, write_index
 from kiloword.terminal import shown
 
-_BLOCK = 8 << 20  # bytes in memory
+_CHUNK = 8 << 20  # bytes in memory
 _NOTE = 200  # characters of the note of a downloaded index
 
 
@@ -85,40 +85,40 @@ def _downloaded(tar: RemoteFile) -> Index | None:
 
 
 def _scanned(tar: RemoteFile) -> Index:
-    """By one pass over the whole tar, which also checks it and notes what each piece should be."""
+    """The index from one pass over the whole tar, which also checks it and stores the checksum of each block."""
     patience, expected = Patience(tar.address, tar.config), tar.info.checksum
     while True:
         whole = Whole(tar)
+        index: Index | ValueError
         try:
-            index, refusal = scan(whole), None
+            index = scan(whole)
         except Unreachable:
             raise
         except ValueError as error:  # perhaps of wrong bytes
-            index, refusal = None, error
+            index = error
         whole.finish()
         value = whole.checksum.hexdigest()
         if expected is None or value == expected.value:
             break
         tar.drop()
-        patience.again(Fault(f"wrong bytes came, {expected.algorithm} {value} and not {expected.value}"))
-    if index is None:
-        assert refusal is not None
+        patience.again(wrong_bytes(expected, value))
+    if isinstance(index, ValueError):
         tar.drop()
-        raise refusal
+        raise index
     with replacing(tar.sums) as file:
-        whole.write_sums(file)
+        file.write(b"".join(sums.digest() for sums in whole.sums))
     return index
 
 
 class Whole:
-    """A remote tar as `scan` reads it: forward, without skipping a byte.
+    """A remote tar as `scan` reads it. All bytes before the last one read are read and hashed, too.
 
-    `checksum` is of all bytes, `sums` of each piece that came: all of them once `finish` was called.
+    `checksum` is of all bytes, `sums` of each block: complete after `finish`.
     """
 
     def __init__(self, tar: RemoteFile) -> None:
         self.tar = tar
-        self._block, self._raw, self._next = -1, b"", 0
+        self._start, self._chunk = 0, b""  # the last chunk of the pass
         self.checksum = hashlib.new(tar.info.checksum.algorithm if tar.info.checksum else "sha256")
         self.sums: list[Any] = []
 
@@ -131,35 +131,21 @@ class Whole:
     def read(self, offset: int, size: int) -> bytes:
         """`size` bytes from `offset`, fewer at the end of the file."""
         stop = min(offset + size, self.tar.info.size)
-        parts = []
-        while offset < stop:
-            block, start = divmod(offset, self._size)
-            parts.append(self._load(block)[start : start + stop - offset])
-            offset += len(parts[-1])
-        return b"".join(parts)
-
-    def write_sums(self, file: BinaryIO) -> None:
-        for sums in self.sums:
-            file.write(sums.digest())
+        while self._start + len(self._chunk) < stop:
+            self._read_chunk()
+        if offset < self._start:
+            return self.tar.read(offset, size)
+        return self._chunk[offset - self._start : stop - self._start]
 
     def finish(self) -> None:
-        """Read what `scan` had no need of."""
-        if self.tar.info.size:
-            self._load((self.tar.info.size - 1) // self._size)
+        """Read and hash the rest of the file."""
+        self.read(self.tar.info.size, 0)
 
-    @property
-    def _size(self) -> int:
-        """Bytes of a block: a piece, but of a large file that comes as a whole."""
-        return self.tar.piece if self.tar.info.ranged else min(self.tar.piece, _BLOCK)
-
-    def _load(self, block: int) -> bytes:
-        while self._next <= block:
-            self._raw, self._block = self.tar.read(self._next * self._size, self._size), self._next
-            self.checksum.update(self._raw)
-            if self._next * self._size // self.tar.piece == len(self.sums):
-                self.sums.append(hashlib.sha256())
-            self.sums[-1].update(self._raw)
-            self._next += 1
-        if self._block != block:  # back into what was read
-            self._raw, self._block = self.tar.read(block * self._size, self._size), block
-        return self._raw
+    def _read_chunk(self) -> None:
+        self._start += len(self._chunk)
+        before = self._start % self.tar.block_size  # bytes of this block that are hashed
+        self._chunk = self.tar.read(self._start, min(_CHUNK, self.tar.block_size - before))
+        self.checksum.update(self._chunk)
+        if before == 0:
+            self.sums.append(hashlib.sha256())
+        self.sums[-1].update(self._chunk)

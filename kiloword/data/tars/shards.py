@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kiloword.data.remote.file import Piece, RemoteFile
+from kiloword.data.remote.file import RemoteBlock, RemoteFile
 from kiloword.data.remote.index import open_remote_index
 from kiloword.data.sources.sample import (
     MAX_IMAGE,
@@ -151,7 +151,7 @@ class TarSource:
         """
         return [] if self.remote else [self._part(row, part) for part in PARTS]
 
-    def pieces(self, row: int) -> list[Piece]:
+    def remote_blocks(self, row: int) -> list[RemoteBlock]:
         """The blocks of remote files that hold one row."""
         shard, index, local = self._locate(row)
         tar = self.tars[shard]

@@ -16,7 +16,7 @@ from kiloword.data.remote import http_files
 from kiloword.data.remote.config import RemoteConfig
 from kiloword.data.remote.errors import Fault, Unreachable
 from kiloword.data.remote.http_files import Http
-from kiloword.data.remote.stat import LARGEST, Checksum, Stat, decimal, size_problem
+from kiloword.data.remote.transport import LARGEST, Checksum, Stat, checked_size, decimal
 
 MD5, SHA = "0" * 31 + "1", "ab" * 32
 DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
@@ -86,11 +86,15 @@ def test_lengths() -> None:
     assert http_files._length(answer(200)) == ""
     assert [decimal(text) for text in ("0", "12", "9" * 18)] == [0, 12, 10**18 - 1]
     assert [decimal(text) for text in ("", "-1", "1.5", "9" * 19, "²")] == [None] * 5
-    assert size_problem("12") is None
-    assert size_problem(str(LARGEST)) is None
-    assert f"{LARGEST + 1:,} bytes. Expected at most" in str(size_problem(str(LARGEST + 1)))
-    assert "does not say how long" in str(size_problem(""))
-    assert "'1e9' as its length" in str(size_problem("1e9"))
+    address = Address("https://data.org/0.tar")
+    assert [checked_size(claim, address) for claim in ("12", str(LARGEST))] == [12, LARGEST]
+    for claim, message in (
+        (str(LARGEST + 1), f"{LARGEST + 1:,} bytes. Expected at most"),
+        ("", "does not say how long"),
+        ("1e9", "'1e9' as its length"),
+    ):
+        with pytest.raises(Unreachable, match=f"https://data.org/0.tar: .*{message}"):
+            checked_size(claim, address)
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ import pytest
 from kiloword.addresses import public, scrubbed
 from kiloword.cli.main import main
 from kiloword.data.remote import errors
-from kiloword.data.remote.call import _Redirects
 from kiloword.data.remote.config import RemoteConfig, remote_config
 from kiloword.data.remote.errors import Unreachable
 from kiloword.data.remote.file import open_remote_file
+from kiloword.data.remote.http_files import _Redirects
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.shards import natural
 from servers import Guarded, Server
@@ -202,19 +202,19 @@ def test_patterns_that_name_too_many_files() -> None:
 
 def test_an_index_whose_members_are_far_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is fetched ahead of a sample is what its members need, not all that lies between them."""
-    monkeypatch.setenv("KILOWORD_REMOTE", "piece=1000 ahead=0")
+    monkeypatch.setenv("KILOWORD_REMOTE", "block=1000 ahead=0")
     with Server({"0.tar": write_tar(tmp_path / "0.tar", pairs(3)).read_bytes()}) as server:
         source: Any = open_source(f"{server.url}/0.tar")
         index, tar = source._block(0, 0), source.tars[0]
-        near = [n for _, n in source.pieces(0)]
+        near = [n for _, n in source.remote_blocks(0)]
         assert near == [0, 1, 2]  # 1,000 bytes each: the image, and the text behind its header
         source.tars[0] = replace(tar, info=replace(tar.info, size=10**13))
         table = index.table.copy()
         table[0, 2:4] = 9 * 10**12, 20  # the text
         table[1, :2] = 0, 10**13  # an image
         source._block = lambda *_: replace(index, table=table)
-        assert [n for _, n in source.pieces(0)] == [0, 1, 9 * 10**9]
-        assert len(source.pieces(1)) < 5
+        assert [n for _, n in source.remote_blocks(0)] == [0, 1, 9 * 10**9]
+        assert len(source.remote_blocks(1)) < 5
 
 
 def test_redirects_without_end() -> None:
@@ -317,7 +317,7 @@ def test_what_a_server_asks_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         "hosts=",
         "hosts=a/b",
         "ahead=1e99",
-        "piece=1e13 limit=1e15",
+        "block=1e13 limit=1e15",
     ],
 )
 def test_settings_out_of_range(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,7 +330,7 @@ def test_settings_out_of_range(word: str, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_the_largest_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(
-        "KILOWORD_REMOTE", "limit=1e18 retries=1000 timeout=86400 backoff=3600 threads=256 ahead=1e9 piece=1e12"
+        "KILOWORD_REMOTE", "limit=1e18 retries=1000 timeout=86400 backoff=3600 threads=256 ahead=1e9 block=1e12"
     )
     with Server({}) as server, pytest.raises(Unreachable, match="404"):
         open_remote_file(f"{server.url}/0.tar", remote_config())

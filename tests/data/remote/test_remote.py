@@ -69,9 +69,9 @@ def everything(source: Source) -> list[tuple[str, object, list[str]]]:
 
 
 def forget(tmp_path: Path) -> None:
-    """All pieces, as if they had been given up; indexes stay."""
-    for piece in (tmp_path / "cache/remote/pieces").iterdir():
-        piece.unlink()
+    """All blocks, as if they had been given up; indexes stay."""
+    for block in (tmp_path / "cache/remote/blocks").iterdir():
+        block.unlink()
 
 
 FAULTS = [
@@ -91,9 +91,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("piece", [pytest.param("8MB", marks=pytest.mark.slow), "5000"])
-def test_remote_equals_local_under_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: str) -> None:
-    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} piece={piece} timeout=0.3 backoff=0.001 retries=30")
+@pytest.mark.parametrize("block", [pytest.param("8MB", marks=pytest.mark.slow), "5000"])
+def test_remote_equals_local_under_every_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str) -> None:
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} block={block} timeout=0.3 backoff=0.001 retries=30")
     files = shards(tmp_path / "data", len(FAULTS), rows=2)
     local = open_source(str(tmp_path / "data"))
     with Server(files) as server:
@@ -112,7 +112,7 @@ def test_remote_equals_local_under_every_fault(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_servers_without_ranges_send_whole_tars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool) -> None:
-    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} piece=3000")
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} block=3000")
     files = shards(tmp_path / "data", 2, rows=8)
     with Server(files, ranges=ranges) as server:
         for name in files:
@@ -140,7 +140,7 @@ def _everything(src: str) -> list[tuple[str, object, list[str]]]:
 
 
 class Peak:
-    """The most bytes in a folder of pieces, looked at whenever this process, or one forked from it, adds some."""
+    """The most bytes in a folder of blocks, looked at whenever this process, or one forked from it, adds some."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.real, self._most = folder, remote_cache._allocate, RawValue("q", 0)
@@ -158,7 +158,7 @@ class Peak:
 
 
 def bytes_of(folder: Path) -> int:
-    """Bytes of the pieces in a folder, whose lock the caller holds; other threads may rename or remove them."""
+    """Bytes of the blocks in a folder, whose lock the caller holds; other threads may rename or remove them."""
     there = {file.name for file in os.scandir(folder)} - {"total"}
     return sum(_size(folder, name, there) for name in there)
 
@@ -189,8 +189,8 @@ def test_the_cache_keeps_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """12 shards in a cache of 3, read in random order by two processes."""
     files = shards(tmp_path / "data", 12)
     limit = 3 * len(files["00.tar"])
-    monkeypatch.setenv("KILOWORD_REMOTE", f"backoff=0.01 ahead={ahead} limit={limit} piece={limit // 3} threads=1")
-    peak = Peak(tmp_path / "cache/remote/pieces", monkeypatch)
+    monkeypatch.setenv("KILOWORD_REMOTE", f"backoff=0.01 ahead={ahead} limit={limit} block={limit // 3} threads=1")
+    peak = Peak(tmp_path / "cache/remote/blocks", monkeypatch)
     with Server(files) as server:
         batches = list(loader(open_source(f"{server.url}/{{00..11}}.tar"), workers=2).batches(0, 24))
         fetched = sum(server.asked.values())
@@ -204,11 +204,11 @@ def test_the_cache_keeps_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_oldest_pieces_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = shards(tmp_path / "data", 5)
     limit = 4 * len(files["00.tar"])
-    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} limit={limit} piece={limit // 4}")
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} limit={limit} block={limit // 4}")
     with Server(files) as server:
         source = open_source(f"{server.url}/{{00..04}}.tar")
         forget(tmp_path)
-        dead = tmp_path / "cache/remote/pieces/dead-000000.part"  # of a process that was killed
+        dead = tmp_path / "cache/remote/blocks/dead-000000.part"  # of a process that was killed
         dead.write_bytes(b"x")
         for shard in (0, 1, 2, 0, 3, 4):  # the second and third go for the last two
             source.record(6 * shard)
@@ -239,18 +239,18 @@ def killed_when(path: Path, pattern: str, src: str) -> Iterator[None]:
 
 
 def test_a_killed_download_leaves_nothing_bad(tmp_path: Path) -> None:
-    files, pieces = shards(tmp_path / "data", 2), tmp_path / "cache/remote/pieces"
+    files, blocks = shards(tmp_path / "data", 2), tmp_path / "cache/remote/blocks"
     with Server(files) as server:
         src = f"{server.url}/{{00..01}}.tar"
         server.always = dict.fromkeys(files, "drip")
-        with killed_when(pieces, "*.part", src):
+        with killed_when(blocks, "*.part", src):
             time.sleep(0.1)
-        left = list(pieces.glob("*.part"))
+        left = list(blocks.glob("*.part"))
         assert left
-        assert len(left) == len(list(pieces.glob("*-*")))
+        assert len(left) == len(list(blocks.glob("*-*")))
         server.always = {}
         assert everything(open_source(src)) == everything(open_source(str(tmp_path / "data")))
-        assert not list(pieces.glob("*.part"))
+        assert not list(blocks.glob("*.part"))
 
 
 def _md5(raw: bytes) -> str:
@@ -259,7 +259,7 @@ def _md5(raw: bytes) -> str:
 
 @pytest.mark.parametrize("kind", ["SHA256SUMS", "s3", "google", "repr-digest", "digest"])
 def test_wrong_bytes_of_the_right_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} piece=4000 retries=2")
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} block=4000 retries=2")
     files = shards(tmp_path / "data", 1)
     raw = files["00.tar"]
     sha256, md5 = (base64.b64encode(hashlib.new(name, raw).digest()).decode() for name in ("sha256", "md5"))
@@ -272,7 +272,7 @@ def test_wrong_bytes_of_the_right_length(tmp_path: Path, monkeypatch: pytest.Mon
         }.get(kind, {})
         if kind == "SHA256SUMS":
             server.files[kind] = f"{hashlib.sha256(raw).hexdigest()}  00.tar\n".encode()
-        server.faults["00.tar"] = ["", "wrong"]  # the second piece
+        server.faults["00.tar"] = ["", "wrong"]  # the second block
         remote = open_source(f"{server.url}/00.tar")
         assert everything(remote) == everything(open_source(str(tmp_path / "data")))
         assert server.asked["00.tar"] == 2 * -(-len(raw) // 4000)
@@ -283,7 +283,7 @@ def test_wrong_bytes_of_the_right_length(tmp_path: Path, monkeypatch: pytest.Mon
         server.always["00.tar"] = "wrong"
         with pytest.raises(Unreachable, match=r"00.tar: wrong bytes came, .* \(tried 3 times\)"):
             everything(remote)
-        assert not list((tmp_path / "cache/remote/pieces").glob("*-*"))
+        assert not list((tmp_path / "cache/remote/blocks").glob("*-*"))
 
 
 def test_missing_and_forbidden_are_said_at_once(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_what_stays_broken_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
             server.always["00.tar"] = fault
             with pytest.raises(Unreachable, match=rf"^http\S*00.tar: {words}.* \(tried 3 times\). Check the network"):
                 source.record(0)
-            assert not list((tmp_path / "cache/remote/pieces").glob("*-*"))
+            assert not list((tmp_path / "cache/remote/blocks").glob("*-*"))
 
 
 def test_one_process_indexes_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +382,7 @@ def test_no_file_of_the_cache_stays_open(tmp_path: Path) -> None:
 
 
 def opened_in(folder: Path) -> list[str]:
-    """The pieces and locks in a folder that this process holds open; an index may stay open with its source."""
+    """The blocks and locks in a folder that this process holds open; an index may stay open with its source."""
     links = []
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # of listing them
@@ -522,7 +522,7 @@ class Flaky(MemoryFileSystem):  # type: ignore[misc]
 
 
 def test_other_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_REMOTE", "backoff=0.001 timeout=0.2 piece=3000 retries=20 ahead=0")
+    monkeypatch.setenv("KILOWORD_REMOTE", "backoff=0.001 timeout=0.2 block=3000 retries=20 ahead=0")
     local = open_source(str(tmp_path / "data")) if shards(tmp_path / "data", 11) else None
     assert local is not None
     fsspec.register_implementation("flaky", Flaky, clobber=True)
@@ -584,8 +584,8 @@ def test_what_a_file_system_cannot_do_is_not_tried_again() -> None:
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_REMOTE", "limit=200GB, retries=8 timeout=1.5 piece=16MB")
-    assert remote_config() == RemoteConfig(limit=200e9, retries=8, timeout=1.5, piece=16e6)
+    monkeypatch.setenv("KILOWORD_REMOTE", "limit=200GB, retries=8 timeout=1.5 block=16MB")
+    assert remote_config() == RemoteConfig(limit=200e9, retries=8, timeout=1.5, block=16e6)
     for wrong in ("limits=3", "limit", "limit=many", "retries=-1", "limit=1MB", "timeout=0"):
         monkeypatch.setenv("KILOWORD_REMOTE", wrong)
         with pytest.raises(ValueError, match="KILOWORD_REMOTE"):
@@ -596,7 +596,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Disk:
-    """A disk of `room` bytes for the pieces in a folder. Once it is full, each sleep pops and calls one of `waits`."""
+    """A disk of `room` bytes for the blocks in a folder. Once it is full, each sleep pops and calls one of `waits`."""
 
     def __init__(self, folder: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.room, self.real = folder, room, os.posix_fallocate
@@ -617,7 +617,7 @@ class Disk:
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = shards(tmp_path / "data", 3)
-    disk = Disk(tmp_path / "cache/remote/pieces", int(1.5 * len(files["00.tar"])), monkeypatch)
+    disk = Disk(tmp_path / "cache/remote/blocks", int(1.5 * len(files["00.tar"])), monkeypatch)
     with Server(files) as server:
         source = open_source(f"{server.url}/{{00..02}}.tar")  # three tars at once: each waits for the one before it
         assert everything(source) == everything(open_source(str(tmp_path / "data")))  # others are given up
@@ -663,13 +663,13 @@ def test_a_full_disk_with_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "b.part").exists()
 
 
-@pytest.mark.parametrize("lock", ["piece", "index"])
+@pytest.mark.parametrize("lock", ["block", "index"])
 def test_a_lock_ends_although_a_process_forked_meanwhile_lives(tmp_path: Path, lock: str) -> None:
     """A data worker inherits the descriptors that other threads have open; closing them here alone frees nothing."""
     context = get_context("fork")
     over = context.Event()
     worker = context.Process(target=over.wait)
-    if lock == "piece":
+    if lock == "block":
         path, held = tmp_path / "a", FileCache(tmp_path).opened("a", 3, lambda fd: os.pwrite(fd, b"abc", 0))
     else:
         path, held = tmp_path / "a.lock", remote_index._locked(tmp_path / "a")
@@ -727,9 +727,9 @@ def _reads_forever(src: str, seed: int) -> None:
 def test_forty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three readers of a small cache behind a bad network die at any moment; what is left is right, and small."""
     files, draw = shards(tmp_path / "data", 12), Draw(0, 0, 0).rng("moments")
-    limit, pieces = 3 * len(files["00.tar"]), tmp_path / "cache/remote/pieces"
-    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} limit={limit} piece=8000 retries=20")
-    peak, context = Peak(pieces, monkeypatch), get_context("fork")
+    limit, blocks = 3 * len(files["00.tar"]), tmp_path / "cache/remote/blocks"
+    monkeypatch.setenv("KILOWORD_REMOTE", f"{QUICK} limit={limit} block=8000 retries=20")
+    peak, context = Peak(blocks, monkeypatch), get_context("fork")
     with Server(files) as server:
         src = f"{server.url}/{{00..11}}.tar"
         faults = ["", "cut", "short", "500", "", "drop", "shorter", "redirect", ""]
@@ -748,7 +748,7 @@ def test_forty_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         server.faults.clear()
         assert everything(open_source(src)) == everything(open_source(str(tmp_path / "data")))
     assert limit / 3 < peak.most <= limit
-    assert not list(pieces.glob("*.part"))
+    assert not list(blocks.glob("*.part"))
 
 
 def test_training_is_that_of_the_local_copy(tmp_path: Path) -> None:

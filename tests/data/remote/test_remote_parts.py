@@ -22,14 +22,13 @@ from kiloword.addresses import Address
 from kiloword.data.remote import errors, http_files, index
 from kiloword.data.remote import sets as remote
 from kiloword.data.remote.ahead import Ahead, ahead_of
-from kiloword.data.remote.call import bounded
 from kiloword.data.remote.config import RemoteConfig, remote_config
 from kiloword.data.remote.errors import PROGRESS, Fault, Patience, TooLarge, Unreachable
 from kiloword.data.remote.file import RemoteFile
 from kiloword.data.remote.fsspec_files import Fsspec, _checksum
 from kiloword.data.remote.http_files import Http
 from kiloword.data.remote.index import Whole, open_remote_index
-from kiloword.data.remote.stat import Checksum, Stat
+from kiloword.data.remote.transport import Checksum, Stat, bounded
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.open import open_source
 from kiloword.data.tars.shards import TarSource
@@ -180,15 +179,13 @@ class Answer(io.BytesIO):
 
 
 def http(monkeypatch: pytest.MonkeyPatch, answer: Any) -> Http:
-    file = Http(ADDRESS, RemoteConfig(timeout=10))
-
-    def get(span: str | None) -> Any:
+    def request(*_: Any) -> Any:
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr(file, "_get", get)
-    return file
+    monkeypatch.setattr(http_files, "request", request)
+    return Http(ADDRESS, RemoteConfig(timeout=10))
 
 
 def refusal(code: int) -> urllib.error.HTTPError:
@@ -212,7 +209,7 @@ def test_empty_files_and_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Fault, match="the body ended after 3 of 5 bytes"):
         http(monkeypatch, Answer(b"123", Content_Length="5")).small(9)
     with pytest.raises(Unreachable, match="no URL that can be opened"):
-        Http(Address("http://[::1/x"), RemoteConfig())._get(None)
+        http(monkeypatch, ValueError("Invalid IPv6 URL"))._get(None)
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
@@ -238,9 +235,9 @@ def test_bodies_below_a_kilobyte_a_second_are_given_up(monkeypatch: pytest.Monke
 
 
 def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILOWORD_REMOTE", "limit=2t piece=3K ahead=7 timeout=1.5 threads=2 hosts=A.org,*.b.org c:1")
+    monkeypatch.setenv("KILOWORD_REMOTE", "limit=2t block=3K ahead=7 timeout=1.5 threads=2 hosts=A.org,*.b.org c:1")
     config = remote_config()
-    assert (config.limit, config.piece, config.ahead, config.timeout, config.threads) == (2e12, 3e3, 7, 1.5, 2)
+    assert (config.limit, config.block, config.ahead, config.timeout, config.threads) == (2e12, 3e3, 7, 1.5, 2)
     assert isinstance(config.ahead, int)
     assert config.hosts == ("a.org", "*.b.org", "c:1")
     assert [config.allows(host) for host in ("A.ORG.", "x.b.org", "b.org", "xa.org")] == [True, True, False, False]
@@ -253,34 +250,34 @@ def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         RemoteConfig(**{name: most})
 
 
-def local(path: Path, piece: float = 700, checksum: Checksum | None = None, ranged: bool = True) -> RemoteFile:
+def local(path: Path, block: float = 700, checksum: Checksum | None = None, ranged: bool = True) -> RemoteFile:
     """A file of this machine as a remote one."""
     address = Address(f"file://{path}")
     return RemoteFile(
-        address, Stat(path.stat().st_size, "tag", ranged, checksum), RemoteConfig(piece=piece, limit=10**6)
+        address, Stat(path.stat().st_size, "tag", ranged, checksum), RemoteConfig(block=block, limit=10**6)
     )
 
 
-@pytest.mark.parametrize("piece", [512, 700, 10**6])
-def test_any_bytes_of_a_file_come_by_its_pieces(tmp_path: Path, piece: int) -> None:
+@pytest.mark.parametrize("block", [512, 700, 10**6])
+def test_any_bytes_of_a_file_come_by_its_blocks(tmp_path: Path, block: int) -> None:
     raw = os.urandom(2100)
     (tmp_path / "x").write_bytes(raw)
-    file = local(tmp_path / "x", piece)
-    assert file.pieces() == -(-2100 // min(piece, 2100))
+    file = local(tmp_path / "x", block)
+    assert file.block_size == min(block, 2100)
     for offset, size in ((0, 2100), (699, 2), (1400, 700), (2099, 10), (2100, 5), (512, 0)):
         assert file.read(offset, size) == raw[offset : offset + size]
-    piece = file.piece
-    covering = [list(file.covering(start, stop)) for start, stop in ((0, 1), (piece - 1, piece), (piece, piece + 1))]
+    size = file.block_size
+    covering = [list(file.covering(start, stop)) for start, stop in ((0, 1), (size - 1, size), (size, size + 1))]
     assert covering == [[0], [0], [1]]
     file.drop()
     file.fetch(0)
-    names = {one.name for one in (tmp_path / "cache/remote/pieces").iterdir()} - {"total"}
-    assert names == {file.piece_name(0)}
+    names = {one.name for one in (tmp_path / "cache/remote/blocks").iterdir()} - {"total"}
+    assert names == {file.block_name(0)}
     whole = Whole(file)
     assert [whole.read(*span) for span in ((0, 600), (1500, 9), (3, 4))] == [raw[:600], raw[1500:1509], raw[3:7]]
     whole.finish()
     assert whole.checksum.hexdigest() == hashlib.sha256(raw).hexdigest()
-    parts = [raw[at : at + file.piece] for at in range(0, 2100, file.piece)]
+    parts = [raw[at : at + file.block_size] for at in range(0, 2100, file.block_size)]
     assert [one.digest() for one in whole.sums] == [hashlib.sha256(part).digest() for part in parts]
 
 
@@ -327,7 +324,7 @@ class Queue(list[Any]):
 
 @pytest.fixture
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TarSource:
-    """A remote set of 3 tars of 4 samples each, a piece a tar; nothing is fetched in the background."""
+    """A remote set of 3 tars of 4 samples each, a block a tar; nothing is fetched in the background."""
     for n in range(3):
         write_tar(tmp_path / f"{n}.tar", pairs(4))
     monkeypatch.setenv("KILOWORD_REMOTE", "ahead=5 threads=2")
@@ -347,7 +344,7 @@ def test_what_the_next_steps_need_is_asked_for_once(far: TarSource) -> None:
         made.at(step)
         asked.append([tar.name for tar, _ in made._queue])  # type: ignore[attr-defined]
     assert asked == [["0.tar", "1.tar"], *[["0.tar", "1.tar", "2.tar"]] * 5]
-    assert [piece[0].name for piece in made._waited] == ["2.tar"], "what was needed before is forgotten"
+    assert [file.name for file, _ in made._waited] == ["2.tar"], "what was needed before is forgotten"
     copied = Ahead.__new__(Ahead)
     copied.__setstate__({"rows_of": made.rows_of, "most": 3, "stop": 6})
     assert (copied.most, copied.stop, copied._next, copied._waited) == (3, 6, 0, {})
@@ -367,4 +364,4 @@ def test_what_is_near_is_not_fetched_ahead(far: TarSource, tmp_path: Path) -> No
     made._owner, made._queue = os.getpid(), Queue()  # type: ignore[assignment]
     made.at(0)
     assert [tar.name for tar, _ in made._queue] == ["0.tar", "1.tar", "2.tar"]  # type: ignore[attr-defined]
-    assert far.pieces(0) == [(far.tars[0], 0)]
+    assert far.remote_blocks(0) == [(far.tars[0], 0)]

@@ -205,4 +205,4 @@ def test_a_row_does_not_look_at_all_tars(data: Path) -> None:
     source.tars = Tars(source.tars)
     assert source.record(20).captions == source.captions(20)
     assert len(source.stored(20)) == 4
-    assert source.pieces(20) == []
+    assert source.remote_blocks(20) == []

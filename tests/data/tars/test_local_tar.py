@@ -189,7 +189,7 @@ def test_rows_that_there_are_not(tmp_path: Path) -> None:
                 read(row)
     assert [source.key(row) for row in range(4)] == ["0", "1"] * 2
     assert source.stored(3) == [b"image", b"caption 1", None, None]
-    assert source.pieces(0) == []
+    assert source.remote_blocks(0) == []
     assert (source.remote, source.classnames, source.templates) == (False, None, None)
     with pytest.raises(ValueError, match="x: no tars"):
         TarSource("x", [])
