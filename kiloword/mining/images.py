@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,21 +46,17 @@ def term_rule(name: str, s: Mined) -> str:
     return rules.get(name, name)
 
 
-def mined_pairs(results: MiningResults, shown: ReportImages, image: Image) -> str:
+def mined_pairs(results: MiningResults, shown: ReportImages, image: Image) -> Iterator[str]:
     """Cards of the pairs, term by term."""
-    parts = []
     for name, pairs in shown.pairs.items():
-        cards = [card for pair in pairs if (card := _card(pair, results, image))]
-        if cards:
-            parts.append(report.paragraph(f"{MEANING[name]}: {term_rule(name, results.settings)}."))
-            parts.append(report.grid(cards))
-    return "".join(parts)
+        if cards := report.grid(_card(pair, results, image) for pair in pairs):
+            yield f"{MEANING[name]}: {term_rule(name, results.settings)}."
+            yield cards
 
 
 def _card(pair: Pair, results: MiningResults, image: Image) -> str:
     corpus = results.corpus
-    owner = int(corpus.owner[pair.caption])
-    this, other = image(pair.image), image(owner)
+    this, other = image(pair.image), image(int(corpus.owner[pair.caption]))
     if this is None or other is None:
         return ""
     start, end = int(corpus.starts[pair.image]), int(corpus.starts[pair.image + 1])
@@ -74,15 +70,13 @@ def _card(pair: Pair, results: MiningResults, image: Image) -> str:
     )
 
 
-def wide_captions(results: MiningResults, shown: ReportImages, image: Image) -> str:
+def wide_captions(results: MiningResults, shown: ReportImages, image: Image) -> Iterator[str]:
     """Captions with the images that they fit best."""
     queries = []
     for caption, hits in shown.wide:
         images = [(p, score, true) for n, score, true in hits if (p := image(n)) is not None]
         text = f"{results.corpus.captions[caption]} ({int(results.mined.per_text[caption]):,} images)"
         queries.append((text, images))
-    if not queries:
-        return ""
-    return report.paragraph("With how many images each was mined, and the best of them by S_it.") + report.gallery(
-        queries
-    )
+    if queries:
+        yield "With how many images each was mined, and the best of them by S_it."
+        yield report.gallery(queries)

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from torch import Tensor
 
 from kiloword import report
-from kiloword.mining.calibrate import DIGITS, FLOOR, NEARLY_SAME, ThresholdChoice
+from kiloword.mining.calibrate import DIGITS, FLOOR, NEARLY_SAME
 from kiloword.mining.corpus import Floats
 from kiloword.mining.images import Image, ReportImages, mined_pairs, term_rule, wide_captions
-from kiloword.mining.results import WHOLE, Group, MiningResults, flags, terms, thresholds, warning
-from kiloword.report.distributions import bins, doubling
-from kiloword.report.parts import duration, percent
+from kiloword.mining.results import WHOLE, MiningResults, flags, terms, thresholds, warning
+from kiloword.report import Html, distribution, duration, percent, section, table
+from kiloword.report.plots import doubling
 
 SHOWN = 15  # of the most frequent captions
 
 
 def page(results: MiningResults, shown: ReportImages, image: Image) -> str:
     """The whole HTML document."""
-    sections = [
-        ("In short", _short(results)),
-        ("Mined pairs", _mined(results)),
-        ("Thresholds", _thresholds(results)),
-        ("Similarities", _similarities(results)),
-        ("Rank of the true caption", _ranks(results)),
-        ("Captions", _captions(results)),
-        ("Pairs that were mined", mined_pairs(results, shown, image)),
-        ("Captions that fit many images", wide_captions(results, shown, image)),
-    ]
-    return report.page("Mined pairs", _intro(results), [s for s in sections if s[1]])
+    return report.page(
+        "Mined pairs",
+        _intro(results),
+        [
+            section("In short", _short(results)),
+            section("Mined pairs", *_mined(results)),
+            section("Thresholds", *_thresholds(results)),
+            section("Similarities", *_similarities(results)),
+            section("Rank of the true caption", *_ranks(results)),
+            section("Captions", *_captions(results)),
+            section("Pairs that were mined", *mined_pairs(results, shown, image)),
+            section("Captions that fit many images", *wide_captions(results, shown, image)),
+        ],
+    )
 
 
 def _intro(results: MiningResults) -> str:
@@ -46,68 +49,59 @@ def _intro(results: MiningResults) -> str:
     )
 
 
-def _short(results: MiningResults) -> str:
-    mined, table = results.mined, terms(results.mined)[WHOLE]
+def _short(results: MiningResults) -> Html:
+    mined, whole = results.mined, terms(results.mined)[WHOLE]
     counts = mined.per_image.numpy()
-    first = next(iter(results.groups.values()))
+    first = next(iter(results.groups.values())).ranks
     figures = [
         (f"{mined.mined.whole:,}", "pairs mined beside the annotated ones"),
         (_rounded(float(counts.mean())), "mined captions an image, on average"),
         (percent(float((counts > 0).mean())), "of images have a mined caption"),
-        (
-            percent(float(np.mean(first.ranks.captions <= 1))),
-            f"of images have their own caption first of {first.ranks.batch:,}",
-        ),
+        (percent(float(np.mean(first.captions <= 1))), f"of images have their own caption first of {first.batch:,}"),
     ]
     if mined.true is not None:
-        precision, recall = table["precision"], table["recall"]
+        judged = {"precision": "of the mined pairs are true", "recall": "of the true pairs were mined"}
+        shares = {name: whole[name] for name in judged}
         figures[1:1] = [
-            ("–" if precision is None else percent(precision), "of the mined pairs are true (precision)"),
-            ("–" if recall is None else percent(recall), "of the true pairs were mined (recall)"),
+            ("–" if share is None else percent(share), f"{judged[name]} ({name})") for name, share in shares.items()
         ]
     return report.headline(figures)
 
 
-def _mined(results: MiningResults) -> str:
+def _mined(results: MiningResults) -> Iterator[str]:
     mined = results.mined
-    has_truth = mined.true is not None
-    judged = ["precision", "recall"] if has_truth else []
-    rows: list[list[str | float | int | None]] = []
-    for name, row in terms(mined).items():
-        rows.append(
-            [
-                term_rule(name, results.settings),
-                f"{row['mined']:,}",
-                *(row[what] for what in judged),
-                None if row["alone"] is None else f"{row['alone']:,}",
-                f"{row['share_of_pairs']:.3%}",
-                percent(float(row["annotated_accepted"] or 0)),
-            ]
-        )
+    judged = ["precision", "recall"] if mined.true is not None else []
+    rows = [
+        [
+            term_rule(name, results.settings),
+            f"{row['mined']:,}",
+            *(row[what] for what in judged),
+            None if row["alone"] is None else f"{row['alone']:,}",
+            f"{row['share_of_pairs']:.3%}",
+            percent(float(row["annotated_accepted"] or 0)),
+        ]
+        for name, row in terms(mined).items()
+    ]
     header = ["term", "mined", *judged, "by it alone", "of all pairs", "annotated accepted"]
+    yield table(rows, header, strong=1, digits=3)
+    if many := warning(mined):
+        yield f"Warning: {many}"
+    yield _words_of_mined(results)
     counts = mined.per_image.numpy()
     edges = doubling(int(counts.max()))
-    share = [float(v) for v in 100 * np.histogram(counts, edges)[0] / len(counts)]
-    parts = [
-        report.table(rows, header, strong=1, digits=3),
-        *([report.paragraph(f"Warning: {many}")] if (many := warning(mined)) else []),
-        report.paragraph(_words_of_mined(results)),
-        report.histogram({"mined": share}, edges, "mined captions, at least", "% of images", even=True),
-    ]
-    return "".join(parts)
+    yield distribution({"mined": counts}, "mined captions, at least", "% of images", edges=edges, total=100, even=True)
 
 
 def _words_of_mined(results: MiningResults) -> str:
     mined = results.mined
     share = mined.mined.whole / max(mined.pairs, 1)
     captions = len(results.corpus.captions) / len(results.corpus.keys)
-    inside = share * (results.options.batch - 1) * captions
     text = (
         "S_it: cosine of image and caption; S_ii: of the image and the caption's image; S_tt: of the caption and "
         "the image's captions, on average. Annotated accepted: annotated pairs that the term accepts; "
         "S_ii of an image with itself is always 1. "
         f"In a random batch of {results.options.batch:,} images with all captions, an image has "
-        f"{_rounded(inside)} mined captions beside its own. "
+        f"{_rounded(share * (results.options.batch - 1) * captions)} mined captions beside its own. "
     )
     if mined.true is not None:
         text += (
@@ -117,43 +111,29 @@ def _words_of_mined(results: MiningResults) -> str:
     return text
 
 
-def _thresholds(results: MiningResults) -> str:
-    has_truth = results.sample.true is not None
+def _thresholds(results: MiningResults) -> Iterator[str]:
+    yield _words_of_thresholds(results)
+    judged = ["precision", "recall"] if results.sample.true is not None else []
     mean = round(float(np.mean(results.corpus.annotated())), DIGITS)
-    rows = [_choice_row(c, has_truth, results.settings.p1, mean) for c in results.choices]
-    header = [
-        "p1",
-        "annotated above",
-        "random above",
-        "mined an image",
-        *(["precision", "recall"] if has_truth else []),
+    rows = [
+        [
+            f"{choice.p1:g}"
+            + (" (used)" if choice.p1 == results.settings.p1 else " (mean)" if choice.p1 == mean else ""),
+            percent(choice.annotated_above),
+            f"{choice.random_above:.3%}",
+            _rounded(choice.mined_per_image),
+            *(getattr(choice, name) for name in judged),
+        ]
+        for choice in results.choices
     ]
-    return (
-        report.paragraph(_words_of_thresholds(results))
-        + report.table(
-            rows, header, caption="Other values of p1, the rest of eq. 2 as it is; from random pairs", digits=3
-        )
-        + report.paragraph("To train with them:")
-        + report.code(_commands(results))
+    header = ["p1", "annotated above", "random above", "mined an image", *judged]
+    caption = "Other values of p1, the rest of eq. 2 as it is; from random pairs"
+    yield table(rows, header, caption=caption, digits=3)
+    yield "To train with them:"
+    yield report.code(
+        f"kiloword train fff {flags(results.settings)}\n"
+        f"kiloword train siglip --positives mined {flags(results.settings, '--settings.mined.')}"
     )
-
-
-def _commands(results: MiningResults) -> str:
-    settings = results.settings
-    return (
-        f"kiloword train fff {flags(settings)}\n"
-        f"kiloword train siglip --positives mined {flags(settings, '--settings.mined.')}"
-    )
-
-
-def _choice_row(choice: ThresholdChoice, has_truth: bool, used: float, mean: float) -> list[str | float | None]:
-    row: list[str | float | None] = [
-        f"{choice.p1:g}" + (" (used)" if choice.p1 == used else " (mean)" if choice.p1 == mean else ""),
-        percent(choice.annotated_above),
-        f"{choice.random_above:.3%}",
-        _rounded(choice.mined_per_image),
-    ]
-    return [*row, choice.precision, choice.recall] if has_truth else row
 
 
 def _words_of_thresholds(results: MiningResults) -> str:
@@ -185,97 +165,77 @@ def _nearly_same(name: str, score: str, value: float, random: Tensor, rate: str)
     return f"{name} is {value:g}, the highest that identical features surely exceed: {above} of random pairs do, too"
 
 
-def _similarities(results: MiningResults) -> str:
+def _similarities(results: MiningResults) -> Iterator[str]:
     sample = results.sample
-    plots = {
-        "S_it, image and caption": {"annotated": results.corpus.annotated(), "random": sample.it.numpy()},
-        "S_ii, two images": {"random": sample.ii.numpy()},
-        "S_tt, caption and captions": {"random": sample.tt.numpy()},
-    }
-    shown = [_density(series, name) for name, series in plots.items()]
-    return (
-        shown[0]
-        + report.grid(shown[1:])
-        + report.paragraph(
-            f"Random: {len(sample.it):,} pairs of an image and a caption of another one; S_ii compares their "
-            "images, S_tt the caption with the captions of the image, on average."
-        )
+    yield _density({"annotated": results.corpus.annotated(), "random": sample.it.numpy()}, "S_it, image and caption")
+    yield report.grid(
+        [
+            _density({"random": sample.ii.numpy()}, "S_ii, two images"),
+            _density({"random": sample.tt.numpy()}, "S_tt, caption and captions"),
+        ]
+    )
+    yield (
+        f"Random: {len(sample.it):,} pairs of an image and a caption of another one; S_ii compares their images, S_tt "
+        "the caption with the captions of the image, on average."
     )
 
 
-def _density(series: Mapping[str, Floats], x_label: str) -> str:
-    values = {name: v for name, v in series.items() if len(v)}
-    if not values:
-        return ""
-    edges = bins([float(f(v)) for v in values.values() for f in (np.min, np.max)])
-    heights = {name: [float(h) for h in 100 * np.histogram(v, edges)[0] / len(v)] for name, v in values.items()}
-    return report.histogram(heights, edges, x_label, "% of each")
+def _density(series: Mapping[str, Floats], x_label: str) -> Html:
+    return distribution(series, x_label, "% of each", total=100)
 
 
-def _ranks(results: MiningResults) -> str:
+def _ranks(results: MiningResults) -> Iterator[str]:
     groups = results.groups
-    series = {}
+    series, rows = {}, []
     for name, group in groups.items():
-        prefix = f"{name}: " if len(groups) > 1 else ""
-        series[f"{prefix}own caption of an image"] = _cumulative(group.ranks.captions, group.ranks.batch)
-        series[f"{prefix}own image of a caption"] = _cumulative(group.ranks.images, group.ranks.batch)
-    rows: list[list[str | float | int | None]] = []
-    for name, group in groups.items():
-        for side, ranks in (("own caption", group.ranks.captions), ("own image", group.ranks.images)):
-            label = f"{side}, {name}" if len(groups) > 1 else side
+        prefix, suffix = (f"{name}: ", f", {name}") if len(groups) > 1 else ("", "")
+        batch = group.ranks.batch
+        at = sorted({int(v) for v in np.geomspace(1, batch, 60).round()})
+        for own, other, ranks in (
+            ("own caption", "of an image", group.ranks.captions),
+            ("own image", "of a caption", group.ranks.images),
+        ):
+            series[f"{prefix}{own} {other}"] = [(float(k), float(100 * np.mean(ranks <= k))) for k in at]
             shares = [percent(float(np.mean(ranks <= k))) for k in (1, 5, 10, 100)]
-            rows.append([label, *shares, _rounded(float(np.median(ranks)))])
+            rows.append([f"{own}{suffix}", *shares, _rounded(float(np.median(ranks)))])
+    yield report.line_plot(series, "rank", "% at this rank or better", log_x=True)
+    yield table(rows, ["", "first", "first 5", "first 10", "first 100", "median rank"])
     first = next(iter(groups.values())).ranks
     batches = "One random batch" if first.batches == 1 else f"{first.batches} random batches"
-    return (
-        report.line_plot(series, "rank", "% at this rank or better", log_x=True)
-        + report.table(rows, ["", "first", "first 5", "first 10", "first 100", "median rank"])
-        + report.paragraph(
-            f"{batches} of {first.batch:,} images with one caption each. Where the own caption "
-            "is not first, another one has a larger cosine: often a false negative."
-        )
+    yield (
+        f"{batches} of {first.batch:,} images with one caption each. Where the own caption is not first, another one "
+        "has a larger cosine: often a false negative."
     )
 
 
-def _cumulative(ranks: Floats, batch: int) -> list[tuple[float, float]]:
-    at = sorted({int(v) for v in np.geomspace(1, batch, 60).round()})
-    return [(float(k), float(100 * np.mean(ranks <= k))) for k in at]
-
-
-def _captions(results: MiningResults) -> str:
+def _captions(results: MiningResults) -> Iterator[str]:
     groups = results.groups
-    near = _density(
-        {name: group.nearest for name, group in groups.items()}, "mean similarity with its 100 nearest captions"
+    near = {name: group.nearest for name, group in groups.items()}
+    within = {name: group.among for name, group in groups.items()}
+    yield report.grid(
+        [
+            _density(near, "mean similarity with its 100 nearest captions"),
+            _density(within, "similarity among one image's captions"),
+        ]
     )
-    within = _density({name: group.among for name, group in groups.items()}, "similarity among one image's captions")
-    both = _one_and_mean(groups)
-    parts = [report.grid([part for part in (near, within) if part]), both]
+    prefixes = {name: f"{name}: " if len(groups) > 1 else "" for name in groups}
+    series = {}
     for name, group in groups.items():
-        title = "" if len(groups) == 1 else f"{name}: "
-        title_of_table = (
-            f"{title}the most frequent of {group.captions:,} captions; {group.repeated:,} repeat an earlier one"
-        )
-        repeated = [(text, count) for text, count in group.frequent[:SHOWN] if count > 1]
-        rows: list[list[str | float | int | None]] = [[text, count] for text, count in repeated]
-        none = report.paragraph(f"{title}Each of {group.captions:,} captions occurs once.")
-        parts.append(report.table(rows, ["caption", "times"], caption=title_of_table) if rows else none)
-    if not any(group.repeated for group in groups.values()):
-        return "".join(parts)
-    frequencies = {n: [(float(i), float(c)) for i, (_, c) in enumerate(g.frequent, 1)] for n, g in groups.items()}
-    parts.append(report.line_plot(frequencies, "the 100 most frequent captions", "times"))
-    return "".join(parts)
-
-
-def _one_and_mean(groups: Mapping[str, Group]) -> str:
-    series: dict[str, Floats] = {}
-    for name, group in groups.items():
-        prefix = f"{name}: " if len(groups) > 1 else ""
         if len(group.one):
-            series |= {f"{prefix}one caption": group.one, f"{prefix}mean of its captions": group.mean}
-    if not series:
-        return ""
-    means = "; ".join(f"{name} {float(np.mean(v)):.3f}" for name, v in series.items())
-    return _density(series, "similarity of an image") + report.paragraph(f"On average: {means}.")
+            series[f"{prefixes[name]}one caption"] = group.one
+            series[f"{prefixes[name]}mean of its captions"] = group.mean
+    if series:
+        yield _density(series, "similarity of an image")
+        yield f"On average: {'; '.join(f'{name} {float(np.mean(v)):.3f}' for name, v in series.items())}."
+    for name, group in groups.items():
+        repeated = [(text, count) for text, count in group.frequent[:SHOWN] if count > 1]
+        caption = f"the most frequent of {group.captions:,} captions; {group.repeated:,} repeat an earlier one"
+        yield table(repeated, ["caption", "times"], caption=prefixes[name] + caption)
+        if not repeated:
+            yield f"{prefixes[name]}Each of {group.captions:,} captions occurs once."
+    if any(group.repeated for group in groups.values()):
+        frequencies = {n: [(float(i), float(c)) for i, (_, c) in enumerate(g.frequent, 1)] for n, g in groups.items()}
+        yield report.line_plot(frequencies, "the 100 most frequent captions", "times")
 
 
 def _rounded(value: float) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,29 @@ from kiloword import report
 from kiloword.quickstart.contestants import Scenes
 from kiloword.quickstart.results import Compared, Figures, QueryHits, QuickstartResults
 from kiloword.quickstart.words import SIDES, weaknesses
-from kiloword.report.parts import duration, percent
+from kiloword.report import Html, duration, percent, section
 
-HEADER = ("kiloword", "colours alone", "chance")
 LEVELS = {1: "One fact", 2: "One thing, or how two things lie", 3: "Whole scenes"}
 
 
 def page(results: QuickstartResults, out: Path, metrics: Sequence[dict[str, Any]], held_out: Scenes) -> str:
     """The whole document. Args: metrics, rows of `metrics.jsonl`; held_out, the scenes that retrieval was tested on."""
     judged = results.judged
-    sections = [
-        ("In short", _headline(results)),
-        ("Training", _training(results, metrics)),
-        ("Retrieval", _retrieval(results)),
-        ("Zero-shot classification", _naming(results)),
-        ("Hard set: only shapes differ", _hard(results)),
-        ("Queries and their best images", _gallery(judged.gallery, held_out)),
-        ("Confusions", _confusions(judged)),
-        ("What it still gets wrong", _wrong(judged)),
-        ("What to do next", _next(results, out, held_out.captions)),
-    ]
-    return report.page("Kiloword quickstart", _intro(results), sections)
+    return report.page(
+        "Kiloword quickstart",
+        _intro(results),
+        [
+            section("In short", _headline(results)),
+            section("Training", *_training(results, metrics)),
+            section("Retrieval", *_retrieval(results)),
+            section("Zero-shot classification", *_naming(results)),
+            section("Hard set: only shapes differ", *_hard(results)),
+            section("Queries and their best images", *_gallery(judged.gallery, held_out)),
+            section("Confusions", *_confusions(judged)),
+            section("What it still gets wrong", *_wrong(judged)),
+            section("What to do next", *_next(results, out, held_out.captions)),
+        ],
+    )
 
 
 def _intro(results: QuickstartResults) -> str:
@@ -48,7 +49,7 @@ def _intro(results: QuickstartResults) -> str:
     )
 
 
-def _headline(results: QuickstartResults) -> str:
+def _headline(results: QuickstartResults) -> Html:
     judged, f = results.judged, results.facts
     figures = [
         (judged.retrieval.model["image_retrieval_recall@1"], "of full captions find their own image first"),
@@ -63,54 +64,48 @@ def _headline(results: QuickstartResults) -> str:
     return report.headline([*shown, (duration(f.training_s + f.judging_s), "training and testing")])
 
 
-def _training(results: QuickstartResults, metrics: Sequence[dict[str, Any]]) -> str:
+def _training(results: QuickstartResults, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
     f = results.facts
-    loss = [(row["step"], row["loss"]) for row in metrics if "loss" in row]
-    text = (
+    yield (
         f"{f.steps:,} steps of {f.batch} images, size {f.size}, seed {f.seed}, data {' '.join(f.data)}. "
         f"Training took {duration(f.training_s)}, the tests on this page {duration(f.judging_s)}."
     )
-    parts = [report.paragraph(text)]
-    if loss:
-        parts.append(report.line_plot({"loss": loss}, "step", "loss", smooth=1 + len(loss) // 30))
-    if validated := _validated(metrics):
-        parts.append(report.line_plot(validated, "step", "recall at 1, validation"))
-    return "".join(parts)
+    if loss := _curve(metrics, "loss"):
+        yield report.line_plot({"loss": loss}, "step", "loss", smooth=1 + len(loss) // 30)
+    sides = {f"{side} retrieval": _curve(metrics, f"val/{side}_retrieval_recall@1") for side in ("text", "image")}
+    if validated := {name: points for name, points in sides.items() if len(points) > 1}:
+        yield report.line_plot(validated, "step", "recall at 1, validation")
 
 
-def _validated(metrics: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    sides = {"text retrieval": "val/text_retrieval_recall@1", "image retrieval": "val/image_retrieval_recall@1"}
-    series = {name: [(row["step"], row[key]) for row in metrics if key in row] for name, key in sides.items()}
-    return {name: points for name, points in series.items() if len(points) > 1}
+def _curve(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[name]) for row in metrics if name in row]
 
 
-def _row(name: str, compared: Compared, metric: str) -> list[str | float | None]:
-    return [name, compared.model[metric], compared.colours[metric], compared.chance[metric]]
+Row = tuple[str, Compared, str]
+"""Name, a measurement, and which of its metrics."""
 
 
-def _retrieval(results: QuickstartResults) -> str:
+def _table(rows: Iterable[Row], name: str, caption: str) -> Html:
+    cells = [[row, *(each[metric] for each in (c.model, c.colours, c.chance))] for row, c, metric in rows]
+    header = [name, "kiloword", "colours alone", "chance"]
+    return report.table(cells, header, caption=caption, strong=1, digits=3)
+
+
+def _retrieval(results: QuickstartResults) -> Iterator[str]:
     j, n = results.judged, results.sizes.retrieval
-    own = [
-        _row(f"{name}, R@{k}", j.retrieval, f"{side}_recall@{k}") for side, name in SIDES.items() for k in (1, 5, 10)
-    ]
+    full = [(f"{name}, R@{k}", j.retrieval, f"{side}_recall@{k}") for side, name in SIDES.items() for k in (1, 5, 10)]
     general = [
-        _row(f"{LEVELS[level].lower()}, {name}", compared, f"image_retrieval_true_{metric}")
+        (f"{LEVELS[level].lower()}, {name}", compared, f"image_retrieval_true_{metric}")
         for level, compared in ((1, j.general["1"]), (2, j.general["2"]))
         for metric, name in (("map", "mAP"), ("recall@1", "first is true"))
     ]
-    return (
-        _table(own, "full captions", f"{n} held-out scenes, a full caption each")
-        + _table(general, "general captions", f"{n} general captions, the same {n} scenes")
-        + report.paragraph(
-            "R@k: the one right answer is among the first k. A general caption is true of many images; all of them "
-            "count: mAP is the mean average precision of their ranking."
-        )
-        + report.paragraph(_colours(results, "the captions of", "Like the model, it learned from captions."))
+    yield _table(full, "full captions", f"{n} held-out scenes, a full caption each")
+    yield _table(general, "general captions", f"{n} general captions, the same {n} scenes")
+    yield (
+        "R@k: the one right answer is among the first k. A general caption is true of many images; all of them "
+        "count: mAP is the mean average precision of their ranking."
     )
-
-
-def _table(rows: Sequence[Sequence[str | float | None]], name: str, caption: str) -> str:
-    return report.table(rows, [name, *HEADER], caption=caption, strong=1, digits=3)
+    yield _colours(results, "the captions of", "Like the model, it learned from captions.")
 
 
 def _colours(results: QuickstartResults, what: str, more: str) -> str:
@@ -120,48 +115,42 @@ def _colours(results: QuickstartResults, what: str, more: str) -> str:
     )
 
 
-def _naming(results: QuickstartResults) -> str:
-    rows = [
-        _row(f"{name}, {len(t.classnames)} classes", t.compared, "acc1") for name, t in results.judged.tasks.items()
-    ]
-    return (
-        _table(rows, "accuracy", f"{results.sizes.classes:,} held-out scenes for each row")
-        + report.paragraph(
-            "The model never saw a label: it picks the class whose prompts, such as “a picture of something red”, fit "
-            "the image best. Scenes hold one object, for the count one to three."
-        )
-        + report.paragraph(_colours(results, "the class labels of", "It is supervised, which favours it."))
+def _naming(results: QuickstartResults) -> Iterator[str]:
+    tasks = results.judged.tasks
+    rows = [(f"{name}, {len(task.classnames)} classes", task.compared, "acc1") for name, task in tasks.items()]
+    yield _table(rows, "accuracy", f"{results.sizes.classes:,} held-out scenes for each row")
+    yield (
+        "The model never saw a label: it picks the class whose prompts, such as “a picture of something red”, fit "
+        "the image best. Scenes hold one object, for the count one to three."
     )
+    yield _colours(results, "the class labels of", "It is supervised, which favours it.")
 
 
-def _hard(results: QuickstartResults) -> str:
-    hard, n = results.judged.hard, results.sizes.hard
-    rows = [_row(f"{name}, R@1", hard, f"{side}_recall@1") for side, name in SIDES.items()]
-    return _table(rows, "within the group", f"{n // 8} groups of eight held-out scenes") + report.paragraph(
+def _hard(results: QuickstartResults) -> Iterator[str]:
+    rows = [(f"{name}, R@1", results.judged.hard, f"{side}_recall@1") for side, name in SIDES.items()]
+    yield _table(rows, "within the group", f"{results.sizes.hard // 8} groups of eight held-out scenes")
+    yield (
         "The scenes of a group have the same objects at the same places, in the same colours, sizes and fills; every "
         "object takes each of the eight shapes once. Shapes also differ in area, which is all that a histogram of "
         "colours can tell of them."
     )
 
 
-def _gallery(found: Sequence[QueryHits], held_out: Scenes) -> str:
+def _gallery(queries: Sequence[QueryHits], held_out: Scenes) -> Iterator[str]:
     images = held_out.pixels.permute(0, 2, 3, 1).numpy()  # [I, H, W, 3]
-    parts = [report.paragraph(f"The first five of {len(images)} held-out scenes. Outlined: the query is true of it.")]
+    yield f"The first five of {len(images)} held-out scenes. Outlined: the query is true of it."
     for level, name in LEVELS.items():
-        these = [f for f in found if f.level == level]
-        counts = [str(f.matches) for f in these]
-        parts.append(f'<h3 style="margin:2.5rem 0 .5rem;font-size:1.05rem">{escape(name)}</h3>')
-        parts.append(report.paragraph(f"They are true of {_and(counts)} of the {len(images)} scenes."))
-        parts.append(report.gallery([(f.text, [(images[h.row], h.score, h.match) for h in f.hits]) for f in these]))
-    return "".join(parts)
+        these = [query for query in queries if query.level == level]
+        *others, last = [str(query.matches) for query in these]
+        counts = f"{', '.join(others)} and {last}" if others else last
+        yield report.heading(name)
+        yield f"They are true of {counts} of the {len(images)} scenes."
+        yield report.gallery([(q.text, [(images[h.row], h.score, h.match) for h in q.hits]) for q in these])
 
 
-def _and(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
-
-
-def _confusions(judged: Figures) -> str:
-    maps = [
+def _confusions(judged: Figures) -> Iterator[str]:
+    yield "Each row holds the scenes of one class; a framed cell is the right answer."
+    yield report.grid(
         report.heat_map(
             np.array(t.confusion, np.int64),
             t.classnames,
@@ -170,53 +159,35 @@ def _confusions(judged: Figures) -> str:
             column_label="named",
         )
         for name, t in judged.tasks.items()
-    ]
-    return report.paragraph("Each row holds the scenes of one class; a framed cell is the right answer.") + report.grid(
-        maps
     )
 
 
-def _wrong(judged: Figures) -> str:
-    text = "".join(f'<li style="margin:0 0 .6rem">{escape(sentence)}</li>' for sentence in weaknesses(judged))
+def _wrong(judged: Figures) -> Iterator[str]:
+    yield report.bullets(weaknesses(judged))
     misses = judged.misses
-    parts = [f'<ul style="max-width:42rem;margin:0 0 1.5rem;padding-left:1.2rem">{text}</ul>']
-    if misses.missed:
-        rows: list[list[str | float | None]] = [
-            [name, share, misses.anywhere[name]] for name, share in misses.same.items()
-        ]
-        parts.append(
-            report.table(
-                rows,
-                ["the same in both", "wrong and right", "any two images"],
-                caption=f"What the {misses.missed} wrong first images share with the right ones",
-                strong=1,
-                digits=3,
-            )
-        )
-    return "".join(parts)
+    rows = [[name, share, misses.anywhere[name]] for name, share in misses.same.items()]
+    header = ["the same in both", "wrong and right", "any two images"]
+    caption = f"What the {misses.missed} wrong first images share with the right ones"
+    yield report.table(rows, header, caption=caption, strong=1, digits=3)
 
 
-def _next(results: QuickstartResults, out: Path, captions: Sequence[str]) -> str:
-    f, q = results.facts, shlex.quote
-    model, other = q(str(out / "model")), q(f"{out}-longer")
-    texts = " ".join(q(caption) for caption in captions[:2])
-    commands = [
-        (
-            "Score an image against texts",
-            f"kiloword score {model} --images {q(str(out / 'example.png'))} --texts {texts}",
+def _next(results: QuickstartResults, out: Path, captions: Sequence[str]) -> Iterator[str]:
+    q = shlex.quote
+    model, example = q(str(out / "model")), q(str(out / "example.png"))
+    texts = " ".join(map(q, captions[:2]))
+    longer = f"{q(f'{out}-longer')} --steps {2 * results.facts.steps}"
+    commands = {
+        "Score an image against texts": f"kiloword score {model} --images {example} --texts {texts}",
+        "Test it on other captions": f"kiloword eval retrieval {model} --data 'scenes:test?levels=2&captions=3'",
+        "Train longer": f"kiloword quickstart --out {longer}",
+        "Train on your own images": "kiloword train siglip --data photos/train --val photos/dev --out runs/photos",
+        "Look at your data first": "kiloword data stats photos/train --png samples.png",
+        "Use the model in Python": (
+            "import kiloword\n"
+            f"matcher = kiloword.load({str(out / 'model')!r})\n"
+            f"matcher.score([{str(out / 'example.png')!r}], [{captions[0]!r}, 'something red'])  # [images, texts]"
         ),
-        ("Test it on other captions", f"kiloword eval retrieval {model} --data 'scenes:test?levels=2&captions=3'"),
-        ("Train longer", f"kiloword quickstart --out {other} --steps {2 * f.steps}"),
-        ("Train on your own images", "kiloword train siglip --data photos/train --val photos/dev --out runs/photos"),
-        ("Look at your data first", "kiloword data stats photos/train --png samples.png"),
-        ("Use the model in Python", _python(out, captions[0])),
-    ]
-    return "".join(report.paragraph(what) + report.code(typed) for what, typed in commands)
-
-
-def _python(out: Path, caption: str) -> str:
-    return (
-        "import kiloword\n"
-        f"matcher = kiloword.load({str(out / 'model')!r})\n"
-        f"matcher.score([{str(out / 'example.png')!r}], [{caption!r}, 'something red'])  # [images, texts]"
-    )
+    }
+    for what, typed in commands.items():
+        yield what
+        yield report.code(typed)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kiloword.quickstart.results import Compared, Figures, Metrics, Misses, QuickstartResults, TaskFigures
-from kiloword.report.parts import duration, percent
+from kiloword.report import duration, percent
 
 BLIND, SURE = 0.15, 0.95  # share of the way from chance to perfect: below, hardly better than luck; above, not an error
 SIDES = {"image_retrieval": "caption to image", "text_retrieval": "image to caption"}

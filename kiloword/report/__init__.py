@@ -1,26 +1,48 @@
-"""Self-contained HTML reports: every element is a pure function from numbers and images to a string."""
+"""Self-contained HTML pages: each element is a pure function from numbers and images to `Html`."""
 
-from kiloword.report.distributions import box_plot, histogram
-from kiloword.report.gallery import card, gallery, ladder, tiles
-from kiloword.report.page import page, write
-from kiloword.report.parts import code, grid, headline, heat_map, paragraph, table
-from kiloword.report.plot import line_plot
-from kiloword.report.scatter import scatter
+from kiloword.report.images import card, gallery, ladder, tiles
+from kiloword.report.page import (
+    Html,
+    bullets,
+    code,
+    duration,
+    grid,
+    heading,
+    headline,
+    heat_map,
+    metric_table,
+    page,
+    percent,
+    section,
+    stack,
+    table,
+    write,
+)
+from kiloword.report.plots import bins, box_plot, distribution, histogram, line_plot, scatter
 
 __all__ = [
+    "Html",
+    "bins",
     "box_plot",
+    "bullets",
     "card",
     "code",
+    "distribution",
+    "duration",
     "gallery",
     "grid",
+    "heading",
     "headline",
     "heat_map",
     "histogram",
     "ladder",
     "line_plot",
+    "metric_table",
     "page",
-    "paragraph",
+    "percent",
     "scatter",
+    "section",
+    "stack",
     "table",
     "tiles",
     "write",

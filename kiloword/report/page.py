@@ -1,11 +1,18 @@
-"""The page around the elements, and writing it."""
+"""The renderer of all HTML pages. A page states its title and sections of text, tables and figures.
+
+Every function from numbers or images to an element returns `Html`; any other string is plain text, which is escaped.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kiloword.checkpoint.files import replacing
 from kiloword.report.style import style_sheet
@@ -16,27 +23,48 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def page(title: str, intro: str, sections: Sequence[tuple[str, str]]) -> str:
+class Html(str):
+    """Finished HTML."""
+
+
+def stack(*elements: str | None) -> Html:
+    """Elements one below the other; plain text becomes a paragraph, None and "" nothing."""
+    return Html("".join(one if isinstance(one, Html) else f"<p>{escape(one)}</p>" for one in elements if one))
+
+
+Section = tuple[str, Html]
+"""A heading in plain text, and what stands below it."""
+
+
+def section(heading: str, *elements: str | None) -> Section:
+    """A section of elements one below the other, as `stack` takes them."""
+    return heading, stack(*elements)
+
+
+def page(title: str, intro: str, sections: Iterable[Section]) -> str:
     """A whole HTML document without any outside reference.
 
-    Args: title and intro are plain text, a blank line in intro starts a new paragraph;
-    sections are (heading in plain text, HTML made by the other functions).
-    What would turn or hide text of the page, wherever it came from, stands there as an escape such as \\u202e.
+    Args: title and intro are plain text, a blank line in intro starts a new paragraph; empty sections are omitted.
+    Characters that would turn or hide text of the page are written as escapes such as \\u202e.
     """
-    opening = "".join(f"<p>{escape(part.strip())}</p>" for part in intro.split("\n\n") if part.strip())
+    filled = [(heading, html) for heading, html in sections if html]
+    placed = [(f"s{i}", escape(heading), html) for i, (heading, html) in enumerate(filled, start=1)]
+    opening = stack(*(part.strip() for part in intro.split("\n\n")))
+    links = "".join(f'<li><a href="#{place}">{heading}</a></li>' for place, heading, _ in placed)
+    contents = f'<nav aria-label="Contents"><ul>{links}</ul></nav>' if len(placed) > 2 else ""
     body = "".join(
-        f'<section aria-labelledby="s{i}"><h2 id="s{i}">{escape(heading)}</h2>{html}</section>'
-        for i, (heading, html) in enumerate(sections, start=1)
+        f'<section aria-labelledby="{place}"><h2 id="{place}">{heading}</h2>{html}</section>'
+        for place, heading, html in placed
     )
     html = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(title)}</title>\n<style>{style_sheet()}</style>\n</head>\n<body><main>\n"
-        f"<header><h1>{escape(title)}</h1>{opening}{_contents([h for h, _ in sections])}</header>\n"
+        f"<header><h1>{escape(title)}</h1>{opening}{contents}</header>\n"
         f"{body}\n</main></body>\n</html>\n"
     )
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), html)
+    return _STEERING.sub(lambda character: character[0].encode("unicode_escape").decode(), html)
 
 
 def write(path: str | Path, html: str) -> None:
@@ -52,8 +80,178 @@ def write(path: str | Path, html: str) -> None:
         raise ValueError(f"cannot write {target}: {error.strerror}; choose another folder or make room") from error
 
 
-def _contents(headings: Sequence[str]) -> str:
-    if len(headings) < 3:
-        return ""
-    links = "".join(f'<li><a href="#s{i}">{escape(h)}</a></li>' for i, h in enumerate(headings, start=1))
-    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
+def heading(text: str) -> Html:
+    """A heading within a section."""
+    return Html(f'<h3 style="margin:2.5rem 0 .5rem;font-size:1.05rem">{escape(text)}</h3>')
+
+
+def bullets(sentences: Iterable[str]) -> Html:
+    """A list of sentences."""
+    items = "".join(f'<li style="margin:0 0 .6rem">{escape(sentence)}</li>' for sentence in sentences)
+    return Html(f'<ul style="max-width:42rem;margin:0 0 1.5rem;padding-left:1.2rem">{items}</ul>')
+
+
+def code(text: str) -> Html:
+    """A command or some lines of a program, as they are typed."""
+    return Html(f'<pre class="code">{escape(text)}</pre>')
+
+
+def grid(elements: Iterable[str], narrow: bool = False) -> Html:
+    """Elements side by side where there is room, else one below the other; narrow ones three in a row."""
+    html = stack(*elements)
+    return Html(f'<div class="grid{" narrow" if narrow else ""}">{html}</div>') if html else html
+
+
+def headline(figures: Iterable[tuple[str, str]]) -> Html:
+    """A few key figures in large type, each as (value, what it is)."""
+    items = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for value, name in figures)
+    return Html(f'<dl class="headline">{"".join(items)}</dl>')
+
+
+def table(
+    rows: Iterable[Sequence[object]],
+    header: Sequence[str],
+    *,
+    caption: str = "",
+    digits: int = 2,
+    strong: int | None = None,
+) -> Html:
+    """A table whose first column names the rows; columns of text stand left, of numbers (written out or not) right.
+
+    Args: rows, each as long as header: text, numbers, and None for a dash; without rows there is no table;
+    caption stands above; digits after the point of floats; strong is the column in bold type.
+    Errors: ValueError when a row is longer or shorter than the header.
+    """
+    cells = [[_shown(cell, digits) for cell in row] for row in rows]
+    for index, row in enumerate(cells):
+        if len(row) != len(header):
+            raise ValueError(
+                f"row {index} of the table has {len(row)} cells, its header {len(header)}: make them equal"
+            )
+    if not cells:
+        return Html()
+    words = [c > 0 and all(_is_word(cell) for cell in column) for c, column in enumerate(zip(*cells, strict=True))]
+    classes = [_classes(word=word, strong=c == strong) for c, word in enumerate(words)]
+    head = "".join(f'<th scope="col"{k}>{_breakable(h)}</th>' for h, k in zip(header, classes, strict=True))
+    body = "".join(
+        f'<tr><th scope="row"{classes[0]}>{_breakable(row[0])}</th>'
+        + "".join(f"<td{k}>{escape(cell)}</td>" for cell, k in zip(row[1:], classes[1:], strict=True))
+        + "</tr>"
+        for row in cells
+    )
+    above = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return _scrolled(f'<table class="data">{above}', head, body, caption or "table")
+
+
+def metric_table(
+    results: Mapping[str, Mapping[str, float]],
+    names: Mapping[str, str],
+    *,
+    form: str = ".3f",
+    whole: Collection[str] = (),
+    by_model: bool = False,
+    first: str = "",
+    strong: int | None = None,
+) -> Html:
+    """A table of metrics by their names in the JSON file, of several models; metrics that no model has are omitted.
+
+    Args: results: model -> metric -> value; names: metric -> heading; form: of values, those of the metrics `whole`
+    have no digits after the point; by_model: a row a model, otherwise a column; first: heading of the first column.
+    """
+    shown = [name for name in names if any(name in values for values in results.values())]
+
+    def cell(values: Mapping[str, float], name: str) -> str | None:
+        return f"{values[name]:{'.0f' if name in whole else form}}" if name in values else None
+
+    if by_model:
+        rows = [[model, *(cell(values, name) for name in shown)] for model, values in results.items()]
+        return table(rows, [first, *(names[name] for name in shown)], strong=strong)
+    by_metric = [[names[name], *(cell(values, name) for values in results.values())] for name in shown]
+    return table(by_metric, [first, *results], strong=strong)
+
+
+def heat_map(
+    matrix: npt.ArrayLike,
+    row_names: Sequence[str],
+    column_names: Sequence[str],
+    *,
+    caption: str = "",
+    row_label: str = "true",
+    column_label: str = "predicted",
+) -> Html:
+    """A confusion matrix: every number is written, its colour is its share of the row.
+
+    Args: matrix [rows, columns], at least 0; whole numbers are counts, others get two digits.
+    Errors: ValueError for another shape, negative or non-finite numbers.
+    """
+    values = np.asarray(matrix)
+    _check_matrix(values, len(row_names), len(column_names))
+    totals = values.sum(axis=1, keepdims=True)
+    shares = np.divide(values, totals, out=np.zeros(values.shape), where=totals > 0)  # [rows, columns]
+    whole = bool(np.issubdtype(values.dtype, np.integer))
+    square = list(row_names) == list(column_names)
+    head = "".join(f'<th scope="col"><span>{escape(name)}</span></th>' for name in column_names)
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(_heat_cell(values[r, c], shares[r, c], whole, square and r == c) for c in range(len(column_names)))
+        + "</tr>"
+        for r, name in enumerate(row_names)
+    )
+    above = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    corner = f'<td class="axis" style="--a:0">{escape(row_label)} ↓<br>{escape(column_label)} →</td>'
+    cells = _scrolled("<table>", corner + head, body, caption or f"{row_label} against {column_label}")
+    return Html(f'<figure class="heat">{above}{cells}</figure>')
+
+
+def _scrolled(opening: str, head: str, body: str, label: str) -> Html:
+    """A table that scrolls where the screen is narrow."""
+    return Html(
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{opening}'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _check_matrix(values: npt.NDArray[Any], rows: int, columns: int) -> None:
+    if values.shape != (rows, columns):
+        raise ValueError(f"the heat map's matrix has shape {values.shape}, its names say {(rows, columns)}")
+    if not np.isfinite(values).all() or (values < 0).any():
+        raise ValueError("the heat map's matrix holds negative or non-finite numbers: give counts or shares")
+
+
+def _heat_cell(value: float, share: float, whole: bool, same: bool) -> str:
+    shown = f"{value:.0f}" if whole or value == 0 else f"{value:.2f}"
+    return f'<td{_classes(none=value == 0, same=same)} style="--a:{share:.2f}">{shown}</td>'
+
+
+def _is_word(cell: str) -> bool:
+    return cell != DASH and not cell.lstrip("-")[:1].isdecimal()
+
+
+def _classes(**on: bool) -> str:
+    names = [name for name, holds in on.items() if holds]
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def _breakable(text: str) -> str:
+    """Escaped; a long metric name may break after its last underscore, so that a phone shows more columns."""
+    return "_<wbr>".join(escape(text).rsplit("_", 1))
+
+
+DASH = "–"
+
+
+def _shown(cell: object, digits: int) -> str:
+    if cell is None:
+        return DASH
+    return f"{cell:.{digits}f}" if isinstance(cell, float | np.floating) else str(cell)
+
+
+def percent(share: float) -> str:
+    """0.125 -> "12.5%", 0.999 -> "99.9%": what nearly all of a thousand are does not read as all."""
+    return f"{round(100 * share, 1):g}%"
+
+
+def duration(seconds: float) -> str:
+    """95 -> "1 min 35 s"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

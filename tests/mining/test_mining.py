@@ -34,7 +34,8 @@ from kiloword.mining.corpus import Corpus
 from kiloword.mining.options import MineOptions
 from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.pairs import TERMS, by_term, search
-from kiloword.report.parts import percent
+from kiloword.report import percent, stack
+from kiloword.report import plots as report_plots
 from kiloword.terminal.progress import Bar
 from pages import Section, plots, sections
 from terminals import Terminal
@@ -359,13 +360,13 @@ def check_page(page: dict[str, Section], judged: results.MiningResults, drawn: l
 
 def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c, origin, truths = perfect()
-    pieces = plots(monkeypatch, mining_page.report, "histogram", "line_plot")
+    bars, lines = (plots(monkeypatch, *of) for of in ((report_plots, "histogram"), (mining_page.report, "line_plot")))
     options = MineOptions(calibrate=True, p1=0.2, gallery=2, batch=100, most=3, device="cpu")
     judged = results.judge(c, {"captions": c}, options.over(Mined()), options, ("drawn <scenes>", "oracle"), truths)
     output.write(tmp_path, judged, origin)
-    check_page(sections((tmp_path / "report.html").read_text()), judged, pieces)
+    check_page(sections((tmp_path / "report.html").read_text()), judged, bars + lines)
     drawn = re.findall('<figure class="plot">.*?</figure>', (tmp_path / "report.html").read_text(), re.S)
-    assert len(set(drawn)) == len(drawn) == len(pieces)
+    assert len(set(drawn)) == len(drawn) == len(bars + lines)
     numbers = json.loads((tmp_path / "mine.json").read_text())
     page = (tmp_path / "report.html").read_text()
     assert numbers["thresholds"] == json.loads((tmp_path / "thresholds.json").read_text())
@@ -601,7 +602,7 @@ def test_examples_are_pairs_that_their_term_accepts() -> None:
         ]
 
     black = np.zeros((4, 4, 3), np.uint8)
-    cards = sections(images.mined_pairs(judged, shown, lambda row: black))[""].words
+    cards = sections(stack(*images.mined_pairs(judged, shown, lambda row: black)))[""].words
     pair = shown.pairs["it"][0]
     at = cards.index(f"“{c.captions[pair.caption]}”")
     assert "Image and caption alike: S_it > 0.1." in cards
@@ -610,9 +611,9 @@ def test_examples_are_pairs_that_their_term_accepts() -> None:
     assert cards[at + 2] == ("✓ true of the image" if pair.true else "✗ not true of the image")
     assert cards[at + 3] == f"Its own: “{c.captions[c.starts[pair.image]]}”"
     unseen = next(iter(shown.pairs["it"])).image
-    fewer = images.mined_pairs(judged, shown, lambda row: None if row == unseen else black)
+    fewer = stack(*images.mined_pairs(judged, shown, lambda row: None if row == unseen else black))
     assert fewer.count("<figure") < sum(map(len, shown.pairs.values()))
-    wide_words = sections(images.wide_captions(judged, shown, lambda row: black))[""].words
+    wide_words = sections(stack(*images.wide_captions(judged, shown, lambda row: black)))[""].words
     assert f"“{c.captions[captions[0]]} ({often[captions[0]]:,} images)”" in wide_words
 
 

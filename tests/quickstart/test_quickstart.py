@@ -35,7 +35,7 @@ from kiloword.quickstart.judge import QUERIES, misses, within_groups
 from kiloword.quickstart.results import Compared, QuickstartResults, SampleSizes
 from kiloword.quickstart.run import quickstart, recipe
 from kiloword.quickstart.words import summary, weaknesses
-from kiloword.report.parts import percent
+from kiloword.report import percent
 
 SIZES = SampleSizes(retrieval=60, classes=80, hard=24, baseline=50)
 TASKS = ("colour", "shape", "fill", "count")

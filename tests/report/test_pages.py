@@ -25,6 +25,7 @@ from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
 from kiloword.evaluation.uncertainty.shown import Plane
 from kiloword.evaluation.zeroshot import page as prompts_page
 from kiloword.evaluation.zeroshot.page import Class
+from kiloword.report import plots as report_plots
 from kiloword.types import Record
 from pages import plots, sections
 from tars import encode, noise
@@ -62,8 +63,9 @@ def uncertain(**more: Any) -> dict[str, Any]:
         "certain": [(noise(8, 8), 0.125)],
         "uncertain": [(noise(8, 8), 2.5)],
         "plane": None,
-        "found": found | more,
+        **found,
         **texts,
+        **more,
     }
 
 
@@ -111,7 +113,7 @@ def test_the_page_of_uncertainty_names_models_where_there_are_several() -> None:
 
 
 def test_plots_of_uncertainty_hold_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = plots(monkeypatch, uncertainty_page, "scatter", "box_plot", "histogram")
+    calls = plots(monkeypatch, uncertainty_page, "scatter", "box_plot")
     levelled = Levelled(torch.tensor([0, 0, 1, 1]), doubles(8, 6, 4, 2), True)
     bins = {"text": Bins(doubles(1, 2), doubles(0.75, 0.25), torch.tensor([12, 10]))}
     more = uncertain(levelled=levelled, true_of=torch.tensor([4, 0, 2, 1]), bins=bins)
@@ -136,7 +138,7 @@ def test_plots_of_uncertainty_hold_their_values(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_inclusion_on_the_page_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = plots(monkeypatch, uncertainty_page, "histogram")
+    calls = plots(monkeypatch, report_plots, "histogram")
     answer = InclusionAnswers(
         doubles(1, -1, 1, 1), doubles(0, 0, 0, 0), torch.tensor([True, True, False, True]), torch.ones(4) > 0
     )
@@ -176,8 +178,7 @@ def test_the_plane_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
     plane = Plane(
         [noise(8, 8)],
         [0, 0],
-        [False, True],
-        ["", "a cat"],
+        [None, "a cat"],
         torch.tensor([[1.0, 2], [3, 4]]),
         spread,
         doubles(0.5, 0.25),
@@ -187,9 +188,9 @@ def test_the_plane_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
     assert labels == ["component 1, 50% of the variance", "component 2, 25% of the variance"]
     dots = drawn["image 1"]
     assert (dots.dots, dots.squares) == ([(3.0, 4.0)], [(1.0, 2.0)])
-    for ring, (width, height) in zip(dots.ellipses, ((4, 2), (2, 6)), strict=True):  # two standard deviations
-        outline = np.array(ring.outline()) - (ring.x, ring.y)
-        assert np.abs(outline).max(0) == pytest.approx([width, height], rel=1e-2)
+    rings = zip(dots.outlines, plane.means.numpy(), ((4, 2), (2, 6)), strict=True)  # two standard deviations
+    for outline, mean, (width, height) in rings:
+        assert np.abs(np.array(outline) - mean).max(0) == pytest.approx([width, height], rel=1e-2)
     assert page["A few images and their captions in a plane"].tables == [[["caption", "of image"], ["a cat", "1"]]]
 
 
@@ -197,7 +198,7 @@ def test_the_plane_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_of_captions(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = plots(monkeypatch, caption_page, "histogram")
+    calls = plots(monkeypatch, report_plots, "histogram")
     told = [
         Told(n, f"k{n}", "the same" if n % 2 else f"said {n}", [f"people {n} {i}" for i in range(7)]) for n in range(8)
     ]
@@ -337,7 +338,8 @@ def test_the_page_of_reconstruction() -> None:
 
 
 def test_the_page_of_hierarchies(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = plots(monkeypatch, hierarchy_page, "histogram", "line_plot", "ladder")
+    bars = plots(monkeypatch, report_plots, "histogram")
+    calls = plots(monkeypatch, hierarchy_page, "line_plot", "ladder")
     chains = Chains(
         ["a thing", "an animal", "a cat", "a dog"], torch.tensor([[0, 1, 2]] * 9), torch.arange(9), list(range(9))
     )
@@ -381,7 +383,7 @@ def test_the_page_of_hierarchies(monkeypatch: pytest.MonkeyPatch) -> None:
             ["m, texts: the whole in level 0, H > 0", "0.250"],
         ]
     ]
-    ((counts, edges, *_),) = [args for name, args in calls if name == "histogram"]
+    ((_, (counts, edges, *_)),) = bars
     for name, gaps in (("level 0", [2, 4]), ("level 1", [1, 2])):
         assert counts[name] == np.histogram(gaps, edges)[0].tolist()
     assert set(counts) == {"level 0", "level 1"}

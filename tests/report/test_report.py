@@ -20,10 +20,10 @@ from PIL import Image, ImageDraw
 
 import kiloword
 from kiloword import report
-from kiloword.report.distributions import bins, doubling
-from kiloword.report.gallery import image_data
+from kiloword.report.axes import linear_axis, log_axis
+from kiloword.report.images import image_data
 from kiloword.report.page import POLICY
-from kiloword.report.plot import linear_axis, log_axis
+from kiloword.report.plots import bins, doubling
 from kiloword.report.style import DARK, LIGHT, SERIES, rgb
 
 VOID = {"meta", "link", "img", "br", "line", "rect", "path", "wbr"}
@@ -89,19 +89,21 @@ def demo() -> str:
     found = list(zip(texts, hits, strict=True))
     key = [("0.77", "text retrieval, recall at 1"), ("0.74", "image retrieval, recall at 1"), ("0.99", "colour")]
     sections = [
-        ("In short", report.headline([*key, ("2 min 41 s", "training on 2 cores")])),
-        (
+        report.section("In short", report.headline([*key, ("2 min 41 s", "training on 2 cores")])),
+        report.section(
             "Training",
-            report.line_plot({"loss": loss}, "step", "loss", smooth=15)
-            + report.line_plot(recall, "step", "R@1")
-            + report.histogram({"annotated": [1, 4, 9, 3], "random": [7, 3, 1, 0]}, [0, 0.1, 0.2, 0.3, 0.4], "S", "%"),
+            report.line_plot({"loss": loss}, "step", "loss", smooth=15),
+            report.line_plot(recall, "step", "R@1"),
+            report.histogram({"annotated": [1, 4, 9, 3], "random": [7, 3, 1, 0]}, [0, 0.1, 0.2, 0.3, 0.4], "S", "%"),
         ),
-        ("Retrieval", report.table(rows, ["metric", "kiloword", "goal", "colour histogram", "verdict"], strong=1)),
-        ("Queries", report.gallery(found)),
-        (
+        report.section(
+            "Retrieval", report.table(rows, ["metric", "kiloword", "goal", "colour histogram", "verdict"], strong=1)
+        ),
+        report.section("Queries", report.gallery(found)),
+        report.section(
             "Confusions",
-            report.paragraph("Each row is a true class; a framed cell is the right answer.")
-            + report.grid(
+            "Each row is a true class; a framed cell is the right answer.",
+            report.grid(
                 [
                     report.heat_map(shapes, names, names, caption="Shape, images"),
                     report.heat_map(colours, ["red", "blue", "green", "ochre"], ["red", "blue", "green", "ochre"]),
@@ -146,12 +148,16 @@ def test_text_is_escaped_everywhere() -> None:
         NASTY,
         NASTY,
         [
-            (NASTY, report.paragraph(NASTY) + report.headline([(NASTY, NASTY)])),
-            (NASTY, report.table([[NASTY, NASTY]], [NASTY, NASTY], caption=NASTY) + report.gallery([(NASTY, [hit])])),
-            (
+            report.section(NASTY, NASTY, report.headline([(NASTY, NASTY)])),
+            report.section(
                 NASTY,
-                report.heat_map([[1]], [NASTY], [NASTY], caption=NASTY, row_label=NASTY, column_label=NASTY)
-                + report.line_plot({NASTY: [(0, 1)], "b": [(0, 2)]}, NASTY, NASTY),
+                report.table([[NASTY, NASTY]], [NASTY, NASTY], caption=NASTY),
+                report.gallery([(NASTY, [hit])]),
+            ),
+            report.section(
+                NASTY,
+                report.heat_map([[1]], [NASTY], [NASTY], caption=NASTY, row_label=NASTY, column_label=NASTY),
+                report.line_plot({NASTY: [(0, 1)], "b": [(0, 2)]}, NASTY, NASTY),
             ),
         ],
     )
@@ -295,7 +301,7 @@ def test_series_differ_without_colour() -> None:
 )
 def test_plot_refuses(series: dict[str, list[tuple[float, float]]], log_y: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        report.line_plot(series, "x", "y", log_y)
+        report.line_plot(series, "x", "y", log_y=log_y)
 
 
 def test_heat_map_writes_numbers_and_colours_shares_of_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from PIL import Image, ImageFont
 
 from kiloword import report
 from kiloword.report import overlay as drawing
-from kiloword.report.distributions import bins
+from kiloword.report.axes import linear_axis, log_axis, number
 from kiloword.report.overlay import (
     GAP,
     GLOW,
@@ -27,9 +28,8 @@ from kiloword.report.overlay import (
     overlay,
     wrap,
 )
-from kiloword.report.parts import duration
-from kiloword.report.plot import linear_axis, log_axis, number
-from kiloword.report.scatter import Dots, Ellipse
+from kiloword.report.page import Html, duration
+from kiloword.report.plots import Dots, bins
 
 
 def label(html: str) -> str:
@@ -52,7 +52,7 @@ SPOKEN: list[tuple[str, str]] = [
         report.scatter({"a": Dots([(0, 1), (1, 2)], [(3, 3)]), "b": [(1, 1)]}, "up", "down"),
         "down against up: a 3 points; b 1 points",
     ),
-    (report.box_plot([("low", [1, 2, 3, 4, 5]), ("high", [2, 3, 4.5, 6, 7])], "group", "value"),
+    (report.box_plot({"low": [1, 2, 3, 4, 5], "high": [2, 3, 4.5, 6, 7]}, "group", "value"),
      "value by group: low median 3; high median 4.5"),
 ]  # fmt: skip
 
@@ -126,7 +126,8 @@ def test_smooth_lines_skip_what_is_not_finite() -> None:
 
 
 def test_dots_squares_rings_and_lines_of_a_scatter_plot() -> None:
-    ring = Ellipse(5, 5, 5, 0, 0, 5)
+    turns = [2 * math.pi * n / 48 for n in range(48)]
+    ring = [(5 + 5 * math.cos(t), 5 + 5 * math.sin(t)) for t in turns]
     html = report.scatter({"a": Dots([(0, 0), (10, 10)], [(5, 0)], [ring]), "b": [(0, 10)]}, "x", "y", joined=True)
     assert 'class="line" style="stroke:var(--s0)" d="M0.0 1000.0L1000.0 0.0"' in html
     assert 'class="dot" style="stroke:var(--s0)" d="M0.0 1000.0h0M1000.0 0.0h0"' in html
@@ -140,7 +141,7 @@ def test_dots_squares_rings_and_lines_of_a_scatter_plot() -> None:
 
 
 def test_a_title_needs_no_table_of_contents_until_there_are_three_headings() -> None:
-    two, three = (report.page("t", " one \n\n\n\ntwo", [("h", "")] * n) for n in (2, 3))
+    two, three = (report.page("t", " one \n\n\n\ntwo", [report.section("h", "x")] * n) for n in (2, 3))
     assert ("<nav" in two, "<nav" in three) == (False, True)
     assert "</h1><p>one</p><p>two</p>" in two
 
@@ -252,15 +253,15 @@ def test_stripes_cover_hidden_patches_in_equal_widths() -> None:
 
 def test_pieces_without_options_are_plain() -> None:
     """Wide grids, two digits, a line without smoothing or logarithms, ticks between whole numbers, sixty bins."""
-    assert report.grid(["a", "b"]) == '<div class="grid">ab</div>'
-    assert report.grid(["a"], narrow=True) == '<div class="grid narrow">a</div>'
+    assert report.grid([Html("a"), "b", ""]) == '<div class="grid">a<p>b</p></div>'
+    assert report.grid([Html("a")], narrow=True) == '<div class="grid narrow">a</div>'
     assert "<td>0.12</td><td>3</td>" in report.table([["a", 0.1234, 3]], ["", "b", "c"])
     assert "strong" not in report.table([["a", 0.1234]], ["", "b"])
     points = [(1.0, 1.0), (2.0, 3.0), (3.0, 1.0)]
     plain = report.line_plot({"a": points}, "x", "y")
     assert (
         plain
-        == report.line_plot({"a": points}, "x", "y", False, log_x=False, whole_x=False, smooth=0)
+        == report.line_plot({"a": points}, "x", "y", log_y=False, log_x=False, whole_x=False, smooth=0)
         == report.line_plot({"a": points}, "x", "y", smooth=1)
     )
     assert plain.count('class="line"') == 1
@@ -272,3 +273,38 @@ def test_pieces_without_options_are_plain() -> None:
     assert dots != report.scatter({"a": points}, "x", "y", log_x=True)
     assert (len(bins([0, 59.5])), len(bins([0, 60.5]))) == (61, 32)
     assert "true ↓<br>predicted →" in report.heat_map([[1]], ["a"], ["b"])
+
+
+def test_text_is_a_paragraph_and_empty_sections_are_omitted() -> None:
+    assert report.stack("a < b", None, "", report.code("c"), Html("<i>d</i>")) == (
+        '<p>a &lt; b</p><pre class="code">c</pre><i>d</i>'
+    )
+    html = report.page("t", "", [report.section("one", "x"), report.section("two", None, ""), report.section("three")])
+    assert (html.count("<section"), html.count("two"), html.count("three")) == (1, 0, 0)
+    assert report.table([], ["a", "b"]) == report.grid([None, ""]) == ""
+
+
+def test_tables_of_metrics_omit_what_no_model_has() -> None:
+    results = {"a": {"acc": 0.12345, "n": 7.0, "gap": -0.5}, "b": {"acc": 1.0}}
+    names = {"acc": "accuracy", "other": "another", "gap": "difference", "n": "images"}
+    html = report.metric_table(results, names, whole=["n"], first="metric")
+    assert html == report.table(
+        [["accuracy", "0.123", "1.000"], ["difference", "-0.500", None], ["images", "7", None]], ["metric", "a", "b"]
+    )
+    assert "word" not in html  # negative numbers stand right, as others
+    assert report.metric_table(results, names, form=".1f", by_model=True, strong=1) == report.table(
+        [["a", "0.1", "-0.5", "7.0"], ["b", "1.0", None, None]], ["", "accuracy", "difference", "images"], strong=1
+    )
+    assert report.metric_table(results, {"other": "another"}) == ""
+
+
+def test_distributions_are_histograms_of_values() -> None:
+    values = {"a": [0.5, 0.5, 1.5, 3.0], "none": np.zeros(0), "b": np.array([2.5])}
+    edges = [0.0, 1.0, 2.0, 3.0]
+    counts = {"a": [2, 1, 1], "b": [0, 0, 1]}
+    shares = {"a": [50, 25, 25], "b": [0, 0, 100]}
+    assert report.distribution(values, "x", "y", edges=edges) == report.histogram(counts, edges, "x", "y")
+    assert report.distribution(values, "x", "y", edges=edges, total=100) == report.histogram(shares, edges, "x", "y")
+    whole = report.histogram({"a": [2, 1, 0, 1], "b": [0, 0, 1, 0]}, [0, 1, 2, 3, 4], "x", "y")
+    assert report.distribution(values, "x", "y", most=4) == whole
+    assert report.distribution({"none": []}, "x", "y") == ""

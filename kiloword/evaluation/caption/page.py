@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from kiloword.data.images.decode import decode
 from kiloword.data.reading import read
 from kiloword.evaluation.caption.scorers import Floats
 from kiloword.evaluation.caption.truth import KINDS, JudgedCaption
+from kiloword.evaluation.task import Results
 from kiloword.randomness import key
-from kiloword.report import card, grid, histogram, page, paragraph, table
-from kiloword.report.distributions import bins
-from kiloword.report.parts import Cell, percent
+from kiloword.report import bins, card, distribution, grid, metric_table, page, percent, section, table
 from kiloword.types import BadSample, Source
 
 NOTHING = "(nothing)"
@@ -76,88 +73,63 @@ class CaptionPageData:
     judged: Sequence[JudgedCaption] | None  # of each, where the ground truth is known
 
 
-def report(results: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+def report(results: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     """A page about several models: model -> what `run` yields, and what it shows."""
-    sections = [("Figures", _figures(results, _FIGURES))]
-    if any("parsable" in values for values in results.values()):
-        note = paragraph("Of another image: the same captions judged on the image half the set further on.")
-        sections.append(("What is true", _figures(results, _TRUTH) + note + _kinds(results)))
     drawn: dict[str, CaptionPageData] = {model: more["captions"] for model, more in shown.items() if "captions" in more}
-    sections.append(("CIDEr-D of single images", _spread(drawn)))
-    sections += [(f"Captions of {model}", _examples(one)) for model, one in drawn.items()]
-    return page("Captions", f"On {data}. {_INTRO}", sections)
-
-
-def _figures(results: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:
-    """A row for every figure, a column for every model."""
-    rows: list[list[Cell]] = [
-        [title, *(_number(values.get(name), whole=name == "vocabulary") for values in results.values())]
-        for name, title in names.items()
-        if any(name in values for values in results.values())
+    cider = {model: one.cider for model, one in drawn.items()}
+    kinds = {f"statements_true@{kind}": kind for kind in KINDS}
+    truth = [
+        metric_table(results, _TRUTH),
+        "Of another image: the same captions judged on the image half the set further on.",
+        metric_table(results, kinds, first="statements true, of those about"),
     ]
-    return table(rows, ["", *results])
+    edges = bins([0.0, *(end for each in cider.values() for end in (float(each.min()), float(each.max())))], 30)
+    return page(
+        "Captions",
+        f"On {data}. {_INTRO}",
+        [
+            section("Figures", metric_table(results, _FIGURES, whole=["vocabulary"])),
+            section("What is true", *(truth if any("parsable" in values for values in results.values()) else [])),
+            section("CIDEr-D of single images", distribution(cider, "CIDEr-D", "images", edges=edges)),
+            *(section(f"Captions of {model}", *_examples(one)) for model, one in drawn.items()),
+        ],
+    )
 
 
-def _number(value: float | None, whole: bool = False) -> Cell:
-    return None if value is None else f"{value:.{0 if whole else 3}f}"
-
-
-def _kinds(results: Mapping[str, Mapping[str, float]]) -> str:
-    """Shares of the statements of each kind that are true."""
-    rows: list[list[Cell]] = []
-    for kind in KINDS:
-        name = f"statements_true@{kind}"
-        if any(name in values for values in results.values()):
-            rows.append([kind, *(_number(values.get(name)) for values in results.values())])
-    return table(rows, ["statements true, of those about", *results]) if rows else ""
-
-
-def _spread(drawn: Mapping[str, CaptionPageData]) -> str:
-    """How many images score how much."""
-    edges = bins([v for one in drawn.values() for v in one.cider.tolist()] + [0.0], 30)
-    counts = {model: np.histogram(one.cider, edges)[0].tolist() for model, one in drawn.items()}
-    return histogram(counts, edges, "CIDEr-D", "images")
-
-
-def _examples(one: CaptionPageData) -> str:
+def _examples(one: CaptionPageData) -> Iterator[str]:
     """Images chosen blindly, the best and the worst, and what is said most often."""
-    order = np.argsort(-one.cider, kind="stable").tolist()
-    some = sorted(order, key=lambda i: key(one.source.fingerprint, "captions", one.told[i].row))
-    parts = {
-        "Chosen blindly, the same images for every model:": some[:CARDS],
-        "Nearest to the data's own captions, by CIDEr-D:": order[:CARDS],
-        "Farthest from them:": order[: -CARDS - 1 : -1],
-    }
-    shown = [paragraph(words) + _cards(one, places) for words, places in parts.items()]
-    return "".join([*shown, _frequent(one)])
-
-
-def _cards(one: CaptionPageData, places: Sequence[int]) -> str:
-    """Images that can no longer be read are skipped."""
-    cards = []
-    for place in places:
-        with suppress(BadSample):
-            cards.append(_card(one, place))
-    return grid(cards, narrow=True)
+    best = np.argsort(-one.cider, kind="stable").tolist()
+    blindly = sorted(best, key=lambda i: key(one.source.fingerprint, "captions", one.told[i].row))
+    for heading, places in (
+        ("Chosen blindly, the same images for every model:", blindly),
+        ("Nearest to the data's own captions, by CIDEr-D:", best),
+        ("Farthest from them:", best[::-1]),
+    ):
+        yield heading
+        yield grid(filter(None, (_card(one, place) for place in places[:CARDS])), narrow=True)
+    counts = Counter(told.caption for told in one.told)
+    frequent = counts.most_common(FREQUENT)
+    yield table(
+        [[text or NOTHING, n, percent(n / len(one.told))] for text, n in frequent], ["caption", "images", "share"]
+    )
+    yield f"{len(counts):,} different captions of {len(one.told):,} images."
 
 
 def _card(one: CaptionPageData, place: int) -> str:
-    """One image with its caption. Raises BadSample."""
+    """One image with its caption; nothing for an image that can no longer be read."""
     told = one.told[place]
+    try:
+        image = Image.fromarray(decode(read(one.source, told.row).image))
+    except BadSample:
+        return ""
+    image.thumbnail((SIDE, SIDE))
     lines = [f"CIDEr-D {one.cider[place]:.2f}"]
     if one.judged is not None:
         lines.append(_verdict(one.judged[place]))
     lines += [f"“{reference}”" for reference in told.references[:REFERENCES]]
     if len(told.references) > REFERENCES:
         lines.append(f"and {len(told.references) - REFERENCES} more")
-    return card([(_small(one.source, told.row), told.key)], lines, strong=told.caption or NOTHING)
-
-
-def _small(source: Source, row: int) -> npt.NDArray[np.uint8]:
-    """An image [H, W, 3] of at most SIDE pixels a side. Raises BadSample."""
-    image = Image.fromarray(decode(read(source, row).image))
-    image.thumbnail((SIDE, SIDE))
-    return np.asarray(image)
+    return card([(np.asarray(image), told.key)], lines, strong=told.caption or NOTHING)
 
 
 def _verdict(judged: JudgedCaption) -> str:
@@ -166,13 +138,3 @@ def _verdict(judged: JudgedCaption) -> str:
         return "✗ outside the language"
     marks = [f"{'✓' if s.true else '✗'} {s.words}".replace(" ", "\N{NO-BREAK SPACE}") for s in judged.statements]
     return ", ".join([*(marks or ["states nothing"]), f"{judged.mentioned} of {judged.objects} objects mentioned"])
-
-
-def _frequent(one: CaptionPageData) -> str:
-    """The captions that most images get: a model that has collapsed says one of all."""
-    counts = Counter(told.caption for told in one.told)
-    rows: list[list[Cell]] = [
-        [caption or NOTHING, count, percent(count / len(one.told))] for caption, count in counts.most_common(FREQUENT)
-    ]
-    note = paragraph(f"{len(counts):,} different captions of {len(one.told):,} images.")
-    return table(rows, ["caption", "images", "share"]) + note

@@ -6,22 +6,17 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from kiloword.data.images.decode import decode
 from kiloword.evaluation.hierarchy.chains import Chains
+from kiloword.evaluation.task import Results
 from kiloword.randomness import key
-from kiloword.report import histogram, ladder, line_plot, page, paragraph, table
-from kiloword.report.distributions import bins
-from kiloword.report.gallery import Steps
-from kiloword.report.parts import Cell
+from kiloword.report import distribution, ladder, line_plot, page, section, table
+from kiloword.report.images import Steps
 
 EXAMPLES = 8
-Found = Mapping[str, Mapping[str, float]]
-Shown = Mapping[str, Mapping[str, Any]]
-
-_MEASURES = ("precision", "recall", "hit", "root_recall", "root_hit", "true_precision", "true_recall")
+_MEASURES = ("precision", "recall", "hit", "root_recall", "root_hit", "true_precision", "true_recall", "order")
 _INTRO = (
     "Captions come in chains from general (level 0) to specific. Two protocols retrieve texts of every image at "
     "every level; precision is the share of the retrieved texts that are correct, recall the share of the levels of "
@@ -33,82 +28,67 @@ _INTRO = (
 )
 
 
-def report(metrics: Found, data: str, shown: Shown) -> str:
+def report(metrics: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     """HTML page of several models. Args: metrics and page data by model."""
-    sections = [(heading, html) for heading, html in _sections(metrics, shown) if html]
-    return page("General and specific", f"On {data}. {_INTRO}", sections)
+    return page(
+        "General and specific",
+        f"On {data}. {_INTRO}",
+        [
+            section("Retrieval along chains", *_retrieval(metrics)),
+            section("Uncertainty by level", *_uncertainty(metrics)),
+            section("Inclusion", *_inclusion(metrics)),
+            section("Images against the whole", *(_differences(model, more) for model, more in shown.items())),
+            *(section(f"Examples of {model}", *_examples(more)) for model, more in shown.items()),
+        ],
+    )
 
 
-def _sections(metrics: Found, shown: Shown) -> Iterator[tuple[str, str]]:
-    yield "Retrieval along chains", _retrieval(metrics)
-    yield "Uncertainty by level", _uncertainty(metrics)
-    yield "Inclusion", _inclusion(metrics)
-    yield "Images against the whole", "".join(_differences(model, more) for model, more in shown.items())
-    for model, more in shown.items():
-        yield f"Examples of {model}", _examples(more)
-
-
-def _retrieval(metrics: Found) -> str:
+def _retrieval(metrics: Results) -> Iterator[str]:
     """Table with a row per model and protocol."""
-    rows: list[list[Cell]] = []
+    rows = []
     for model, values in metrics.items():
         for prefix in dict.fromkeys(n.removesuffix("_hit").removesuffix("_root") for n in values if n.endswith("_hit")):
-            measures = (values.get(f"{prefix}_{m}") for m in _MEASURES)
-            rows.append([f"{model}, {prefix.replace('_', ', root ', 1)}", *measures, values.get(f"{prefix}_order")])
-    if not rows:
-        return ""
-    header = ["", *(m.replace("_", " ") for m in _MEASURES), "order"]
-    note = paragraph(
-        "Hit: any text of the chain. Root recall: the text nearest to the root is the chain's most general; root hit: "
-        "it is in the chain. True: every text that is true of the image counts (scenes only). Order: "
-        "Kendall's tau of level and distance from the empty string."
-    )
-    return table(rows, header, digits=3) + note
+            measures = (values.get(f"{prefix}_{measure}") for measure in _MEASURES)
+            rows.append([f"{model}, {prefix.replace('_', ', root ', 1)}", *measures])
+    if rows:
+        yield table(rows, ["", *(measure.replace("_", " ") for measure in _MEASURES)], digits=3)
+        yield (
+            "Hit: any text of the chain. Root recall: the text nearest to the root is the chain's most general; root "
+            "hit: it is in the chain. True: every text that is true of the image counts (scenes only). Order: "
+            "Kendall's tau of level and distance from the empty string."
+        )
 
 
-def _uncertainty(metrics: Found) -> str:
+def _uncertainty(metrics: Results) -> Iterator[str]:
     """Plots of mean uncertainty by level: texts of all models, and images."""
-    html = ""
     for kind, name in (("text", "texts"), ("image", "images")):
-        lines = {m: _levels(values, f"{kind}_chain_uncertainty@") for m, values in metrics.items()}
-        lines = {model: points for model, points in lines.items() if points}
+        prefix = f"{kind}_chain_uncertainty"
+        levels = {
+            model: [(float(n.partition("@")[2]), v) for n, v in values.items() if n.startswith(f"{prefix}@")]
+            for model, values in metrics.items()
+        }
+        lines = {model: points for model, points in levels.items() if points}
         if lines:
-            spread: list[list[Cell]] = [
-                [
-                    model,
-                    metrics[model].get(f"{kind}_chain_uncertainty_spearman"),
-                    metrics[model][f"{kind}_chain_uncertainty_order"],
-                ]
-                for model in lines
-            ]
-            html += line_plot(lines, f"level of {name}", "mean sum of variances", whole_x=True)
-            html += table(spread, [name, "Spearman with level", "falls within chains (tau)"], digits=3)
-    return html
+            yield line_plot(lines, f"level of {name}", "mean sum of variances", whole_x=True)
+            rows = [[m, metrics[m].get(f"{prefix}_spearman"), metrics[m][f"{prefix}_order"]] for m in lines]
+            yield table(rows, [name, "Spearman with level", "falls within chains (tau)"], digits=3)
 
 
-def _levels(values: Mapping[str, float], prefix: str) -> list[tuple[float, float]]:
-    return [(float(n.removeprefix(prefix)), v) for n, v in values.items() if n.startswith(prefix)]
-
-
-def _inclusion(metrics: Found) -> str:
+def _inclusion(metrics: Results) -> Iterator[str]:
     """Table of the shares of pairs that pass each test."""
     names = dict.fromkeys(n for values in metrics.values() for n in values if "_inclusion_" in n)
-    rows: list[list[Cell]] = [
-        [f"{model}, {_test(name)}", values[name]]
-        for model, values in metrics.items()
-        for name in names
-        if name in values
-    ]
-    if not rows:
-        return ""
-    note = paragraph(
-        "H > 0: the more specific is the narrower, mostly; the distance of the two does not count against it. By inc: "
-        "the chain's own more general text includes it more than one that is wrong of the image. Chance is one half."
-    )
-    return table(rows, ["is it included?", "share"], digits=3) + note
+    rows = [[f"{m}, {_test(n)}", values[n]] for m, values in metrics.items() for n in names if n in values]
+    if rows:
+        yield table(rows, ["is it included?", "share"], digits=3)
+        yield (
+            "H > 0: the more specific is the narrower, mostly; the distance of the two does not count against it. By "
+            "inc: the chain's own more general text includes it more than one that is wrong of the image. Chance is "
+            "one half."
+        )
 
 
 def _test(name: str) -> str:
+    """ "text_inclusion_h@2" in words."""
     kind, level = name.split("_inclusion_")[0], int(name.split("@")[1])
     what = "texts" if kind == "text" else "images"
     if "whole" in name:
@@ -119,22 +99,17 @@ def _test(name: str) -> str:
 def _differences(model: str, more: Mapping[str, Any]) -> str:
     """How much less certain a part is than the whole image."""
     images: Tensor | None = more.get("images")
-    if images is None:
-        return ""
-    gaps = {f"level {k}": images[:, k] - images[:, -1] for k in range(images.shape[1] - 1)}
-    edges = bins([v for gap in gaps.values() for v in gap.tolist()], 40)
-    counts = {name: np.histogram(gap.numpy(), edges)[0].tolist() for name, gap in gaps.items()}
-    return histogram(counts, edges, f"uncertainty above the whole image's, {model}", "images")
+    gaps = {} if images is None else {f"level {k}": images[:, k] - images[:, -1] for k in range(images.shape[1] - 1)}
+    return distribution(gaps, f"uncertainty above the whole image's, {model}", "images", most=40)
 
 
-def _examples(more: Mapping[str, Any]) -> str:
+def _examples(more: Mapping[str, Any]) -> Iterator[str]:
     """Some images, the same ones for every model: their chains and what each protocol retrieved."""
     chains: Chains | None = more.get("chains")
     if chains is None:
-        return ""
+        return
     source, n = more["source"], len(chains.rows)
     chosen = sorted(range(n), key=lambda i: key(source.fingerprint, "examples", chains.rows[i]))[:EXAMPLES]
-    html = ""
     for i in sorted(chosen):
         record = source.record(chains.rows[i])
         columns: list[Steps] = [
@@ -143,8 +118,7 @@ def _examples(more: Mapping[str, Any]) -> str:
         for name, paths in more["paths"].items():
             path = paths[i].tolist()
             columns.append((name, _steps(path if name == "HierarCaps" else path[::-1], i, chains, more["truth"])))
-        html += ladder(decode(record.image), record.key, columns)
-    return html
+        yield ladder(decode(record.image), record.key, columns)
 
 
 def _steps(path: list[int], image: int, chains: Chains, truth: Any) -> list[tuple[str, bool]]:

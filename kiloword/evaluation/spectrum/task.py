@@ -24,8 +24,7 @@ from kiloword.model.encoding import inference
 from kiloword.model.heads import Single
 from kiloword.model.image import extra
 from kiloword.randomness import key
-from kiloword.report import line_plot, page, paragraph, table
-from kiloword.report.parts import Cell
+from kiloword.report import line_plot, metric_table, page, section
 from kiloword.types import Record, Source
 
 if TYPE_CHECKING:
@@ -149,20 +148,22 @@ def report(metrics: Results, data: str, shown: Mapping[str, Any]) -> str:
     """HTML page with the spectra of several models. Args: metrics: model -> metrics from `run`."""
     spectra = {model: _spectrum(values) for model, values in metrics.items()}
     relative = {model: [(k, v / points[0][1]) for k, v in points] for model, points in spectra.items()}
-    rows: list[list[Cell]] = [
-        [m, v["effective_rank"], int(v["dimensions"]), int(v["vectors"])] for m, v in metrics.items()
-    ]
-    intro = (
+    names = {"effective_rank": "effective rank", "dimensions": "dimensions", "vectors": "vectors"}
+    ranks = metric_table(metrics, names, form=".1f", whole=["dimensions", "vectors"], by_model=True, first="model")
+    return page(
+        "Spectrum of image features",
         f"Singular values of the covariance of image features on {data}. The slower they fall, the more directions "
-        "the features use. The effective rank is exp of the entropy of the values scaled to sum to 1."
+        "the features use. The effective rank is exp of the entropy of the values scaled to sum to 1.",
+        [
+            section("Effective rank", ranks),
+            section("Singular values", line_plot(spectra, "rank", "singular value", log_y=True)),
+            section(
+                "Against the largest",
+                line_plot(relative, "rank", "share of the largest", log_y=True),
+                f"Values below {NOTHING:.0e} of the largest are rounding errors, and omitted.",
+            ),
+        ],
     )
-    numbers = table(rows, ["model", "effective rank", "dimensions", "vectors"], digits=1)
-    note = paragraph(f"Values below {NOTHING:.0e} of the largest are rounding errors, and omitted.")
-    plots = [
-        ("Singular values", line_plot(spectra, "rank", "singular value", log_y=True)),
-        ("Against the largest", line_plot(relative, "rank", "share of the largest", log_y=True) + note),
-    ]
-    return page("Spectrum of image features", intro, [("Effective rank", numbers), *plots])
 
 
 def _spectrum(values: Mapping[str, float]) -> list[tuple[float, float]]:

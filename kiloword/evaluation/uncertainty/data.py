@@ -20,6 +20,7 @@ from kiloword.types import Features, Skipped, Source
 if TYPE_CHECKING:
     from kiloword.api import Matcher
 
+QUANTILES = (5, 25, 50, 75, 95)  # percent, of metrics and of boxes
 LENGTHS = (0, 6, 11, 16, 21, 31)  # first length in words of each bucket
 
 Chain = tuple[int, list[str]]

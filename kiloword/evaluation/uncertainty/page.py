@@ -11,23 +11,38 @@ import torch
 from torch import Tensor
 
 from kiloword.evaluation.calibration import Bins
-from kiloword.evaluation.uncertainty.data import Levelled, buckets
+from kiloword.evaluation.task import Results
+from kiloword.evaluation.uncertainty.data import QUANTILES, Levelled, buckets
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
 from kiloword.evaluation.uncertainty.shown import Plane
-from kiloword.report import box_plot, grid, histogram, page, paragraph, scatter, table, tiles
-from kiloword.report.distributions import bins
-from kiloword.report.parts import Cell, percent
-from kiloword.report.scatter import Dots, Ellipse
+from kiloword.report import (
+    Html,
+    bins,
+    box_plot,
+    distribution,
+    grid,
+    metric_table,
+    page,
+    percent,
+    scatter,
+    section,
+    stack,
+    table,
+    tiles,
+)
+from kiloword.report.images import Pixels
+from kiloword.report.page import Section
+from kiloword.report.plots import Dots
 
-Values = Mapping[str, float]
-Shown = Mapping[str, Any]
+PageData = Mapping[str, Any]
+"""What `shown.drawn` returns."""
 
-QUANTILES = (5, 25, 50, 75, 95)  # percent, of a box
 DOTS = 1500  # of a scatter plot, at most
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 LINKS = 5  # of chains, whose histograms fit one plot
 TAIL = 2  # percent of each end that the outermost bars of a histogram hold together
-STDS = 2  # of the ellipses
+STDS = 2  # standard deviations, of the ellipses
+CORNERS = 48  # of an ellipse
 _KINDS = {"text": ("Captions", "recall@1"), "image": ("Images", "recall@1"), "zeroshot": ("Classes", "accuracy")}
 _INTRO = (
     "Every image and every text is a Gaussian. Its uncertainty is the sum of its variances over all dimensions; its "
@@ -46,54 +61,43 @@ _FIGURES = {
     "calibration_image_spearman": "images, with recall@1 over bins",
     "calibration_zeroshot_spearman": "images, with zero-shot accuracy over bins",
 }
+_SPEARMAN = (
+    "With: Spearman's correlation of uncertainty with it. Where uncertainty is honest, that with the number of images "
+    "that a text is true of is positive, and the others are negative."
+)
 
 
-def report(results: Mapping[str, Values], data: str, shown: Mapping[str, Shown]) -> str:
+def report(results: Results, data: str, shown: Mapping[str, PageData]) -> str:
     """A page about several models: model -> what `run` yields, and what it shows."""
-    sections: dict[str, list[str]] = {"In short": [_figures(results)]}
+    short = metric_table(results, _FIGURES, form=".3g")
+    sections: dict[str, list[str]] = {"In short": [short, _SPEARMAN]}
     for model, more in shown.items():
         for heading, html in _sections(results[model], more):
-            name = [paragraph(f"{model}:")] if len(shown) > 1 else []
-            sections.setdefault(heading, []).extend([*name, html])
-    return page("What is uncertain", f"On {data}. {_INTRO}", [(h, "".join(parts)) for h, parts in sections.items()])
+            if html:
+                sections.setdefault(heading, []).extend([f"{model}:", html] if len(shown) > 1 else [html])
+    return page("What is uncertain", f"On {data}. {_INTRO}", [section(h, *parts) for h, parts in sections.items()])
 
 
-def _figures(results: Mapping[str, Values]) -> str:
-    """A row for every figure, a column for every model."""
-    rows: list[list[Cell]] = []
-    for name in _FIGURES:
-        if any(name in values for values in results.values()):
-            cells = [f"{values[name]:.3g}" if name in values else None for values in results.values()]
-            rows.append([_FIGURES[name], *cells])
-    note = paragraph(
-        "With: Spearman's correlation of uncertainty with it. Where uncertainty is honest, that with the number of "
-        "images that a text is true of is positive, and the others are negative."
+def _sections(values: Mapping[str, float], more: PageData) -> Iterator[Section]:
+    """What is drawn of one model; sections without data are empty."""
+    lengths = {name: more["different"][inside] for name, inside in buckets(more["words"])}
+    texts: Levelled | None = more["levelled"]
+    k_of = [] if texts is None else sorted(set(texts.level.tolist()))
+    levels = {} if texts is None else {f"level {k}": texts.uncertainty[texts.level == k] for k in k_of}
+    calibrated = (_calibration(values, name, bins) for name, bins in more["bins"].items())
+    yield section("How uncertain images and texts are", *_spread(values, more))
+    yield section("Uncertainty by length of the text", *_boxes(lengths, "words"))
+    yield section(
+        "Uncertainty by level, from general to specific", *_boxes(levels, "level of the text, 0 the most general")
     )
-    return table(rows, ["", *results]) + note
-
-
-def _sections(values: Values, more: Shown) -> Iterator[tuple[str, str]]:
-    """Headings with what stands below them for one model; parts without data are omitted."""
-    yield "How uncertain images and texts are", _spread(values, more)
-    if len(more["words"]):
-        yield "Uncertainty by length of the text", _lengths(more)
-    rest = more["found"]
-    if rest["levelled"] is not None:
-        yield "Uncertainty by level, from general to specific", _levels(rest["levelled"])
-    if rest["true_of"] is not None and bool((rest["true_of"] > 0).any()):
-        yield "Uncertainty by what a caption is true of", _truth(values, more)
-    if rest["bins"]:
-        yield "Who is uncertain, and who is right", grid([_calibration(values, n, b) for n, b in rest["bins"].items()])
-    if rest["matched"] is not None:
-        yield "Images within their captions", _matched(values, rest["matched"])
-    if rest["answers"]:
-        yield "Specific texts within general ones", _chains(values, rest["answers"], rest["exact"])
-    yield "Most certain images", _images(more["certain"])
-    yield "Most uncertain images", _images(more["uncertain"])
-    if len(more["words"]):
-        yield "Most certain and most uncertain texts", _texts(more)
-    if more["plane"] is not None:
-        yield "A few images and their captions in a plane", _plane(more["plane"])
+    yield section("Uncertainty by what a caption is true of", *_truth(values, more))
+    yield section("Who is uncertain, and who is right", grid(calibrated))
+    yield section("Images within their captions", *_matched(values, more["matched"]))
+    yield section("Specific texts within general ones", *_chains(values, more["answers"], more["exact"]))
+    yield section("Most certain images", _images(more["certain"]))
+    yield section("Most uncertain images", _images(more["uncertain"]))
+    yield section("Most certain and most uncertain texts", *_texts(more))
+    yield section("A few images and their captions in a plane", *_plane(more["plane"]))
 
 
 def _unit(values: Tensor) -> tuple[float, str]:
@@ -104,171 +108,156 @@ def _unit(values: Tensor) -> tuple[float, str]:
     return 10.0**-power, f"sum of variances{unit}"
 
 
-def _bars(series: Mapping[str, Tensor], x_label: str, y_label: str) -> str:
+def _bars(series: Mapping[str, Tensor], x_label: str, y_label: str) -> Iterator[str]:
     """Histograms whose outermost bars also hold the tails, which is said below them."""
-    every = np.concatenate([values.numpy() for values in series.values()])
-    low, high = np.percentile(every, (TAIL, 100 - TAIL))
+    low, high = np.percentile(torch.cat(list(series.values())).numpy(), (TAIL, 100 - TAIL))
     edges = bins([low, high], 30)
     inside = np.nextafter(edges[-1], edges[0])
-    shares = {
-        name: (np.histogram(values.numpy().clip(edges[0], inside), edges)[0] / len(values)).tolist()
-        for name, values in series.items()
-    }
-    note = paragraph(f"The outermost bars also hold what lies beyond, at most {TAIL}% of all on each side.")
-    return histogram(shares, edges, x_label, y_label) + note
+    clipped = {name: values.numpy().clip(edges[0], inside) for name, values in series.items()}
+    yield distribution(clipped, x_label, y_label, edges=edges, total=1)
+    yield f"The outermost bars also hold what lies beyond, at most {TAIL}% of all on each side."
 
 
-def _spread(values: Values, more: Shown) -> str:
+def _spread(values: Mapping[str, float], more: PageData) -> Iterator[str]:
     sides = {"images": more["image"], "texts": more["text"]}
-    some = {name: uncertainties for name, uncertainties in sides.items() if len(uncertainties)}
-    scale, label = _unit(torch.cat(list(some.values())))
-    html = _bars({name: uncertainties * scale for name, uncertainties in some.items()}, label, "share of each")
-    if "text_above_image" not in values:
-        return html
-    summary = f"In {percent(values['text_above_image'])} of the pairs the text is less certain than its image."
-    pairs = torch.stack([more["own"], more["text"]], 1) * scale
-    dots = scatter({"pairs": _some(pairs)}, f"image: {label}", f"its text: {label}", faint=True)
-    return paragraph(summary) + html + dots
+    filled = {name: uncertainties for name, uncertainties in sides.items() if len(uncertainties)}
+    scale, label = _unit(torch.cat(list(filled.values())))
+    paired = "text_above_image" in values
+    if paired:
+        yield f"In {percent(values['text_above_image'])} of the pairs the text is less certain than its image."
+    yield from _bars({name: uncertainties * scale for name, uncertainties in filled.items()}, label, "share of each")
+    if paired:
+        pairs = torch.stack([more["own"], more["text"]], 1) * scale
+        yield scatter({"pairs": _thinned(pairs)}, f"image: {label}", f"its text: {label}", faint=True)
 
 
-def _some(points: Tensor) -> list[tuple[float, float]]:
+def _thinned(points: Tensor) -> list[tuple[float, float]]:
     """At most DOTS of N points [N, 2], evenly."""
     step = -(-len(points) // DOTS)
     return [(x, y) for x, y in points[::step].tolist()]
 
 
-def _lengths(more: Shown) -> str:
-    scale, label = _unit(more["different"])
-    boxes = [(name, _five(more["different"][inside] * scale)) for name, inside in buckets(more["words"])]
-    return _counted(boxes, [int(inside.sum()) for _, inside in buckets(more["words"])], "words", label)
+def _boxes(groups: Mapping[str, Tensor], x_label: str) -> Iterator[str]:
+    """A box for every group of texts, and in words what it is and how many texts each holds."""
+    if groups:
+        scale, label = _unit(torch.cat(list(groups.values())))
+        boxes = {name: np.percentile((each * scale).numpy(), QUANTILES).tolist() for name, each in groups.items()}
+        yield box_plot(boxes, x_label, label)
+        counts = ", ".join(f"{name}: {len(each):,}" for name, each in groups.items())
+        yield (
+            f"A box holds the middle half, its line is the median, its whiskers reach from 5% to 95%. Texts: {counts}."
+        )
 
 
-def _levels(texts: Levelled) -> str:
-    scale, label = _unit(texts.uncertainty)
-    levels = sorted(set(texts.level.tolist()))
-    boxes = [(f"level {k}", _five(texts.uncertainty[texts.level == k] * scale)) for k in levels]
-    return _counted(
-        boxes, [int((texts.level == k).sum()) for k in levels], "level of the text, 0 the most general", label
-    )
-
-
-def _five(values: Tensor) -> list[float]:
-    percentiles: list[float] = np.percentile(values.numpy(), QUANTILES).tolist()
-    return percentiles
-
-
-def _counted(boxes: Sequence[tuple[str, list[float]]], counts: Sequence[int], x_label: str, y_label: str) -> str:
-    """Boxes, and in words what they are and how many texts each holds."""
-    each = ", ".join(f"{name}: {n:,}" for (name, _), n in zip(boxes, counts, strict=True))
-    note = f"A box holds the middle half, its line is the median, its whiskers reach from 5% to 95%. Texts: {each}."
-    return box_plot(boxes, x_label, y_label) + paragraph(note)
-
-
-def _truth(values: Values, more: Shown) -> str:
+def _truth(values: Mapping[str, float], more: PageData) -> Iterator[str]:
     """Every caption by how many images it is true of, coloured by level."""
-    count, uncertainties = more["found"]["true_of"], more["different"]
-    scale, label = _unit(uncertainties)
-    texts = more["found"]["levelled"]
-    known = texts is not None and texts.captions
-    level = texts.level if texts is not None and known else torch.zeros_like(count)
-    points = torch.stack([count.double(), uncertainties * scale], 1)
+    count: Tensor | None = more["true_of"]
+    if count is None or not bool((count > 0).any()):
+        return
+    scale, label = _unit(more["different"])
+    texts: Levelled | None = more["levelled"]
+    by_level = texts is not None and texts.captions
+    level = texts.level if texts is not None and by_level else torch.zeros_like(count)
+    points = torch.stack([count.double(), more["different"] * scale], 1)
     levels = sorted(set(level[count > 0].tolist()))
-    series = {f"level {k}" if known else "captions": _some(points[(level == k) & (count > 0)]) for k in levels}
-    rates = [f"level {k} {values[name]:.2f}" for k in levels if (name := f"truth_spearman_level@{k}") in values]
-    pooled = [f"all {values['truth_spearman']:.2f}"] if "truth_spearman" in values else []
-    summary = paragraph(f"Spearman's correlation: {', '.join([*pooled, *rates])}.") if pooled or rates else ""
-    return summary + scatter(series, "images that the caption is true of", label, log_x=True, faint=True)
+    rates = {"all": "truth_spearman"} | {f"level {k}": f"truth_spearman_level@{k}" for k in levels}
+    if words := ", ".join(f"{name} {values[metric]:.2f}" for name, metric in rates.items() if metric in values):
+        yield f"Spearman's correlation: {words}."
+    series = {f"level {k}" if by_level else "captions": _thinned(points[(level == k) & (count > 0)]) for k in levels}
+    yield scatter(series, "images that the caption is true of", label, log_x=True, faint=True)
 
 
-def _calibration(values: Values, name: str, bins: Bins) -> str:
+def _calibration(values: Mapping[str, float], name: str, bins: Bins) -> Html:
     """A dot for every bin, from certain to uncertain."""
     what, y_label = _KINDS[name]
     scale, label = _unit(bins.uncertainty)
     points = list(zip((bins.uncertainty * scale).tolist(), bins.right.tolist(), strict=True))
-    rates = [
-        f"{kind.capitalize()} {values[key]:.2f}"
-        for kind in ("pearson", "spearman")
-        if (key := f"calibration_{name}_{kind}") in values
-    ]
-    summary = f"{what} in {len(points)} bins of {int(bins.counts.min()):,} or more. {', '.join(rates)}".strip()
-    return f"<div>{paragraph(summary)}{scatter({what: points}, label, y_label, joined=True)}</div>"
+    rates = {kind: values.get(f"calibration_{name}_{kind.lower()}") for kind in ("Pearson", "Spearman")}
+    words = ", ".join(f"{kind} {rate:.2f}" for kind, rate in rates.items() if rate is not None)
+    summary = f"{what} in {len(points)} bins of {int(bins.counts.min()):,} or more. {words}".strip()
+    return Html(f"<div>{stack(summary, scatter({what: points}, label, y_label, joined=True))}</div>")
 
 
-def _matched(values: Values, h: Tensor) -> str:
-    summary = (
-        f"{percent(values['image_in_text'])} of the captions include their image (H > 0), "
-        f"{percent(values['text_in_image'])} lie within it: H the other way round is its negative."
-    )
-    return paragraph(summary) + _bars({"pairs": h}, "H(image in its caption)", "share of the pairs")
+def _matched(values: Mapping[str, float], h: Tensor | None) -> Iterator[str]:
+    if h is not None:
+        yield (
+            f"{percent(values['image_in_text'])} of the captions include their image (H > 0), "
+            f"{percent(values['text_in_image'])} lie within it: H the other way round is its negative."
+        )
+        yield from _bars({"pairs": h}, "H(image in its caption)", "share of the pairs")
 
 
-def _chains(values: Values, answers: Mapping[str, InclusionAnswers], exact: bool) -> str:
+def _chains(values: Mapping[str, float], answers: Mapping[str, InclusionAnswers], exact: bool) -> Iterator[str]:
     """Histograms of H of the links of chains, and the rates of right answers."""
-    links = [name for name in answers if name.startswith("chain_")][:LINKS]
-    some = {_link(name): answers[name].h for name in [*links, "unrelated"] if name in answers}
-    rows: list[list[Cell]] = [
+    if not answers:
+        return
+    links = [*[name for name in answers if name.startswith("chain_")][:LINKS], "unrelated"]
+    drawn = {_link(name): answers[name].h for name in links if name in answers}
+    yield from _bars(drawn, "H(first in second)", "share of each")
+    rows = [
         [
             _link(n),
             len(a.h),
             float(a.truth.double().mean()),
-            values[f"inclusion_{n}"],
-            values.get(f"inclusion_{n}_overlap"),
+            *map(values.get, (f"inclusion_{n}", f"inclusion_{n}_overlap")),
         ]
         for n, a in answers.items()
     ]
-    summary = "" if exact else "Chains are taken as true, and all else as false. "
-    summary += (
-        f"Overlapping are texts whose distance is below {values['inclusion_overlap']:.3g}, by which most answers about "
-        "half of the chains are right; the last column is about the other half."
-        if "inclusion_overlap" in values
-        else ""
-    )
     header = ["is the first in the second?", "pairs", "truly is", "right by H > 0", "right if they must overlap too"]
-    return _bars(some, "H(first in second)", "share of each") + table(rows, header, digits=3) + paragraph(summary)
+    yield table(rows, header, digits=3)
+    summary = "" if exact else "Chains are taken as true, and all else as false. "
+    if "inclusion_overlap" in values:
+        summary += (
+            f"Overlapping are texts whose distance is below {values['inclusion_overlap']:.3g}, by which most answers "
+            "about half of the chains are right; the last column is about the other half."
+        )
+    yield summary
 
 
 def _link(name: str) -> str:
     """ "chain_3_in_2" in words."""
-    known = {"chain": "all of these", "reverse": "the other way round", "unrelated": "in another image's chain"}
-    return known.get(name) or "level " + name.removeprefix("chain_").replace("_in_", " in ")
+    pairs = {"chain": "all of these", "reverse": "the other way round", "unrelated": "in another image's chain"}
+    return pairs.get(name) or "level " + name.removeprefix("chain_").replace("_in_", " in ")
 
 
-def _images(ranked: Sequence[tuple[Any, float]]) -> str:
+def _images(ranked: Sequence[tuple[Pixels, float]]) -> Html:
     return tiles([(image, f"{uncertainty:#.3g}") for image, uncertainty in ranked])
 
 
-def _texts(more: Shown) -> str:
-    parts = []
+def _texts(more: PageData) -> Iterator[str]:
     kinds = {"certain": "most certain", "uncertain": "most uncertain", "long": "of the longest tenth, most uncertain"}
-    for kind, name in kinds.items():
-        rows: list[list[Cell]] = [[text, f"{uncertainty:#.3g}"] for text, uncertainty in more[f"{kind} texts"]]
-        parts.append(table(rows, [name, "variance"]))
-    return grid(parts[:2]) + parts[2]
+    certain, uncertain, long = (
+        table([[text, f"{value:#.3g}"] for text, value in more[f"{kind} texts"]], [name, "variance"])
+        for kind, name in kinds.items()
+    )
+    yield grid([certain, uncertain])
+    yield long
 
 
-def _plane(plane: Plane) -> str:
+def _plane(plane: Plane | None) -> Iterator[str]:
     """Squares are images, dots captions, both with their ellipses."""
-    series = {}
-    for n in range(len(plane.images)):
-        own = [i for i, of in enumerate(plane.of) if of == n]
-        points = {i: (float(plane.means[i, 0]), float(plane.means[i, 1])) for i in own}
-        series[f"image {n + 1}"] = Dots(
-            [points[i] for i in own if plane.is_text[i]],
-            [points[i] for i in own if not plane.is_text[i]],
-            [_ellipse(plane.means[i], plane.spread[i]) for i in own],
-        )
-    summary = (
+    if plane is None:
+        return
+    yield (
         f"Squares are images, dots their captions, ellipses {STDS} standard deviations wide and high to each side; "
         "the axes are the principal components of the means that are shown, and have a scale each."
     )
+    series: dict[str, Dots] = {}
+    for n, text, mean, spread in zip(plane.of, plane.texts, plane.means, plane.spread, strict=True):
+        dots = series.setdefault(f"image {n + 1}", Dots([], [], []))
+        (dots.squares if text is None else dots.dots).append((float(mean[0]), float(mean[1])))
+        dots.outlines.append(_outline(mean, spread))
     x_label, y_label = (f"component {n + 1}, {percent(s)} of the variance" for n, s in enumerate(plane.share.tolist()))
-    shown = tiles([(image, f"image {n}") for n, image in enumerate(plane.images, start=1)], len(plane.images))
-    rows: list[list[Cell]] = [[text, f"{n + 1}"] for text, n in zip(plane.texts, plane.of, strict=True) if text]
-    return paragraph(summary) + scatter(series, x_label, y_label) + shown + table(rows, ["caption", "of image"])
+    yield scatter(series, x_label, y_label)
+    yield tiles([(image, f"image {n}") for n, image in enumerate(plane.images, start=1)], len(plane.images))
+    captions = [[text, f"{n + 1}"] for text, n in zip(plane.texts, plane.of, strict=True) if text is not None]
+    yield table(captions, ["caption", "of image"])
 
 
-def _ellipse(mean: Tensor, spread: Tensor) -> Ellipse:
-    """Where a Gaussian in the plane is STDS standard deviations from its mean [2]; covariance [2, 2]."""
+def _outline(mean: Tensor, spread: Tensor) -> list[tuple[float, float]]:
+    """Points STDS standard deviations from the mean [2] of a Gaussian with covariance [2, 2]."""
     variance, axes = torch.linalg.eigh(spread)
-    (a, b), (c, d) = (STDS * axes * variance.clamp_min(0).sqrt()).tolist()
-    return Ellipse(float(mean[0]), float(mean[1]), a, b, c, d)
+    turns = 2 * math.pi * torch.arange(CORNERS, dtype=axes.dtype) / CORNERS
+    circle = torch.stack([turns.cos(), turns.sin()])  # [2, CORNERS]
+    points = mean[:, None] + STDS * axes * variance.clamp_min(0).sqrt() @ circle
+    return [(x, y) for x, y in points.T.tolist()]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
@@ -18,9 +17,8 @@ from kiloword.evaluation.calibration import Bins
 from kiloword.evaluation.uncertainty.data import EncodedData, Levelled, different
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers
 from kiloword.randomness import key
+from kiloword.report.images import Pixels
 from kiloword.types import Features
-
-Pixels = npt.NDArray[np.uint8]
 
 SHOWN = 12  # most and least certain images, and texts
 LONG = 90  # percentile of length from which texts are long
@@ -48,8 +46,7 @@ class Plane:
 
     images: list[Pixels]  # [n]
     of: list[int]  # [m] of each point, an image
-    is_text: list[bool]  # [m]
-    texts: list[str]  # [m], "" for images
+    texts: list[str | None]  # [m], None for images
     means: Tensor  # [m, 2]
     spread: Tensor  # [m, 2, 2] covariances
     share: Tensor  # [2] of the means' variance
@@ -59,11 +56,10 @@ def drawn(findings: Findings) -> dict[str, Any]:
     """Page data by name; equal captions count once."""
     data = findings.data
     first = different(data.captions)
-    uncertainties = data.text_uncertainty[first]
-    texts = [data.captions[i] for i in first]
-    up = uncertainties.argsort(stable=True).tolist()
+    texts, uncertainties = [data.captions[i] for i in first], data.text_uncertainty[first]
+    ranked = [(texts[i], float(uncertainties[i])) for i in uncertainties.argsort(stable=True).tolist()]
     words = torch.tensor([len(text.split()) for text in texts])
-    long = words >= np.percentile(words, LONG) if texts else words
+    long = np.percentile(words, LONG) if texts else 0
     images = data.image_uncertainty.argsort(stable=True).tolist()
     return {
         "image": data.image_uncertainty,
@@ -71,15 +67,13 @@ def drawn(findings: Findings) -> dict[str, Any]:
         "own": data.image_uncertainty[data.image],  # of each caption's image
         "words": words,
         "different": uncertainties,
-        "found": {
-            name: getattr(findings, name) for name in ("matched", "true_of", "levelled", "answers", "exact", "bins")
-        },
         "certain": _images(data, images[:SHOWN]),
         "uncertain": _images(data, images[::-1][:SHOWN]),
-        "certain texts": [(texts[i], float(uncertainties[i])) for i in up[:SHOWN]],
-        "uncertain texts": [(texts[i], float(uncertainties[i])) for i in up[::-1][:SHOWN]],
-        "long texts": [(texts[i], float(uncertainties[i])) for i in up[::-1] if long[i]][:SHOWN],
+        "certain texts": ranked[:SHOWN],
+        "uncertain texts": ranked[::-1][:SHOWN],
+        "long texts": [one for one in ranked[::-1] if len(one[0].split()) >= long][:SHOWN],
         "plane": plane(data),
+        **{name: value for name, value in vars(findings).items() if name != "data"},
     }
 
 
@@ -111,8 +105,7 @@ def plane(data: EncodedData) -> Plane | None:
     return Plane(
         [pixels(data, i) for i in chosen],
         [*range(len(chosen)), *(n for n, _ in captions)],
-        [False] * len(chosen) + [True] * len(captions),
-        [""] * len(chosen) + [data.captions[t] for _, t in captions],
+        [None] * len(chosen) + [data.captions[t] for _, t in captions],
         (means - means.mean(0)) @ axes.T,
         torch.einsum("ad,nd,bd->nab", axes, variances.exp(), axes),
         share,

@@ -21,6 +21,7 @@ from kiloword.evaluation.retrieval.task import standings
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.uncertainty import UncertaintyTaskOptions
 from kiloword.evaluation.uncertainty.data import (
+    QUANTILES,
     EncodedData,
     Levelled,
     buckets,
@@ -38,9 +39,6 @@ from kiloword.model.encoding import chunks
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
-
-
-QUANTILES = (5, 25, 50, 75, 95)  # percent
 
 
 def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Values:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kiloword.report import card, grid, page, paragraph, table
-from kiloword.report.parts import Cell
+from kiloword.evaluation.task import Results
+from kiloword.report import card, grid, metric_table, page, section, table
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -90,45 +90,32 @@ def _seen(
     return list(zip((p.permute(1, 2, 0).numpy() for p in pixels), words, strict=True))
 
 
-def report(metrics: Mapping[str, Mapping[str, float]], data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+def report(metrics: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
     """A page: accuracy of every model, then the weights of its prompts, where it has any."""
-    columns = [name for name in VALUES if any(name in values for values in metrics.values())]
-    rows: list[list[Cell]] = [[m, *(_shown(v, name) for name in columns)] for m, v in metrics.items()]
-    numbers = table(rows, ["model", *(VALUES[name] for name in columns)], digits=3, strong=1)
-    sections = [("Accuracy", numbers)]
-    for model, page_data in shown.items():
-        classes: list[Class] = page_data.get("classes", [])
-        if classes:
-            sections.append((f"Prompts of {model}, by {page_data['way']}", _weights(classes) + _cards(classes)))
+    weighted = {model: more for model, more in shown.items() if more.get("classes")}
     intro = f"Zero-shot classification of {data}."
-    if any(page_data.get("classes") for page_data in shown.values()):
+    if weighted:
         intro += " Weights of a class's prompts sum to 1."
-    if "entropy" in columns:
+    if any("entropy" in values for values in metrics.values()):
         intro += " Entropies are in nats."
-    return page("Zero-shot classification by prompts", intro, sections)
+    accuracy = metric_table(metrics, VALUES, whole=["held_out"], by_model=True, first="model", strong=1)
+    prompts = [section(f"Prompts of {m}, by {more['way']}", *_weights(more["classes"])) for m, more in weighted.items()]
+    return page("Zero-shot classification by prompts", intro, [section("Accuracy", accuracy), *prompts])
 
 
-def _shown(values: Mapping[str, float], name: str) -> Cell:
-    return int(values[name]) if name == "held_out" and name in values else values.get(name)
+def _weights(classes: Sequence[Class]) -> Iterator[str]:
+    ends = [(one, one.prompts[0], one.prompts[-1]) for one in classes[:LINES]]
+    rows = [[one.name, *heaviest, *lightest, 1 / len(one.prompts)] for one, heaviest, lightest in ends]
+    yield table(rows, ["class", "heaviest prompt", "weight", "lightest prompt", "weight", "uniform"], digits=3)
+    if len(classes) > LINES:
+        yield f"The first {LINES} of {len(classes)} classes."
+    if cards := [_card(one) for one in classes if one.images]:
+        yield "Images that the weights were fitted on, each with its true class below."
+        yield grid(cards)
 
 
-def _weights(classes: Sequence[Class]) -> str:
-    rows: list[list[Cell]] = []
-    for shown_class in classes[:LINES]:
-        (most, high), (fewest, low) = shown_class.prompts[0], shown_class.prompts[-1]
-        rows.append([shown_class.name, most, high, fewest, low, 1 / len(shown_class.prompts)])
-    note = paragraph(f"The first {LINES} of {len(classes)} classes.") if len(classes) > LINES else ""
-    return table(rows, ["class", "heaviest prompt", "weight", "lightest prompt", "weight", "uniform"], digits=3) + note
-
-
-def _cards(classes: Sequence[Class]) -> str:
-    cards = [_card(one) for one in classes if one.images]
-    note = paragraph("Images that the weights were fitted on, each with its true class below.")
-    return note + grid(cards) if cards else ""
-
-
-def _card(shown_class: Class) -> str:
-    lines = [f"{weight:.3f}  {prompt}" for prompt, weight in shown_class.prompts]
+def _card(one: Class) -> str:
+    lines = [f"{weight:.3f}  {prompt}" for prompt, weight in one.prompts]
     if len(lines) > 2 * ENDS:
         lines = [*lines[:ENDS], "…", *lines[-ENDS:]]
-    return card(shown_class.images, lines, strong=shown_class.name)
+    return card(one.images, lines, strong=one.name)
