@@ -25,8 +25,9 @@ from kiloword.config.options import RunOptions
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.accumulate import backward
+from kiloword.training.resolve import open_sources
 from kiloword.training.saving import Saver
-from kiloword.training.setup import Run, open_sources, prepare
+from kiloword.training.setup import Run, prepare
 
 
 def ready(size: str, device: str, out: Path) -> Run:

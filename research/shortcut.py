@@ -18,7 +18,7 @@ from kiloword.config.recipes import Recipe
 from kiloword.data.sources.open import open_source
 from kiloword.methods.defaults import default_recipe
 from kiloword.randomness import key
-from kiloword.training.setup import open_sources
+from kiloword.training.resolve import open_sources
 from kiloword.types import Record, Source
 from research.arms import Arm, Experiment, Options, main
 from research.scenes_judge import RECALL

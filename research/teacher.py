@@ -26,7 +26,7 @@ def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
     from kiloword.data.feature_store import FeatureStore
     from kiloword.features.extract import main as embed
     from kiloword.training.loop import RunOptions, train
-    from kiloword.training.setup import open_sources
+    from kiloword.training.resolve import open_sources
 
     model = train(replace(recipe, seed=SEED), out / "teacher", options=RunOptions(workers=workers, device=device))
     embed(str(model), recipe.data.sources, features(out), workers=workers, device=device)

@@ -29,8 +29,8 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.method import Method
 from kiloword.methods.registry import preset
 from kiloword.training.accumulate import backward
-from kiloword.training.bad_steps import is_bad
 from kiloword.training.learner import learner_of
+from kiloword.training.meter import is_bad
 from kiloword.training.optimizer import Average, Optimizer
 from kiloword.types import Batch, Texts
 

@@ -18,7 +18,7 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.registry import names, preset
-from kiloword.training.setup import micro_batches
+from kiloword.training.resolve import micro_batches
 from kiloword.verify.suite import verify
 from tars import pairs, photo, write_tar
 

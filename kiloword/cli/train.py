@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     from kiloword.training import effects, start
     from kiloword.training.dry_run import rehearse
     from kiloword.training.loop import train
-    from kiloword.training.setup import open_sources, with_length
+    from kiloword.training.resolve import open_sources, with_length
 
     start.check(recipe)
     effects.check(recipe, usual, args.options.trust_code)

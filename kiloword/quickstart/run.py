@@ -28,7 +28,7 @@ from kiloword.quickstart.words import summary
 from kiloword.terminal import say, warn
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
-from kiloword.training.setup import with_length
+from kiloword.training.resolve import with_length
 
 
 def recipe(seed: int = 0) -> Recipe:

@@ -10,8 +10,7 @@ from torch import Tensor
 from kiloword.config.options import RunOptions
 from kiloword.distributed import collectives, heartbeat
 from kiloword.distributed.device import cores
-from kiloword.training.bad_steps import Guard
-from kiloword.training.meter import Meter
+from kiloword.training.meter import Guard, Meter
 from kiloword.training.saving import Saver
 from kiloword.training.setup import Run
 from kiloword.training.signals import Stop, Stopped

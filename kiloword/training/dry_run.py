@@ -11,7 +11,6 @@ from typing import Any
 
 from PIL import Image
 
-from kiloword.config.by_device import settle, summary
 from kiloword.config.options import RunOptions
 from kiloword.config.recipes import HeadConfig, ImageConfig, OptimConfig, Recipe, TextConfig
 from kiloword.data.images.contact import TILES, draw_tiles
@@ -25,10 +24,10 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import shapes
 from kiloword.terminal import say
-from kiloword.training import compilation, effects
-from kiloword.training.run_folder import RunFile, check_same_run, check_utf8, earlier, run_file
-from kiloword.training.setup import make_learner, make_loader, micro_batches, open_sources, open_val, resolve
-from kiloword.training.validation import check_val
+from kiloword.training import effects
+from kiloword.training.resolve import micro_batches, open_sources, open_val, resolve
+from kiloword.training.run_folder import RunFile, check_utf8
+from kiloword.training.setup import make_learner
 from kiloword.types import Batch, Example, Source
 
 MOST = 256  # largest number of images decoded of a rank's first batch
@@ -51,35 +50,28 @@ def rehearse(recipe: Recipe, source: Source, out: Path, options: RunOptions) -> 
     """
     device = choose(options.device)
     with collectives.process_group(timeout_s=options.timeout):
-        file, batch, bad, notes = _prepare(recipe, source, out, options, device)
+        check_utf8(out)
+        run = resolve(recipe, source, out, options, device)
+        if recipe.init is not None:
+            make_learner(run.recipe, run.method, options.trust_code)
+        batch, bad = _first_batch(run.loader)
+        notes = [*_wrapped("device", run.chosen), *(f"note       {note}" for note in run.loader.notes)]
         if collectives.rank() == 0:
-            say(*describe(file, source, out, options), *notes, *_first_batch(batch, bad))
+            cut = f", {batch.texts.truncated} cut" if batch.texts.truncated else ""
+            kind = f", {bad} bad samples" if bad else ""
+            read = f"read       {len(batch)} images of the first batch, {len(batch.texts)} captions{cut}{kind}"
+            say(*describe(run.file, source, out, options), *notes, read)
 
 
-def _prepare(
-    recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str
-) -> tuple[RunFile, Batch, int, list[str]]:
-    """The future `config.json`, this rank's part of the first batch, its number of bad samples on all ranks, notes."""
-    compilation.check_graphs(options, micro_batches(recipe), device)
-    check_utf8(out)
-    requested, before = recipe, earlier(out)
-    recipe = settle(recipe, device, before)
-    recipe, tokenizer = resolve(recipe, source, out / "model", options.trust_code)
-    file = run_file(recipe, source)
-    check_same_run(out, file, options.extend)
-    method = preset(recipe.method, recipe.settings)
-    if recipe.init is not None:
-        make_learner(recipe, method, options.trust_code)
-    loader = make_loader(recipe, source, method, tokenizer, options, device)
-    chosen = summary(requested, recipe, device, loader.workers, before is not None)
-    check_val(recipe, open_val(recipe), tokenizer, source)
-    share = recipe.batch // loader.ranks
+def _first_batch(loader: Loader) -> tuple[Batch, int]:
+    """This rank's part of the first batch, at most MOST images, and its number of bad samples on all ranks."""
+    share = loader.order.batch // loader.ranks
     parts = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= MOST)
     loader.workers, loader.rank, loader.ranks = 0, loader.rank * parts, loader.ranks * parts
     batch = next(loader.batches(0, 1))
-    bad = BadRows(len(source), recipe.data.bad_share)
+    bad = BadRows(len(loader.source), loader.data.bad_share)
     bad.count(collectives.all_lists(batch.skipped))
-    return file, batch, len(bad), [*_wrapped("device", chosen), *(f"note       {note}" for note in loader.notes)]
+    return batch, len(bad)
 
 
 def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> list[str]:
@@ -160,13 +152,6 @@ def _wrapped(name: str, text: str) -> Iterator[str]:
     """Lines of at most WIDE columns; the first starts with the name."""
     for n, line in enumerate(wrap(text, WIDE - 11, break_long_words=False, break_on_hyphens=False)):
         yield f"{'' if n else name:10} {line}"
-
-
-def _first_batch(batch: Batch, bad: int) -> list[str]:
-    """One line about the first batch that was read."""
-    cut = f", {batch.texts.truncated} cut" if batch.texts.truncated else ""
-    kind = f", {bad} bad samples" if bad else ""
-    return [f"read       {len(batch)} images of the first batch, {len(batch.texts)} captions{cut}{kind}"]
 
 
 def draw_examples(src: str, method: str, size: str, png: Path) -> str:

@@ -7,17 +7,15 @@ from pathlib import Path
 from kiloword.config.by_device import products
 from kiloword.config.options import RunOptions as RunOptions
 from kiloword.config.recipes import Recipe
-from kiloword.config.settings import check
 from kiloword.distributed import collectives
 from kiloword.distributed.device import choose, on_device, precision_of
-from kiloword.training import compilation
 from kiloword.training.accumulate import backward
 from kiloword.training.cadence import Cadence
+from kiloword.training.resolve import micro_batches, open_sources
 from kiloword.training.run_folder import error_kept
 from kiloword.training.saving import Saver
-from kiloword.training.setup import Run, micro_batches, open_sources, open_val, prepare
+from kiloword.training.setup import Run, prepare
 from kiloword.training.signals import stop_signals
-from kiloword.training.validation import check_val
 from kiloword.types import Source
 
 
@@ -32,30 +30,17 @@ def train(recipe: Recipe, out: Path | str, source: Source | None = None, options
     device = choose(options.device)
     with stop_signals() as stop, collectives.process_group(device, options.timeout):
         with stop.at_once("stopped before its first step: there was nothing to save. The same command starts it."):
-            check(recipe)
-            parts = micro_batches(recipe)
-            compilation.check_graphs(options, parts, device)
-            val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
-            run = prepare(
-                recipe,
-                Path(out),
-                source or open_sources(recipe),
-                device=device,
-                options=options,
-            )
-            with error_kept(run.out):
-                check_val(recipe, val, run.tokenizer, run.loader.source)
-            run.val = val if run.recipe.model.image.size == recipe.model.image.size else None  # scenes are drawn by it
+            run = prepare(recipe, Path(out), source or open_sources(recipe), device=device, options=options)
         with error_kept(run.out), products(run.recipe.matmul), Saver(run, options.keep_states) as saver:
-            _loop(run, Cadence(run, saver, options, stop), parts)
+            _loop(run, Cadence(run, saver, options, stop))
         return run.out / "model"
 
 
-def _loop(run: Run, cadence: Cadence, micro_batches: int) -> None:
+def _loop(run: Run, cadence: Cadence) -> None:
     learner, precision = run.learner, precision_of(run.recipe.precision, run.device.type)
     cadence.begin()
     # No variable holds the loader: an exception then ends its workers at once, not at the interpreter's exit.
-    for batch, micro in on_device(cadence.batches(), run.device, micro_batches):
+    for batch, micro in on_device(cadence.batches(), run.device, micro_batches(run.recipe)):
         report = backward(learner, micro, precision, run.reducer)
         report |= run.optimizer.step(run.step, report["loss"])
         learner.model.head.clamp_()

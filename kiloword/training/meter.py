@@ -1,4 +1,4 @@
-"""The values of a log row: means since the last row, rates and counts."""
+"""The values of a log row: means since the last row, rates and counts; and the count of skipped steps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,79 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kiloword.distributed import collectives
-from kiloword.training.bad_steps import Guard, is_bad
 from kiloword.training.log import SinceRow
 from kiloword.training.optimizer import schedule
+from kiloword.training.saving import what_is_left
 from kiloword.training.setup import Run
+
+
+class _Seen(NamedTuple):
+    step: int  # from 1
+    bad: Tensor  # bool
+    loss: Tensor
+    norm: Tensor
+
+
+def is_bad(report: dict[str, Tensor]) -> Tensor:
+    """Whether means omit a step: it was skipped, or its loss is NaN or infinite. Returns: bool tensor on the device."""
+    lost = ~report["loss"].isfinite()
+    return lost | (report["skipped_step"] > 0) if "skipped_step" in report else lost
+
+
+class Guard:
+    """Counts skipped steps in `run.skipped_steps` and `run.skipped_in_a_row`, the same on all ranks.
+
+    On CPU a step is checked at once; on other devices when `look` is called, so that steps do not wait for the device.
+
+    Args: most: number of steps in a row that may be skipped.
+    """
+
+    def __init__(self, run: Run, most: int) -> None:
+        self.run, self.most = run, most
+        self._seen: list[_Seen] = []
+
+    def add(self, step: int, report: dict[str, Tensor]) -> None:
+        """Args: step, from 1. Raises: ValueError, see `look`."""
+        self._seen.append(_Seen(step, is_bad(report), report["loss"].detach(), report["gradient_norm"].detach()))
+        if self.run.device.type == "cpu":
+            self.look()
+
+    def look(self) -> None:
+        """Check the steps added since the last call. Raises: ValueError after `most` bad steps in a row."""
+        pending, self._seen = self._seen, []
+        if not pending:
+            return
+        columns = [torch.stack([getattr(step, name).double() for step in pending]) for name in ("bad", "loss", "norm")]
+        for step, (bad, loss, norm) in zip(pending, torch.stack(columns, 1).tolist(), strict=True):
+            if bad:
+                self._count(step.step, loss, norm)
+            else:
+                self.run.skipped_in_a_row = 0
+
+    def _count(self, step: int, loss: float, norm: float) -> None:
+        run = self.run
+        run.skipped_steps += 1
+        run.skipped_in_a_row += 1
+        run.log.say(f"step {step}: {self._why(loss, norm)}: the step was skipped ({run.skipped_steps} so far)")
+        if run.skipped_in_a_row >= self.most:
+            raise ValueError(
+                f"step {step}: {self._why(loss, norm)}; bad steps in a row: {run.skipped_in_a_row}. The run stops"
+                f"{what_is_left(run.out)}; --max-skipped-steps allows more."
+            )
+
+    def _why(self, loss: float, norm: float) -> str:
+        if not math.isfinite(norm):
+            return f"loss is {loss:.3g} and gradient norm {norm}"
+        if not math.isfinite(loss):
+            return f"loss is {loss}"
+        usual = self.run.optimizer.usual_norm
+        return f"gradient norm {norm:.2g}" + (f" is {norm / usual:.0f} times the usual" if usual else " explodes")
 
 
 class Meter:
@@ -62,7 +126,7 @@ class Meter:
         yield
         self._save += time.perf_counter() - start
 
-    def add(self, report: dict[str, torch.Tensor], pairs: int) -> None:
+    def add(self, report: dict[str, Tensor], pairs: int) -> None:
         self.run.since_row.reports.append({k: v.detach() for k, v in report.items()})
         self._pairs += pairs
         self.guard.add(self.run.step, report)
@@ -84,7 +148,7 @@ class Meter:
         seconds = time.perf_counter() - self._start
         row: dict[str, Any] = {
             "step": run.step,
-            "epoch": run.step / run.order.steps_per_epoch,
+            "epoch": run.step / run.loader.order.steps_per_epoch,
             **{k: v for k, v in means.items() if math.isfinite(v)},
         }
         row["scale"] = float(head.log_scale.detach().exp())
@@ -118,7 +182,7 @@ class Meter:
         return row if collectives.ranks() == 1 else row | {"slowest_data_wait": wait}
 
 
-def on_host(reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+def on_host(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """The same scalars on the CPU, copied with one synchronization of the device instead of one per scalar.
 
     Scalars that are on the CPU already are passed on.
@@ -126,7 +190,7 @@ def on_host(reports: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tens
     away = [x.double() for report in reports for x in report.values() if x.device.type != "cpu"]
     numbers = iter(torch.stack(away).cpu() if away else ())
 
-    def here(x: torch.Tensor) -> torch.Tensor:
+    def here(x: Tensor) -> Tensor:
         return x if x.device.type == "cpu" else next(numbers).to(x.dtype)
 
     return [{name: here(x) for name, x in report.items()} for report in reports]

@@ -1,9 +1,9 @@
-"""Saves the resumable state and the model folder of a run in the background."""
+"""The state of a run: resumed from, and saved with the model folder in the background."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -11,21 +11,67 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from kiloword.checkpoint.files import SaveError, sync, write_json
-from kiloword.checkpoint.model_folder import in_order, not_finite, write_tensors
+from kiloword.checkpoint.model_folder import check_fit, in_order, not_finite, spec_of, write_tensors
 from kiloword.checkpoint.state_shards import Host, SavedState, StateShard, write_part
-from kiloword.checkpoint.states import drop_old, shards_folder, write_numbers
+from kiloword.checkpoint.states import drop_old, newest, shards_folder, states, write_numbers
 from kiloword.config.recipes import ModelFile
+from kiloword.data.images.time_limit import REASON
 from kiloword.distributed import collectives
-from kiloword.training.bad_steps import what_is_left
-from kiloword.training.setup import Run, state_of
+
+if TYPE_CHECKING:
+    from kiloword.training.setup import Run
 
 POLL_S = 0.01  # seconds between checks of the other ranks while waiting for a save
 LONG_S = 60.0  # seconds of waiting for a save, after which a message says so
 
 Files = dict[str, str]  # names of a state's files -> SHA-256
+
+
+def resume(run: Run) -> None:
+    """Continue from the newest state of the run's folder, if there is one; tensors are filled in place."""
+    stored = newest(run.out / "state", run.log.say)
+    if stored is None:
+        return
+    tensors = {k: v for k, v in state_of(run)[0].items() if not k.startswith("optimizer/")}
+    # the optimizer creates its own tensors only at its first step
+    names = [k.removeprefix("optimizer/") for k in stored.specs if k.startswith("optimizer/")]
+    moments = run.optimizer.empty_state(names)
+    whole = tensors | {f"optimizer/{k}": v for k, v in moments.items()}
+    what = f"tensors in {run.out / 'state'}"
+    check_fit({k: spec_of(v) for k, v in whole.items()}, stored.specs, what, "this run")
+    stored.load(whole)
+    _check_finite(run.out / "state", stored.numbers["step"], whole)
+    run.optimizer.load_state_dict(moments)
+    run.bad.load_state_dict(stored.numbers["bad"])
+    run.loader.given_up |= {(0, row) for row in run.bad.rows_of(REASON)}  # another machine might decode them in time
+    run.step, run.truncated = stored.numbers["step"], stored.numbers["truncated"]
+    run.skipped_steps, run.skipped_in_a_row = stored.numbers["skipped_steps"]
+    run.since_row.load_state_dict(stored.numbers["since_row"], run.device)
+
+
+def _check_finite(folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Raises: ValueError on all ranks when the state has NaN or infinite values on any rank."""
+    if bad := collectives.all_lists(not_finite({name: collectives.local(x) for name, x in tensors.items()})):
+        raise ValueError(
+            f"the state of step {step} in {folder} cannot be used: {bad[0]} is NaN or infinite. Start again in another "
+            f"--out with a smaller --optim.lr, or remove {folder / f'step-{step:09d}.json'} to go on from the state "
+            "before, if there is one."
+        )
+
+
+def state_of(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and numbers that `resume` reads."""
+    tensors = {f"learner/{k}": v for k, v in run.learner.state_dict().items()}
+    tensors |= {f"optimizer/{k}": v for k, v in run.optimizer.state_dict().items()}
+    tensors |= {f"average/{k}": v for k, v in run.average.shadow.items()}
+    skipped = run.skipped_steps, run.skipped_in_a_row
+    numbers = {"truncated": run.truncated, "skipped_steps": list(skipped), "bad": run.bad.state_dict()}
+    return tensors, {**numbers, "since_row": run.since_row.state_dict()}
 
 
 class Saver:
@@ -168,3 +214,12 @@ def write_model(run: Run, file: ModelFile, stored: SavedState) -> None:
     specs = {short: stored.specs[name] for short, name in names.items()}
     write_json(folder / "config.json", asdict(file))
     write_tensors(folder / "model.safetensors", specs, stored.whole([names[short] for short in in_order(specs)]))
+
+
+def what_is_left(out: Path) -> str:
+    """The end of the message about a diverged run, after "The run stops": the state that remains, what to do."""
+    again = "Start again in another --out with a smaller --optim.lr"
+    if not states(out / "state"):
+        return f" before its first state. {again}"
+    kept = f"{out / 'state'} keeps the last state, which is finite"
+    return f"; {kept}. {again}, from {out / 'model'} by --init if you like"

@@ -18,11 +18,11 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.training.log import read_metrics
-from kiloword.training.setup import Run, open_val
 from kiloword.types import BadSample, Record, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
+    from kiloword.training.setup import Run
 
 ROWS, TRIED = 2, 32  # rows evaluated before a run, and rows searched for them
 
@@ -35,7 +35,7 @@ def validate(run: Run) -> dict[str, float]:
     from kiloword.api import Matcher
     from kiloword.distributed.sharing import sharing
 
-    run.val = source = open_val(run.recipe) if run.val is None else run.val
+    source = run.val
     assert source is not None
     with_questions = "questions" in run.learner.method.needs
     names = ("accuracy",) if with_questions else ("text_retrieval_recall@1", "image_retrieval_recall@1")

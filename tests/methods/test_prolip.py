@@ -19,7 +19,7 @@ from kiloword.methods.prolip.gaussian import Gaussian
 from kiloword.methods.registry import find, preset
 from kiloword.model.model import Model, build
 from kiloword.training.learner import Learner
-from kiloword.training.setup import make_loader, open_sources
+from kiloword.training.resolve import make_loader, open_sources
 from kiloword.types import Features
 from kiloword.verify.batch import batch, config
 

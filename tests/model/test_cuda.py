@@ -26,7 +26,7 @@ from kiloword.training import compilation, effects
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner
 from kiloword.training.loop import train
-from kiloword.training.setup import open_sources
+from kiloword.training.resolve import open_sources
 from kiloword.types import Texts
 from kiloword.verify.batch import batch
 from kiloword.verify.suite import learner

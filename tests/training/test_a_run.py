@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 from kiloword.config.recipes import OptimConfig, Recipe
 from kiloword.data.sources.open import open_source
 from kiloword.methods.defaults import default_recipe
-from kiloword.training import bad_steps as guarding
-from kiloword.training import saving, setup, validation
-from kiloword.training.bad_steps import Guard, is_bad
+from kiloword.training import resolve, saving, validation
 from kiloword.training.log import read_metrics
 from kiloword.training.loop import RunOptions, train
+from kiloword.training.meter import Guard, is_bad
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Source
 
@@ -55,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, opened: list[str]) -> tuple[Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving.Saver, "save", noted)
-        patch.setattr(setup, "open_source", noted_source)
+        patch.setattr(resolve, "open_source", noted_source)
         train(recipe(), out, options=RunOptions(log_every=2, save_every=3, eval_every=4, keep_states=2, quiet=True))
     return out, saved
 
@@ -182,9 +181,9 @@ def test_bad_numbers() -> None:
 
 
 def test_what_is_left_of_a_run_that_diverged(tmp_path: Path, run: tuple[Path, list[int]]) -> None:
-    before = guarding.what_is_left(tmp_path)
+    before = saving.what_is_left(tmp_path)
     assert before == " before its first state. Start again in another --out with a smaller --optim.lr"
-    after = guarding.what_is_left(run[0])
+    after = saving.what_is_left(run[0])
     assert f"{run[0] / 'state'} keeps the last state, which is finite" in after
     assert f"from {run[0] / 'model'} by --init" in after
 

@@ -18,8 +18,8 @@ from kiloword.config.recipes import AugmentConfig, OptimConfig
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import names
 from kiloword.training import cadence, dry_run, validation
+from kiloword.training.resolve import open_sources
 from kiloword.training.run_folder import run_file
-from kiloword.training.setup import open_sources
 from tars import photo
 
 SMALL = ("--batch", "8", "--steps", "1", "--size", "debug", "--vocab", "300", "--log-every", "1")

@@ -49,7 +49,9 @@ class World:
         self.stop, self.options, self.is_validated = Stop(), options, False
         note, world = self.note, self
         self.run: Any = SimpleNamespace(
-            recipe=SimpleNamespace(steps=6, precision="fp32", data=SimpleNamespace(val="x" if val else None)),
+            recipe=SimpleNamespace(
+                steps=6, batch=2, micro=1, precision="fp32", data=SimpleNamespace(val="x" if val else None)
+            ),
             learner=SimpleNamespace(model=SimpleNamespace(head=SimpleNamespace(clamp_=lambda: note("clamp")))),
             optimizer=SimpleNamespace(step=self.moved),
             average=SimpleNamespace(update=lambda *given: self.given.append(given[1:]) or note("average")),
@@ -134,7 +136,7 @@ class World:
 
     def go(self) -> dict[str, list[int]]:
         """After which steps each thing was done."""
-        loop._loop(self.run, cadence.Cadence(self.run, self.saver, self.options, self.stop), 2)
+        loop._loop(self.run, cadence.Cadence(self.run, self.saver, self.options, self.stop))
         return self.done()
 
     def done(self) -> dict[str, list[int]]:

@@ -22,8 +22,9 @@ from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives, launch
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
-from kiloword.training import compilation, engine, meter, setup
-from kiloword.training.setup import make_learner, make_loader, with_length
+from kiloword.training import compilation, engine, meter, resolve, setup
+from kiloword.training.resolve import make_loader, with_length
+from kiloword.training.setup import make_learner
 
 
 def recipe(method: str = "siglip", **more: Any) -> Recipe:
@@ -85,7 +86,7 @@ def test_options_reach_towers_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_a_loader_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(setup, "Loader", lambda *args, **named: made.append({"args": args, **named}))
+    monkeypatch.setattr(resolve, "Loader", lambda *args, **named: made.append({"args": args, **named}))
     monkeypatch.setattr(collectives, "rank", lambda: 1)
     monkeypatch.setattr(collectives, "ranks", lambda: 2)
 

@@ -15,8 +15,8 @@ from kiloword.distributed import collectives
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
+from kiloword.training.resolve import _order, _stores, micro_batches
 from kiloword.training.run_folder import RunFile, _differences, check_same_run, error_kept, forget_error, holds_run
-from kiloword.training.setup import _order, _stores, micro_batches
 from kiloword.training.signals import Stopped
 
 RECIPE = replace(default_recipe("siglip", "debug", ("scenes?n=70",)), batch=16, steps=20)
@@ -189,7 +189,7 @@ def test_what_features_a_method_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, path: str) -> None:
             self.name = Path(path).name
 
-    monkeypatch.setattr("kiloword.training.setup.FeatureStore", Table)
+    monkeypatch.setattr("kiloword.training.resolve.FeatureStore", Table)
     method = replace(preset("siglip"), needs=("teacher", "truth", "questions"))
 
     def stores(*paths: str) -> list[str]:

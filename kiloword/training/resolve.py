@@ -1,0 +1,174 @@
+"""Resolve a recipe: everything that depends on data, device and an earlier run, before the first file is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kiloword.config.by_device import settle, summary, workers_of
+from kiloword.config.options import RunOptions
+from kiloword.config.recipes import Recipe
+from kiloword.config.settings import check
+from kiloword.data.feature_store import FeatureStore
+from kiloword.data.loader import Loader
+from kiloword.data.reading import captions_of
+from kiloword.data.sampler import Order, steps_per_epoch
+from kiloword.data.sources.open import open_data, open_source
+from kiloword.data.text.tokenizer import Tokenizer
+from kiloword.distributed import collectives
+from kiloword.methods.method import Method
+from kiloword.methods.registry import preset
+from kiloword.training import start
+from kiloword.training.compilation import check_graphs
+from kiloword.training.run_folder import RunFile, check_same_run, earlier, holds_run, run_file
+from kiloword.training.validation import check_val
+from kiloword.types import Source
+
+
+@dataclass
+class Resolved:
+    """A run that nothing refuses."""
+
+    recipe: Recipe  # the whole recipe
+    method: Method
+    tokenizer: Tokenizer
+    loader: Loader
+    val: Source | None  # the validation data
+    file: RunFile  # the future config.json of the run
+    chosen: str  # the defaults of the device, with their reasons
+
+
+def resolve(recipe: Recipe, source: Source, out: Path, options: RunOptions, device: str) -> Resolved:
+    """Resolve a recipe for a run in `out`. A collective.
+
+    Raises: ValueError for settings, data, feature stores or validation data that cannot be used, and when `out` holds a
+    run of another recipe (naming what differs).
+    """
+    check(recipe)
+    check_graphs(options, micro_batches(recipe), device)
+    val = open_val(recipe)  # a wrong name, and below what cannot be used, is refused now, not after hours
+    requested, before = recipe, earlier(out)
+    recipe, tokenizer = _with_tokenizer(settle(recipe, device, before), source, out / "model", options.trust_code)
+    file = run_file(recipe, source)
+    check_same_run(out, file, options.extend)
+    method = preset(recipe.method, recipe.settings)
+    loader = make_loader(recipe, source, method, tokenizer, options, device)
+    check_val(recipe, val, tokenizer, source)
+    chosen = summary(requested, recipe, device, loader.workers, before is not None)
+    return Resolved(recipe, method, tokenizer, loader, val, file, chosen)
+
+
+def open_sources(recipe: Recipe) -> Source:
+    """The training data of a recipe."""
+    return open_data(recipe.data, recipe.model.image.size)
+
+
+def open_val(recipe: Recipe) -> Source | None:
+    """The validation data of a recipe, if it has any."""
+    return None if recipe.data.val is None else open_source(recipe.data.val, size=recipe.model.image.size)
+
+
+def with_length(
+    recipe: Recipe, rows: int, steps: int | None = None, epochs: float | None = None, samples: int | None = None
+) -> Recipe:
+    """The recipe with its number of steps. Raises: ValueError for more than one length, or a length below one step."""
+    check(recipe)
+    lengths = {k: v for k, v in (("--steps", steps), ("--epochs", epochs), ("--samples", samples)) if v is not None}
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(lengths)} both say how long to train: give one of them.")
+    if epochs is not None and not math.isfinite(epochs):
+        raise ValueError(f"--epochs is {epochs}: expected a number.")
+    if epochs is not None:
+        steps = round(epochs * steps_per_epoch(rows, recipe.batch))
+    elif samples is not None:
+        steps = samples // recipe.batch
+    steps = recipe.steps if steps is None else steps
+    if steps < 1:
+        length = " ".join(f"{k} {v:g}" for k, v in lengths.items())
+        raise ValueError(f"{length} is {steps} steps of batch {recipe.batch} on {rows} images: expected at least 1.")
+    return replace(recipe, steps=steps)
+
+
+def micro_batches(recipe: Recipe) -> int:
+    """Micro-batches of one rank's share. Raises: ValueError when they would not be equal."""
+    share = recipe.batch // collectives.ranks()
+    if recipe.batch % collectives.ranks():
+        raise ValueError(
+            f"batch {recipe.batch} does not divide over {collectives.ranks()} ranks: choose a multiple of "
+            f"{collectives.ranks()}."
+        )
+    micro = recipe.micro or share
+    if share % micro:
+        raise ValueError(
+            f"micro {micro} does not divide a rank's share of {share} images: choose a divisor of {share}."
+        )
+    return share // micro
+
+
+def _with_tokenizer(recipe: Recipe, source: Source, folder: Path, trust_code: bool) -> tuple[Recipe, Tokenizer]:
+    """The recipe with its vocabulary, and with `init` the shape of the model; the tokenizer, read from `folder` if a
+    run is there."""
+    if recipe.init is not None:
+        tokenizer = Tokenizer.load(recipe.init)
+        return start.settle(recipe, tokenizer, trust_code), tokenizer
+    if holds_run(folder.parent):
+        tokenizer = Tokenizer.load(folder)
+    else:
+        tokenizer = Tokenizer.train(captions_of(source), recipe.data.tokenizer_vocab)
+    text = replace(recipe.model.text, vocab=tokenizer.vocab, special=tokenizer.roles.ids())
+    return replace(recipe, model=replace(recipe.model, text=text)), tokenizer
+
+
+def make_loader(
+    recipe: Recipe, source: Source, method: Method, tokenizer: Tokenizer, options: RunOptions, device: str = "cpu"
+) -> Loader:
+    """The loader of this rank's batches. Args: device: the device that trains on them."""
+    image_bytes = recipe.batch // collectives.ranks() * 3 * recipe.model.image.size**2
+    return Loader(
+        source,
+        _order(recipe, source),
+        recipe.data,
+        method.shape(recipe.model).text,
+        recipe.model.image.size,
+        tokenizer,
+        transforms=method.transforms,
+        stores=_stores(recipe, method),
+        truth="truth" in method.needs,
+        questions="questions" in method.needs,
+        seed=recipe.seed,
+        rank=collectives.rank(),
+        ranks=collectives.ranks(),
+        workers=workers_of(options.workers, device, image_bytes),
+        timeout=options.timeout,
+        resize=recipe.model.preprocess.resize,
+    )
+
+
+def _stores(recipe: Recipe, method: Method) -> list[FeatureStore]:
+    """The recipe's feature stores. Raises: ValueError when the method needs one that is missing."""
+    stores = [FeatureStore(path) for path in recipe.data.features]
+    names = [store.name for store in stores]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"two feature stores are named {twice[0]!r}: name them apart (`embed --name`).")
+    missing = [name for name in method.needs if name not in (*names, "truth", "questions")]
+    if missing:
+        raise ValueError(
+            f"{recipe.method} needs precomputed features named {missing[0]!r}: make them once by `kiloword embed "
+            f"MODEL --data SRC --out DIR`, then train with --features DIR."
+        )
+    return stores
+
+
+def _order(recipe: Recipe, source: Source) -> Order:
+    together = recipe.data.together
+    if together == 1:
+        return Order(len(source), recipe.batch, recipe.seed)
+    if recipe.batch % together:
+        raise ValueError(
+            f"groups of {together} rows do not fill a batch of {recipe.batch}: choose a multiple of {together}."
+        )
+    if len(source) % together:  # a shorter group would shift all later groups across the borders of batches
+        raise ValueError(f"{source.name}: {len(source)} rows are not a multiple of the group size {together}.")
+    return Order(len(source), recipe.batch, recipe.seed, full=0, block=together, group=1)
