@@ -15,7 +15,8 @@ from kiloword.errors import count
 from kiloword.explain.maps import Explanation, Maps
 from kiloword.explain.strips import Draw, SheetInput, What, possible, strips
 from kiloword.model.image import extra
-from kiloword.report.overlay import SIDE, Pixels, Row, TokenMap, figure
+from kiloword.report.images import Pixels
+from kiloword.report.overlay import SIDE, Row, TokenMap, figure
 from kiloword.report.sheet import CaptionStrips, sheet
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from kiloword.explain.words import END, explain_words
 from kiloword.methods.coca import masked_images, masking
 from kiloword.methods.coca.masked_images import MimSettings
 from kiloword.model.encoding import inference
-from kiloword.report.overlay import Floats, Pixels, covered, overlay, square
+from kiloword.report.images import Pixels
+from kiloword.report.overlay import Floats, covered, overlay, square
 from kiloword.report.sheet import Panel, Strip
 from kiloword.types import Texts
 

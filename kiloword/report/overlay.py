@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from kiloword.report.style import LIGHT, rgb
+from kiloword.report.images import Pixels
+from kiloword.report.page import LIGHT, rgb
 
-Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.floating]
 
 SIDE, SMALL = 240, 128  # pixels a side: a text's image, a token's image
 CAPTION, WEIGHTS = 230, 260  # pixels: widths of the caption and of the weights' plot
 GAP, MARGIN = 20, 28
 HIGH = 96  # pixels: of the largest bar
-HEAD = 180  # pixels: height of the title with the plain image
+HEAD, PLAIN = 180, 130  # pixels: height of the title with the plain image, and a side of that image
 GLOW = np.array([255, 140, 10])  # colour of what is looked at; seen on dark and on bright images
 PAPER, INK, MUTED, RULE, BAR = (rgb(LIGHT[name]) for name in ("paper", "ink", "muted", "rule", "s0"))
 
@@ -40,7 +41,7 @@ class Row:
     note: str  # score and the like, a few words
     map: Floats  # [rows, columns]: where the text looks
     tokens: Sequence[TokenMap] = ()  # the heaviest first
-    weights: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # [M, N]; empty: no plot of them
+    weights: Floats | None = None  # [M, N]; None: no plot of them
 
 
 def figure(image: Pixels, title: str, about: str, rows: Sequence[Row]) -> Image.Image:
@@ -49,11 +50,11 @@ def figure(image: Pixels, title: str, about: str, rows: Sequence[Row]) -> Image.
     Args: image [H, W, 3], square; about: a sentence under the title, which says what the maps are.
     """
     shown = max((len(row.tokens) for row in rows), default=0)
-    weighty = any(row.weights.size for row in rows)
+    weighty = any(row.weights is not None for row in rows)
     width = 2 * MARGIN + CAPTION + GAP + SIDE + shown * (GAP + SMALL) + (GAP + WEIGHTS if weighty else 0)
     height = MARGIN + HEAD + len(rows) * (SIDE + 2 * GAP) + MARGIN
     sheet = Image.new("RGB", (max(width, 640), height), PAPER)
-    _header(sheet, image, title, about)
+    header(sheet, image, title, about, 560)
     _headings(sheet, shown, weighty)
     for n, row in enumerate(rows):
         _row(sheet, MARGIN + HEAD + n * (SIDE + 2 * GAP) + GAP, image, row, shown)
@@ -82,11 +83,13 @@ def square(image: Pixels, side: int) -> Image.Image:
     return Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
 
 
-def _header(sheet: Image.Image, image: Pixels, title: str, about: str) -> None:
-    sheet.paste(square(image, 130), (MARGIN, MARGIN))
-    x, room = MARGIN + 130 + GAP, sheet.width - 2 * MARGIN - 130 - GAP
+def header(sheet: Image.Image, image: Pixels, title: str, about: str, width: int) -> None:
+    """The plain image, beside it the title and a sentence of at most `width` pixels."""
+    sheet.paste(square(image, PLAIN), (MARGIN, MARGIN))
+    x = MARGIN + PLAIN + GAP
+    room = sheet.width - MARGIN - x
     y = write_lines(sheet, (x, MARGIN), title, room, 22, INK, 1)
-    write_lines(sheet, (x, y + 8), about, min(room, 560), 14, MUTED, 4)
+    write_lines(sheet, (x, y + 8), about, min(room, width), 14, MUTED, 4)
 
 
 def _headings(sheet: Image.Image, shown: int, weighty: bool) -> None:
@@ -113,7 +116,7 @@ def _row(sheet: Image.Image, y: int, image: Pixels, row: Row, shown: int) -> Non
         sheet.paste(overlay(image, token.map, SMALL), (at, y))
         below = write_lines(sheet, (at, y + SMALL + 8), token.name, SMALL, 14, INK, 1)
         write_lines(sheet, (at, below + 2), f"{token.share:.0%} of the mix", SMALL, 13, MUTED, 1)
-    if row.weights.size:
+    if row.weights is not None:
         _weights(sheet, (x + shown * (SMALL + GAP), y), row.weights)
 
 
@@ -161,10 +164,8 @@ def write_lines(
 def font_for(text: str, size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """Pillow's own font; for letters beyond ASCII, which it lacks, DejaVu's where the machine has it."""
     if not text.translate(dict.fromkeys(map(ord, "“”–…"))).isascii():
-        try:
+        with suppress(OSError):
             return ImageFont.truetype("DejaVuSans.ttf", size)
-        except OSError:
-            pass
     return ImageFont.load_default(size)
 
 

@@ -15,7 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kiloword.checkpoint.files import replacing
-from kiloword.report.style import style_sheet
+
+COLOURS = {  # on light and on dark screens
+    "paper": ("#fbfaf7", "#141619"),
+    "ink": ("#1c1e20", "#e8e6e1"),
+    "muted": ("#5b6066", "#a2a7ad"),
+    "rule": ("#dedad1", "#31353a"),
+    "match": ("#17663a", "#6fca95"),
+    "heat": ("#5d9cce", "#2c6ba3"),
+    "s0": ("#1a5583", "#82b8e2"),
+    "s1": ("#b4501c", "#ee9a68"),
+    "s2": ("#17663a", "#6fca95"),
+    "s3": ("#7a3b83", "#cf9ad8"),
+    "s4": ("#8a6a00", "#d9b84a"),
+    "s5": ("#5b6066", "#a2a7ad"),
+}
+LIGHT, DARK = ({name: pair[n] for name, pair in COLOURS.items()} for n in range(2))
+SERIES = 6  # colours of lines; each has its own dash as well
+STYLE = Path(__file__).with_name("style.css")
 
 # The reader's browser itself refuses every request: what is missing shows at once instead of working by luck.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -60,11 +77,27 @@ def page(title: str, intro: str, sections: Iterable[Section]) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>{style_sheet()}</style>\n</head>\n<body><main>\n"
+        f"<title>{escape(title)}</title>\n<style>{_style()}</style>\n</head>\n<body><main>\n"
         f"<header><h1>{escape(title)}</h1>{opening}{contents}</header>\n"
         f"{body}\n</main></body>\n</html>\n"
     )
     return _STEERING.sub(lambda character: character[0].encode("unicode_escape").decode(), html)
+
+
+def _style() -> str:
+    """The style sheet after its variables, the dark ones where the reader's system asks for them."""
+    light, dark = (
+        f" {''.join(f'--{name}: {colour}; ' for name, colour in palette.items())}"
+        f"--heat-rgb: {' '.join(map(str, rgb(palette['heat'])))}; "
+        for palette in (LIGHT, DARK)
+    )
+    variables = f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
+    return variables + STYLE.read_text(encoding="utf-8")
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue in 0..255 of "#rrggbb"."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def write(path: str | Path, html: str) -> None:

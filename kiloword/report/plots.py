@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kiloword.report.axes import DASHES, Axis, Frame, Points, linear_axis, log_axis, number
-from kiloword.report.page import Html
-from kiloword.report.style import SERIES
+from kiloword.report.page import SERIES, Html
 
 
 def line_plot(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-from kiloword.report.overlay import GAP, INK, MARGIN, MUTED, PAPER, RULE, Pixels, square, write_lines
+from kiloword.report.images import Pixels
+from kiloword.report.overlay import GAP, INK, MARGIN, MUTED, PAPER, PLAIN, RULE, header, write_lines
 
 WIDTH = 1180  # pixels
-HEAD = 130  # pixels a side of the image beside the title
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,8 @@ def sheet(image: Pixels, title: str, about: str, blocks: Sequence[CaptionStrips]
 
 def _draw(on: Image.Image, image: Pixels, title: str, about: str, blocks: Sequence[CaptionStrips]) -> int:
     """Returns where the sheet ends, in pixels from its top; so do the others."""
-    on.paste(square(image, HEAD), (MARGIN, MARGIN))
-    x, room = MARGIN + HEAD + GAP, WIDTH - 2 * MARGIN - HEAD - GAP
-    y = write_lines(on, (x, MARGIN), title, room, 22, INK, 1)
-    write_lines(on, (x, y + 8), about, min(room, 640), 14, MUTED, 4)
-    y = MARGIN + HEAD + GAP
+    header(on, image, title, about, 640)
+    y = MARGIN + PLAIN + GAP
     for block in blocks:
         y = _block(on, y, block) + GAP
     return y
@@ -76,7 +73,7 @@ def _block(on: Image.Image, y: int, block: CaptionStrips) -> int:
 
 def _wide(strip: Strip) -> int:
     """Pixels that all panels beside each other take; the words above want some, too."""
-    return max(sum(panel.image.width + GAP for panel in strip.panels) - GAP, 2 * HEAD)
+    return max(sum(panel.image.width + GAP for panel in strip.panels) - GAP, 2 * PLAIN)
 
 
 def _strip(on: Image.Image, x: int, y: int, strip: Strip) -> int:

@@ -25,8 +25,8 @@ from kiloword.explain.strips import LARGE, WORD, possible
 from kiloword.methods.coca import masked_images
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
-from kiloword.report.overlay import font_for, overlay, square, wrap
-from kiloword.report.sheet import HEAD, WIDTH, CaptionStrips, Panel, Strip, sheet
+from kiloword.report.overlay import PLAIN, font_for, overlay, square, wrap
+from kiloword.report.sheet import WIDTH, CaptionStrips, Panel, Strip, sheet
 from sheets import holds
 
 CAPTIONS = ["a red circle", "two blue squares", ""]
@@ -90,7 +90,7 @@ def test_sheets_hold_the_image_and_what_decoders_do_with_it(tmp_path: Path) -> N
     with Image.open(tmp_path / "out" / "a-inside.png") as png:
         sheet = png.convert("RGB")
     large = _large(model, path)
-    assert holds(sheet, square(large, HEAD))
+    assert holds(sheet, square(large, PLAIN))
     for found in json.loads((tmp_path / "out" / "inside.json").read_text())["images"][0]["texts"]:
         spoken = np.array(found["masks"]["similarity"])
         maps = [*found["gradcam"].values(), spoken - spoken.min()]

@@ -22,9 +22,8 @@ import kiloword
 from kiloword import report
 from kiloword.report.axes import linear_axis, log_axis
 from kiloword.report.images import image_data
-from kiloword.report.page import POLICY
+from kiloword.report.page import DARK, LIGHT, POLICY, SERIES, rgb
 from kiloword.report.plots import bins, doubling
-from kiloword.report.style import DARK, LIGHT, SERIES, rgb
 
 VOID = {"meta", "link", "img", "br", "line", "rect", "path", "wbr"}
 NASTY = "<script>alert(\"x\")</script> & 'q'"
