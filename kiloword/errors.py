@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 WORKER = (
     "Often memory (fewer --workers), a small /dev/shm, or a file system that hangs; --workers 0 shows where. The last "
     "state is kept."
@@ -16,6 +19,12 @@ def article(noun: str) -> str:
 def count(number: int, noun: str) -> str:
     """A number with its noun: "1 figure", "2 figures"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ " Did you mean X?", or nothing where no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def sentence_of(error: BaseException) -> str | None:

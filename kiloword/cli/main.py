@@ -28,11 +28,11 @@ from kiloword.terminal import guarded, say, show_traceback, warn
 app = tyro.extras.SubcommandApp()
 GENERATE = GenerationOptions()
 MINE = MineOptions()
-OWN_FLAGS = {"train": train.main, "eval": evaluate.main, "plan": plan.main}  # verbs whose flags depend on their words
+OWN_FLAGS = {"train": train, "eval": evaluate, "plan": plan}  # verbs whose flags depend on the words before them
 
 
 for name, verb in OWN_FLAGS.items():
-    app.command(name=name)(verb)
+    app.command(name=name)(verb.main)
 
 
 @app.command
@@ -282,6 +282,6 @@ def _monitored() -> AbstractContextManager[object]:
 
 def _run(argv: Sequence[str]) -> None:
     if argv and argv[0] in OWN_FLAGS:
-        OWN_FLAGS[argv[0]](argv[1:])
+        OWN_FLAGS[argv[0]].main(argv[1:])
     else:
         app.cli(args=argv or ["--help"], prog="kiloword", description="Image-text models, many to many.")

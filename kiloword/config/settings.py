@@ -43,10 +43,10 @@ def about(
     """Metadata of a field of settings.
 
     Args: text: help of the flag; low, high: limits of each of its numbers, included; flag: its name where that is not
-    the field's; "": none, or of nested settings no prefix; hint: added to the error message, what to do.
+    the field's; "": none, or of nested settings no prefix; hint: end of the error message, what to do.
     """
     limits = {} if low is None else {"limits": (low, high)}
-    return {"help": text, "hint": hint and f", {hint}", **limits, **({} if flag is None else {"flag": flag})}
+    return {"help": text, "hint": hint, **limits, **({} if flag is None else {"flag": flag})}
 
 
 class Leaf(NamedTuple):
@@ -104,7 +104,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 def _range(low: float, high: float) -> str:
     most = "below 1" if high == BELOW_1 else str(high) if isinstance(high, int) else f"{high:g}"
     if low == ABOVE_0:
-        return "above 0" if high == ANY else f"above 0, at most {most}"
+        return "above 0" + ("" if high == ANY else f" and {most}" if high == BELOW_1 else f", at most {most}")
     return f"at least {low:g}" if high == ANY else f"{low:g} to {most}"
 
 

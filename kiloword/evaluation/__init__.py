@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kiloword.errors import suggestion
 from kiloword.evaluation import (
     caption,
     hierarchy,
@@ -15,7 +16,7 @@ from kiloword.evaluation import (
     vqa,
     zeroshot,
 )
-from kiloword.evaluation.task import IMAGES, Inputs, Task, suggestion
+from kiloword.evaluation.task import IMAGES, Inputs, Task
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher

@@ -6,13 +6,14 @@ then it joins the list in `kiloword.evaluation`.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
+
+from kiloword.errors import suggestion
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -96,9 +97,3 @@ class Deferred:
         module, _, name = self.place.partition(":")
         function: Callable[..., Any] = getattr(import_module(module), name)
         return function
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean X?", or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]}?" if close else ""

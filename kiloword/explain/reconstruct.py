@@ -87,7 +87,7 @@ def masked_patches(
         scores = caption_similarity(model, images, texts, settings)
     else:
         scores = uniform(seeds, "reconstruction.mask", patches)
-    return masking.chosen(scores, masking.number(settings.mim_share, patches, "mim_share"), most=True)
+    return masking.chosen(scores, masking.number(settings.mim_share, patches), most=True)
 
 
 def reconstruct(

@@ -8,7 +8,7 @@ from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.losses.pairs import softmax_loss
 from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Head, Single
+from kiloword.model.heads import Head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,32 +21,20 @@ class Settings(BaseSettings):
 
 
 def preset(settings: Settings) -> Method:
-    def head(config: ModelConfig) -> Head:
-        return scaled(Head(Single(config)), settings)
-
-    return Method(
-        name="clip",
-        source="arXiv:2103.00020",
-        summary="one vector per image and text, symmetric softmax",
-        head=head,
-        pair_loss=softmax_loss,
-    )
+    summary = "one vector per image and text, symmetric softmax"
+    return softmax(Method(name="clip", source="arXiv:2103.00020", summary=summary, pair_loss=softmax_loss), settings)
 
 
 def softmax(method: Method, settings: Settings) -> Method:
     """Use CLIP's loss, scale and limit; several positives of a row or column share its probability."""
 
     def head(config: ModelConfig) -> Head:
-        return scaled(method.head(config), settings)
+        """Without bias, as softmax gives a bias no gradient."""
+        scaled = method.head(config).rescale(settings.scale, max_scale=settings.max_scale)
+        scaled.log_scale.requires_grad_(not settings.fixed_scale)
+        return scaled
 
     return replace(method, pair_loss=softmax_loss, head=head)
-
-
-def scaled(head: Head, settings: Settings) -> Head:
-    """The head with CLIP's scale and limit. It has no bias, as softmax gives a bias no gradient."""
-    head.rescale(settings.scale, max_scale=settings.max_scale)
-    head.log_scale.requires_grad_(not settings.fixed_scale)
-    return head
 
 
 COMPONENTS = {"softmax": Component(slot="pair loss", summary="symmetric softmax", settings=Settings, apply=softmax)}

@@ -28,14 +28,9 @@ class Settings(ComposeSettings, clip.Settings):
 
 
 def preset(settings: Settings) -> Method:
-    base = clip.preset(only(settings, clip.Settings))
-    method = _transformed(Compose)(base, only(settings, ComposeSettings))
-    return replace(
-        method,
-        name="clip-c",
-        source="arXiv:2407.01408",
-        summary="CLIP, some examples composed of two halves",
-    )
+    method = _transformed(Compose)(clip.preset(only(settings, clip.Settings)), only(settings, ComposeSettings))
+    summary = "CLIP, some examples composed of two halves"
+    return replace(method, name="clip-c", source="arXiv:2407.01408", summary=summary)
 
 
 def _transformed(transform: Callable[[Any], Transform]) -> Callable[[Method, Any], Method]:
@@ -48,13 +43,12 @@ def _transformed(transform: Callable[[Any], Transform]) -> Callable[[Method, Any
     return apply
 
 
-def _component(summary: str, settings: type, transform: Callable[[Any], Transform]) -> Component:
-    return Component(slot="transforms", summary=summary, settings=settings, apply=_transformed(transform))
-
-
 COMPONENTS = {
-    "compose": _component("halves of two images, both captions", ComposeSettings, Compose),
-    "mixup": _component("two images blended, both captions", MixupSettings, Mixup),
-    "cutmix": _component("a crop of one image on another, both captions", CutmixSettings, Cutmix),
-    "stylistic": _component("two crops of one image, its caption twice", StylisticSettings, Stylistic),
+    name: Component(slot="transforms", summary=summary, settings=settings, apply=_transformed(transform))
+    for name, summary, settings, transform in (
+        ("compose", "halves of two images, both captions", ComposeSettings, Compose),
+        ("mixup", "two images blended, both captions", MixupSettings, Mixup),
+        ("cutmix", "a crop of one image on another, both captions", CutmixSettings, Cutmix),
+        ("stylistic", "two crops of one image, its caption twice", StylisticSettings, Stylistic),
+    )
 }

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
+from kiloword.model.heads import Head, Single
 from kiloword.types import Batch, Encoded, PairLoss, Pairs, Positives, Transform
 
 if TYPE_CHECKING:
-    from kiloword.model.heads import Head
     from kiloword.model.model import Model
     from kiloword.training.learner import Learner
 
@@ -56,17 +56,15 @@ class Method:
     name: str
     source: str  # the paper, "arXiv:..."
     summary: str  # one line for `kiloword methods`
-    head: Callable[[ModelConfig], Head]
     pair_loss: PairLoss
+    head: Callable[[ModelConfig], Head] = lambda config: Head(Single(config))
     pair_weight: float = 1.0  # 0 disables the pair loss; only the captioning pooler of the head is trained
     positives: Positives = annotated
     transforms: tuple[Transform, ...] = ()
     terms: Mapping[str, tuple[float, Callable[[ModelConfig], nn.Module]]] = field(default_factory=dict)
     captions: int | Literal["one", "all"] = "one"
     shape: Callable[[ModelConfig], ModelConfig] = lambda config: config  # adapts the configuration of the towers
-    towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(
-        default_factory=dict
-    )  # additional towers: `Model.more`
+    towers: Mapping[str, Callable[[ModelConfig], nn.Module]] = field(default_factory=dict)  # additional: `Model.more`
     needs: tuple[str, ...] = ()  # names of precomputed features; "questions"; "truth": the images each text is true of
     prepare: Prepare | None = None  # called before the first step of a new run (bias search)
 

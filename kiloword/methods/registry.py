@@ -1,16 +1,12 @@
 """Find methods and components by name. Custom methods are written "module:preset".
 
 The module of a built-in method defines `Settings` (a frozen dataclass) and `preset(settings) -> Method`. The `preset`
-of a custom method takes no argument, or one whose annotation is a settings dataclass.
-
-`COMPONENTS` of a module are components that other methods can use: "llip+compose+mined" is the preset llip with two
-components. Its settings are those of llip, and those of each component under the component's name.
+of a custom method takes no argument, or one whose annotation is a settings dataclass. `COMPONENTS` of a module can be
+added to any method: "llip+compose+mined" has llip's settings, and those of each component under its name.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import importlib
 import inspect
 import os
@@ -18,15 +14,17 @@ import re
 import sys
 import typing
 from collections.abc import Callable
+from dataclasses import field, is_dataclass, make_dataclass, replace
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from kiloword.config.settings import BaseSettings, check, parse
-from kiloword.errors import article
+from kiloword.config.settings import BaseSettings, check, only, parse
+from kiloword.errors import article, suggestion
 from kiloword.methods.method import Component, Method
 
 LONGEST = 1000  # maximum length of a method's name, components included
+ORDER = ("uncertainty", "pair loss", "", "deterministic")  # slots in order of application; "": any other
 PRESETS = {  # a new method is one line here
     "clip": "clip",
     "clip-c": "clip_c",
@@ -49,9 +47,8 @@ def names() -> list[str]:
 
 def components() -> dict[str, Component]:
     """Components by name: what can follow the name of a method after "+"."""
-    return {
-        name: component for preset in PRESETS for name, component in getattr(_module(preset), "COMPONENTS", {}).items()
-    }
+    modules = map(_module, PRESETS)
+    return {name: part for module in modules for name, part in getattr(module, "COMPONENTS", {}).items()}
 
 
 def _module(preset: str) -> ModuleType:
@@ -64,25 +61,23 @@ def preset(name: str, settings: dict[str, Any] | None = None) -> Method:
     Raises: ValueError for an unknown name or setting, or for incompatible components.
     """
     make, kind = find(name)
-    if kind is None:
-        if settings:
-            raise ValueError(f"{name} takes no settings, but got {', '.join(settings)}.")
-        return _checked(name, make())
+    if kind is None and settings:
+        raise ValueError(f"{name} takes no settings, but got {', '.join(settings)}.")
     try:
-        parsed: Any = parse(settings or {}, kind)
-        method = _checked(name, make(parsed))
-        check(parsed, prefix="")  # second: the messages of the method are more specific
-        return method
+        method: Any = make() if kind is None else make(_checked(settings or {}, kind))
     except ValueError as e:
-        raise ValueError(f"settings of {name}: {e}") from e
-
-
-def _checked(name: str, method: Any) -> Method:
+        raise ValueError(f"settings of {name}: {e}" if kind else str(e)) from e
     if not isinstance(method, Method):
         raise ValueError(
             f"{name} returned {article(type(method).__name__)}: expected a kiloword.methods.method.Method."
         )
     return method
+
+
+def _checked(settings: dict[str, Any], kind: type) -> Any:
+    parsed: Any = parse(settings, kind)
+    check(parsed, prefix="")
+    return parsed
 
 
 def base_of(name: str) -> str:
@@ -102,11 +97,10 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
     if added:
         return _mixed(name, base, added)
     if ":" in name:
-        return _own(name)
-    if name not in names():
-        near = difflib.get_close_matches(name, names(), 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"unknown method {name!r}: expected {', '.join(names())}, or your own module:preset.{hint}")
+        return _custom(name)
+    if name not in PRESETS:
+        expected = f"{', '.join(PRESETS)}, or your own module:preset.{suggestion(name, PRESETS)}"
+        raise ValueError(f"unknown method {name!r}: expected {expected}")
     module = _module(name)
     return module.preset, module.Settings
 
@@ -114,39 +108,32 @@ def find(name: str) -> tuple[Callable[..., Method], type | None]:
 def _mixed(name: str, base: str, added: list[str]) -> tuple[Callable[..., Method], type]:
     """A preset with components; its settings are those of the base and one field per component."""
     make, kind = find(base)
-    chosen = _chosen(base, added)
-    fields: list[Any] = [
-        (_python(word), component.settings, dataclasses.field(default_factory=component.settings))
-        for word, component in chosen.items()
-    ]
-    mixed = dataclasses.make_dataclass("Settings", fields, bases=(kind or BaseSettings,), frozen=True, kw_only=True)
+    chosen = {word.replace("-", "_"): component for word, component in _chosen(base, added).items()}
+    nested = [(word, part.settings, field(default_factory=part.settings)) for word, part in chosen.items()]
+    mixed: Any = make_dataclass("Settings", nested, bases=(kind or BaseSettings,), frozen=True, kw_only=True)
     mixed.__module__ = __name__
 
     def build(settings: Any) -> Method:
-        base_settings = {} if kind is None else {f.name: getattr(settings, f.name) for f in dataclasses.fields(kind)}
-        method = make() if kind is None else make(kind(**base_settings))
+        method = make() if kind is None else make(only(settings, kind))
         for word in sorted(chosen, key=lambda word: _turn(chosen[word].slot)):
-            method = chosen[word].apply(method, getattr(settings, _python(word)))
-        return dataclasses.replace(method, name=name)
+            method = chosen[word].apply(method, getattr(settings, word))
+        return replace(method, name=name)
 
     return build, mixed
 
 
 def _turn(slot: str) -> int:
-    """Order of application: components check what others set, so uncertainty comes first, then the pair loss."""
-    order = ("uncertainty", "pair loss", "", "deterministic")  # "": any other slot
-    return order.index(slot if slot in order else "")
+    """Order of application: components check what others set."""
+    return ORDER.index(slot if slot in ORDER else "")
 
 
 def _chosen(base: str, added: list[str]) -> dict[str, Component]:
     known = components()
-    for word in added:
-        if word not in known:
-            near = difflib.get_close_matches(word, known, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{base} cannot be mixed with {word!r}: expected {', '.join(known)}.{hint}")
     by_slot: dict[str, str] = {}
     for word in added:
+        if word not in known:
+            expected = f"{', '.join(known)}.{suggestion(word, known)}"
+            raise ValueError(f"{base} cannot be mixed with {word!r}: expected {expected}")
         slot = known[word].slot
         if slot in by_slot and (slot != "terms" or added.count(word) > 1):  # several terms are allowed
             raise ValueError(f"{by_slot[slot]} and {word} both fill the slot {slot!r} of {base}: choose one.")
@@ -154,11 +141,7 @@ def _chosen(base: str, added: list[str]) -> dict[str, Component]:
     return {word: known[word] for word in added}
 
 
-def _python(name: str) -> str:
-    return name.replace("-", "_")
-
-
-def _own(name: str) -> tuple[Callable[..., Method], type | None]:
+def _custom(name: str) -> tuple[Callable[..., Method], type | None]:
     module_name, _, function = name.partition(":")
     _check_module(name, module_name, function)
     here = os.getcwd()
@@ -168,20 +151,18 @@ def _own(name: str) -> tuple[Callable[..., Method], type | None]:
         make = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError) as e:
         raise ValueError(
-            f"cannot load method {module_name}:{function} ({e}): expected an importable module (in this folder, or "
-            f"on PYTHONPATH) with a function {function} that returns a kiloword.methods.method.Method."
+            f"cannot load method {name} ({e}): expected an importable module (in this folder, or on PYTHONPATH) with a "
+            f"function {function} that returns a kiloword.methods.method.Method."
         ) from e
     if not callable(make):
-        raise ValueError(
-            f"{name} is {article(type(make).__name__)}: expected a function that returns a "
-            "kiloword.methods.method.Method."
-        )
+        expected = "expected a function that returns a kiloword.methods.method.Method."
+        raise ValueError(f"{name} is {article(type(make).__name__)}: {expected}")
     parameters = list(inspect.signature(make).parameters)
     kind = _hints(make).get(parameters[0]) if parameters else None
-    if parameters and not dataclasses.is_dataclass(kind):
+    if parameters and not is_dataclass(kind):
         raise ValueError(
-            f"{module_name}:{function} takes {parameters[0]!r} without a known type: annotate it with a settings "
-            "dataclass, or take no argument."
+            f"{name} takes {parameters[0]!r} without a known type: annotate it with a settings dataclass, or take no "
+            "argument."
         )
     return make, kind
 

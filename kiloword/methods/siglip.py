@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import BaseSettings, setting
 from kiloword.losses.pairs import sigmoid_loss
 from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Head, Single
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,25 +18,17 @@ class Settings(BaseSettings):
 
 
 def preset(settings: Settings) -> Method:
-    def head(config: ModelConfig) -> Head:
-        return Head(Single(config), scale=settings.scale, bias=settings.bias)
-
-    return Method(
-        name="siglip",
-        source="arXiv:2303.15343",
-        summary="one vector per image and text, sigmoid over all pairs",
-        head=head,
-        pair_loss=sigmoid_loss,
-    )
+    summary = "one vector per image and text, sigmoid over all pairs"
+    return sigmoid(Method(name="siglip", source="arXiv:2303.15343", summary=summary, pair_loss=sigmoid_loss), settings)
 
 
 def sigmoid(method: Method, settings: Settings) -> Method:
     """Use SigLIP's loss, scale and bias."""
-
-    def head(config: ModelConfig) -> Head:
-        return method.head(config).rescale(settings.scale, settings.bias)
-
-    return replace(method, pair_loss=sigmoid_loss, head=head)
+    return replace(
+        method,
+        pair_loss=sigmoid_loss,
+        head=lambda config: method.head(config).rescale(settings.scale, settings.bias),
+    )
 
 
 COMPONENTS = {

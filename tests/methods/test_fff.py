@@ -225,9 +225,9 @@ def test_no_similarity_is_asked_for_that_no_term_needs() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"p1": 0.0}, "threshold p1 is 0: expected a cosine above 0"),
-        ({"p3": 1.5}, "threshold p3 is 1.5"),
-        ({"p1_text": math.nan}, "threshold p1_text is nan"),
+        ({"p1": 0.0}, "p1 is 0.0: expected above 0, at most 1, as missing features have cosine 0"),
+        ({"p3": 1.5}, "p3 is 1.5"),
+        ({"p1_text": math.nan}, "p1_text is nan"),
         (dict.fromkeys(SWITCHES, False), "every term of eq. 2 is off"),
         ({"bias_batches": 0}, "bias_batches is 0: expected at least 1"),
     ],

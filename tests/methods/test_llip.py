@@ -220,8 +220,7 @@ def test_every_parameter_learns(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
 def test_temperature_is_a_positive_number(temperature: float) -> None:
-    expected = "a positive number" if math.isfinite(temperature) else r"-1e\+06 to 1e\+06"
-    with pytest.raises(ValueError, match=f"expected {expected}"):
+    with pytest.raises(ValueError, match=r"temperature is .*: expected above 0"):
         model(temperature=temperature)
 
 
@@ -270,9 +269,9 @@ def test_any_method_can_take_the_pooling() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="3 heads do not divide the embedding size 16"):
         model(heads=3)
-    with pytest.raises(ValueError, match="k is 0: expected at least one mixture token"):
+    with pytest.raises(ValueError, match="k is 0: expected at least 1"):
         model(k=0)
-    with pytest.raises(ValueError, match="expected a positive number"):
+    with pytest.raises(ValueError, match=r"temperature is 0\.0: expected above 0"):
         model(temperature=0.0)
     with pytest.raises(ValueError, match="llip has a pooling that contextual"):
         preset("llip+contextual")

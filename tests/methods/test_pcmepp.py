@@ -147,11 +147,11 @@ def test_the_weight_of_the_deterministic_loss() -> None:
         ("pcme+++gaussian", {}, "pcme\\+\\+ has Gaussians already"),
         ("pcme+++fff", {}, "no sigmoid loss"),
         ("pcme+++matching+ppcl", {}, "matching and ppcl both fill the slot 'pair loss'"),
-        ("pcme++", {"scale": 0.0}, "scale is 0: expected a number above 0"),
-        ("pcme++", {"pseudo": -0.1}, "pseudo is -0.1: expected a number at least 0"),
+        ("pcme++", {"scale": 0.0}, "scale is 0.0: expected above 0"),
+        ("pcme++", {"pseudo": -0.1}, "pseudo is -0.1: expected at least 0"),
         ("pcme++", {"pseudo": float("nan")}, "pseudo is nan"),
-        ("prolip+deterministic", {"deterministic": {"weight": 0.0}}, "weight is 0: expected a number above 0"),
-        ("prolip+deterministic", {"deterministic": {"scale": -1.0}}, "scale is -1: expected a number at least 0"),
+        ("prolip+deterministic", {"deterministic": {"weight": 0.0}}, "deterministic.weight is 0.0: expected above 0"),
+        ("prolip+deterministic", {"deterministic": {"scale": -1.0}}, "scale is -1.0: expected at least 0"),
     ],
 )
 def test_what_cannot_be_gets_a_sentence(name: str, settings: dict[str, Any], message: str) -> None:

@@ -163,19 +163,19 @@ def test_without_any_term_it_is_ppcl() -> None:
 
 
 OUT_OF_RANGE = [
-    ({"masked": -1.0}, "masked is -1.0: expected a weight of 0 or more"),
+    ({"masked": -1.0}, "masked is -1.0: expected at least 0"),
     ({"vib": float("nan")}, "vib is nan"),
     ({"image_in_text": float("inf")}, "image_in_text is inf"),
-    ({"drop_patches": 1.5}, "drop_patches is 1.5: expected a share, 0 to 1"),
+    ({"drop_patches": 1.5}, "drop_patches is 1.5: expected 0 to 1"),
     ({"mask_words": -0.1}, "mask_words is -0.1"),
     ({"masked_every": 0}, "masked_every is 0: expected at least 1"),
-    ({"c": 0.0}, "c is 0.0: expected a sharpness above 0"),
-    ({"spread": -1.0}, "spread is -1.0: expected a weight of 0 or more"),
-    ({"eps": float("nan")}, "eps is nan: expected a logarithm, -50 to 50"),
-    ({"log_var": float("nan")}, "log_var is nan: expected a logarithm, -50 to 50"),
+    ({"c": 0.0}, "c is 0.0: expected above 0"),
+    ({"spread": -1.0}, "spread is -1.0: expected at least 0"),
+    ({"eps": float("nan")}, "eps is nan: expected -50 to 50"),
+    ({"log_var": float("nan")}, "log_var is nan: expected -50 to 50"),
     ({"log_var": 1000.0}, "log_var is 1000.0"),
     ({"scale": -1.0}, "scale is -1: expected a number above 0"),
-    ({"bias": float("nan")}, "bias is nan: expected a number"),
+    ({"bias": float("nan")}, "bias is nan: expected"),
     ({"inclusion_form": "printed"}, "inclusion_form"),
     ({"epsilon": -10.0}, "epsilon"),
 ]

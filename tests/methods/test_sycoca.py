@@ -119,7 +119,7 @@ def test_the_highest_and_the_lowest(rows: list[list[int]], n: int) -> None:
 
 @pytest.mark.parametrize(("share", "n"), [(0.5, 8), (0.25, 4), (0.01, 1), (0.999, 15), (0.28, 4), (0.29, 5)])
 def test_how_many(share: float, n: int) -> None:
-    assert masking.number(share, 16, "mim_share") == n
+    assert masking.number(share, 16) == n
 
 
 def test_random_masks_are_a_images_own() -> None:
@@ -272,9 +272,9 @@ def test_defaults() -> None:
 
 
 OUT_OF_RANGE = [
-    ({"mim_weight": 0.0}, "mim_weight is 0.0: expected a weight above 0; to disable it, use"),
+    ({"mim_weight": 0.0}, "mim_weight is 0.0: expected above 0; to disable it, choose"),
     ({"mim_weight": float("nan")}, "mim_weight is nan"),
-    ({"image_decoder_depth": -2}, "image_decoder_depth is -2: expected a number of layers up to 1024, or 0"),
+    ({"image_decoder_depth": -2}, "image_decoder_depth is -2: expected 0 to 1024"),
     ({"guide": "image"}, "guide"),
     ({"mim_mask": "none"}, "mim_mask"),
     ({"caption_weight": -1.0}, "caption_weight is -1.0"),
@@ -288,7 +288,7 @@ def test_settings_out_of_range_are_refused(said: dict[str, Any], sentence: str) 
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mim_share is 1.5: expected a share of the patches"):
+    with pytest.raises(ValueError, match=r"mim_share is 1.5: expected above 0 and below 1"):
         made("sycoca", {"mim_share": 1.5})
     with pytest.raises(ValueError, match=r"sycoca predicts patches already: omit \+mim"):
         preset("sycoca+mim")

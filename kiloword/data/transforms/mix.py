@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kiloword.config.recipes import AugmentConfig
+from kiloword.config.settings import check
 from kiloword.data.images.augmentation import TrainTransform
 from kiloword.data.text.eda import eda, read_synonyms
 from kiloword.data.transforms.files import Rewrites
@@ -51,9 +52,7 @@ class _Mix:
     settings: MixingSettings
 
     def __post_init__(self) -> None:
-        rho = self.settings.rho
-        if rho is not None and not 0 <= rho <= 1:
-            raise ValueError(f"rho is {rho}: expected 0 to 1.")
+        check(self.settings, prefix="")
 
     def __call__(self, example: Example, fetch: Fetch, draw: Draw) -> Example:
         rng = draw.rng("compose")
@@ -146,11 +145,6 @@ class _ByShare(_WithPartner):
 
     settings: MixupSettings | CutmixSettings
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.settings.alpha < np.inf:
-            raise ValueError(f"alpha is {self.settings.alpha}: expected a number above 0.")
-
     def _share(self, rng: np.random.Generator) -> float:
         return rng.beta(self.settings.alpha, self.settings.alpha)
 
@@ -186,13 +180,6 @@ class Stylistic(_Mix):
     """The control of CLIP-C: two crops of one image as halves, and its caption joined with an edited copy."""
 
     settings: StylisticSettings
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, least in (("least_area", 0.001), ("edits", 0.0)):
-            value = getattr(self.settings, name)
-            if not least <= value <= 1:
-                raise ValueError(f"{name} is {value}: expected {least:g} to 1.")
 
     def bind(self, source: Source) -> Stylistic:
         """The same transform. Raises: ValueError when the file of synonyms cannot be used."""

@@ -11,7 +11,7 @@ from typing import Literal, cast
 from torch import Tensor, nn
 
 from kiloword.config.recipes import DEPTH, ModelConfig, TextConfig
-from kiloword.config.settings import BaseSettings, setting
+from kiloword.config.settings import BELOW_1, BaseSettings, setting
 from kiloword.methods.coca.captioning import (
     CaptionSettings,
     caption_loss,
@@ -61,11 +61,11 @@ class Fuser(nn.Module):
 class AnswerSettings(BaseSettings):
     """How answers are predicted."""
 
-    smoothing: float = setting(0.0, "label smoothing: share of each target's probability spread over the vocabulary")
+    smoothing: float = setting(0.0, "label smoothing: share of probability spread over the vocabulary", 0, BELOW_1)
     question_sees: Literal["before", "all"] = setting(
         "before", "words of a question attend to preceding ones, or to all"
     )
-    decoder_depth: int = setting(0, "layers of the text decoder, as in --init; 0: as many as the text tower's")
+    decoder_depth: int = setting(0, "layers of the text decoder, as in --init; 0: the text tower's number", 0, DEPTH)
     tied: bool = setting(False, "share the output weight with the token embedding of texts, as in --init")
 
 
@@ -74,10 +74,6 @@ def answering(method: Method, settings: AnswerSettings) -> Method:
 
     Raises: ValueError for settings out of range.
     """
-    if not 0 <= settings.smoothing < 1:
-        raise ValueError(f"smoothing is {settings.smoothing}: expected a share of at least 0 and below 1.")
-    if not 0 <= settings.decoder_depth <= DEPTH:
-        raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers up to {DEPTH}, or 0.")
     decoding = CaptionSettings(decoder_depth=settings.decoder_depth, tied=settings.tied)
 
     def shape(config: ModelConfig) -> ModelConfig:

@@ -5,7 +5,6 @@ Source: arXiv:2401.02137, eq. 4.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.config.recipes import DEPTH, ModelConfig, TextConfig
-from kiloword.config.settings import setting
+from kiloword.config.settings import ABOVE_0, BELOW_1, setting
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.masking import MaskSettings
 from kiloword.methods.method import Method
@@ -31,14 +30,16 @@ CHUNK = 1024  # rows of logits [CHUNK, V] computed at once
 class CaptionSettings(MaskSettings):
     """The caption loss, the decoder, and the patches that it attends to."""
 
-    caption_weight: float = setting(2.0, "of the caption loss: lambda_IC")
-    smoothing: float = setting(0.0, "label smoothing: share of each target's probability spread over the vocabulary")
-    decoder_depth: int = setting(0, "layers of the text decoder; 0: as many as the text tower's")
+    caption_weight: float = setting(
+        2.0, "of the caption loss: lambda_IC", ABOVE_0, hint="; to disable it, use a method without captions"
+    )
+    smoothing: float = setting(0.0, "label smoothing: share of probability spread over the vocabulary", 0, BELOW_1)
+    decoder_depth: int = setting(0, "layers of the text decoder; 0: as many as the text tower's", 0, DEPTH)
     tied: bool = setting(False, "share the output weight with the text tower's token embedding")
     caption_mask: Literal["none", "attentive", "random"] = setting(
         "none", "attentive: the patches least similar to the caption"
     )
-    caption_share: float = setting(0.5, "share of masked patches: r_l")
+    caption_share: float = setting(0.5, "share of masked patches: r_l", ABOVE_0, BELOW_1)
     caption_op: Literal["drop", "token"] = setting("drop", "drop masked patches (cheaper), or replace by a token")
 
 
@@ -51,15 +52,6 @@ def captioned(method: Method, settings: CaptionSettings) -> Method:
         raise ValueError(
             f"{method.name} predicts captions already: omit +caption, its settings are those of {method.name}."
         )
-    if not 0 < settings.caption_weight < math.inf:
-        raise ValueError(
-            f"caption_weight is {settings.caption_weight}: expected a weight above 0; "
-            "to disable it, use a method without captions."
-        )
-    if not 0 <= settings.smoothing < 1:
-        raise ValueError(f"smoothing is {settings.smoothing}: expected a share of at least 0 and below 1.")
-    if not 0 <= settings.decoder_depth <= DEPTH:
-        raise ValueError(f"decoder_depth is {settings.decoder_depth}: expected a number of layers up to {DEPTH}, or 0.")
     if settings.caption_mask == "none" and (settings.caption_share, settings.caption_op) != (0.5, "drop"):
         raise ValueError("caption_share and caption_op configure masking of patches: choose a caption_mask too.")
 
@@ -127,7 +119,7 @@ class CaptionLoss(nn.Module):
         self.extra = len(config.text.extra_tokens)
         self.patches = (config.image.size // config.image.patch) ** 2
         masked = settings.caption_mask != "none"
-        self.masked = masking.number(settings.caption_share, self.patches, "caption_share") if masked else 0
+        self.masked = masking.number(settings.caption_share, self.patches) if masked else 0
 
     def count(self, batch: Batch) -> Tensor:
         return next_tokens(batch.texts, self.extra)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from kiloword.config.recipes import ModelConfig
@@ -16,12 +15,12 @@ from kiloword.methods.method import Component, Method
 class Settings(CaptionSettings, clip.Settings):
     """Captioning beside CLIP's pair loss."""
 
-    contrast_weight: float = setting(1.0, "of the pair loss; 0 disables it, and attentive masks then need --init")
+    contrast_weight: float = setting(1.0, "of the pair loss; 0 disables it, and attentive masks then need --init", 0)
     class_token: bool = setting(True, "append a class token to texts for the pair loss, where text_pool is last")
 
 
 def preset(settings: Settings) -> Method:
-    method = contrasted(clip.preset(only(settings, clip.Settings)), settings.contrast_weight)
+    method = replace(clip.preset(only(settings, clip.Settings)), pair_weight=settings.contrast_weight)
     method = ended(method) if settings.class_token else method
     return replace(
         captioned(method, only(settings, CaptionSettings)),
@@ -29,13 +28,6 @@ def preset(settings: Settings) -> Method:
         source="arXiv:2205.01917",
         summary="CLIP with a text decoder that also predicts captions",
     )
-
-
-def contrasted(method: Method, weight: float) -> Method:
-    """Set the weight of the pair loss. Raises: ValueError for a negative weight."""
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"contrast_weight is {weight}: expected a weight of 0 or more.")
-    return replace(method, pair_weight=weight)
 
 
 def ended(method: Method) -> Method:

@@ -5,14 +5,13 @@ Source: arXiv:2401.02137, section 3.2 (TG-MIM), eq. 5 and 6.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor, nn
 
 from kiloword.config.recipes import DEPTH, ModelConfig
-from kiloword.config.settings import setting
+from kiloword.config.settings import ABOVE_0, BELOW_1, setting
 from kiloword.methods.coca import masking
 from kiloword.methods.coca.captioning import with_mask_token
 from kiloword.methods.coca.masking import Mask, MaskSettings
@@ -32,13 +31,13 @@ EPSILON = 1e-6  # added to the variance of a patch, as in MAE (arXiv:2111.06377,
 class MimSettings(MaskSettings):
     """Which patches are masked, and what they are predicted from."""
 
-    mim_weight: float = setting(1.0, "of the loss: lambda_TM")
+    mim_weight: float = setting(1.0, "of the loss: lambda_TM", ABOVE_0, hint="; to disable it, choose a method without")
     guide: Literal["text", "none"] = setting("text", "text: the decoder attends to the caption too (TG-MIM)")
     mim_mask: Mask = setting("attentive", "attentive: the patches most similar to the caption")
-    mim_share: float = setting(0.5, "share of masked patches: r_h")
+    mim_share: float = setting(0.5, "share of masked patches: r_h", ABOVE_0, BELOW_1)
     mim_op: Literal["token", "drop"] = setting("token", "replace masked patches by a token, or drop them (cheaper)")
     norm_pix: bool = setting(False, "normalise the target pixels of each patch by their mean and deviation")
-    image_decoder_depth: int = setting(0, "layers of the image decoder; 0: as many as the text tower has")
+    image_decoder_depth: int = setting(0, "layers of the image decoder; 0: as many as the text tower's", 0, DEPTH)
 
 
 def masked(method: Method, settings: MimSettings) -> Method:
@@ -48,14 +47,6 @@ def masked(method: Method, settings: MimSettings) -> Method:
     """
     if "image_decoder" in method.towers:
         raise ValueError(f"{method.name} predicts patches already: omit +mim, its settings are those of {method.name}.")
-    if not 0 < settings.mim_weight < math.inf:
-        raise ValueError(
-            f"mim_weight is {settings.mim_weight}: expected a weight above 0; to disable it, use a method without mim."
-        )
-    if not 0 <= settings.image_decoder_depth <= DEPTH:
-        raise ValueError(
-            f"image_decoder_depth is {settings.image_decoder_depth}: expected a number of layers up to {DEPTH}, or 0."
-        )
 
     def shape(config: ModelConfig) -> ModelConfig:
         shaped = method.shape(config)
@@ -88,7 +79,7 @@ class MaskedImages(nn.Module):
         super().__init__()
         self.settings = settings
         self.patches = (config.image.size // config.image.patch) ** 2
-        self.hidden = masking.number(settings.mim_share, self.patches, "mim_share")
+        self.hidden = masking.number(settings.mim_share, self.patches)
         self.by_caption = settings.guide == "text" or settings.mim_mask == "attentive"
 
     def count(self, batch: Batch) -> Tensor:

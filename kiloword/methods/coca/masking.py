@@ -111,10 +111,8 @@ def as_bool(masked: Tensor, patches: int) -> Tensor:
     return empty.scatter(1, masked, True)
 
 
-def number(share: float, patches: int, name: str) -> int:
+def number(share: float, patches: int) -> int:
     """Number of masked patches for a share of P: at least one masked, one visible. Raises: ValueError if impossible."""
-    if not 0 < share < 1:
-        raise ValueError(f"{name} is {share}: expected a share of the patches between 0 and 1, such as 0.5.")
     if patches < 2:
         raise ValueError("images of one patch cannot be masked in part: use smaller patches or larger images.")
     return min(max(1, round(share * patches)), patches - 1)

@@ -6,7 +6,6 @@ Source: arXiv:2405.10286. The teacher is frozen and sees images without augmenta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,19 +14,21 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig
-from kiloword.config.settings import BaseSettings, setting
+from kiloword.config.settings import ABOVE_0, BaseSettings, only, setting
+from kiloword.config.settings import check as check_limits
 from kiloword.losses.many import Balanced, supcon_loss
 from kiloword.losses.pairs import sigmoid_loss, softmax_loss
-from kiloword.methods import clip
+from kiloword.methods import clip, siglip
 from kiloword.methods.fff import bias_search
 from kiloword.methods.method import Component, Method
-from kiloword.model.heads import Head, Single
 from kiloword.model.pooling import at_least_float
 from kiloword.types import Batch, Pairs, Positives
 
 if TYPE_CHECKING:
     from kiloword.training.learner import Learner
+
+
+MISSING = ", as missing features have cosine 0 and must not match"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +38,12 @@ class Mined(BaseSettings):
     image_text: bool = setting(True, "the term S_it > p1")
     image_image: bool = setting(True, "the term S_ii > p2")
     text_text: bool = setting(True, "the term S_tt > p3 and S_it > p1_text")
-    p1: float = setting(0.27, "image and text; for CLIP ViT-L/14, whose annotated pairs have 0.29 on average")
-    p2: float = setting(0.92, "image and the text's image")
-    p3: float = setting(0.99, "text and the image's texts, on average")
-    p1_text: float = setting(0.24, "p1' < p1, required in addition to p3; near 0: S_tt decides alone (table 5)")
+    p1: float = setting(0.27, "image and text; CLIP ViT-L/14: annotated pairs have 0.29", ABOVE_0, 1, hint=MISSING)
+    p2: float = setting(0.92, "image and the text's image", ABOVE_0, 1, hint=MISSING)
+    p3: float = setting(0.99, "text and the image's texts, on average", ABOVE_0, 1, hint=MISSING)
+    p1_text: float = setting(0.24, "p1' < p1, required beside p3; near 0: S_tt alone decides", ABOVE_0, 1, hint=MISSING)
     annotated_always: bool = setting(True, "annotated pairs are positives whatever their cosines")
     teacher: str = setting("teacher", "name of the precomputed features")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mining(Mined):
-    """Mined positives in training."""
-
-    balance: bool = setting(False, "divide a text's positives by their sum: every text has the same weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +54,16 @@ class Exact(BaseSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mining(Mined, Exact):
+    """Mined positives in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BiasSearch(BaseSettings):
     """Initial value of the bias."""
 
     bias_search: Literal["grid", "gradient", "none"] = setting("grid", "the bias of least loss of the untrained model")
-    bias_batches: int = setting(4, "number of batches to compute that loss on")
+    bias_batches: int = setting(4, "number of batches to compute that loss on", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +75,8 @@ class Slots(Mining, BiasSearch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Slots):
+class Settings(Slots, siglip.Settings):
     """Positives and bias search, and the logit before training."""
-
-    scale: float = setting(10.0, "initial scale of the cosine")
-    bias: float = setting(-10.0, "initial; the logit is scale * cosine + bias, and bias_search changes it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +93,7 @@ class Nothing(BaseSettings):
 
 def check(settings: Mined) -> None:
     """Raises: ValueError for a threshold outside (0, 1], or when every term is off."""
-    for name in ("p1", "p2", "p3", "p1_text"):
-        value = getattr(settings, name)
-        if not (math.isfinite(value) and 0 < value <= 1):
-            raise ValueError(
-                f"threshold {name} is {value:g}: expected a cosine above 0 and at most 1, as missing features have "
-                "cosine 0 and must not match."
-            )
+    check_limits(settings, prefix="")
     if not (settings.image_text or settings.image_image or settings.text_text):
         raise ValueError("every term of eq. 2 is off, so nothing can be mined: enable one, or use annotated pairs.")
 
@@ -168,18 +158,9 @@ def exact(pairs: Pairs) -> Tensor:
 
 def preset(settings: Settings) -> Method:
     """All captions of an image, positives by the settings, the sigmoid loss and the searched bias."""
-
-    def head(config: ModelConfig) -> Head:
-        return Head(Single(config), scale=settings.scale, bias=settings.bias)
-
-    plain = Method(
-        name="fff",
-        source="arXiv:2405.10286",
-        summary="all captions, mined positives, searched bias",
-        head=head,
-        pair_loss=sigmoid_loss,
-    )
-    return fixed(plain, settings)
+    base = siglip.preset(only(settings, siglip.Settings))
+    summary = "all captions, mined positives, searched bias"
+    return fixed(replace(base, name="fff", source="arXiv:2405.10286", summary=summary), settings)
 
 
 def fixed(method: Method, settings: Slots) -> Method:
@@ -224,8 +205,6 @@ def searched(method: Method, settings: BiasSearch) -> Method:
         raise ValueError(f"{method.name} has no bias to search, as softmax gives it no gradient: add +sigmoid.")
     if method.prepare is not None:
         raise ValueError(f"{method.name} already prepares its parameters before the first step: omit +bias-search.")
-    if settings.bias_batches < 1:
-        raise ValueError(f"bias_batches is {settings.bias_batches}: expected at least 1.")
     how, n = settings.bias_search, settings.bias_batches
 
     def prepare(learner: Learner, batches: Iterator[Batch]) -> str:
@@ -236,11 +215,7 @@ def searched(method: Method, settings: BiasSearch) -> Method:
 
 def supcon(method: Method, settings: SupCon) -> Method:
     """Use the supervised contrastive loss with CLIP's scale and limit, without bias."""
-
-    def head(config: ModelConfig) -> Head:
-        return clip.scaled(method.head(config), settings)
-
-    return replace(method, pair_loss=partial(supcon_loss, form=settings.form), head=head)
+    return replace(clip.softmax(method, settings), pair_loss=partial(supcon_loss, form=settings.form))
 
 
 COMPONENTS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
-from kiloword.config.settings import BaseSettings, setting
+from kiloword.config.settings import ABOVE_0, BaseSettings, setting
 from kiloword.methods.llip import scores as mixing
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Pooling, Single, unit
@@ -23,12 +22,10 @@ from kiloword.types import Features, Texts
 class ContextualSettings(BaseSettings):
     """How mixture tokens become an image's features."""
 
-    k: int = setting(16, "number of mixture tokens; the paper uses 1 to 128, mostly 64, class token included")
-    pool: Literal["contextual", "first", "average", "learned_average"] = setting(
-        "contextual", "contextual: mixed anew per text; the others: one vector per image"
-    )
-    heads: int = setting(8, "number of heads of the attention from texts to tokens; must divide the embedding size")
-    temperature: float = setting(5.0, "of the attention from texts to tokens; the paper: 5, in some ablations 8 and 1")
+    k: int = setting(16, "number of mixture tokens; the paper uses 1 to 128, mostly 64, class token included", 1)
+    pool: Literal["contextual", "first", "average", "learned_average"] = setting("contextual", "contextual: by text")
+    heads: int = setting(8, "heads of the attention from texts to tokens; must divide the embedding size", 1)
+    temperature: float = setting(5.0, "of that attention; the paper: 5, in some ablations 8 and 1", ABOVE_0)
     temperature_mode: Literal["multiply", "divide"] = setting("multiply", "t q.k / sqrt(d) (section 7), or q.k / t")
     per_token_projections: bool = setting(False, "separate key and value projections per mixture token")
     patch_keys: bool = setting(False, "mix the patches too (appendix B.3)")
@@ -37,8 +34,6 @@ class ContextualSettings(BaseSettings):
 
 def tokens(config: ModelConfig, settings: ContextualSettings) -> ModelConfig:
     """The configuration with K mixture tokens in place of the class token and of attentional pooling queries."""
-    if settings.k < 1:
-        raise ValueError(f"k is {settings.k}: expected at least one mixture token")
     image = replace(config.image, class_token=False, extra_tokens=settings.k)
     head = replace(config.head, image_pool="mean") if config.head.image_pool == "attentional" else config.head
     return replace(config, image=image, head=head)
@@ -73,12 +68,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, settings: ContextualSettings) -> None:
         super().__init__()
         self.dim, self.width, self.settings = config.head.dim, config.image.width, settings
-        if settings.heads < 1 or self.dim % settings.heads:
+        if self.dim % settings.heads:
             raise ValueError(
                 f"{settings.heads} heads do not divide the embedding size {self.dim}; choose heads that do"
             )
-        if not 0 < settings.temperature < math.inf:  # False for NaN
-            raise ValueError(f"temperature is {settings.temperature}: expected a positive number")
         self.extra = extra(config.image)
         per_token = settings.per_token_projections
         self.matrices = (settings.k + int(settings.patch_keys)) if per_token else 1  # patches share one

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kiloword.config.recipes import ModelConfig, sizes
-from kiloword.config.settings import only, setting
-from kiloword.losses.pairs import sigmoid_loss
+from kiloword.config.settings import only
+from kiloword.methods import siglip
 from kiloword.methods.llip import pooling
 from kiloword.methods.llip.pooling import ContextualSettings
 from kiloword.methods.method import Component, Method
@@ -14,26 +14,16 @@ from kiloword.model.heads import Head, Single
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ContextualSettings):
+class Settings(ContextualSettings, siglip.Settings):
     """Mixture tokens and their pooling, and the logit before training."""
-
-    scale: float = setting(10.0, "initial scale of the cosine")
-    bias: float = setting(-10.0, "initial; the logit is scale * cosine + bias")
 
 
 def preset(settings: Settings) -> Method:
-    def head(config: ModelConfig) -> Head:
-        return Head(
-            pooling.pooling(config, only(settings, ContextualSettings)), scale=settings.scale, bias=settings.bias
-        )
-
-    return Method(
+    return replace(
+        mixed(siglip.preset(only(settings, siglip.Settings)), only(settings, ContextualSettings)),
         name="llip",
         source="arXiv:2405.00740",
         summary="tokens mixed separately for every text; sigmoid over all pairs",
-        head=head,
-        pair_loss=sigmoid_loss,
-        shape=lambda config: pooling.tokens(config, settings),
     )
 
 

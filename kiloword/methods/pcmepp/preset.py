@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from kiloword.config.recipes import ModelConfig, sizes
-from kiloword.config.settings import BaseSettings, only, setting
+from kiloword.config.settings import ABOVE_0, BaseSettings, only, setting
 from kiloword.methods.method import Component, Method
 from kiloword.methods.pcmepp.matching import WithDeterministic, cosine_head, matching_loss
 from kiloword.methods.prolip.gaussian import GaussianSettings
@@ -21,9 +20,9 @@ from kiloword.model.heads import Head, Single
 class Matching(BaseSettings):
     """Logit of a pair: -scale * CSD + bias."""
 
-    scale: float = setting(5.0, "initial; its logarithm is trained (the authors' code: the scale)")
+    scale: float = setting(5.0, "initial; its logarithm is trained (the authors' code: the scale)", ABOVE_0)
     bias: float = setting(5.0, "initial")
-    pseudo: float = setting(0.1, "weight of the loss with pseudo-positives, pairs as close as annotated ones; 0: off")
+    pseudo: float = setting(0.1, "weight of the loss with pseudo-positives (as close as annotated pairs); 0: off", 0)
     reduction: Literal["pairs", "images"] = setting("pairs", "the loss is a mean over these; authors' code: pairs")
 
 
@@ -31,10 +30,8 @@ class Matching(BaseSettings):
 class Settings(GaussianSettings, Matching):
     """Gaussians, the matching loss, and the divergence to the prior."""
 
-    vib: float = setting(1e-4, "weight of the divergence to N(0, 1); 0: off; the authors' code: 5e-5 in this scaling")
-    bidirectional: bool | None = setting(
-        None, "no causal mask of texts; False: as the size; None: True unless --init is causal"
-    )
+    vib: float = setting(1e-4, "weight of the divergence to N(0, 1); 0: off; the authors' code: 5e-5", 0)
+    bidirectional: bool | None = setting(None, "no causal mask; False: as the size; None: True unless --init is causal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +39,18 @@ class Deterministic(BaseSettings):
     """An auxiliary loss on the means of Gaussians."""
 
     loss: Literal["softmax", "sigmoid"] = setting("softmax", "CLIP's or SigLIP's, with separate scale (and bias)")
-    weight: float = setting(1.0, "")
-    scale: float = setting(0.0, "initial scale of the cosine; 0: 1 / 0.07 for softmax, 10 for sigmoid")
+    weight: float = setting(1.0, "of the auxiliary loss", ABOVE_0)
+    scale: float = setting(0.0, "initial scale of the cosine; 0: 1 / 0.07 for softmax, 10 for sigmoid", 0)
     max_scale: float = setting(100.0, "softmax: upper limit in training")
     bias: float = setting(-10.0, "sigmoid: initial")
 
 
 def preset(settings: Settings) -> Method:
     """Gaussians on both sides, the matching loss and the divergence to the prior."""
-
-    def head(config: ModelConfig) -> Head:
-        return Head(Single(config))
-
     plain = Method(
         name="pcme++",
         source="arXiv:2305.18171",
         summary="Gaussians, sigmoid over their distances; pseudo-positives",
-        head=head,
         pair_loss=matching_loss,
     )
     method = matched(with_gaussian(plain, only(settings, GaussianSettings)), only(settings, Matching))
@@ -69,12 +61,10 @@ def preset(settings: Settings) -> Method:
 def matched(method: Method, settings: Matching) -> Method:
     """Use PCME++'s loss, with its scale and bias of distances.
 
-    Raises: ValueError for a method without Gaussians, a scale that is not positive, or a negative weight.
+    Raises: ValueError for a method without Gaussians.
     """
     if not is_gaussian(method):
         raise ValueError(f"matching compares Gaussians, but {method.name} has none: add +gaussian.")
-    _check("scale", settings.scale, settings.scale > 0)
-    _check("pseudo", settings.pseudo, settings.pseudo >= 0, "at least 0")
 
     def head(config: ModelConfig) -> Head:
         return method.head(config).rescale(settings.scale, settings.bias, distance=True)
@@ -86,7 +76,7 @@ def matched(method: Method, settings: Matching) -> Method:
 def deterministic(method: Method, settings: Deterministic) -> Method:
     """Add a loss on the means of Gaussians: PCME++ and CLIP, or ProLIP and SigLIP.
 
-    Raises: ValueError for a method without Gaussians or with several vectors per image, or for an invalid weight.
+    Raises: ValueError for a method without Gaussians or with several vectors per image.
     """
     head = method.head(method.shape(sizes()["debug"]))
     if head.uncertainty is None:
@@ -96,8 +86,6 @@ def deterministic(method: Method, settings: Deterministic) -> Method:
             "deterministic compares one mean per image with one per text, but the pooling of "
             f"{method.name} does not give one vector per image: omit +deterministic."
         )
-    _check("weight", settings.weight, settings.weight > 0)
-    _check("scale", settings.scale, settings.scale >= 0, "at least 0")
     loss = WithDeterministic(method.pair_loss, settings.loss, settings.weight)
     return replace(method, pair_loss=loss, head=lambda config: _beside(method.head(config), settings))
 
@@ -109,11 +97,6 @@ def _beside(head: Head, settings: Deterministic) -> Head:
     else:
         head.deterministic = cosine_head(settings.scale or 10.0, settings.bias)
     return head
-
-
-def _check(name: str, value: float, fits: bool, expected: str = "above 0") -> None:
-    if not (fits and math.isfinite(value)):
-        raise ValueError(f"{name} is {value:g}: expected a number {expected}.")
 
 
 COMPONENTS = {

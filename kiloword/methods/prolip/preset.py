@@ -18,9 +18,7 @@ from kiloword.model.heads import Head
 class Settings(GaussianSettings, InclusionSettings, siglip.Settings):
     """Gaussians, inclusion losses, and SigLIP's logit before training."""
 
-    bidirectional: bool | None = setting(
-        None, "no causal mask of texts; False: as the size; None: True unless --init is causal"
-    )
+    bidirectional: bool | None = setting(None, "no causal mask; False: as the size; None: True unless --init is causal")
 
 
 def preset(settings: Settings) -> Method:
@@ -50,8 +48,6 @@ def with_gaussian(method: Method, settings: GaussianSettings) -> Method:
     """
     if is_gaussian(method):
         raise ValueError(f"{method.name} has Gaussians already: omit +gaussian.")
-    if not abs(settings.log_var) <= 50:  # False for NaN
-        raise ValueError(f"log_var is {settings.log_var}: expected a logarithm, -50 to 50.")
 
     def head(config: ModelConfig) -> Head:
         gaussian_head = method.head(config)

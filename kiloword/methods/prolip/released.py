@@ -21,7 +21,7 @@ from typing import Literal, cast
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
-from kiloword.config.settings import only, setting
+from kiloword.config.settings import ABOVE_0, only, setting
 from kiloword.methods.method import Method
 from kiloword.methods.prolip import preset as prolip
 from kiloword.methods.prolip.gaussian import Gaussian, GaussianSettings, log_variance
@@ -36,8 +36,8 @@ class Settings(prolip.Settings):
 
     scale: float = setting(1 / 0.07, "initial scale of the score")
     vib_form: Literal["textbook", "released"] = setting("released", "sigma in place of the variance")
-    drop_patches: float = setting(0.25, "share of patches dropped from a masked copy")
-    c: float = setting(1000.0, "sharpness of the inclusion loss")
+    drop_patches: float = setting(0.25, "share of patches dropped from a masked copy", 0, 1)
+    c: float = setting(1000.0, "sharpness of the inclusion loss", ABOVE_0)
 
 
 def preset(settings: Settings) -> Method:

@@ -508,7 +508,7 @@ def test_the_stylistic_control_takes_the_crops_of_the_augmentation_where_it_crop
     [
         ("compose", {"rho": 1.5}, "rho is 1.5: expected 0 to 1"),
         ("compose", {"rho": math.nan}, "rho is nan"),
-        ("mixup", {"alpha": 0.0}, "alpha is 0.0: expected a number above 0"),
+        ("mixup", {"alpha": 0.0}, "alpha is 0.0: expected above 0"),
         ("cutmix", {"alpha": math.inf}, "alpha is inf"),
         ("stylistic", {"edits": 2.0}, "edits is 2.0: expected 0 to 1"),
         ("stylistic", {"least_area": 0.0}, "least_area is 0.0: expected 0.001 to 1"),
