@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kiloword.interop.compat import torchvision_ready
-from kiloword.interop.open_clip import import_state, place
-from kiloword.interop.open_clip_coca import parts
+from kiloword.interop.open_clip import import_state, placed
+from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 from kiloword.randomness import key
@@ -92,8 +91,8 @@ def check(ours: Model, theirs: nn.Module, sides: Mapping[str, Side], batch: Give
         loss = contestant.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         losses[name] = loss.item()
-    added, rest = parts({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None})
-    wanted = {name: value for name, (_, value) in added.items()} | dict(place(*item) for item in rest.items())
+    gradients, _ = placed({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None})
+    wanted: dict[str | None, Tensor] = {name: value for name, (_, value) in gradients.items()}
     wanted["text_tower.tokens"][ours.config.text.special["mask"]] = 0  # a row that they do not have
     missing = [name for name, p in ours.named_parameters() if p.grad is None or name not in wanted]
     assert not missing, missing

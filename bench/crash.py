@@ -40,7 +40,7 @@ from kiloword.cli import main as cli
 from kiloword.config.recipes import ModelFile
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer
 from kiloword.interop import folder as imports
-from kiloword.interop.open_clip import Imported, ImportReport
+from kiloword.interop.folder import Imported, ImportReport
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import build

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kiloword.config.recipes import sizes
-from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import import_state, place
+from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 from kiloword.training import compilation

@@ -21,8 +21,8 @@ from kiloword.features.teachers import digest
 from kiloword.generation.captioner import ROUNDS, Captioner
 from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
-from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.hf_folder import check_strangers
+from kiloword.interop.open_clip_config import torchvision_ready
 
 Scored = tuple[str, float]
 """A caption and its score: log probability / tokens^length_penalty."""

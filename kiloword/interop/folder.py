@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Literal
+
+from torch import Tensor
 
 from kiloword.checkpoint.files import is_taken
 from kiloword.checkpoint.lock import NAME, Lock
@@ -17,10 +20,27 @@ from kiloword.model.model import Model, build
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen, plain_table
 
-if TYPE_CHECKING:
-    from kiloword.interop.open_clip import Imported, ImportReport
-
 CLIP_VOCAB = 49408
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """The loaded, new and unused weights of an import."""
+
+    loaded: dict[str, str]  # name in kiloword -> name in the file
+    new: list[str]  # names in kiloword without a source, which keep initial values
+    left_over: list[str]  # names in the file that are not used
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Translated weights of another library."""
+
+    config: ModelConfig
+    method: Literal["clip", "siglip", "prolip-released", "coca"]
+    state: dict[str, Tensor]
+    report: ImportReport
+    settings: dict[str, Any] = field(default_factory=dict)  # of the method
 
 
 def write(imported: Imported, weights: Path, out: Path, origin: str) -> None:

@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig
-from kiloword.interop import folder, open_clip_coca
+from kiloword.interop import folder
+from kiloword.interop.folder import Imported, ImportReport
 from kiloword.interop.open_clip_config import model_config
 from kiloword.methods.registry import preset
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
 
 MAX_SCALE = 100.0  # of CLIP
-
-
-@dataclass(frozen=True)
-class ImportReport:
-    """The loaded, new and unused weights of an import."""
-
-    loaded: dict[str, str]  # name in kiloword -> name in the file
-    new: list[str]  # names in kiloword without a source, which keep initial values
-    left_over: list[str]  # names in the file that are not used
-
-
-@dataclass(frozen=True)
-class Imported:
-    """Translated weights of another library."""
-
-    config: ModelConfig
-    method: Literal["clip", "siglip", "prolip-released", "coca"]
-    state: dict[str, Tensor]
-    report: ImportReport
-    settings: dict[str, Any] = field(default_factory=dict)  # of the method
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
@@ -85,63 +64,71 @@ def import_state(name: str, state: Mapping[str, Tensor]) -> Imported:
     clip. Raises: ValueError for an unknown model, an unsupported architecture, or weights of another shape.
     """
     config = model_config(name)
-    coca = open_clip_coca.is_coca(state)
+    coca = _is_coca(state)
     siglip = "logit_bias" in state and not coca
-    placed, unused = _placed(state, coca)
-    depth = open_clip_coca.decoder_depth(state)
+    translated, unused = placed(state)
+    depth = _decoder_depth(state)
     settings = {"decoder_depth": depth} if depth not in (0, config.text.depth) else {}
     with torch.device("meta"):
         head = Head(Single(config), bias=0.0 if siglip else None)
         towers = preset("coca", settings).towers if coca else {}
         expected = Model(config, head, {tower: make(config) for tower, make in towers.items()}).state_dict()
-    for ours in [n for n in placed if n not in expected]:
-        unused.append(placed.pop(ours)[0])
-    _check(name, expected, placed)
-    ours_state = {n: value for n, (_, value) in placed.items()}
+    unused += [translated.pop(ours)[0] for ours in list(translated) if ours not in expected]
+    check_shapes(f"open_clip's {name}", expected, translated)
+    ours_state = {n: value for n, (_, value) in translated.items()}
     if not siglip and "head.log_scale" in ours_state:
         ours_state["head.log_limit"] = ours_state["head.log_scale"].clamp(min=math.log(MAX_SCALE))
     report = ImportReport(
-        {n: theirs for n, (theirs, _) in sorted(placed.items())},
-        sorted(expected.keys() - placed.keys()),
+        {n: theirs for n, (theirs, _) in sorted(translated.items())},
+        sorted(expected.keys() - translated.keys()),
         sorted(unused),
     )
     return Imported(config, "coca" if coca else "siglip" if siglip else "clip", ours_state, report, settings)
 
 
-def _placed(state: Mapping[str, Tensor], coca: bool) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
-    """Name in kiloword -> name in open_clip and the reshaped value; and unused names of open_clip.
-
-    Raises: ValueError for a tensor that cannot be reshaped.
-    """
-    theirs, unused = "text_decoder", []
-    try:
-        placed, rest = open_clip_coca.parts(state) if coca else ({}, state)
-        for theirs, value in rest.items():
-            ours, reshaped = place(theirs, value)
-            if ours is None:
-                unused.append(theirs)
-            else:
-                placed[ours] = (theirs, reshaped)
-    except (IndexError, RuntimeError) as error:
-        reason = str(error).splitlines()[0][:200]
-        raise ValueError(f"{theirs[:200]} has a shape that no model of open_clip's has ({reason}).") from error
-    return placed, unused
-
-
-def _check(name: str, expected: Mapping[str, Tensor], placed: Mapping[str, tuple[str, Tensor]]) -> None:
-    if not placed:
-        raise ValueError(f"none of these weights is one of open_clip's {name}")
-    for ours, (theirs, value) in placed.items():
+def check_shapes(origin: str, expected: Mapping[str, Tensor], translated: Mapping[str, tuple[str, Tensor]]) -> None:
+    """Check weights, {name in kiloword: (name in the file, value)}. Raises: ValueError. Args: origin: of `expected`."""
+    if not translated:
+        raise ValueError(f"none of these weights is one of {origin}")
+    for ours, (theirs, value) in translated.items():
         if not value.is_floating_point():
             raise ValueError(f"{theirs} holds {value.dtype}: expected floating-point weights")
         if value.shape != expected[ours].shape:
             raise ValueError(
-                f"{theirs} has shape {list(value.shape)}, but open_clip's {name} needs {list(expected[ours].shape)}; "
-                "is it another model's file?"
+                f"{theirs} becomes {ours} of shape {list(value.shape)}, but {origin} needs "
+                f"{list(expected[ours].shape)}; is it another model's file?"
             )
 
 
+def placed(state: Mapping[str, Tensor]) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
+    """Name in kiloword -> name in open_clip and reshaped value; and the unused names of open_clip.
+
+    Raises: ValueError for a tensor that cannot be reshaped.
+    """
+    coca, rest, unused = _is_coca(state), dict(state), []
+    theirs = "text_decoder"
+    try:
+        translated = _coca_parts(rest) if coca else {}
+        for theirs, value in rest.items():
+            ours, reshaped = place(theirs, value, coca)
+            if ours is None:
+                unused.append(theirs)
+            else:
+                translated[ours] = (theirs, reshaped)
+    except (IndexError, RuntimeError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(f"{theirs[:200]} has a shape that no model of open_clip's has ({reason}).") from error
+    return translated, unused
+
+
+def place(theirs: str, value: Tensor, coca: bool = False) -> tuple[str | None, Tensor]:
+    """Name in kiloword of a parameter of open_clip (None: unused), and its value or gradient in kiloword's shape."""
+    plain = theirs.removeprefix("text.")  # open_clip has two layouts of its text tower
+    return _name(plain, _COCA if coca else _CLIP), _reshape(plain, value)
+
+
 _BLOCK = {
+    "ln_1_kv": "norm_memory",
     "ln_1": "norm1",
     "ln_2": "norm2",
     "attn.in_proj_": "attention.qkv.",
@@ -154,71 +141,112 @@ _BLOCK = {
     "mlp.fc1": "mlp.fc",
     "mlp.fc2": "mlp.proj",
 }
-_WHOLE = {
+_CLIP = {  # the first beginning that fits is replaced; {}: the number of a block, whose parts are in _BLOCK
     "logit_scale": "head.log_scale",
     "logit_bias": "head.bias",
     "visual.class_embedding": "image_tower.class_token",
     "visual.positional_embedding": "image_tower.positions",
     "visual.conv1.weight": "image_tower.patches.weight",
     "visual.proj": "head.pooling.image_projection.weight",
-    "visual.trunk.pos_embed": "image_tower.positions",
-    "visual.trunk.attn_pool.latent": "head.pooling.image_pool.map.probe",
-    "token_embedding.weight": "text_tower.tokens",
-    "positional_embedding": "text_tower.positions",
-    "text_projection": "head.pooling.text_projection.weight",
-}
-_PREFIX = {
     "visual.ln_pre.": "image_tower.pre_norm.",
     "visual.ln_post.": "image_tower.norm.",
+    "visual.transformer.resblocks.": "image_tower.blocks.{}.",
+    "visual.trunk.pos_embed": "image_tower.positions",
     "visual.trunk.norm.": "image_tower.norm.",
     "visual.trunk.patch_embed.proj.": "image_tower.patches.",
+    "visual.trunk.blocks.": "image_tower.blocks.{}.",
+    "visual.trunk.attn_pool.latent": "head.pooling.image_pool.map.probe",
     "visual.trunk.attn_pool.mlp.fc1.": "head.pooling.image_pool.map.mlp.fc.",
     "visual.trunk.attn_pool.mlp.fc2.": "head.pooling.image_pool.map.mlp.proj.",
     "visual.trunk.attn_pool.proj.": "head.pooling.image_pool.map.out.",
     "visual.trunk.attn_pool.": "head.pooling.image_pool.map.",
-    "visual.trunk.blocks.": "image_tower.blocks.",
-    "visual.transformer.resblocks.": "image_tower.blocks.",
-    "transformer.resblocks.": "text_tower.blocks.",
+    "token_embedding.weight": "text_tower.tokens",
+    "positional_embedding": "text_tower.positions",
+    "transformer.resblocks.": "text_tower.blocks.{}.",
     "ln_final.": "text_tower.norm.",
     "text_projection.": "head.pooling.text_projection.",
+    "text_projection": "head.pooling.text_projection.weight",
+}
+_POOL, _DECODER = "head.pooling.image_pool.attentional.", "more.text_decoder."
+_COCA = _CLIP | {
+    "visual.attn_pool.query": _POOL + "probes",
+    "visual.attn_pool.ln_q.": _POOL + "norm_query.",
+    "visual.attn_pool.ln_k.": "image_tower.norm.",
+    "visual.attn_pool.attn.out_proj.": _POOL + "attention.out.",
+    "visual.ln_post.": _POOL + "norm.",
+    "text_decoder.ln_final.": _DECODER + "norm.",
+    "text_decoder.text_projection": _DECODER + "output",
+    "text_decoder.resblocks.": _DECODER + "layers.{}.own.",
+    "text_decoder.cross_attn.": _DECODER + "layers.{}.cross.",
 }
 
 
-def place(theirs: str, value: Tensor) -> tuple[str | None, Tensor]:
-    """Name in kiloword of a parameter of open_clip (None: unused), and its value or gradient in kiloword's shape."""
-    plain = theirs.removeprefix("text.")  # open_clip has two layouts of its text tower
-    return _name(plain), _reshape(plain, value)
-
-
-def _name(theirs: str) -> str | None:
-    if theirs in _WHOLE:
-        return _WHOLE[theirs]
-    for start, ours in _PREFIX.items():
-        if theirs.startswith(start):
-            rest = theirs.removeprefix(start)
-            return ours + _block(rest) if ours.endswith("blocks.") else ours + rest
-    return None
-
-
-def _block(rest: str) -> str:
-    """ "3.attn.in_proj_weight" -> "3.attention.qkv.weight"."""
-    number, _, part = rest.partition(".")
-    for theirs, ours in _BLOCK.items():
-        if part.startswith(theirs):
-            return f"{number}.{ours}{part.removeprefix(theirs)}"
-    return rest
+def _name(theirs: str, names: Mapping[str, str]) -> str | None:
+    """Name in kiloword: "transformer.resblocks.3.attn.in_proj_bias" -> "text_tower.blocks.3.attention.qkv.bias"."""
+    beginning = next((beginning for beginning in names if theirs.startswith(beginning)), None)
+    if beginning is None:
+        return None
+    ours, rest = names[beginning], theirs.removeprefix(beginning)
+    if "{}" in ours:
+        number, _, rest = rest.partition(".")
+        part = next((part for part in _BLOCK if rest.startswith(part)), "")
+        rest = _BLOCK.get(part, "") + rest.removeprefix(part)
+        ours = ours.format(number)
+    return ours + rest
 
 
 def _reshape(theirs: str, value: Tensor) -> Tensor:
     if theirs in ("logit_scale", "logit_bias"):
         return value.reshape(1)
-    if theirs in ("visual.proj", "text_projection"):  # they multiply from the left
+    if theirs in ("visual.proj", "text_projection", "text_decoder.text_projection"):  # they multiply from the left
         return value.T.contiguous() if value.ndim == 2 else value
     if theirs in ("visual.conv1.weight", "visual.trunk.patch_embed.proj.weight"):
         return value.flatten(1)
     if theirs == "visual.trunk.pos_embed":
         return value[0]
     return value.flatten() if theirs == "visual.trunk.attn_pool.latent" else value
+
+
+def _is_coca(state: Mapping[str, Tensor]) -> bool:
+    return any(name.startswith("text_decoder.") for name in state)
+
+
+def _decoder_depth(state: Mapping[str, Tensor]) -> int:
+    return len({name.split(".")[2] for name in state if name.startswith("text_decoder.resblocks.")})
+
+
+def _coca_parts(rest: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    """Remove from `rest` the weights that CoCa composes of several, or splits, and translate them as `placed`."""
+    attentions = {"visual.attn_pool.attn.": _POOL + "attention."}
+    for n in range(_decoder_depth(rest)):
+        attentions[f"text_decoder.cross_attn.{n}.attn."] = f"{_DECODER}layers.{n}.cross.attention."
+    translated: dict[str, tuple[str, Tensor]] = {}
+    for theirs, ours in attentions.items():
+        translated |= _attention(theirs, ours, rest)
+    tokens, cls = "text.token_embedding.weight", "text.cls_emb"
+    if tokens in rest and cls in rest:
+        table, row = rest.pop(tokens), rest.pop(cls)
+        translated["text_tower.tokens"] = (tokens, torch.cat([table, table.mean(0, True), row[None]]))  # mask, class
+    return translated
+
+
+def _attention(theirs: str, ours: str, rest: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    """Translate an attention to a memory and remove it from `rest`; q, k and v may be separate there."""
+    names = [theirs + "in_proj_weight"]
+    if names[0] not in rest:
+        names = [theirs + f"{kind}_proj_weight" for kind in "qkv"]
+    if not all(name in rest for name in (*names, theirs + "in_proj_bias")):
+        return {}
+    bias = rest.pop(theirs + "in_proj_bias")
+    width = len(bias) // 3
+    if len(names) == 1:
+        weight = rest.pop(names[0])
+        q, kv = weight[:width], weight[width:]
+    else:
+        q, k, v = (rest.pop(name) for name in names)
+        kv = torch.cat([k, v])
+    values = {"q.weight": q, "q.bias": bias[:width], "kv.weight": kv, "kv.bias": bias[width:]}
+    return {ours + part: (names[0], value.contiguous()) for part, value in values.items()}
 
 
 def main(name: str, path: Path, out: Path) -> None:

@@ -1,15 +1,22 @@
-"""Translation of open_clip's model configurations: CLIP's and SigLIP's vision transformers, and CoCa."""
+"""Translation of open_clip's model configurations: CLIP's and SigLIP's vision transformers, and CoCa.
+
+CoCa's published weights were trained with a mask shifted by one: the class token attends to a pad after the end, not to
+itself. Two differences remain: open_clip masks a "!" inside a word (the id of the pad), and with the shifted mask the
+longest captions lose one more token here, for the pad.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kiloword.config.recipes import Activation, HeadConfig, ImageConfig, ModelConfig, Preprocess, TextConfig
-from kiloword.interop import open_clip_coca
-from kiloword.interop.compat import torchvision_ready
 
 _TEXT_KEYS = {
     *("context_length", "vocab_size", "width", "heads", "layers", "mlp_ratio", "no_causal_mask", "proj_bias"),
@@ -19,6 +26,10 @@ _IMAGE_KEYS = {
     *("image_size", "layers", "width", "head_width", "patch_size", "mlp_ratio", "norm_kwargs", "act_kwargs"),
     *("timm_model_name", "timm_model_pretrained", "timm_pool", "timm_proj"),
 }
+
+
+_COCA_TEXT_KEYS = {"embed_cls", "output_tokens", "correct_cls_mask", "pad_id", "eos_id"}
+_COCA_IMAGE_KEYS = {"attentional_pool", "attn_pooler_queries", "attn_pooler_heads", "output_tokens"}
 
 
 class Unlike(ValueError):
@@ -36,13 +47,12 @@ def model_config(name: str) -> ModelConfig:
 def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     """Translate a configuration in open_clip's JSON format. Raises: Unlike as `model_config`."""
     vision, text, coca = raw["vision_cfg"], raw["text_cfg"], "multimodal_cfg" in raw
-    pools = {"argmax": "last", "eos": "last", "last": "last"}
-    image_keys = _IMAGE_KEYS | open_clip_coca.IMAGE_KEYS if coca else _IMAGE_KEYS
-    text_keys = _TEXT_KEYS | open_clip_coca.TEXT_KEYS if coca else _TEXT_KEYS
+    image_keys = _IMAGE_KEYS | _COCA_IMAGE_KEYS if coca else _IMAGE_KEYS
+    text_keys = _TEXT_KEYS | _COCA_TEXT_KEYS if coca else _TEXT_KEYS
     foreign = [] if "timm_model_name" in vision or vision.get("patch_size") else ["no patch size"]
     foreign += [k for k in vision if k not in image_keys] + [k for k in text if k not in text_keys]
-    foreign += open_clip_coca.unlike(raw) if coca else []
-    if foreign or text.get("pool_type", "argmax") not in pools:
+    foreign += _unlike_coca(raw) if coca else []
+    if foreign or text.get("pool_type", "argmax") not in ("argmax", "eos", "last"):
         raise Unlike(
             f"open_clip's {name} is built differently from our towers ({', '.join(foreign) or 'text pool'}); "
             "CLIP's and SigLIP's vision transformers can be imported, and CoCa with an attentional pool"
@@ -57,12 +67,12 @@ def translate(name: str, raw: Mapping[str, Any]) -> ModelConfig:
     )
     half = (0.5, 0.5, 0.5)
     config = ModelConfig(
-        image=_timm_image(name, vision) if siglip else _clip_image(vision, activation),
-        text=_text(text, activation),
+        image=_timm_image(name, vision) if siglip else image_config(vision, activation),
+        text=text_config(text, activation),
         head=head,
         preprocess=Preprocess(mean=half, std=half, resize="squash") if siglip else Preprocess(),
     )
-    return open_clip_coca.shaped(config, raw) if coca else config
+    return _with_coca(config, raw) if coca else config
 
 
 def _raw_config(name: str) -> dict[str, Any]:
@@ -77,6 +87,43 @@ def _raw_config(name: str) -> dict[str, Any]:
     return raw
 
 
+def _unlike_coca(raw: Mapping[str, Any]) -> list[str]:
+    """Features of a configuration that kiloword's towers do not support."""
+    vision, text, decoder = raw["vision_cfg"], raw["text_cfg"], raw["multimodal_cfg"]
+    alike = {
+        "no attentional pool": vision.get("attentional_pool") is True,
+        "no class token": text.get("embed_cls") is True,
+        "pads other than 0": text.get("pad_id", 0) == 0,
+        "a decoder of another width": decoder["width"] == text.get("width") == raw["embed_dim"],
+        "a decoder of other heads": decoder.get("heads", 8) == text.get("heads"),
+        "another text MLP": text.get("mlp_ratio", 4) == 4,  # the decoder's is 4, whatever its configuration says
+    }
+    return [what for what, same in alike.items() if not same]
+
+
+def _with_coca(config: ModelConfig, raw: Mapping[str, Any]) -> ModelConfig:
+    """Extend a CLIP configuration by the parts of CoCa; special ids are those of CLIP's tokenizer."""
+    vision, vocab, correct = raw["vision_cfg"], config.text.vocab, raw["text_cfg"].get("correct_cls_mask", False)
+    text = replace(
+        config.text,
+        context=config.text.context + 1,
+        vocab=vocab + 2,
+        special=dict(start=vocab - 2, end=vocab - 1, pad=0, mask=vocab, cls=vocab + 1, unc=vocab + 2),  # noqa: C408
+        extra_tokens=("cls",) if correct else ("pad", "cls"),
+        class_place="last",
+        class_sees_itself=correct,
+        norm_words=False,
+    )
+    head = replace(
+        config.head,
+        image_pool="attentional",
+        pool_queries=vision.get("attn_pooler_queries", 256) - 1,
+        pool_width=raw["embed_dim"],
+        pool_heads=vision.get("attn_pooler_heads", 8),
+    )
+    return replace(config, text=text, head=head)
+
+
 def _activation(config: Mapping[str, Any], activation: Activation) -> Activation:
     return "gelu_tanh" if (config.get("act_kwargs") or {}).get("approximate") == "tanh" else activation
 
@@ -85,7 +132,8 @@ def _eps(config: Mapping[str, Any]) -> float:
     return float((config.get("norm_kwargs") or {}).get("eps", 1e-5))
 
 
-def _clip_image(vision: Mapping[str, Any], activation: Activation) -> ImageConfig:
+def image_config(vision: Mapping[str, Any], activation: Activation) -> ImageConfig:
+    """A vision transformer of CLIP's, from its `vision_cfg`."""
     width = vision["width"]
     return ImageConfig(
         size=vision["image_size"],
@@ -94,6 +142,7 @@ def _clip_image(vision: Mapping[str, Any], activation: Activation) -> ImageConfi
         depth=vision["layers"],
         heads=width // vision.get("head_width", 64),
         mlp=int(width * vision.get("mlp_ratio", 4.0)),
+        pre_norm=not vision.get("no_ln_pre", False),
         activation=_activation(vision, activation),
         norm_eps=_eps(vision),
     )
@@ -125,7 +174,8 @@ def _timm_image(name: str, vision: Mapping[str, Any]) -> ImageConfig:
     )
 
 
-def _text(text: Mapping[str, Any], activation: Activation) -> TextConfig:
+def text_config(text: Mapping[str, Any], activation: Activation) -> TextConfig:
+    """A text transformer, from its `text_cfg`."""
     width = text["width"]
     bidirectional = bool(text.get("no_causal_mask", False))
     return TextConfig(
@@ -140,3 +190,28 @@ def _text(text: Mapping[str, Any], activation: Activation) -> TextConfig:
         activation=_activation(text, activation),
         norm_eps=_eps(text),
     )
+
+
+@cache
+def torchvision_ready() -> torch.library.Library | None:
+    """Make torchvision importable with a build of torch that its native library does not support.
+
+    Such a torchvision fails at import ("operator torchvision::nms does not exist"), and with it timm, open_clip and
+    transformers' CLIP, which do not use these operators here; so their schemas are defined. Call it before the first
+    import of any of these. Returns: the definitions (the cache keeps them alive), or None if they are not needed.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        return None
+    native = sorted(Path(spec.origin).parent.glob("_C*.so"))
+    try:
+        for library in native:
+            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+        if native:
+            return None
+    except OSError:
+        pass  # built for another torch: symbols are missing
+    definitions = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        definitions.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+    return definitions

@@ -1,26 +1,30 @@
-"""Weights of the released ProLIP models, whose names are those of open_clip and a few more."""
+"""Weights of the released ProLIP models, with the names of open_clip and a few more. Source: its public code."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor
 
-from kiloword.config.recipes import ModelConfig
+from kiloword.config.recipes import Activation, HeadConfig, ModelConfig
+from kiloword.config.settings import BaseSettings, read_config
 from kiloword.data.text.tokenizer_file import Roles
 from kiloword.interop import folder
-from kiloword.interop.open_clip import Imported, ImportReport, place, read
-from kiloword.interop.prolip_config import model_config
+from kiloword.interop.folder import Imported, ImportReport
+from kiloword.interop.open_clip import check_shapes, place, read
+from kiloword.interop.open_clip_config import image_config, text_config
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model
 
 _TOKENS = "text.token_embedding.weight"
 _POSITIONS = "visual.positional_embedding"  # of [CLS], [UNC] and the patches
 _UNC = "visual.unc_embedding"
-_ROWS = {"unc": "text.unc_emb", "cls": "text.cls_emb"}  # in kiloword tokens of the vocabulary
+_ROWS = {"unc": "text.unc_emb", "cls": "text.cls_emb"}  # tokens of the vocabulary in kiloword
 _MORE = {
     _UNC: "image_tower.uncertainty_token",
     "visual.uncertainty_proj.weight": "head.uncertainty.image_log_var.weight",
@@ -30,20 +34,111 @@ _MORE = {
 }
 
 
+APPENDED = 2  # [UNC] and [CLS], which its context does not count
+
+
+_UNUSED = {  # settings of initial weights, of other towers, and of the tokenizer, which is kiloword's
+    *("init_unc_bias", "pos_embed_type", "attn_pooler_queries", "attn_pooler_heads", "pad_id", "final_ln_after_pool"),
+    *("timm_model_pretrained", "timm_pool", "timm_proj", "timm_proj_bias", "timm_drop", "timm_drop_path"),
+    *("hf_tokenizer_name", "tokenizer_kwargs", "hf_model_pretrained", "hf_proj_type", "hf_pooler_type"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision(BaseSettings):
+    """`vision_cfg`; a type with a single value shows what kiloword's towers support."""
+
+    image_size: int = 224
+    patch_size: int = 16
+    width: int = 768
+    layers: int = 12
+    head_width: int = 64
+    mlp_ratio: float = 4.0
+    no_ln_pre: bool = False
+    act_kwargs: dict[str, Any] | None = None
+    norm_kwargs: dict[str, float] | None = None
+    embed_unc: Literal[True]
+    pool_type: Literal["tok"] = "tok"
+    ls_init_value: None = None
+    attentional_pool: Literal[False] = False
+    output_tokens: Literal[False] = False
+    timm_model_name: None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(BaseSettings):
+    """`text_cfg`."""
+
+    context_length: int = 64
+    vocab_size: int = 32100
+    width: int = 768
+    heads: int = 12
+    layers: int = 12
+    mlp_ratio: float = 4.0
+    proj_bias: bool = True
+    act_kwargs: dict[str, Any] | None = None
+    norm_kwargs: dict[str, float] | None = None
+    embed_cls: Literal[True] = True
+    embed_unc: Literal[True] = True
+    no_causal_mask: Literal[True] = True
+    ls_init_value: None = None
+    output_tokens: Literal[False] = False
+    hf_model_name: None = None
+    pool_type: str = "argmax"  # not used: the class token is pooled
+
+
+def _used(value: Any) -> Any:
+    return {key: v for key, v in value.items() if key not in _UNUSED} if isinstance(value, dict) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(BaseSettings):
+    """The whole file."""
+
+    embed_dim: int
+    vision_cfg: Annotated[Vision, BeforeValidator(_used)]
+    text_cfg: Annotated[Text, BeforeValidator(_used)] = field(default_factory=Text)
+    quick_gelu: bool = False
+    init_logit_scale: float = 0.0
+    init_logit_bias: float | None = None
+    cast_dtype: None = None
+    output_dict: bool = True
+
+
+def model_config(path: Path) -> ModelConfig:
+    """The configuration of the towers of a published config.json, with the vocabulary that its weights have.
+
+    Raises: ValueError when the file is missing, damaged, or describes unsupported towers.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"no {path}: weights do not show heads and activations; put the published config.json into the same folder"
+        )
+    raw = read_config(path, Published)
+    activation: Activation = "quick_gelu" if raw.quick_gelu else "gelu"
+    text = text_config(asdict(raw.text_cfg), activation)
+    return ModelConfig(
+        image=image_config(asdict(raw.vision_cfg), activation),
+        text=replace(text, context=text.context + APPENDED),
+        head=HeadConfig(dim=raw.embed_dim, text_projection_bias=raw.text_cfg.proj_bias),
+    )
+
+
 def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles) -> Imported:
     """Translate a released state dict.
 
-    Args: config: of `prolip_config.model_config`; roles: of the tokenizer, whose mask token the weights lack.
+    Args: config: of `model_config`; roles: of the tokenizer, whose mask token the weights lack.
     Raises: ValueError when weights are missing or have another shape.
     """
     vocab = max(config.text.vocab, 1 + max(roles.ids().values()))
     method = preset("prolip-released")
     shaped = method.shape(replace(config, text=replace(config.text, vocab=vocab, special=roles.ids())))
     with torch.device("meta"):
-        needed = {name: list(value.shape) for name, value in Model(shaped, method.head(shaped)).state_dict().items()}
+        expected = Model(shaped, method.head(shaped)).state_dict()
     _check_folded(config, state)
-    placed, unused = _named(_folded(state, roles, vocab), needed)
-    _check(needed, placed)
+    placed, unused = _named(_folded(state, roles, vocab), expected)
+    _check_complete(expected, placed)
+    check_shapes("config.json", expected, placed)
     new = [f"text_tower.tokens[{i}]" for i in range(config.text.vocab, vocab) if i not in (roles.cls, roles.unc)]
     report = ImportReport({ours: theirs for ours, (theirs, _) in sorted(placed.items())}, new, unused)
     return Imported(shaped, "prolip-released", {ours: value for ours, (_, value) in placed.items()}, report)
@@ -83,14 +178,12 @@ def _folded(state: Mapping[str, Tensor], roles: Roles, vocab: int) -> dict[str, 
     }
 
 
-def _named(
-    state: Mapping[str, Tensor], needed: Mapping[str, list[int]]
-) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
-    """Name in kiloword -> name in the file and value; and unused names. The final norm of images is used twice."""
+def _named(state: Mapping[str, Tensor], expected: Collection[str]) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:
+    """As `open_clip.placed`. The final norm of images is used twice."""
     placed, unused = {}, []
     for theirs, value in state.items():
         ours, reshaped = (_MORE[theirs], value) if theirs in _MORE else place(theirs, value)
-        if ours is None or ours not in needed:
+        if ours is None or ours not in expected:
             unused.append(theirs)
             continue
         placed[ours] = (theirs, reshaped)
@@ -99,15 +192,12 @@ def _named(
     return placed, sorted(unused)
 
 
-def _check(needed: Mapping[str, list[int]], placed: Mapping[str, tuple[str, Tensor]]) -> None:
-    """Raises: ValueError naming missing weights, or those of another shape."""
-    missing = [name for name in needed if name not in placed]
+def _check_complete(expected: Collection[str], placed: Collection[str]) -> None:
+    """Raises: ValueError naming missing weights."""
+    missing = [name for name in expected if name not in placed]
     if missing:
         rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(f"these weights lack what becomes {', '.join(missing[:3])}{rest}: does config.json fit them?")
-    for ours, (theirs, value) in placed.items():
-        if list(value.shape) != needed[ours]:
-            raise ValueError(f"{theirs} becomes {ours} {list(value.shape)}, but config.json says {needed[ours]}")
 
 
 def main(path: Path, out: Path) -> None:

@@ -29,7 +29,7 @@ from kiloword.data.sources.open import open_source
 from kiloword.distributed import collectives, sharing
 from kiloword.features.extract import _dim, embed
 from kiloword.features.teachers import Foreign, KilowordTeacher, open_teacher
-from kiloword.interop.compat import torchvision_ready
+from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.loop import RunOptions, train
 from tars import pairs, write_tar

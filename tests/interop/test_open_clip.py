@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from kiloword.checkpoint.model_folder import load_model, read_model_file
 from kiloword.config.recipes import ModelConfig, sizes
-from kiloword.interop.compat import torchvision_ready
 from kiloword.interop.open_clip import import_state, main, place, read
-from kiloword.interop.open_clip_config import model_config
+from kiloword.interop.open_clip_config import model_config, torchvision_ready
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
 from kiloword.types import Texts

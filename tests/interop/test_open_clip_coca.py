@@ -16,10 +16,8 @@ from torch import Tensor
 
 from kiloword.checkpoint.model_folder import load_model, read_model_file
 from kiloword.config.recipes import sizes
-from kiloword.interop.compat import torchvision_ready
-from kiloword.interop.open_clip import import_state, main, place
-from kiloword.interop.open_clip_coca import parts
-from kiloword.interop.open_clip_config import Unlike, model_config, translate
+from kiloword.interop.open_clip import import_state, main, placed
+from kiloword.interop.open_clip_config import Unlike, model_config, torchvision_ready, translate
 from kiloword.methods.coca.captioning import decoded
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
@@ -135,12 +133,9 @@ def test_parity(open_clip: ModuleType, memory: int, correct: bool, monkeypatch: 
     mine, reference = compare(theirs, ours, [2, longest, 4, 7, 3], 1e-12)
     mine.backward()  # type: ignore[no-untyped-call]
     reference.backward()  # type: ignore[no-untyped-call]
-    found, rest = parts({n: p.grad for n, p in theirs.named_parameters() if p.grad is not None})
-    wanted = {ours: value for ours, (_, value) in found.items()}
-    for name, value in rest.items():
-        known, reshaped = place(name, value)
-        assert known is not None
-        wanted[known] = reshaped
+    gradients, unused = placed({n: p.grad for n, p in theirs.named_parameters() if p.grad is not None})
+    assert not unused
+    wanted = {ours: value for ours, (_, value) in gradients.items()}
     rows = torch.arange(ours.config.text.vocab) != ours.config.text.special["mask"]  # a row that they do not have
     for name, p in ours.named_parameters():
         if name == "head.log_scale":
