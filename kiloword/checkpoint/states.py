@@ -8,9 +8,9 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
@@ -26,18 +26,15 @@ _NAME, _FILE = re.compile(r"step-\d{1,18}\.json", re.ASCII), re.compile(r"\w[\w.
 class _Bad:
     """State of `data.reading.BadRows`."""
 
-    bad: list[tuple[NonNegativeInt, str, str]] = field(default_factory=list)
-
-
-_Kind = Literal["float64", "float32", "bfloat16", "float16"]
+    bad: list[tuple[NonNegativeInt, str, str]]
 
 
 @dataclass
 class _SinceRow:
     """State of `log.SinceRow`."""
 
-    reports: list[dict[str, tuple[_Kind, float]]] = field(default_factory=list)
-    captions: NonNegativeInt = 0
+    reports: list[dict[str, tuple[Literal["float64", "float32", "bfloat16", "float16"], float]]]
+    captions: NonNegativeInt
 
     def __post_init__(self) -> None:
         if not all("loss" in report for report in self.reports):
@@ -49,13 +46,19 @@ class _Numbers:
     """The fields in the JSON of a state that a resumed run needs."""
 
     step: NonNegativeInt
-    truncated: NonNegativeInt = 0
-    skipped_steps: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)  # missing in older states
-    bad: _Bad = field(default_factory=_Bad)
-    since_row: _SinceRow = field(default_factory=_SinceRow)  # missing in older states
+    truncated: NonNegativeInt
+    skipped_steps: tuple[NonNegativeInt, NonNegativeInt]
+    bad: _Bad
+    since_row: _SinceRow
+    files: dict[str, str]  # name -> SHA-256
+
+    def __post_init__(self) -> None:
+        if not self.files or not all(map(_FILE.fullmatch, self.files)):
+            raise ValueError("it names no files, or files that are not its own")
 
 
 _NUMBERS = TypeAdapter(_Numbers)
+Result = TypeVar("Result")
 
 
 def shards_folder(folder: Path, step: int) -> Path:
@@ -121,35 +124,30 @@ def newest(folder: Path, warn: Callable[[str], None]) -> SavedState | None:
     Rank 0 lists the states, and every rank checks a share of the files. `warn` gets a message for each damaged state.
     Raises: ValueError when all are damaged.
     """
-    names = collectives.all_lists([path.name for path in states(folder)] if collectives.rank() == 0 else [])
+    first = collectives.rank() == 0
+    names = collectives.all_lists([path.name for path in states(folder)] if first else [])
     for name in names:
         path = folder / name
-        (numbers,) = collectives.all_lists([_read(path)] if collectives.rank() == 0 else [])
-        wrong = [numbers] if isinstance(numbers, str) else collectives.all_lists(_damage(path, numbers))
-        if not isinstance(numbers, str) and not wrong:
-            stored = _open(path.parent, numbers)
-            wrong = collectives.all_lists([stored] if isinstance(stored, str) else [])
-            if isinstance(stored, SavedState) and not wrong:
+        read, problems = _on_all_ranks(lambda: [_read(path)] if first else [])  # noqa: B023
+        if not problems:
+            (numbers,) = collectives.all_lists(read or [])
+            stored, problems = _on_all_ranks(lambda: _open(path.with_suffix(""), numbers))  # noqa: B023
+            if stored is not None and not problems:
                 return stored
-        warn(f"state {path.stem} is damaged ({wrong[0]}): falling back to the one before.")
+        warn(f"state {path.stem} is damaged ({problems[0]}): falling back to the one before.")
     if names:
         raise ValueError(f"no state in {folder} can be read: all are damaged. Start again with another --out.")
     return None
 
 
-def _open(folder: Path, numbers: dict[str, Any]) -> SavedState | str:
-    """The state, or the problem with its files."""
+def _on_all_ranks(do: Callable[[], Result]) -> tuple[Result | None, list[str]]:
+    """This rank's result, and the problems of all ranks. A collective."""
+    result, problems = None, list[str]()
     try:
-        return SavedState([folder / file for file in numbers["files"]], numbers)
+        result = do()
     except ValueError as e:
-        return str(e)
-
-
-def _check_regular(path: Path) -> None:
-    """Raises: ValueError for a pipe or a device, which may be endless; OSError."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ValueError("not a regular file")
+        problems = [str(e)]
+    return result, collectives.all_lists(problems)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -161,42 +159,40 @@ def _json(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _read(path: Path) -> dict[str, Any] | str:
-    """The JSON of a state with "files" relative to the folder of `path`; or the problem with it."""
+def _check_regular(path: Path) -> None:
+    """Raises: ValueError for a pipe or a device, which may be endless; OSError."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError("not a regular file")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON of a state. Raises: ValueError when it is damaged."""
     try:
         numbers = _json(path)
-        if "files" not in numbers:  # a state of one file with BLAKE2, from before states were sharded
-            files = {f"{path.stem}.safetensors": numbers["checksum"]}
-            return {**numbers, **asdict(_NUMBERS.validate_python(numbers)), "files": files}
         if numbers.pop("sha256") != _digest(numbers):
-            return f"the checksum of {path.name} differs"
-        if not numbers["files"]:
-            return f"{path.name} names no files"
-        files = {f"{path.stem}/{file}": sha for file, sha in numbers["files"].items() if _FILE.fullmatch(file)}
-        if len(files) < len(numbers["files"]) or numbers["step"] != _step(path):
-            return f"{path.name} names files or a step that are not its own"
-        return {**numbers, **asdict(_NUMBERS.validate_python(numbers)), "files": files}
+            raise ValueError("its checksum differs")
+        plain = asdict(_NUMBERS.validate_python(numbers))
     except ValidationError as e:
-        return f"{path.name}: {e.errors()[0]['loc']} {e.errors()[0]['msg'].lower()}"
+        raise ValueError(f"{path.name}: {e.errors()[0]['loc']} {e.errors()[0]['msg'].lower()}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        return f"{path.name}: {e}"
+        raise ValueError(f"{path.name}: {e}") from None
+    if plain["step"] != _step(path):
+        raise ValueError(f"{path.name}: it is of step {plain['step']}")
+    return {**numbers, **plain}
 
 
-def _damage(path: Path, numbers: dict[str, Any]) -> list[str]:
-    """Problems of this rank's share of a state's files."""
-    problems = []
-    for file, checksum in list(numbers["files"].items())[collectives.rank() :: collectives.ranks()]:
+def _open(folder: Path, numbers: dict[str, Any]) -> SavedState:
+    """The state; each rank compares the checksums of its share of the files. Raises: ValueError for a damaged file."""
+    files = list(numbers["files"].items())
+    for name, checksum in files[collectives.rank() :: collectives.ranks()]:
+        path, shown = folder / name, f"{folder.name}/{name}"
         try:
-            _check_regular(path.parent / file)
-            with (path.parent / file).open("rb") as data:
-                real = hashlib.file_digest(data, _old if "checksum" in numbers else "sha256").hexdigest()
-        except (OSError, ValueError) as e:  # ValueError: a zero byte in the name
-            problems.append(f"{file}: {e.strerror if isinstance(e, OSError) else e}")
-            continue
-        if real != checksum:
-            problems.append(f"the checksum of {file} differs")
-    return problems
-
-
-def _old() -> Any:
-    return hashlib.blake2b(digest_size=16)
+            _check_regular(path)
+            with path.open("rb") as data:
+                actual = hashlib.file_digest(data, "sha256").hexdigest()
+        except (OSError, ValueError) as e:
+            raise ValueError(f"{shown}: {e.strerror if isinstance(e, OSError) else e}") from None
+        if actual != checksum:
+            raise ValueError(f"the checksum of {shown} differs")
+    return SavedState([folder / name for name, _ in files], numbers)
