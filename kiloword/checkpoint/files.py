@@ -84,21 +84,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """The empty temporary file of a path, locked."""
     temporary = path.with_name(f".{path.name}.tmp")
-    while True:
-        with open(lock.open_regular(temporary), "wb") as file:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX)
-            except OSError:  # a file system without locks: use a name of this thread only
-                temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
-                with open(lock.open_regular(temporary), "wb") as unlocked_file:
-                    unlocked_file.truncate(0)
-                    yield unlocked_file, temporary
-                return
-            if lock.is_at(file.fileno(), temporary):
-                file.truncate(0)
-                yield file, temporary
-                return
-        # its writer has renamed it in the meantime
+    fd, locked = lock.open_locked(temporary, fcntl.LOCK_EX)
+    if not locked:  # a file system without locks: use a name of this thread only
+        os.close(fd)
+        temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
+        fd = lock.open_regular(temporary)
+    with open(fd, "wb") as file:
+        file.truncate(0)
+        yield file, temporary
 
 
 def sync(path: Path) -> None:

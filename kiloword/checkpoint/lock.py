@@ -26,36 +26,18 @@ class Lock:
     """
 
     def __init__(self, out: Path, doing: str = TRAINING, folder: Path | None = None) -> None:
-        self._fd = -1
-        self.path = (folder or out) / NAME
+        self._fd, self.path = -1, (folder or out) / NAME
         try:
-            while not self._open(out, doing):
-                pass
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd, _ = open_locked(self.path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except Held as e:
+            hint = " SIGTERM ends it with its state saved." if doing == TRAINING else ""
+            raise ValueError(f"{e} is {doing} {out}: wait for its end, or choose another --out.{hint}") from None
         except OSError as e:
             raise ValueError(f"--out {out} cannot be written ({e.strerror}): choose another folder.") from e
         with suppress(OSError):  # a full disk is reported at the first save
             os.truncate(self._fd, 0)
             os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-    def _open(self, out: Path, doing: str) -> bool:
-        """Try to take the lock; False if its last holder has just removed the file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = open_regular(self.path)
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            if e.errno in (errno.EACCES, errno.EAGAIN):
-                raise self._held(out, doing) from None
-        if is_at(self._fd, self.path):
-            return True
-        os.close(self._fd)
-        self._fd = -1
-        return False
-
-    def _held(self, out: Path, doing: str) -> ValueError:
-        who = os.pread(self._fd, 1000, 0).decode(errors="replace") or "another process"
-        hint = " SIGTERM ends it with its state saved." if doing == TRAINING else ""
-        return ValueError(f"{who} is {doing} {out}: wait for its end, or choose another --out.{hint}")
 
     def __enter__(self) -> Lock:
         return self
@@ -74,8 +56,32 @@ class Lock:
             os.close(self._fd)
         self._fd = -1
 
-    def __del__(self) -> None:
-        self._close()
+    __del__ = _close
+
+
+class Held(Exception):
+    """Another process holds the lock; the message is what the file says about it."""
+
+
+def open_locked(path: Path, how: int) -> tuple[int, bool]:
+    """Open a file, or create it, and take its record lock; again if its last holder has removed it in the meantime.
+
+    Args: how: as in `fcntl.lockf`. Returns: file descriptor; False on a file system without locks.
+    Raises: OSError as `open_regular`; Held when another process holds the lock and `how` does not wait.
+    """
+    while True:
+        fd, locked = open_regular(path), True
+        try:
+            fcntl.lockf(fd, how)
+        except OSError as e:
+            locked = False
+            if e.errno in (errno.EACCES, errno.EAGAIN) and how & fcntl.LOCK_NB:
+                holder = os.pread(fd, 1000, 0).decode(errors="replace")
+                os.close(fd)
+                raise Held(holder or "another process") from None
+        if is_at(fd, path):
+            return fd, locked
+        os.close(fd)
 
 
 def open_regular(path: Path) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,47 +22,32 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-@dataclass
-class _Mode:
-    """Whether ranks share work, and whether all must call the model equally often."""
-
-    on: bool = False
-    lockstep: bool = False
-
-
-_mode = _Mode()
+_sharing = _lockstep = False  # whether ranks share work, and whether all must call the model equally often
 
 
 @contextmanager
-def _set(on: bool, lockstep: bool) -> Iterator[None]:
-    before = (_mode.on, _mode.lockstep)
-    _mode.on, _mode.lockstep = on, lockstep
-    try:
-        yield
-    finally:
-        _mode.on, _mode.lockstep = before
-
-
-@contextmanager
-def sharing(lockstep: bool = False) -> Iterator[None]:
+def sharing(lockstep: bool = False, on: bool = True) -> Iterator[None]:
     """Inside, the ranks share work; all of them must call the same functions in the same order.
 
     Args: lockstep: all ranks must call the model equally often, as a sharded model needs.
     """
-    with _set(collectives.ranks() > 1, lockstep):
+    global _sharing, _lockstep
+    before = _sharing, _lockstep
+    _sharing, _lockstep = on and collectives.ranks() > 1, lockstep
+    try:
         yield
+    finally:
+        _sharing, _lockstep = before
 
 
-@contextmanager
-def alone() -> Iterator[None]:
+def alone() -> AbstractContextManager[None]:
     """Inside, this rank works alone again."""
-    with _set(False, False):
-        yield
+    return sharing(on=False)
 
 
 def share() -> tuple[int, int]:
     """This rank and the number of ranks that share work; (0, 1) where work is not shared."""
-    return (collectives.rank(), collectives.ranks()) if _mode.on else (0, 1)
+    return (collectives.rank(), collectives.ranks()) if _sharing else (0, 1)
 
 
 def is_first() -> bool:
@@ -73,7 +57,7 @@ def is_first() -> bool:
 
 def lockstep() -> bool:
     """Whether a rank without work must call the model too."""
-    return _mode.on and _mode.lockstep
+    return _sharing and _lockstep
 
 
 def own(items: Sequence[Item]) -> list[Item]:

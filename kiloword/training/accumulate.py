@@ -40,20 +40,16 @@ def backward(
     for n, (batch, replay) in enumerate(zip(micro, replays, strict=True), 1):
         if n == len(micro):
             reducer.last()
-        reports.append(_micro_step(learner, batch, counts, precision, replay))
+        with precision():
+            out = learner(batch, counts, replay)
+        out["loss"].backward()
+        reports.append(_complete(learner, out, totals, len(micro)))
     reducer.finish()
-    return _report([_complete(learner, report, totals, len(micro)) for report in reports])
-
-
-def _micro_step(
-    learner: Learner, batch: Batch, counts: dict[str, Tensor], precision: PrecisionContext, replay: Replay | None = None
-) -> dict[str, Tensor]:
-    """Forward and backward of one micro-batch."""
-    with precision():
-        out = learner(batch, counts, replay)
-    out["loss"].backward()
-    losses: dict[str, Tensor] = out
-    return losses
+    names = list(reports[0])
+    local = torch.stack([torch.stack([report[n].detach() for report in reports]).sum() for n in names])
+    means = sum_over_ranks(local)
+    means[names.index("loss")] /= ranks()
+    return dict(zip(names, means, strict=True))
 
 
 def _complete(learner: Learner, report: dict[str, Tensor], totals: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
@@ -72,7 +68,7 @@ def _pair_gradients(
     """The pair loss (and metrics reported with it) over all micro-batches, and the gradients each one replays."""
     with torch.no_grad(), precision():
         inputs = [learner.pair_inputs(learner.encode(b), b) for b in micro]
-    images, texts = (_leaves(_concatenate([pair[side] for pair in inputs])) for side in (0, 1))
+    images, texts = (_concatenate([pair[side] for pair in inputs]) for side in (0, 1))
     losses = learner.pair_loss(images, texts)
     pair = losses["pair"]
     weights: list[Tensor] = [p for p in learner.model.head.parameters() if p.requires_grad]
@@ -89,22 +85,12 @@ def _pair_gradients(
 
 
 def _concatenate(parts: list[Features]) -> Features:
-    return {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
-
-
-def _leaves(features: Features) -> Features:
-    return {k: v.requires_grad_() if learns(k, v) else v for k, v in features.items()}
+    """The features of all micro-batches, as leaves of a new graph."""
+    whole = {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
+    return {k: v.requires_grad_() if learns(k, v) else v for k, v in whole.items()}
 
 
 def _split(gradients: Mapping[str, Tensor | None], sizes: list[int]) -> list[Features]:
     """Rows of every gradient for each micro-batch; features that the score did not use are omitted."""
     rows = {k: torch.split(g, sizes) for k, g in gradients.items() if g is not None}
     return [{k: parts[n] for k, parts in rows.items()} for n in range(len(sizes))]
-
-
-def _report(reports: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    names = list(reports[0])
-    local = torch.stack([torch.stack([p[n].detach() for p in reports]).sum() for n in names])
-    means = sum_over_ranks(local)
-    means[names.index("loss")] /= ranks()
-    return dict(zip(names, means, strict=True))

@@ -73,7 +73,9 @@ class Cadence:
         run = self.run
         if (share := self.meter.data_wait()) > MOSTLY:
             run.log.say(
-                f"{share:.0%} of the time of this run was spent waiting for data: {_remedy(run.loader.workers)}."
+                f"{share:.0%} of the time of this run was spent waiting for data: raise --workers (now "
+                f"{run.loader.workers}, on {cores()} cores), or make decoding cheaper (smaller images on disk, "
+                "--decoder simplejpeg)."
             )
         if run.step < run.recipe.steps:
             self.saver.save()
@@ -124,8 +126,3 @@ class Cadence:
 
     def _stopped(self) -> Stopped:
         return self.stop.stopped(f"stopped after step {self.run.step}; the state is saved. {GOES_ON}")
-
-
-def _remedy(workers: int) -> str:
-    now = f"now {workers}, on {cores()} cores"
-    return f"raise --workers ({now}), or make decoding cheaper (smaller images on disk, --decoder simplejpeg)"

@@ -82,6 +82,8 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
     val = open_val(recipe)
     ranks, parts = collectives.ranks(), micro_batches(recipe)
     share = f"{parts} x {recipe.batch // ranks // parts} images each"
+    init = "" if recipe.init is None else f" from {recipe.init}"
+    frozen = "" if recipe.freeze == "none" else f", {recipe.freeze} tower frozen"
     how = f"checkpointing {options.checkpointing}, compile {options.compile}, {recipe.precision}"
     return [
         *_wrapped("method", f"{recipe.method} {_listed(_flat(recipe.settings))}"),
@@ -89,7 +91,7 @@ def describe(file: RunFile, source: Source, out: Path, options: RunOptions) -> l
         *([] if val is None else [f"val        {val.name}: {len(val)} images"]),
         f"length     {recipe.steps} steps of {recipe.batch} images, {epochs:.1f} epochs",
         f"ranks      {ranks}, {share}{f', {options.parallel}' if ranks > 1 else ''}, {how}",
-        *_wrapped("model", f"{recipe.size}{_from(recipe)}, {_parameters(recipe)}"),
+        *_wrapped("model", f"{recipe.size}{init}{frozen}, {_parameters(recipe)}"),
         *_wrapped("  image", settings_of(model.image)),
         *_wrapped("  text", settings_of(model.text)),
         *_wrapped("  head", settings_of(model.head)),
@@ -132,12 +134,6 @@ def _flat(settings: Mapping[str, Any], at: str = "") -> dict[str, Any]:
     return flat
 
 
-def _from(recipe: Recipe) -> str:
-    """The model that the run starts from, and its frozen tower."""
-    start = "" if recipe.init is None else f" from {recipe.init}"
-    return start if recipe.freeze == "none" else f"{start}, {recipe.freeze} tower frozen"
-
-
 def _parameters(recipe: Recipe) -> str:
     """Number of parameters, in total and by part: "73,025 parameters: image tower 40,000, ..."."""
     counts: dict[str, int] = {}
@@ -176,13 +172,12 @@ def draw_examples(src: str, method: str, size: str, png: Path) -> str:
         resize=recipe.model.preprocess.resize,
     )
     examples = loader.examples(0)[0]
-    draw_tiles([(Image.fromarray(e.image.permute(1, 2, 0).numpy()), _text(e), 1) for e in examples], png)
+    draw_tiles([(Image.fromarray(e.image.permute(1, 2, 0).numpy()), _caption(e), 1) for e in examples], png)
     composed = sum(e.composed for e in examples)
     return f"{len(examples)} examples as {method} at size {size} sees them, {composed} composed: {png}"
 
 
-def _text(example: Example) -> str:
+def _caption(example: Example) -> str:
     """The captions, or the question with its answers; composed examples are named so."""
-    captions = " | ".join(example.captions)
-    asked = f"{example.question} " if example.question else ""
-    return f"{'composed: ' if example.composed else ''}{asked}{captions}"
+    question = f"{example.question} " if example.question else ""
+    return f"{'composed: ' if example.composed else ''}{question}{' | '.join(example.captions)}"

@@ -119,7 +119,10 @@ def _of_method(recipe: Recipe, trust_code: bool) -> Iterator[str]:
             continue
         here, there = rules_of(mine.model), rules_of(other.model)
         changed = {name for name in here if here[name] != there[name]}
-        if changed and changed <= _brought(recipe.init, mine, Trust(named=recipe.method, trust_code=trust_code)):
+        loaded = set(read_shapes(Path(recipe.init) / "model.safetensors"))
+        if not start.same_scale(recipe.init, mine.model, loaded, Trust(named=recipe.method, trust_code=trust_code)):
+            loaded -= {"head.log_scale", "head.bias"}
+        if changed and changed <= loaded:
             flag = f"--settings.{path.replace('_', '-')}"
             yield f"{flag} is {value}, but {', '.join(sorted(changed))} comes from {recipe.init}"
 
@@ -133,12 +136,6 @@ def _without_one(settings: Mapping[str, Any], usual: Mapping[str, Any], at: str 
                 yield path, inner, {**settings, name: rest}
         elif value != other:
             yield at + name, value, {**settings, name: other}
-
-
-def _brought(init: str, learner: Learner, trust: Trust) -> set[str]:
-    """Names of the weights that a model loads from the folder it starts from."""
-    names = set(read_shapes(Path(init) / "model.safetensors"))
-    return names if start.same_scale(init, learner.model, names, trust) else names - {"head.log_scale", "head.bias"}
 
 
 def _built(learner: Learner) -> Any:

@@ -34,19 +34,13 @@ class SinceRow:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, summed over ranks. A collective: all ranks must call it."""
-        plain = [
-            {name: [str(x.dtype).removeprefix("torch."), x.item()] for name, x in report.items()}
-            for report in self.reports
-        ]
-        return {"reports": plain, "captions": collectives.add_up(self.captions)}
+        reports = [{k: [str(x.dtype).removeprefix("torch."), x.item()] for k, x in r.items()} for r in self.reports]
+        return {"reports": reports, "captions": collectives.add_up(self.captions)}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Args: state: result of `state_dict`, from any number of ranks."""
         self.reports = [
-            {
-                name: torch.tensor(value, dtype=getattr(torch, kind), device=device)
-                for name, (kind, value) in report.items()
-            }
+            {name: torch.tensor(x, dtype=getattr(torch, kind), device=device) for name, (kind, x) in report.items()}
             for report in state["reports"]
         ]
         self.captions = 0 if collectives.rank() else state["captions"]

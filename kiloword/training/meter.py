@@ -157,16 +157,13 @@ class Meter:
         row["lr"] = run.recipe.optim.lr * schedule(run.step - 1, run.recipe.steps, run.recipe.optim)
         row["pairs_per_s"] = self._pairs * collectives.ranks() / seconds
         row["data_wait"] = self._wait / seconds
-        row["loader_pairs_per_s"] = self._loader_rate()
+        workers = max(run.loader.workers, 1) * collectives.ranks()
+        row["loader_pairs_per_s"] = self._read * workers / max(self._made, 1e-9)  # that the loaders could produce
         row |= self._over_ranks(seconds)
         row |= {"skipped": len(run.bad), "truncated": run.truncated, "skipped_steps": run.skipped_steps}
         run.since_row = SinceRow()
         self._restart()
         return row
-
-    def _loader_rate(self) -> float:
-        """Pairs per second that the loaders of all ranks can produce, from the time their workers took."""
-        return self._read * max(self.run.loader.workers, 1) * collectives.ranks() / max(self._made, 1e-9)
 
     def _over_ranks(self, seconds: float) -> dict[str, Any]:
         """Captions since the last row, summed over ranks; peak memory and seconds of saving, maxima over ranks.

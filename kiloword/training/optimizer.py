@@ -173,13 +173,9 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Flat state: "exp_avg:NAME" and so on; entries of sharded parameters are sharded like these."""
-        state = {
-            f"{key}:{self.names[p]}": self._as_parameter(self.names[p], value)
-            for part in self.parts
-            for p, state in part.state.items()
-            for key, value in state.items()
-        }
-        return {**state, USUAL: self.usual}
+        states = ((self.names[p], state) for part in self.parts for p, state in part.state.items())
+        flat = {f"{key}:{name}": self._as_parameter(name, x) for name, state in states for key, x in state.items()}
+        return {**flat, USUAL: self.usual}
 
     def _as_parameter(self, name: str, value: Tensor) -> Tensor:
         """A state entry of a sharded parameter, as a DTensor with the same sharding."""
@@ -270,18 +266,7 @@ def _fused_lerp(means: list[Tensor], now: list[Tensor], weight: float, skipped: 
     `torch._foreach_lerp_` with weights on the device launches one kernel per tensor. This is an SGD step from `means`:
     with weight decay 1 and the negative gradient `now` it computes means -= weight (means - now).
     """
+    off: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "is_first_step": False}
     for kind in {x.dtype for x in means}:
         mine, live = ([x for x in tensors if x.dtype == kind] for tensors in (means, now))
-        torch._fused_sgd_(
-            mine,
-            live,
-            [],
-            weight_decay=1.0,
-            momentum=0.0,
-            lr=weight,
-            dampening=0.0,
-            nesterov=False,
-            maximize=True,
-            is_first_step=False,
-            found_inf=skipped,
-        )
+        torch._fused_sgd_(mine, live, [], weight_decay=1.0, lr=weight, maximize=True, found_inf=skipped, **off)

@@ -52,12 +52,12 @@ def run_file(recipe: Recipe, source: Source) -> RunFile:
         data_fingerprint=source.fingerprint,
         data_sampled=digests[0],
         data_digest=digests[1],
-        features=tuple(_computed(FeatureStore(path).file) for path in recipe.data.features),
+        features=tuple(_origin(FeatureStore(path).file) for path in recipe.data.features),
         model=preset(recipe.method, recipe.settings).shape(recipe.model),
     )
 
 
-def _computed(file: TableFile) -> str:
+def _origin(file: TableFile) -> str:
     """How the features of a store were computed: the model by its fingerprint, not by its path."""
     by = f"{file.name} of the model {file.teacher_fingerprint} in {file.precision}"
     return f"{by}, {file.dim} dimensions as {file.dtype}"

@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from kiloword.checkpoint.model_folder import check_weights, load_weights, read_m
 from kiloword.checkpoint.trust import Trust, method_of
 from kiloword.config import recipes
 from kiloword.config.recipes import ModelConfig, Recipe
+from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.methods.defaults import default_recipe
-
-if TYPE_CHECKING:
-    from kiloword.data.text.tokenizer import Tokenizer
-    from kiloword.model.model import Model
+from kiloword.methods.registry import find, preset
+from kiloword.model.model import Model, resize, resize_text
 
 FREE = (("image", "size"), ("text", "context"))  # settings of the towers that may differ
 MANY = 8  # tensors of a module; a message counts more than these instead of naming each
@@ -64,12 +62,11 @@ def settle(recipe: Recipe, tokenizer: Tokenizer, trust_code: bool = False) -> Re
 
     Args: trust_code: allow importing the model's own module even if the recipe has another method.
     """
-    from kiloword.methods.registry import preset
-
     assert recipe.init is not None
-    file, settings = read_model_file(recipe.init), recipe.settings
-    trust = Trust(named=recipe.method, trust_code=trust_code)
-    if _shape(recipe.init, trust).text.causal and _may_choose(recipe) and settings.get("bidirectional") is None:
+    file, settings, kind = read_model_file(recipe.init), recipe.settings, find(recipe.method)[1]
+    may_choose = kind is not None and any(f.name == "bidirectional" for f in fields(kind))
+    causal = _shape(recipe.init, Trust(named=recipe.method, trust_code=trust_code)).text.causal
+    if causal and may_choose and settings.get("bidirectional") is None:
         settings = {**settings, "bidirectional": False}
     image = replace(file.model.image, size=recipe.model.image.size)
     text = replace(file.model.text, context=recipe.model.text.context, special=tokenizer.roles.ids())
@@ -77,14 +74,6 @@ def settle(recipe: Recipe, tokenizer: Tokenizer, trust_code: bool = False) -> Re
     if preset(recipe.method, settings).shape(model).text.extra_tokens:
         model = replace(model, text=replace(text, vocab=max(text.vocab, tokenizer.vocab)))
     return replace(recipe, model=model, settings=settings)
-
-
-def _may_choose(recipe: Recipe) -> bool:
-    """Whether the method has a setting for the attention of its text tower."""
-    from kiloword.methods.registry import find
-
-    kind = find(recipe.method)[1]
-    return kind is not None and any(f.name == "bidirectional" for f in fields(kind))
 
 
 def _shape(folder: str, trust: Trust) -> ModelConfig:
@@ -110,7 +99,7 @@ def load(model: Model, recipe: Recipe, trust_code: bool = False) -> str:
     other = [
         f"{k} is {list(v.shape)} here, {list(weights[k].shape)} there"
         for k, v in current.items()
-        if _unlike(v, weights.get(k))
+        if k in weights and v.shape != weights[k].shape
     ]
     if other:
         what = f"do not fit its config, or not the settings of {recipe.method}"
@@ -187,8 +176,6 @@ def same_scale(folder: str, model: Model, weights: Container[str], trust: Trust)
 
 def _resize(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
     """Resize the positions to another image size and another context."""
-    from kiloword.model.model import resize, resize_text
-
     if old.image.size != new.image.size:
         brought.sizes.append(f"images of {new.image.size} pixels instead of {old.image.size}")
         _, brought.weights = resize(old, brought.weights, new.image.size)
@@ -229,7 +216,3 @@ def _add_tokens(brought: _Brought, old: ModelConfig, new: ModelConfig) -> None:
         weights[unc] = weights[tokens][0].clone()
         brought.tokens.append(f"{unc} starts as the first of {tokens}")
         brought.made.add(unc)
-
-
-def _unlike(mine: Tensor, theirs: Tensor | None) -> bool:
-    return theirs is not None and mine.shape != theirs.shape

@@ -235,7 +235,8 @@ def test_three_threads_find_what_one_process_does(lockstep: bool, monkeypatch: p
         found = evaluate(matcher("siglip"), "retrieval", Holes(), skipped=bad, batch=5)
         return [judged(name) for name in names], found, bad
 
-    monkeypatch.setattr(sharing_of, "_mode", sharing_of._Mode(on=True, lockstep=lockstep))
+    monkeypatch.setattr(sharing_of, "_sharing", True)
+    monkeypatch.setattr(sharing_of, "_lockstep", lockstep)
     for found in over_threads(3, work):
         assert found == (alone, holes, skipped)
 
@@ -249,7 +250,7 @@ def test_three_threads_mine_what_one_process_does(known: bool, monkeypatch: pyte
 
     alone = work()
     assert alone.mined.whole > 0
-    monkeypatch.setattr(sharing_of, "_mode", sharing_of._Mode(on=True))
+    monkeypatch.setattr(sharing_of, "_sharing", True)
     same_found(alone, over_threads(3, work)[0])
 
 

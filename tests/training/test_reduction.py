@@ -132,8 +132,8 @@ def test_gradients_are_means_over_ranks_and_travel_while_backward_goes_on(
 def test_the_last_micro_batch_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last backward pass may reduce buckets."""
     events: list[str] = []
-    one = accumulate._micro_step
-    monkeypatch.setattr(accumulate, "_micro_step", lambda *given: events.append("pass") or one(*given))
+    one = accumulate._complete
+    monkeypatch.setattr(accumulate, "_complete", lambda *given: events.append("pass") or one(*given))
     reducer: Any = SimpleNamespace(**{n: lambda n=n: events.append(n) for n in ("begin", "last", "finish")})
     accumulate.backward(learner("siglip"), batch().split(4), reducer=reducer)
     assert events == ["begin", "pass", "pass", "pass", "last", "pass", "finish"]
