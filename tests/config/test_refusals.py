@@ -32,6 +32,7 @@ from kiloword.evaluation.features import Seen
 from kiloword.evaluation.probe.data import encoded
 from kiloword.evaluation.retrieval.relevance import check_pairs
 from kiloword.evaluation.retrieval.shortlist import shortlisted
+from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.vqa.task import _counted, _lines
 from kiloword.evaluation.zeroshot.options import PromptOptions
 from kiloword.features.teachers import _quiet
@@ -90,7 +91,7 @@ REFUSED: dict[str, Callable[[], object]] = {
         *shortlisted(matcher().score_pairs, FEATURES, FEATURES, torch.arange(2), 0)
     ],
     "samples is 0: a spectrum needs at least 2 images": lambda: evaluate(matcher(), "spectrum", Plain(), samples=0),
-    "0 usable vectors; a covariance needs at least 2": lambda: evaluate(matcher(), "spectrum", Plain(bad=ALL)),
+    "none of its 3 rows is a usable image, the first": lambda: evaluate(matcher(), "spectrum", Plain(bad=ALL)),
     "plain: 1 usable vectors": lambda: evaluate(matcher(), "spectrum", Plain(bad=(0, 2))),
     "none of its 3 rows is a usable image, the first because: row 0 is broken": lambda: evaluate(
         matcher(), "retrieval", Plain(bad=ALL)
@@ -102,7 +103,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "--prompts.coeff is nan": lambda: PromptOptions(coeff=float("nan")).check("filter"),
     "plain has no questions": lambda: _counted(Plain(), 5),
     "precision is 'fp16': expected auto, fp32 or bf16": lambda: open_captioner("model", precision="fp16"),
-    "a batch of 0 images; expected at least 1": lambda: write_captions(
+    "batch is 0: expected at least 1": lambda: write_captions(
         describer("coca"), Plain(), "none", GenerationOptions(), batch=0
     ),
     "a text of 32 tokens to choose from, but the text tower reads 31": lambda: Captioner(
@@ -245,9 +246,9 @@ def test_weights_of_prolip_that_are_whole_numbers(tmp_path: Path) -> None:
 
 def test_a_probe_needs_one_class_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     part = Seen([0], ["k0"], {"vec": torch.ones(1, 2)}, [[]], torch.ones(1, 3))
-    monkeypatch.setattr("kiloword.evaluation.probe.data.seen", lambda *all_: iter([part]))
+    monkeypatch.setattr("kiloword.evaluation.features.seen", lambda *all_: iter([part]))
     with pytest.raises(ValueError, match="plain has many labels an image: a probe needs one class each"):
-        encoded(matcher(), Plain(), 2, 0)
+        encoded(Inputs(matcher(), Plain(), 2))
 
 
 def test_some_of_many_items_are_drawn_by_a_number() -> None:

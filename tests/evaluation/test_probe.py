@@ -25,6 +25,7 @@ from kiloword.evaluation.probe import task as probe
 from kiloword.evaluation.probe.data import Split, encoded, held_out, order, shots, split
 from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, logistic, shuffled, start, steps, sweep
 from kiloword.evaluation.probe.options import COUNT, RECIPES, ProbeOptions, Sweep
+from kiloword.evaluation.task import Inputs
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.types import BadSample, Record, Skipped
@@ -332,7 +333,7 @@ def pixels(source: Greys) -> Tensor:
 @pytest.mark.parametrize("method", ["siglip", "clip", "prolip", "llip"])
 def test_features_are_the_models(method: str) -> None:
     some = matcher(method)
-    found = encoded(some, TRAIN, batch=7, workers=0)
+    found = encoded(Inputs(some, TRAIN, 7))
     torch.testing.assert_close(found.features["vec"], some.encode_image(pixels(TRAIN))["vec"])
     pooling = some.model.head.pooling
     project = pooling.out if method == "llip" else pooling.image_projection
@@ -349,7 +350,7 @@ def test_without_a_projection_pooled_is_what_the_pooling_makes() -> None:
         config, head=replace(config.head, image_projection=False, image_pool="map", dim=config.image.width)
     )
     some = Matcher(build(config, preset("siglip")), matcher("siglip").tokenizer)
-    found = encoded(some, TRAIN, batch=7, workers=0)
+    found = encoded(Inputs(some, TRAIN, 7))
     pooled = found.features["pooled"]
     torch.testing.assert_close(torch.nn.functional.normalize(pooled, dim=1), found.features["vec"])
     assert (pooled.norm(dim=1) - 1).abs().min() > 1e-3
@@ -359,23 +360,23 @@ def test_a_cached_split_is_the_same(
     debug: Matcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = replace(TRAIN, labels=[None if n == 5 else n % 3 for n in range(20)])
-    first = split(debug, source, 7, 0, tmp_path)
+    first = split(Inputs(debug, source, 7), tmp_path)
     assert [(one.row, one.reason) for one in first.skipped] == [(3, "truncated image"), (5, "no class label")]
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as nothing:
         nothing.setattr(probe_data, "encoded", lambda *_: pytest.fail("computed again"))
-        same(split(debug, source, 7, 0, tmp_path), first)
+        same(split(Inputs(debug, source, 7), tmp_path), first)
     assert not caplog.text
     whole = file.read_bytes()
     for damaged in (whole[:-9], whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], b"", b"{}\n", b"no json\n" + whole):
         file.write_bytes(damaged)
         caplog.clear()
-        same(split(debug, source, 7, 0, tmp_path), first)
+        same(split(Inputs(debug, source, 7), tmp_path), first)
         assert "is damaged" in caplog.text
         assert file.read_bytes() == whole
     others = [(matcher("siglip", seed=1), source), (debug, replace(source, fingerprint="greys-v2"))]
     for some, changed in others:
-        split(some, changed, 7, 0, tmp_path)
+        split(Inputs(some, changed, 7), tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
 
 

@@ -86,7 +86,7 @@ def test_bad_images_are_named_by_their_own_row(tmp_path: Path, monkeypatch: pyte
 def test_nothing_readable_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILOWORD_CACHE", str(tmp_path / "cache"))
     write_tar(tmp_path / "photos" / "0.tar", pairs(1) | {"0000.png": b"no image"})
-    with pytest.raises(ValueError, match="0 usable vectors"):
+    with pytest.raises(ValueError, match="none of its 1 rows is a usable image"):
         evaluate(matcher(), "spectrum", str(tmp_path / "photos"))
 
 

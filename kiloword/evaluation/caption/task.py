@@ -1,111 +1,79 @@
-"""What a model says of images against what people said: `kiloword eval caption MODEL`.
+"""Captions of a model against those that people wrote: `kiloword eval caption MODEL`.
 
 In place of a model there may be a parquet table of captions (key, captions), of any captioner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from kiloword.data.reading import EvalBatch, captions_at
-from kiloword.data.scenes.world import Scene
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.optional import key_of
 from kiloword.distributed.sharing import is_first
-from kiloword.evaluation.caption import CaptionOptions, CaptionTaskOptions, java
-from kiloword.evaluation.caption.metrics import Scored, check_programs, score, variety
+from kiloword.evaluation.caption import CaptionTaskOptions
+from kiloword.evaluation.caption.metrics import check_programs, score_captions
 from kiloword.evaluation.caption.page import CaptionPageData, Told
 from kiloword.evaluation.caption.truth import elsewhere, judge_caption, summary
-from kiloword.evaluation.features import batches_in_turns
+from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.generation.options import GenerationOptions
-from kiloword.terminal import warn
 from kiloword.types import BadSample, Skipped, Source
 
 
 def run(inputs: Inputs, options: CaptionTaskOptions) -> Values:
-    """Describe every readable image that has captions of its own, and yield what `score_source` does.
+    """Describe every readable image that has captions of its own; yield what `score_captions` returns.
 
+    For scenes also what `judge` and `elsewhere` return. Of ranks that share the work, the first one scores.
     Errors: ValueError for a model that cannot write, a table without a caption of these images, images without
-    captions, and for what `judge` asks for and is not there. Of ranks that share the work the first one scores.
+    captions, and for programs that `judge` asks for and that are missing.
     """
-    source, bad, captions, judge = inputs.source, inputs.skipped, options.captions, options.judge
+    source, skipped, judge = inputs.source, inputs.skipped, options.judge
     judge.check()
     check_programs(judge.tokenizer, judge.spice)
-    if captions is not None and options.generate != GenerationOptions():
-        raise ValueError(f"generate says how a model writes, but the captions of {captions} are there: leave it out.")
-    if captions is not None:
-        told = list(existing(source, CaptionTable(captions), bad))
+    if options.captions is not None:
+        if options.generate != GenerationOptions():
+            raise ValueError(f"generate says how a model writes, but captions come from {options.captions}: omit it.")
+        described = list(existing(source, CaptionTable(options.captions), skipped))
     elif inputs.model is not None:
-        told = list(generated(inputs, options.generate))
+        described = generated(inputs, options.generate)
     else:
         raise ValueError("there is neither a model to write captions nor a table of captions to judge.")
     if not is_first():
         return
-    if not told:
-        why = f", the first because: {bad[0].reason}" if bad else ""
+    if not described:
+        why = f", the first because: {skipped[0].reason}" if skipped else ""
         raise ValueError(f"{source.name}: none of its {len(source)} images can be judged{why}.")
-    yield from score_source(source, told, judge, inputs.shown)
-
-
-def score_source(
-    source: Source, told: Sequence[Told], judge: CaptionOptions, shown: dict[str, Any] | None = None
-) -> Values:
-    """What `score_captions` gives of one caption an image, and for scenes what `judge` and `elsewhere` give."""
-    scored = score(
-        [one.caption for one in told],
-        [one.references for one in told],
-        tokenizer=judge.tokenizer,
-        spice=judge.spice,
-        limit=judge.limit,
-    )
+    captions = [one.caption for one in described]
+    scored = score_captions(captions, [one.references for one in described], judge)
     yield from scored.values.items()
-    if judge.meteor:
-        yield from _meteor(scored, judge.limit)
-    yield from variety(scored.captions.candidates).items()
-    scenes, judged = _scenes(source, told), None
-    if scenes is not None:
-        captions = [one.caption for one in told]
-        judged = [judge_caption(caption, scene) for caption, scene in zip(captions, scenes, strict=True)]
+    judged = None
+    if scene := getattr(source, "scene", None):  # the ground truth of an image, where the source has it
+        scenes = [scene(one.row) for one in described]
+        judged = list(map(judge_caption, captions, scenes))
         yield from summary(judged).items()
         yield from elsewhere(captions, scenes).items()
-    if shown is not None:
-        shown["captions"] = CaptionPageData(source, told, scored.cider, judged)
+    if inputs.shown is not None:
+        inputs.shown["captions"] = CaptionPageData(source, described, scored.cider, judged)
 
 
-def _scenes(source: Source, told: Sequence[Told]) -> list[Scene] | None:
-    """What each image shows, None where the source does not know."""
-    scene = getattr(source, "scene", None)
-    return None if scene is None else [scene(one.row) for one in told]
-
-
-def generated(inputs: Inputs, options: GenerationOptions) -> Iterator[Told]:
-    """A model's captions; images that cannot be read or have no captions are named in `skipped`."""
+def generated(inputs: Inputs, options: GenerationOptions) -> list[Told]:
+    """A model's captions of the images that have captions."""
     from kiloword.generation.captioner import Captioner
 
-    matcher, skipped = inputs.matcher, inputs.skipped
-    captioner = Captioner(matcher.model, matcher.tokenizer)
+    captioner = Captioner(inputs.matcher.model, inputs.matcher.tokenizer)
 
-    def describe(part: EvalBatch) -> tuple[list[Told], list[Skipped]]:
-        pairs = list(zip(part.rows, part.keys, strict=True))
-        bare = [Skipped(*pair, "no caption") for pair, own in zip(pairs, part.captions, strict=True) if not own]
-        kept = [i for i, own in enumerate(part.captions) if own]
-        if not kept:
-            return [], bare
-        found = captioner.caption(part.images[kept], options, [part.keys[i] for i in kept])
-        captions = [texts[0].text if texts else "" for texts in found]
-        return [Told(*pairs[i], said, part.captions[i]) for i, said in zip(kept, captions, strict=True)], bare
+    def describe(part: EvalBatch) -> list[Told]:
+        texts = captioner.caption(part.images, options, part.keys)
+        captions = [of_image[0].text if of_image else "" for of_image in texts]
+        return list(map(Told, part.rows, part.keys, captions, part.captions))
 
-    for made, bad in batches_in_turns(matcher, inputs.source, inputs.batch, inputs.workers, describe):
-        skipped += bad
-        if made is not None:
-            skipped += made[1]
-            yield from made[0]
+    parts = per_batch(inputs, describe, lambda part: list(map(bool, part.captions)), "no caption")
+    return [one for part in parts for one in part]
 
 
 def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Iterator[Told]:
-    """A table's captions; images without captions, of their own or in the table, are named in `skipped`."""
+    """A table's captions; images without captions in the data or in the table are appended to `skipped`."""
     matched = False
     for row in range(len(source)):
         name = f"row {row}"
@@ -128,14 +96,6 @@ def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Ite
         )
 
 
-def _meteor(scored: Scored, limit: float) -> Values:
-    """METEOR, or a line that says why not: it is the one metric that nothing else of ours computes."""
-    try:
-        yield "meteor", java.meteor(scored.captions.candidates, scored.captions.references, limit)[0]
-    except ValueError as error:
-        warn(f"meteor is left out: {error}")
-
-
 def printed(name: str) -> bool:
-    """Whether a value belongs on a screen."""
+    """Whether to print a value."""
     return not name.startswith(("bleu_2", "bleu_3"))

@@ -82,7 +82,7 @@ def run(inputs: Inputs, options: HierarchyTaskOptions) -> Values:
 def _encode(inputs: Inputs, stored: SourceLevels) -> tuple[Chains, Features]:
     """Encode the images with chains; append all others to `skipped`."""
     parts, chains = [], []
-    for part in seen(inputs.matcher, inputs.source, inputs.batch, inputs.workers, inputs.skipped):
+    for part in seen(inputs):
         why = {row: stored.problems.get(row, "no hierarchies") for row in part.rows if row not in stored.chains}
         for reason in sorted(set(why.values())):
             part = part.without([why.get(row) == reason for row in part.rows], reason, inputs.skipped)
@@ -165,7 +165,7 @@ def _levelled(source: Source, stored: SourceLevels) -> Source | None:
 def _image_levels(inputs: Inputs, optional: bool, page: dict[str, Any]) -> Values:
     """Uncertainty of images by level, and inclusion of specific images in general ones."""
     source = inputs.source
-    parts = list(seen(inputs.matcher, source, inputs.batch, inputs.workers, inputs.skipped))
+    parts = list(seen(inputs))
     images = {name: value.cpu() for name, value in join([part.images for part in parts]).items()}
     place = {row: i for i, row in enumerate(row for part in parts for row in part.rows)}
     groups = _usable(complete(read(source).groups), place)

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from kiloword.checkpoint.files import write_atomic
 from kiloword.distributed.sharing import gathered, is_first
-from kiloword.evaluation.features import labelled, seen
+from kiloword.evaluation.features import labelled
+from kiloword.evaluation.task import Inputs
 from kiloword.randomness import key
 from kiloword.types import Features, Skipped, Source
 
 if TYPE_CHECKING:
-    from kiloword.api import Matcher
     from kiloword.model.model import Model
 
 FORMAT = "kiloword-probe-1"
@@ -40,45 +40,44 @@ class Split:
     skipped: list[Skipped]
 
 
-def split(matcher: Matcher, source: Source, batch: int, workers: int, cache: Path | None) -> Split:
+def split(inputs: Inputs, cache: Path | None) -> Split:
     """Features of a source, un-augmented; from the file in `cache` where there is one, else they are left there.
 
     The file is known by the weights, their precision, the data's fingerprint and the size of images.
     """
     if cache is None:
-        return encoded(matcher, source, batch, workers)
-    path = cache / f"{_name(matcher.model, source)}.probe"
+        return encoded(inputs)
+    path = cache / f"{_name(inputs.matcher.model, inputs.source)}.probe"
     stored = _read(path)
     lacking = any(gathered(stored is None))  # on any rank: then all encode
     if stored is None or lacking:
-        stored = encoded(matcher, source, batch, workers)
+        stored = encoded(inputs)
         if is_first():
             _write(path, stored)
     return stored
 
 
-def encoded(matcher: Matcher, source: Source, batch: int, workers: int) -> Split:
-    """Every image seen once. Raises: ValueError for data without classes, or with many an image."""
-    skipped: list[Skipped] = []
+def encoded(inputs: Inputs) -> Split:
+    """Encode every image once. Raises: ValueError for data without classes, or with several per image."""
+    inputs = replace(inputs, skipped=[])
     features: dict[str, list[Tensor]] = {}
     labels, rows = [], []
-    with before_projection(matcher.model) as caught:
+    with before_projection(inputs.matcher.model) as caught:
 
         def encode(images: Tensor) -> Features:
             caught.clear()
-            return _with_pooled(matcher.encode_image(images, batch), caught)
+            return _with_pooled(inputs.matcher.encode_image(images, inputs.batch), caught)
 
-        for part in labelled(seen(matcher, source, batch, workers, skipped, encode), source, skipped):
-            assert part.labels is not None, "rows without labels were dropped"
+        for part in labelled(inputs, encode):
             if part.labels.ndim != 1:
-                raise ValueError(f"{source.name} has many labels an image: a probe needs one class each")
+                raise ValueError(f"{inputs.source.name} has many labels an image: a probe needs one class each")
             for name in ("vec", "pooled"):
                 if name in part.images:
                     features.setdefault(name, []).append(part.images[name].float().cpu())
             labels.append(part.labels.cpu())
             rows += part.rows
     joined = {name: torch.cat(parts) for name, parts in features.items()}
-    return Split(joined, torch.cat(labels), torch.tensor(rows), skipped)
+    return Split(joined, torch.cat(labels), torch.tensor(rows), inputs.skipped)
 
 
 def _with_pooled(images: Features, caught: Sequence[Tensor]) -> Features:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,7 +133,7 @@ def _read(inputs: Inputs, sources: dict[str, Source], options: ProbeOptions, cac
     """Features of all splits, checked."""
     splits: dict[str, Split] = {}
     for what, source in sources.items():
-        splits[what] = split(inputs.matcher, source, inputs.batch, inputs.workers, cache)
+        splits[what] = split(replace(inputs, source=source), cache)
         inputs.skipped.extend(_told(row, what) for row in splits[what].skipped)
     names = _classes(sources, splits)
     rows = {what: _rows(sources[what].name, splits[what], options) for what in splits}

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
-from kiloword.evaluation.features import batches_in_turns
+from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.reconstruction import ReconstructionTaskOptions
 from kiloword.evaluation.reconstruction.page import SHOWN, PaintedExample, worse_than_flat
 from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
@@ -64,7 +64,7 @@ def run(inputs: Inputs, options: ReconstructionTaskOptions) -> Values:
         places = [n for n, row in enumerate(part.rows) if row in wrong]
         return judge.judged(source, part, places, [wrong[part.rows[n]] for n in places], mean) if places else None
 
-    for batch_losses, _ in batches_in_turns(inputs.matcher, source, inputs.batch, inputs.workers, judged):
+    for batch_losses in per_batch(replace(inputs, skipped=[]), judged):  # rows were skipped in the first pass
         if batch_losses is not None:
             judge.add(batch_losses)
     if inputs.shown is not None:
@@ -100,21 +100,15 @@ def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, flo
 def _known(judge: Judge, inputs: Inputs) -> tuple[dict[int, str], Tensor]:
     """First pass over the data: a wrong caption of each row, and the mean image [3, H, W], 0 to 255."""
 
-    def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor, list[Skipped]]:
-        named = list(zip(part.rows, part.keys, part.captions, strict=True))
-        kept = [n for n, image_captions in enumerate(part.captions) if image_captions]
-        bare = [Skipped(row, name, "no caption") for row, name, image_captions in named if not image_captions]
-        return [named[n] for n in kept], part.images[kept].double().sum(0), bare
+    def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor]:
+        return list(zip(part.rows, part.keys, part.captions, strict=True)), part.images.double().sum(0)
 
     source, bad = inputs.source, inputs.skipped
     captioned: list[tuple[int, str, list[str]]] = []
     total = torch.zeros((), dtype=torch.float64)  # sums of integers are exact in any order
-    for made, skipped in batches_in_turns(inputs.matcher, source, inputs.batch, inputs.workers, look):
-        bad += skipped
-        if made is not None:
-            captioned += made[0]
-            total = total + made[1]
-            bad += made[2]
+    for named, batch_sum in per_batch(inputs, look, lambda part: list(map(bool, part.captions)), "no caption"):
+        captioned += named
+        total = total + batch_sum
     rows = [row for row, _, _ in captioned]
     wrong = wrong_captions(source, rows, [captions for _, _, captions in captioned])
     bad += [

@@ -47,17 +47,16 @@ def retrieval(
 
 def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
     """Encode a source and yield its retrieval metrics; true relevance too where the source offers it."""
-    matcher, source, bad = inputs.matcher, inputs.source, inputs.skipped
-    ks, shortlist = options.ks, options.shortlist
+    matcher, source, ks = inputs.matcher, inputs.source, options.ks
     captioned: list[Features] = []
     captions: list[str] = []
     places: list[int] = []  # rows of the source
     image: list[int] = []  # of each caption, an index into places
-    for part in seen(matcher, source, inputs.batch, inputs.workers, bad):
-        described = part.without([not some for some in part.captions], "no caption", bad)
-        for row, some in zip(described.rows, described.captions, strict=True):
-            image += [len(places)] * len(some)
-            captions += some
+    for part in seen(inputs):
+        described = part.without([not texts for texts in part.captions], "no caption", inputs.skipped)
+        for row, texts_of_image in zip(described.rows, described.captions, strict=True):
+            image += [len(places)] * len(texts_of_image)
+            captions += texts_of_image
             places.append(row)
         captioned.append(described.images)
     if not captions:
@@ -69,10 +68,10 @@ def run(inputs: Inputs, options: RetrievalTaskOptions) -> Values:
     relevance = None if truth is None else lambda c: truth(captions[c], places)
     texts = matcher.encode_text(captions)
     images, image_of_text = join(captioned), torch.tensor(image)
-    if shortlist is None:
+    if options.shortlist is None:
         yield from retrieval(matcher.score, images, texts, image_of_text, ks, relevance, options.chunk)
     else:
-        yield from shortlisted(matcher.score_pairs, images, texts, image_of_text, shortlist, ks, relevance)
+        yield from shortlisted(matcher.score_pairs, images, texts, image_of_text, options.shortlist, ks, relevance)
 
 
 def standings(

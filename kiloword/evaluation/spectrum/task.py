@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kiloword.data.reading import EvalBatch
 from kiloword.distributed.sharing import share
-from kiloword.evaluation.features import batches_in_turns
+from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.spectrum import Of, SpectrumTaskOptions
 from kiloword.evaluation.task import Inputs, Results, Values
 from kiloword.methods.llip.pooling import OneVector
@@ -25,7 +25,7 @@ from kiloword.model.heads import Single
 from kiloword.model.image import extra
 from kiloword.randomness import key
 from kiloword.report import line_plot, metric_table, page, section
-from kiloword.types import Record, Source
+from kiloword.types import Record, Skipped, Source
 
 if TYPE_CHECKING:
     from kiloword.model.model import Model
@@ -118,10 +118,10 @@ def _outputs(inputs: Inputs, subset: _SpectrumRows, of: Of) -> Iterator[Tensor]:
             vectors = features["vec"] if of == "vec" else tower_output(model, tokens).flatten(0, 1)
             return vectors if share()[1] == 1 else vectors.cpu()
 
-    for made, bad in batches_in_turns(inputs.matcher, subset, inputs.batch, inputs.workers, encode):
-        inputs.skipped.extend(replace(one, row=subset.rows[one.row]) for one in bad)
-        if made is not None:
-            yield made.to(device)
+    skipped: list[Skipped] = []
+    for vectors in per_batch(replace(inputs, source=subset, skipped=skipped), encode):
+        yield vectors.to(device)
+    inputs.skipped.extend(replace(one, row=subset.rows[one.row]) for one in skipped)
 
 
 def tower_output(model: Model, tokens: Tensor) -> Tensor:

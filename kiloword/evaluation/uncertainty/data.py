@@ -13,9 +13,10 @@ from kiloword.data.scenes.grammar import parse
 from kiloword.data.scenes.query import ANY, Query
 from kiloword.evaluation.features import seen
 from kiloword.evaluation.hierarchy.chains import read
+from kiloword.evaluation.task import Inputs
 from kiloword.methods.prolip.gaussian import variance_sum
 from kiloword.model.encoding import join
-from kiloword.types import Features, Skipped, Source
+from kiloword.types import Features, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -51,23 +52,22 @@ class Levelled:
     captions: bool  # True: the unique captions of the data, in order; False: texts of chains
 
 
-def gather(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> EncodedData:
+def gather(inputs: Inputs) -> EncodedData:
     """Encode a source in batches; images without captions are kept."""
+    matcher, source = inputs.matcher, inputs.source
     rows: list[int] = []
     images: list[Features] = []
     labels: list[Tensor] = []
     captions: list[str] = []
     image: list[int] = []
-    for part in seen(matcher, source, batch, workers, skipped):
+    for part in seen(inputs):
         for i, image_captions in enumerate(part.captions, start=len(rows)):
             image += [i] * len(image_captions)
             captions += image_captions
         rows += part.rows
         images.append(part.images)
-        single_label = (
-            part.labels is not None and part.labels.ndim == 1
-        )  # with several labels an image is neither right nor wrong
-        labels.append(part.labels if part.labels is not None and single_label else torch.full((len(part.rows),), -1))
+        several = part.labels.ndim == 2  # with several labels an image is neither right nor wrong
+        labels.append(torch.full((len(part.rows),), -1) if several else part.labels)
     joined, texts = join(images), matcher.encode_text(captions) if captions else None
     return EncodedData(
         source=source,

@@ -56,7 +56,7 @@ def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Values:
             "this model's features have no variance, so there is no uncertainty to evaluate: train one with "
             "`kiloword train prolip`, or any method with --uncertainty gaussian"
         )
-    data = gather(matcher, source, inputs.batch, inputs.workers, inputs.skipped)
+    data = gather(inputs)
     findings = Findings(data)
     yield from spread("image_uncertainty", data.image_uncertainty)
     if data.texts is not None:

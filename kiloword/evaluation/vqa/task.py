@@ -16,12 +16,12 @@ from kiloword.data.sources.open import open_source
 from kiloword.data.sources.optional import check_asks
 from kiloword.data.sources.sample import ANSWERS, check_regular, question_in
 from kiloword.distributed.sharing import alone, lockstep
-from kiloword.evaluation.features import batches_in_turns
+from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.vqa import VqaOptions, VqaTaskOptions
 from kiloword.evaluation.vqa.metric import JudgedAnswer, accuracy, means
 from kiloword.generation.options import GenerationOptions
-from kiloword.types import BadSample, Skipped, Source
+from kiloword.types import BadSample, Source
 
 if TYPE_CHECKING:
     from kiloword.generation.answerer import Answerer, AnswerList
@@ -140,25 +140,14 @@ def _asked(inputs: Inputs, answer: Callable[[Tensor, Sequence[Mapping[str, Any]]
     A sharded model answers the same questions on every rank: how often it is called hangs on the answers.
     """
 
-    def ask(part: EvalBatch) -> tuple[list[_Given], list[Skipped]]:
-        asks = [question_in(info) is not None for info in part.infos]
-        named = zip(part.rows, part.keys, asks, strict=True)
-        bare = [Skipped(row, key, "no question with an answer") for row, key, asks_one in named if not asks_one]
-        infos = [info for info, asks_one in zip(part.infos, asks, strict=True) if asks_one]
-        return answer(part.images[asks], infos) if infos else [], bare
+    def ask(part: EvalBatch) -> list[_Given]:
+        return answer(part.images, part.infos)
 
-    source, skipped = inputs.source, inputs.skipped
-    answered: list[_Given] = []
+    def asks(part: EvalBatch) -> list[bool]:
+        return [question_in(info) is not None for info in part.infos]
+
     with alone() if lockstep() else nullcontext():
-        for made, bad in batches_in_turns(inputs.matcher, source, inputs.batch, inputs.workers, ask):
-            skipped += bad
-            if made is not None:
-                skipped += made[1]
-                answered += made[0]
-    if not answered:
-        why = f", the first because: {skipped[0].reason}" if skipped else ""
-        raise ValueError(f"{source.name}: none of its {len(source)} rows is a usable image with a question{why}")
-    return answered
+        return [one for part in per_batch(inputs, ask, asks, "no question with an answer") for one in part]
 
 
 def _answer(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.features import Seen, labelled, seen
+from kiloword.evaluation.features import labelled
 from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
 from kiloword.evaluation.retrieval.relevance import Score
-from kiloword.evaluation.task import IMAGES, Inputs, Values
+from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.zeroshot import ZeroshotTaskOptions
 from kiloword.evaluation.zeroshot.options import PromptOptions, Templates, Way
 from kiloword.evaluation.zeroshot.page import drawn
@@ -26,7 +26,7 @@ from kiloword.evaluation.zeroshot.prompts import (
     values,
 )
 from kiloword.model.encoding import chunks, encode_texts, inference, join, rows
-from kiloword.types import Features, Skipped, Source
+from kiloword.types import Features
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -113,15 +113,13 @@ def run(inputs: Inputs, options: ZeroshotTaskOptions) -> Values:
         )
     prompt_templates = options.templates or getattr(source, "templates", None) or ["{c}"]
     options.prompt_options.check(prompts)
-    batch, workers, bad = inputs.batch, inputs.workers, inputs.skipped
     if prompts == "ensemble":
-        parts = _labelled(matcher, source, batch, workers, bad)
         classes = classifier(matcher.model, matcher.tokenizer, names, prompt_templates)
-        yield from zeroshot(matcher.score, ((part.images, _labels(part)) for part in parts), classes)
+        yield from zeroshot(matcher.score, ((part.images, part.labels) for part in labelled(inputs)), classes)
         return
     captions, class_prompts = encoded(matcher, names, prompt_templates)
     check_gaussians(class_prompts.texts, prompts)
-    images = encoded_images(matcher, source, len(names), batch, workers, bad)
+    images = encoded_images(inputs, len(names))
     chosen = chosen_by(matcher, prompts, class_prompts, images, options.prompt_options)
     rest = images.without(chosen.taken)
     yield from judged(matcher, rest, chosen.classes)
@@ -151,31 +149,16 @@ def judged(matcher: Matcher, images: Images, classes: Features) -> Iterator[tupl
     yield from zeroshot(matcher.score, ((rows(images.images, p), images.labels[p]) for p in parts), classes)
 
 
-def encoded_images(
-    matcher: Matcher,
-    source: Source,
-    classes: int,
-    batch: int = IMAGES,
-    workers: int = 0,
-    skipped: list[Skipped] | None = None,
-) -> Images:
+def encoded_images(inputs: Inputs, classes: int) -> Images:
     """All labelled images of a source, in memory."""
-    held = list(_labelled(matcher, source, batch, workers, [] if skipped is None else skipped))
-    labels = torch.cat([_labels(part).cpu() for part in held])
+    parts = list(labelled(inputs))
+    labels = torch.cat([part.labels.cpu() for part in parts])
     if labels.ndim == 1:
         _check_labels(labels, classes)
-    return Images(join([part.images for part in held]), labels, [r for p in held for r in p.rows], source.fingerprint)
-
-
-def _labels(part: Seen) -> Tensor:
-    assert part.labels is not None, "rows without labels were dropped"
-    return part.labels
+    rows = [row for part in parts for row in part.rows]
+    return Images(join([part.images for part in parts]), labels, rows, inputs.source.fingerprint)
 
 
 def printed(name: str) -> bool:
     """Whether to print a value: all but the weights of prompts."""
     return not name.startswith(WEIGHT)
-
-
-def _labelled(matcher: Matcher, source: Source, batch: int, workers: int, skipped: list[Skipped]) -> Iterator[Seen]:
-    return labelled(seen(matcher, source, batch, workers, skipped), source, skipped)

@@ -59,7 +59,7 @@ def test_a_models_captions_are_scored_against_the_images_own(writer: Matcher) ->
     own = [source.captions(row) for row in range(24)]
     scenes = [source.scene(row) for row in range(24)]
     truths = {**judge(said, scenes), **elsewhere(said, scenes)}
-    assert found == {**score_captions(said, own), **truths, "skipped": 0}
+    assert found == {**score_captions(said, own).values, **truths, "skipped": 0}
 
 
 def test_captions_of_a_table_need_no_model(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_photos_have_no_oracle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     write_tar(tmp_path / "photos" / "0.tar", dict(sorted({**photos, **texts}.items())))
     file = table(tmp_path / "said.parquet", {str(n): [f"Image {n}."] for n in range(4)})
     found = evaluate(None, "caption", str(tmp_path / "photos"), captions=file, judge=QUIET)
-    assert list(found) == [*score_captions(["a"], [["a"]]), "skipped"]
+    assert list(found) == [*score_captions(["a"], [["a"]]).values, "skipped"]
     assert found["rouge_l"] == 1.0
 
 
@@ -120,7 +120,7 @@ def test_without_java_meteor_is_left_out_aloud(
     monkeypatch.setenv("PATH", str(tmp_path))
     found = evaluate(None, "caption", SCENES, captions=table(tmp_path / "said.parquet", people()))
     assert "meteor" not in found
-    assert re.search("^meteor is left out: METEOR cannot run: .+$", capsys.readouterr().err, re.MULTILINE)
+    assert re.search("^meteor is omitted: METEOR cannot run: .+$", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_the_command_and_its_page(writer: Matcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from test_uncertainty import matcher
 
 from kiloword.data.scenes.source import parse_scenes
+from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.uncertainty.data import chains, gather
 from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers, answers, best_overlap, links, pairwise
 
@@ -16,7 +17,7 @@ from kiloword.evaluation.uncertainty.inclusion import InclusionAnswers, answers,
 def test_pairs_and_their_truth() -> None:
     source = parse_scenes("scenes:test?n=12", 32)
     model = matcher()
-    data = gather(model, source, 8, 0, [])
+    data = gather(Inputs(model, source, 8))
     tested = links(chains(data), exact=True)
     assert {name: len(pairs) for name, pairs in tested.pairs.items()} == {
         "chain_3_in_2": 12, "chain_2_in_1": 12, "chain_1_in_0": 12, "chain": 36, "reverse": 36, "unrelated": 36,

@@ -14,6 +14,7 @@ from kiloword.checkpoint.model_folder import save_model
 from kiloword.cli.main import main
 from kiloword.config.recipes import ModelFile
 from kiloword.data.scenes.source import parse_scenes
+from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.uncertainty.data import gather
 from kiloword.evaluation.uncertainty.shown import plane, principal
 from kiloword.report import box_plot, scatter, tiles
@@ -24,8 +25,8 @@ from tars import noise
 def test_the_plane_is_numpys_and_projects_gaussians() -> None:
     source = parse_scenes("scenes:test?n=20&captions=6&levels=0,1,2,3", 32)
     model = matcher()
-    data = gather(model, source, 8, 0, [])
-    one, again = plane(data), plane(gather(model, source, 3, 0, []))
+    data = gather(Inputs(model, source, 8))
+    one, again = plane(data), plane(gather(Inputs(model, source, 3)))
     assert one is not None
     assert again is not None
     assert one.texts == again.texts
