@@ -175,8 +175,8 @@ def test_a_matcher_says_what_it_is(tokenizer: Tokenizer) -> None:
         ([np.zeros((3, 8, 8), np.uint8)], r"image 0 is a uint8 array \[3, 8, 8\]"),
         (np.zeros((8, 8), np.uint8), r"image 0 is a uint8 array \[8, 8\]"),
         (np.zeros((0, 8, 3), np.uint8), r"uint8 array \[0, 8, 3\]"),
-        ([Image.new("F", (8, 8))], "cannot use image 0: floating-point"),
-        (["no/such/image.png"], "cannot read image no/such/image.png: No such file"),
+        ([Image.new("F", (8, 8))], "image 0 cannot be used: floating-point"),
+        (["no/such/image.png"], "image no/such/image.png cannot be read: No such file"),
         (Path(__file__).parent, "is a folder: expected an image file"),
     ],
 )
@@ -202,7 +202,7 @@ def test_wrong_sizes_of_batches_and_images_get_a_sentence(matcher: Matcher, tmp_
 
 def test_a_file_that_is_no_image_is_named(matcher: Matcher, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"nothing like an image")
-    with pytest.raises(ValueError, match=r"bad\.png: not an image"):
+    with pytest.raises(ValueError, match=r"bad\.png cannot be used: not an image"):
         matcher.encode_image([tmp_path / "bad.png"])
 
 

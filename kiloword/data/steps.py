@@ -52,10 +52,13 @@ def in_order(
     is awaited, DataLoader raises a RuntimeError anywhere in this process; `sentence_of` handles it.)
     """
     rest, open_steps, given_up = iter(steps), deque[int](), set() if given_up is None else given_up
+    if workers:
+        _check_open_files(_FILES + _FILES_WORKER * workers)
     while True:
         try:
             limit = TimeLimit(workers, given_up)
-            for item in _attempt(make, _noted(rest, open_steps), workers, timeout, limit, apart, pin):
+            items = iter(_loader(make, _noted(rest, open_steps), workers, timeout, limit, pin))
+            for item in _items(items, workers, timeout, limit, apart):
                 open_steps.popleft()
                 yield item
             return
@@ -70,19 +73,10 @@ def _noted(steps: Iterator[int], into: deque[int]) -> Iterator[int]:
         yield step
 
 
-def _attempt(
-    make: Callable[[int], Item],
-    steps: Iterable[int],
-    workers: int,
-    timeout: float,
-    limit: TimeLimit,
-    apart: bool,
-    pin: bool,
-) -> Iterator[Item]:
-    """As `in_order`. Raises: Late, after adding the slow rows to `limit.given_up`."""
-    if workers:
-        _check_open_files(_FILES + _FILES_WORKER * workers)
-    loader: DataLoader[Item | _Failed] = DataLoader(
+def _loader(
+    make: Callable[[int], Item], steps: Iterable[int], workers: int, timeout: float, limit: TimeLimit, pin: bool
+) -> DataLoader[Item | _Failed]:
+    return DataLoader(
         _Steps(make, limit if workers and limit.is_shared() else None),
         batch_size=None,
         sampler=steps,
@@ -92,7 +86,12 @@ def _attempt(
         pin_memory=pin,
         generator=torch.Generator(),  # otherwise an iterator would draw from the global generator
     )
-    items = iter(loader)
+
+
+def _items(
+    items: Iterator[Item | _Failed], workers: int, timeout: float, limit: TimeLimit, apart: bool
+) -> Iterator[Item]:
+    """The items of a loader. Raises: as `in_order`; Late, after adding the slow rows to `limit.given_up`."""
     following = partial(next, items, None)
     fetch = partial(_wait, following, limit, timeout) if workers else Apart(following, limit) if apart else following
     try:
@@ -146,8 +145,9 @@ class _Steps(Dataset[Any]):
                 self.limit.enter(worker.id)
             item = self.make(step)
             if worker is not None:
-                _check_shared_memory(_bytes(item))
-                _check_open_files(_FILES + _tensors(item))
+                tensors = list(_tensors_in(item))
+                _check_shared_memory(sum(tensor.nbytes for tensor in tensors))
+                _check_open_files(_FILES + len(tensors))
             return item
         except ValueError as error:
             return _Failed(error)
@@ -155,32 +155,22 @@ class _Steps(Dataset[Any]):
             return _Failed(ValueError(f"batch of step {step + 1}: {sentence_of(error)}"))
 
 
-def _bytes(item: Any) -> int:
-    """Bytes of the tensors in a batch, which are sent through shared memory."""
-    return sum(tensor.nbytes for tensor in _tensors_in(item))
-
-
-def _tensors(item: Any) -> int:
-    """Number of tensors in a batch; each is sent as an open file."""
-    return sum(1 for _ in _tensors_in(item))
-
-
 def _tensors_in(item: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a batch; each is sent to the main process through shared memory, as an open file."""
     if isinstance(item, torch.Tensor):
         yield item
         return
-    inner = item.values() if isinstance(item, dict) else getattr(item, "__dict__", {}).values()
-    for value in inner:
+    for value in (item if isinstance(item, dict) else getattr(item, "__dict__", {})).values():
         yield from _tensors_in(value)
 
 
-def _check_open_files(wanted: int) -> None:
-    """Raises: ValueError for too few open files; otherwise sending a batch would fail silently."""
+def _check_open_files(count: int) -> None:
+    """Raises: ValueError if `count` more cannot be opened; otherwise sending a batch would fail silently."""
     with suppress(OSError):  # only Linux has this folder
         opened, most = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if most - opened < wanted:
+        if most - opened < count:
             raise ValueError(
-                f"a process may open {most} files here, {opened} are open, and loader workers need {wanted} more: "
+                f"a process may open {most} files here, {opened} are open, and loader workers need {count} more: "
                 "raise the limit (ulimit -n 1024), or use --workers 0."
             )
 
@@ -193,12 +183,12 @@ def free_shared_memory() -> int | None:
     return None
 
 
-def _check_shared_memory(wanted: int) -> None:
-    """Raises: ValueError for too little shared memory; otherwise a worker would drop the batch it sends."""
+def _check_shared_memory(size: int) -> None:
+    """Raises: ValueError for less than `size` bytes; otherwise a worker would drop the batch it sends."""
     free = free_shared_memory()
-    if free is not None and free < wanted:
+    if free is not None and free < size:
         raise ValueError(
-            f"{SHARED_MEMORY} has {free / 1e6:.1f} MB left, and a batch takes {wanted / 1e6:.1f} MB: give it more "
+            f"{SHARED_MEMORY} has {free / 1e6:.1f} MB left, and a batch takes {size / 1e6:.1f} MB: give it more "
             "(of a container, by --shm-size), or use fewer --workers, or 0."
         )
 

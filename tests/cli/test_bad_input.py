@@ -368,7 +368,7 @@ def test_config_of_other_weights(refused: Refused, model: Path, tmp_path: Path) 
 def test_images_to_score(refused: Refused, model: Path, tmp_path: Path) -> None:
     (tmp_path / "b.png").write_bytes(b"no image")
     score = ["score", model, "--texts", "x", "--images"]
-    assert "cannot read image" in refused(*score, tmp_path / "none.png")
+    assert "none.png cannot be read: No such file" in refused(*score, tmp_path / "none.png")
     assert "not an image in a known format" in refused(*score, tmp_path / "b.png")
 
 

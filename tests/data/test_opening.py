@@ -225,9 +225,9 @@ def test_paths_as_images(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, said in (
         ("", "is a folder: expected an image file"),
-        ("none", "cannot read image .*none: No such file"),
-        ("b.png", "cannot use image .*b.png: not an image"),
-        ("pipe", "cannot use image .*pipe: it is no regular file"),
+        ("none", "image .*none cannot be read: No such file"),
+        ("b.png", "image .*b.png cannot be used: not an image"),
+        ("pipe", "image .*pipe cannot be used: it is no regular file"),
     ):
         with pytest.raises(ValueError, match=said):
             prepare([tmp_path / name], transform)

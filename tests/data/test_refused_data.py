@@ -17,7 +17,6 @@ import pytest
 from kiloword.config.recipes import AugmentConfig, DataConfig, TextConfig
 from kiloword.data import reading
 from kiloword.data.images.augmentation import TrainTransform
-from kiloword.data.images.augmentation import read as read_file
 from kiloword.data.loader import Loader
 from kiloword.data.reading import eval_batches, name_of, read, read_image
 from kiloword.data.sampler import Order
@@ -239,14 +238,6 @@ def test_tables_of_questions(tmp_path: Path) -> None:
         pa.table({"image": ["a.png"], "caption": pa.array([b"\xff"]).cast(pa.binary())}), tmp_path / "x.parquet"
     )
     assert reason(lambda: TableSource("x", tmp_path / "x.parquet").captions(0)) == "caption is not UTF-8"
-
-
-def test_images_from_paths_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"image .*none\.png cannot be read: No such file or directory"):
-        read_file(tmp_path / "none.png")
-    (tmp_path / "bad.png").write_bytes(b"text")
-    with pytest.raises(ValueError, match=r"image .*bad\.png cannot be used: not an image"):
-        read_file(tmp_path / "bad.png")
 
 
 def test_squashing_keeps_the_whole_image() -> None:

@@ -73,8 +73,8 @@ def test_what_goes_wrong_is_a_sentence(apart: bool) -> None:
 
 def test_what_a_batch_takes_is_counted() -> None:
     item = Item(torch.zeros(3), {"x": torch.zeros(2, dtype=torch.uint8), "y": torch.zeros(1, dtype=torch.float64)})
-    assert (steps._bytes(item), steps._tensors(item)) == (12 + 2 + 8, 3)
-    assert (steps._bytes(item.a), steps._tensors({"a": item}), steps._tensors([item.a])) == (12, 3, 0)
+    assert [tensor.nbytes for tensor in steps._tensors_in(item)] == [12, 2, 8]
+    assert [len(list(steps._tensors_in(each))) for each in (item.a, {"a": item}, [item.a])] == [1, 3, 0]
 
 
 def test_open_files_are_counted_before_a_worker_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,14 @@
 """From a stored image to uint8 [3, size, size]: augmented for training, as the tower expects it for evaluation.
 
-Training crops are drawn before decoding, so that a large JPEG is decoded no finer than its crop needs. They are resized
-by torch's antialiased bicubic, which is several times faster than Pillow's and differs from it by at most 1 level of
-255. Evaluation decodes fully and resizes with Pillow itself, so that it equals what open_clip's users do bit for bit.
+Training crops are drawn before decoding, so that a large JPEG is decoded no finer than its crop needs. torch resizes
+them (antialiased bicubic): several times faster than Pillow, and at most 1 level of 255 off. Evaluation decodes fully
+and resizes with Pillow, bit for bit as open_clip's users do.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,14 +19,10 @@ from torch.nn import functional as F
 
 from kiloword.config.recipes import AugmentConfig
 from kiloword.data.images.decode import MAX_PIXELS, Decoder, Pixels, check_decoder, decode, image_size, to_rgb
-from kiloword.data.sources.sample import MAX_IMAGE, read_whole
 from kiloword.randomness import Draw
-from kiloword.types import BadSample
 
 Resize = Literal["shortest", "squash"]
 Box = tuple[float, float, float, float]  # left, top, width, height as shares of the image's sides
-
-__all__ = ["EvalTransform", "TrainTransform", "decode", "fit", "read"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class EvalTransform:
         check_decoder(self.decoder)
 
     def __call__(self, image: bytes | Pixels) -> Tensor:
-        """Raises BadSample for an image that cannot be decoded."""
+        """Errors: BadSample for an image that cannot be decoded."""
         return fit(Image.fromarray(decode(image, self.decoder)), self.size, self.resize)
 
 
@@ -57,23 +52,13 @@ def fit(image: Image.Image, size: int, resize: Resize = "shortest") -> Tensor:
     image = to_rgb(image)
     wide, high = _scaled(image.width, image.height, size, resize)
     left, top = round((wide - size) / 2), round((high - size) / 2)
-    if wide * high > MAX_PIXELS:  # of an image of one line: only what is kept is made
+    if wide * high > MAX_PIXELS:  # of an extremely narrow image: only the crop is computed
         x, y = image.width / wide, image.height / high
         box = left * x, top * y, min((left + size) * x, image.width), min((top + size) * y, image.height)
         return _tensor(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))).contiguous()
     if (wide, high) != image.size:
         image = image.resize((wide, high), Image.Resampling.BICUBIC)
     return _tensor(np.asarray(image.crop((left, top, left + size, top + size)))).contiguous()
-
-
-def read(path: str | Path) -> Image.Image:
-    """An image file as an upright RGB Pillow image. Errors: ValueError when it cannot be read or decoded."""
-    try:
-        return Image.fromarray(decode(read_whole(Path(path), "it", MAX_IMAGE)))
-    except OSError as error:
-        raise ValueError(f"image {path} cannot be read: {error.strerror}") from None
-    except BadSample as error:
-        raise ValueError(f"image {path} cannot be used: {error}") from None
 
 
 def _scaled(width: int, height: int, size: int, resize: Resize) -> tuple[int, int]:
@@ -87,10 +72,10 @@ def _scaled(width: int, height: int, size: int, resize: Resize) -> tuple[int, in
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Random crop, mirror, colour jitter, grey and blur as `augment` says, drawn from `Draw`: uint8 [3, size, size].
+    """Random crop, flip, colour jitter, grey and blur by `augment`, drawn from `Draw`: uint8 [3, size, size].
 
     Without a random crop (`augment.crop` 1) the image is resized as for evaluation (`resize`).
-    `natural` False (the image's places and directions mean something) turns crop and mirror off.
+    `natural` False (positions and directions in the image have a meaning) turns crop and flip off.
     """
 
     size: int
@@ -103,9 +88,12 @@ class TrainTransform:
         check_decoder(self.decoder)
 
     def __call__(self, image: bytes | Pixels, draw: Draw) -> Tensor:
-        """Raises BadSample for an image that cannot be decoded."""
+        """Errors: BadSample for an image that cannot be decoded."""
         width, height = image_size(image)
-        box = self._box(width, height, draw)
+        if self.crops:
+            box = random_box(width, height, self.augment, draw)
+        else:
+            box = (0.0, 0.0, 1.0, 1.0) if self.resize == "squash" else _centre(width, height, 1.0, 1.0)
         least = self.size / min(box[2] * width, box[3] * height)  # scale below which the crop would lose detail
         pixels = decode(image, self.decoder, math.ceil(least * min(width, height)))
         cropped = _crop_resize(pixels, box, self.size)
@@ -118,18 +106,11 @@ class TrainTransform:
         """Whether images are cropped at random."""
         return self.natural and self.augment.crop < 1
 
-    def _box(self, width: int, height: int, draw: Draw) -> Box:
-        if self.crops:
-            return random_box(width, height, self.augment, draw)
-        if self.resize == "squash":
-            return 0.0, 0.0, 1.0, 1.0
-        return _centre(width, height, 1.0, 1.0)
-
 
 def random_box(width: int, height: int, augment: AugmentConfig, draw: Draw) -> Box:
     """RandomResizedCrop (arXiv:1409.4842, sec. 6): area uniform in [crop, 1], log of the aspect ratio uniform.
 
-    Ten tries to fit; then the largest centre crop whose ratio is allowed. As torchvision, but with a keyed generator.
+    After ten boxes that do not fit, the largest allowed centre crop. As torchvision, but with a keyed generator.
     """
     rng, log_ratio = draw.rng("crop"), math.log(augment.ratio)
     for _ in range(10):
@@ -195,10 +176,7 @@ def _jitter(image: Image.Image, strength: tuple[float, float, float, float], dra
     turn = rng.uniform(-strength[3], strength[3])
     enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
     for which in rng.permutation(4):
-        if which == 3:
-            image = _turn_hue(image, turn)
-        else:
-            image = enhancers[which](image).enhance(factors[which])
+        image = _turn_hue(image, turn) if which == 3 else enhancers[which](image).enhance(factors[which])
     return image
 
 

@@ -1,9 +1,11 @@
-"""An image of samples: what a data set looks like, at one glance."""
+"""A contact sheet: one image of samples of a data set."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +23,19 @@ _INK, _FAINT, _EDGE = (20, 20, 20), (130, 130, 130), (215, 215, 215)
 
 
 def contact_sheet(source: Source, path: Path) -> None:
-    """Writes a PNG of up to 24 samples with a caption each, the same ones every time; bad samples are passed over.
+    """Write a PNG of up to 24 samples with a caption each, the same ones every time; bad samples are skipped.
 
     Errors: ValueError when no sample is readable, or the file cannot be written.
     """
-    shown = [(image, _caption(source, record), len(record.captions)) for image, record in _readable(source)]
+    readable = islice(_readable(source), TILES)
+    shown = [(image, _caption(source, record), len(record.captions)) for image, record in readable]
     if not shown:
         raise ValueError(f"{source.name}: none of the samples that were tried is readable.")
     draw_tiles(shown, path)
 
 
 def draw_tiles(shown: Sequence[tuple[Image.Image, str, int]], path: Path) -> None:
-    """Writes a PNG of images, each with a text below it, and how many captions it stands for.
+    """Write a PNG of images, each with a text below it. Args: shown: (image, text, number of its captions).
 
     Errors: ValueError when the file cannot be written.
     """
@@ -49,19 +52,12 @@ def draw_tiles(shown: Sequence[tuple[Image.Image, str, int]], path: Path) -> Non
 
 
 def _readable(source: Source) -> Iterator[tuple[Image.Image, Record]]:
-    """Samples in an order that the fingerprint decides; at most ten times as many are tried as are shown."""
+    """Samples in an order given by the fingerprint; of ten times as many as are shown."""
     rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "contact sheet")))
-    found = 0
     for row in rng.permutation(len(source))[: 10 * TILES].tolist():
-        try:
+        with suppress(BadSample):
             record = source.record(row)
-            image = Image.fromarray(decode(record.image, at_least=max(_IMAGE)))
-        except BadSample:
-            continue
-        yield image, record
-        found += 1
-        if found == TILES:
-            return
+            yield Image.fromarray(decode(record.image, at_least=max(_IMAGE))), record
 
 
 def _caption(source: Source, record: Record) -> str:

@@ -1,9 +1,9 @@
-"""From an encoded image to uint8 [H, W, 3], by one function whatever the decoder.
+"""From an encoded image to uint8 [H, W, 3], by one function for all decoders.
 
-What unusual images become, with every decoder: EXIF orientation is applied; transparency lies over white; of an
-animation the first frame is taken; 16-bit grey is scaled to 8 (by 257), 16-bit colour keeps its high bytes; palettes,
-grey, CMYK and YCbCr become RGB; colour profiles and gamma are not applied. The content decides, never the extension.
-OpenCV decodes plain 8-bit JPEG and PNG, simplejpeg plain JPEG; Pillow takes whatever else comes.
+With every decoder, EXIF orientation is applied; transparency is blended with white; the first frame of an animation is
+used; 16-bit grey is scaled to 8 bits (by 257), 16-bit colour keeps its high bytes; palettes, grey, CMYK and YCbCr
+become RGB; colour profiles and gamma are not applied. The content decides the format, never the extension.
+OpenCV decodes plain 8-bit JPEG and PNG, simplejpeg plain JPEG, Pillow everything else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -34,8 +34,10 @@ _PACKAGES = {"opencv": ("cv2", "opencv-python-headless"), "simplejpeg": ("simple
 _ORIENTATION = 0x0112
 _PROGRESSIVE, _SCAN, _END = b"\xc2", b"\xda", b"\xd9"  # second bytes of JPEG's markers
 _MARKERS = frozenset(bytes([kind]) for kind in (0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE))
-_EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` that may hold it
+_EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # keys of `Image.info` with an orientation
 _LATE = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+# operations of `Image.Transpose` for the EXIF orientations 2 to 8
+_TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 
 
 def check_decoder(decoder: str) -> None:
@@ -55,18 +57,19 @@ def _installed(module: str) -> bool:
 
 
 def image_size(image: bytes | Pixels) -> tuple[int, int]:
-    """Width and height in pixels, orientation applied, from the header alone. Raises BadSample."""
+    """Width and height in pixels, orientation applied, from the header alone. Errors: BadSample."""
     if isinstance(image, np.ndarray):
         return image.shape[1], image.shape[0]
     with _reading():
-        return _upright(_open(image))
+        opened = _open(image)
+        return opened.size if _orientation(opened) < 5 else (opened.height, opened.width)
 
 
 def decode(image: bytes | Pixels, decoder: Decoder = "pillow", at_least: int | None = None) -> Pixels:
     """One image as uint8 [H, W, 3], RGB.
 
-    Args: at_least: a JPEG may be decoded at 1/2, 1/4 or 1/8 (much faster) as long as its shorter side keeps that many
-    pixels; None: full size. An array [H, W, 3] is returned as it is.
+    Args: image: an array [H, W, 3] is returned unchanged; at_least: a JPEG may be decoded at 1/2, 1/4 or 1/8 (much
+    faster) while its shorter side keeps that many pixels; None: full size.
     Errors: BadSample with the reason (not an image, truncated, more than MAX_PIXELS); ValueError for the decoder.
     """
     check_decoder(decoder)
@@ -87,7 +90,7 @@ def decode(image: bytes | Pixels, decoder: Decoder = "pillow", at_least: int | N
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Turns whatever a decoder raises on bad bytes into BadSample, and keeps its warnings from the user."""
+    """Turn all exceptions of decoders on bad bytes into BadSample, and suppress their warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -95,8 +98,8 @@ def _reading() -> Iterator[None]:
         except (BadSample, MemoryError):
             raise
         except Image.DecompressionBombError as error:  # where Pillow only warns, `_open` refuses
-            found = re.search(r"\((\d+) pixels\)", str(error))
-            raise _too_large(int(found[1]) if found else None) from None
+            match = re.search(r"\((\d+) pixels\)", str(error))
+            raise _too_large(int(match[1]) if match else None) from None
         except UnidentifiedImageError:
             raise BadSample("not an image in a known format") from None
         except Exception as error:  # plugins raise nearly every type on hostile bytes; only they run in here
@@ -105,7 +108,7 @@ def _reading() -> Iterator[None]:
 
 
 def _open(image: bytes) -> ImageFile.ImageFile:
-    """Reads the header and checks the number of pixels and what else decoding takes (see `work.py`)."""
+    """Read the header; check the number of pixels and the other limits on the work of decoding (see `work.py`)."""
     if not image:
         raise BadSample("the image has zero bytes")
     check_bytes(image)
@@ -115,12 +118,12 @@ def _open(image: bytes) -> ImageFile.ImageFile:
         raise _too_large(pixels)
     check_opened(image, opened, pixels)
     if opened.format == "PNG" and any(mark in image for mark in _LATE) and not _EXIF & opened.info.keys():
-        opened.load()  # what a PNG says of itself may stand behind its pixels
+        opened.load()  # metadata of a PNG may stand after its pixels
     return opened
 
 
 def _tile(image: Image.Image) -> int:
-    """Pixels of a tile of a TIFF, for which room is made whatever the image's size; 0 without tiles."""
+    """Pixels of a tile of a TIFF, which are allocated whatever the image's size; 0 without tiles."""
     tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
     width, height = tags.get(322, 0), tags.get(323, 0)
     return width * height if isinstance(width, int) and isinstance(height, int) else 0
@@ -132,16 +135,11 @@ def _too_large(pixels: int | None) -> BadSample:
 
 
 def _orientation(image: Image.Image) -> int:
-    """1 to 8; 1 is upright. Reads EXIF only where there is some."""
+    """1 to 8; 1 is upright. Reads EXIF only if there is any."""
     if not _EXIF & image.info.keys():
         return 1
     value = image.getexif().get(_ORIENTATION, 1)
     return value if isinstance(value, int) and 1 <= value <= 8 else 1
-
-
-def _upright(image: Image.Image) -> tuple[int, int]:
-    turned = _orientation(image) >= 5
-    return (image.height, image.width) if turned else (image.width, image.height)
 
 
 def _reduction(image: Image.Image, at_least: int | None) -> int:
@@ -153,7 +151,7 @@ def _reduction(image: Image.Image, at_least: int | None) -> int:
 
 
 def _fast(image: bytes, opened: Image.Image, decoder: Decoder, factor: int) -> Pixels | None:
-    """The other decoders, where they do what Pillow would; None leaves the image to Pillow."""
+    """The result of another decoder, if it does the same as Pillow; None leaves the image to Pillow."""
     plain = opened.mode in ("RGB", "L") and _orientation(opened) == 1 and "transparency" not in opened.info
     if decoder == "pillow" or not plain:
         return None
@@ -168,11 +166,11 @@ def _fast(image: bytes, opened: Image.Image, decoder: Decoder, factor: int) -> P
 def _is_whole(jpeg: bytes) -> bool:
     """Whether its markers lead from one to the next up to the end of the image (ITU-T T.81, B.1.1).
 
-    Pillow and simplejpeg notice where they do not; OpenCV fills what is missing with grey.
+    Pillow and simplejpeg report a missing part; OpenCV fills it with grey.
     """
     at, progressive, next_marker = 2, False, finder(jpeg)
     while jpeg[at : at + 1] == b"\xff" and (kind := jpeg[at + 1 : at + 2]) != _END:
-        if kind != b"\xff":  # any number of them may stand before a marker
+        if kind != b"\xff":  # any number of these fill bytes may precede a marker
             length = int.from_bytes(jpeg[at + 2 : at + 4], "big")
             if kind not in _MARKERS or length < 2:
                 return False
@@ -182,35 +180,32 @@ def _is_whole(jpeg: bytes) -> bool:
         if kind == _SCAN:
             at = next_marker(at)
             if at < 0 or (jpeg[at + 1 : at + 2] != _END and not progressive):
-                return False  # several scans of one pass are rare, and wrong ones no error to OpenCV
+                return False  # sequential with several scans: rare, and OpenCV reports no errors in them
     return jpeg[at : at + 1] == b"\xff"
 
 
 def _simplejpeg(image: bytes, opened: Image.Image, factor: int) -> Pixels | None:
-    """None when simplejpeg will not, which takes libjpeg's warnings for errors: Pillow then decides."""
+    """None when simplejpeg refuses, for which warnings of libjpeg are errors: Pillow then decides."""
     import simplejpeg
 
     least = {"min_height": opened.height // factor, "min_width": opened.width // factor} if factor > 1 else {}
-    try:
+    with suppress(ValueError):
         pixels: Pixels = simplejpeg.decode_jpeg(image, "RGB", **least)
-    except ValueError:
-        return None
-    return pixels
+        return pixels
+    return None
 
 
 def _opencv(image: bytes, factor: int) -> Pixels | None:
-    """None when OpenCV cannot: Pillow then says why."""
+    """None when OpenCV fails: Pillow then reports the reason."""
     import cv2
 
-    flag = {1: cv2.IMREAD_COLOR, 2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4}.get(
-        factor, cv2.IMREAD_REDUCED_COLOR_8
-    )
+    flag = cv2.IMREAD_COLOR if factor == 1 else getattr(cv2, f"IMREAD_REDUCED_COLOR_{factor}")
     pixels = cv2.imdecode(np.frombuffer(image, np.uint8), flag | cv2.IMREAD_IGNORE_ORIENTATION)
     return None if pixels is None else cv2.cvtColor(pixels, cv2.COLOR_BGR2RGB, dst=pixels)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Decodes; upright, transparency over white, 8 bits a channel. Raises BadSample for floating-point images."""
+    """Decode: upright, transparency over white, 8 bits per channel. Errors: BadSample for floating-point images."""
     orientation = _orientation(image)
     if image.mode.startswith("I"):
         image = _from_16_bit(image)
@@ -224,26 +219,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGB")
     else:
         image.load()
-    return _turn(image, orientation)
+    return image if orientation == 1 else image.transpose(Image.Transpose[_TURNS[orientation - 2]])
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:
-    """Grey of 16 bits, [0, 65535] to [0, 255], to the nearest."""
+    """16-bit grey to 8 bits: [0, 65535] to [0, 255], rounded."""
     grey = np.asarray(image).clip(0, 65535).astype(np.uint32)
     grey += 128
     grey //= 257
     return Image.fromarray(grey.astype(np.uint8))
-
-
-def _turn(image: Image.Image, orientation: int) -> Image.Image:
-    flip = Image.Transpose
-    turns = {
-        2: flip.FLIP_LEFT_RIGHT,
-        3: flip.ROTATE_180,
-        4: flip.FLIP_TOP_BOTTOM,
-        5: flip.TRANSPOSE,
-        6: flip.ROTATE_270,
-        7: flip.TRANSVERSE,
-        8: flip.ROTATE_90,
-    }
-    return image.transpose(turns[orientation]) if orientation in turns else image

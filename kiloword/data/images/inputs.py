@@ -1,4 +1,4 @@
-"""Images as users of a `Matcher` pass them -> the uint8 pixels that a model takes."""
+"""From images as users of a `Matcher` pass them to the uint8 pixels that a model takes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ EXPECTED = (
 
 
 def is_one(images: Any) -> bool:
-    """Whether it stands for one image, and not for several."""
+    """Whether the value is one image, not several."""
     if isinstance(images, np.ndarray | Tensor):
         return images.ndim != 4
     return isinstance(images, str | Path | Image.Image)
 
 
 def as_list(images: Images) -> Any:
-    """The same as what has a length and slices: a list of one, a sequence, or an array or tensor of several.
+    """The images in a form with a length and slices: a list of one, a sequence, or an array or tensor of several.
 
-    Raises: ValueError for anything else, and for none at all.
+    Raises: ValueError for anything else, and for no images.
     """
     if is_one(images):
         return [images]
@@ -50,9 +50,9 @@ def as_list(images: Images) -> Any:
 
 
 def prepare(images: Any, transform: EvalTransform, first: int = 0) -> Tensor:
-    """Some of the images of `as_list` as uint8 [n, 3, size, size]; `first` is their place, for messages.
+    """A slice of the images of `as_list` as uint8 [n, 3, size, size]; `first` is its start, for messages.
 
-    Raises: ValueError for what is not an image, or cannot be read.
+    Raises: ValueError for a value that is not an image, or a file that cannot be read.
     """
     if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.shape[1:] == (3, *[transform.size] * 2):
         return images
@@ -66,13 +66,13 @@ def _prepare(image: Any, transform: EvalTransform, place: int) -> Tensor:
     try:
         return transform(_pixels(image, place) if path is None else read_whole(path, "it", MAX_IMAGE))
     except OSError as error:
-        raise ValueError(f"cannot read image {path}: {error.strerror}") from error
+        raise ValueError(f"image {path} cannot be read: {error.strerror}") from error
     except BadSample as error:
-        raise ValueError(f"cannot use image {place if path is None else path}: {error}") from error
+        raise ValueError(f"image {place if path is None else path} cannot be used: {error}") from error
 
 
 def _pixels(image: Any, place: int) -> Pixels:
-    """What is in memory as uint8 [H, W, 3]. Raises: ValueError, BadSample."""
+    """An image in memory as uint8 [H, W, 3]. Raises: ValueError, BadSample."""
     if isinstance(image, Image.Image):
         return np.asarray(to_rgb(image))
     if isinstance(image, Tensor):
@@ -85,8 +85,8 @@ def _pixels(image: Any, place: int) -> Pixels:
 
 
 def _of_tensor(image: Tensor, place: int) -> Pixels:
-    known = image.dtype == torch.uint8 or image.is_floating_point()
-    if not known or image.ndim != 3 or image.shape[0] != 3 or not image.numel():
+    supported = image.dtype == torch.uint8 or image.is_floating_point()
+    if not supported or image.ndim != 3 or image.shape[0] != 3 or not image.numel():
         raise ValueError(f"image {place} is a {image.dtype} tensor {list(image.shape)}: {EXPECTED}.")
     image = image.detach().cpu()
     if image.is_floating_point():
@@ -101,6 +101,6 @@ def _of_tensor(image: Tensor, place: int) -> Pixels:
 
 
 def kind(value: Any) -> str:
-    """What something is, with its article."""
+    """The name of the value's type, with its article."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -1,8 +1,7 @@
-"""A limit on the processor time that decoding one sample may take: the net below the limits on work.
+"""A limit on the processor time of decoding one sample, for images that pass the limits of `work.py`.
 
-What is known to take long is refused by its bytes (see `work.py`). For the rest, a reader notes which row it
-decodes and since when; who waits for its batch looks there, gives a late row up, and begins again without it.
-Processor time, unlike time, grows neither while a process is stopped nor while others have the cores.
+A reader records which row it decodes and since when. The thread that waits for the batch checks this, gives up a late
+row, and begins again without it. Unlike wall time, processor time does not grow while a process is stopped or waits.
 """
 
 from __future__ import annotations
@@ -24,42 +23,42 @@ from kiloword.types import BadSample
 
 SECONDS = 60.0  # the largest images within the limits on work take some seconds
 REASON = "decoding takes more than"
-POLL_S = 2.0  # between two looks of who waits
-ENDED_S = 5.0  # that a thread may take to end, which it does at its next row
+POLL_S = 2.0  # between two checks of the waiting thread
+ENDED_S = 5.0  # in which a thread should end, which it does at its next row
 _SLOT = struct.Struct("<qqqqd")  # row, part, process, thread, processor time of the thread when it began
-_IDLE = _SLOT.pack(-1, 0, 0, 0, math.inf)  # infinite: a slot that is read while it is written is not late
+_IDLE = _SLOT.pack(-1, 0, 0, 0, math.inf)  # infinite: a slot read while it is written is not late
 _here = threading.local()
 
 Row = tuple[int, int]
-"""Part and row of a source. Where its rows differ from epoch to epoch, an epoch is a part; else the part is 0."""
+"""Part and row of a source. If its rows differ by epoch, the part is the epoch, otherwise 0."""
 
 
 class Late(Exception):
-    """Some row has been decoded for too long; it is given up."""
+    """A row that took too long to decode was given up."""
 
 
 class TimeLimit:
-    """What each of some readers decodes now, in memory that forked processes share; and the rows that are given up.
+    """What each reader decodes now, in memory that forked processes share, and the rows that are given up.
 
     Without /proc (outside of Linux) no row is late.
     """
 
     def __init__(self, readers: int, given_up: set[Row]) -> None:
         self.given_up, self.over = given_up, False
-        readers = max(1, readers)
-        self._slots = mmap.mmap(-1, _SLOT.size * readers)
-        self._slots[:] = _IDLE * readers
+        idle = _IDLE * max(1, readers)
+        self._slots = mmap.mmap(-1, len(idle))
+        self._slots[:] = idle
 
     def is_shared(self) -> bool:
         """Whether worker processes see the same memory."""
         return multiprocessing.get_start_method() == "fork"
 
     def enter(self, reader: int) -> None:
-        """From now on this thread is that reader."""
+        """Make this thread the reader of this number."""
         _here.reading = self, reader * _SLOT.size, os.getpid(), threading.get_native_id()
 
     def begin(self, place: int, process: int, thread: int, row: Row) -> None:
-        """Raises: BadSample for a row that was given up; SystemExit in a thread that nobody waits for any more."""
+        """Raises: BadSample for a row that was given up; SystemExit in an abandoned thread."""
         if self.over:
             raise SystemExit
         if row in self.given_up:
@@ -70,7 +69,7 @@ class TimeLimit:
         self._slots[place : place + _SLOT.size] = _IDLE
 
     def check(self) -> None:
-        """Gives up what is late. Raises: Late when there is something."""
+        """Give up late rows. Raises: Late if there are any."""
         late = {
             (part, row)
             for row, part, process, thread, begun in _SLOT.iter_unpack(self._slots[:])
@@ -84,7 +83,7 @@ class TimeLimit:
 
 @contextmanager
 def decoding(row: int, part: int = 0) -> Iterator[None]:
-    """What is done within counts against the limit of a row, where there is one. Raises BadSample for late rows."""
+    """Count the work within against the limit of a row, if there is a limit. Raises: BadSample for late rows."""
     reading = getattr(_here, "reading", None)
     if reading is None:
         yield
@@ -98,7 +97,7 @@ def decoding(row: int, part: int = 0) -> Iterator[None]:
 
 
 class Apart:
-    """Calls, one after the other, in a thread of its own. One that is late is left alone: no thread can be ended."""
+    """Repeats a call in a separate thread. A late call is abandoned, as no thread can be ended."""
 
     def __init__(self, call: Callable[[], Any], limit: TimeLimit) -> None:
         self._call, self._limit = call, limit
@@ -121,9 +120,9 @@ class Apart:
             return value
 
     def close(self) -> None:
-        """Ends the thread at its next row, and waits for it unless it is late.
+        """End the thread at its next row, and wait for that unless it is late.
 
-        A process that ends while a thread decodes is aborted by torch and OpenCV (SIGABRT in place of its exit code).
+        torch and OpenCV abort a process that ends while a thread decodes (SIGABRT instead of its exit code).
         """
         late, self._limit.over = self._limit.over, True
         self._asked.put(False)
@@ -134,12 +133,12 @@ class Apart:
         while self._asked.get():
             try:
                 self._answers.put((self._call(), None))
-            except BaseException as error:  # for who waits
+            except BaseException as error:  # raised in the waiting thread
                 self._answers.put((None, error))
 
 
 def _busy(process: int, thread: int) -> float:
-    """Processor time of a thread, seconds; 0 where nobody can tell."""
+    """Processor time of a thread in seconds; 0 if unknown."""
     with suppress(OSError):
         fields = Path(f"/proc/{process}/task/{thread}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

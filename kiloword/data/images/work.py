@@ -1,8 +1,7 @@
-"""What an encoded image asks of a decoder beyond its pixels: scans, segments, chunks, blocks, tags, strips.
+"""Limits on the work that an encoded image gives a decoder beyond its pixels: scans, segments, chunks, tags, strips.
 
-Each is limited by a number, checked on the bytes before a decoder walks through them: the limits are pure functions of
-the data, so that every machine and every run counts the same images bad. Files of at most `SMALL` bytes hold too little
-for most of them to matter.
+They are checked on the bytes before a decoder reads them, and depend on nothing else, so that the same images are bad
+on every machine and in every run. Files of at most `SMALL` bytes are too small for most of them to matter.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from PIL import ImageFile
 
 from kiloword.types import BadSample
 
-SMALL = 1 << 16  # bytes; what they hold is walked in some 10 ms
+SMALL = 1 << 16  # bytes, which are read in about 10 ms
 MAX_SCANS = 100  # of a JPEG; progressive ones have about 10
 MAX_SCANNED = 1_600_000_000  # pixels times scans of a JPEG: 20 scans of the largest image
 MAX_SEGMENTS = 10_000  # of a JPEG; a colour profile has at most 255
 MAX_CHUNKS = 1 << 16  # of a PNG or WebP, blocks of a GIF before its first frame
-MAX_PACKED = 100  # compressed texts and profiles of a PNG, of which each becomes a megabyte; segments of EXIF in a JPEG
+MAX_PACKED = 100  # compressed texts and profiles of a PNG, each of which becomes a megabyte; EXIF segments of a JPEG
 MAX_TAGS = 4096  # of a TIFF: libtiff's own limit
 MAX_STRIPS = 500_000  # of a TIFF: the largest image in tiles of 16 x 16 has 313,000
-MAX_COVERED = 8  # times that the strips of a TIFF may cover its pixels; one a channel where these lie apart
+MAX_COVERED = 8  # times that the strips of a TIFF may cover its pixels; one per channel if these are separate
 MAX_RUNS = 8_000_000  # pixels, and run lengths, of a run-length-encoded BMP, which Pillow decodes in Python
-MAX_SIDE = 1_000_000  # pixels; a line of an image takes some 20 bytes beside its pixels, in each copy
+MAX_SIDE = 1_000_000  # pixels; each line of an image costs about 20 bytes besides its pixels, in each copy
 _SCAN, _END = 0xDA, 0xD9
-_STUFFING = (0x00, *range(0xD0, 0xD8), 0xFF)  # second bytes that are no marker, or a restart
+_STUFFING = (0x00, *range(0xD0, 0xD8), 0xFF)  # second bytes that are no marker, or a restart marker
 _IN_SCANS = frozenset(bytes([kind]) for kind in _STUFFING)
 _IS_MARKER = np.array([kind not in _STUFFING for kind in range(256)])
 _WITHOUT_LENGTH = frozenset({*_STUFFING, 0x01, 0xC8, 0xD8, _END, *range(0xF0, 0xFE)})
@@ -38,7 +37,7 @@ _ONE_SCAN = {layers: b"\xff\xda\0" + bytes([6 + 2 * layers, layers]) for layers 
 
 
 def check_bytes(image: bytes) -> None:
-    """Raises BadSample for more segments, chunks, blocks or tags than an image needs; called before it is opened."""
+    """Check the bytes before Pillow opens the image. Errors: BadSample for too many segments, chunks or tags."""
     if len(image) <= SMALL:
         return
     for magic, check in _CHECKS.items():
@@ -47,7 +46,7 @@ def check_bytes(image: bytes) -> None:
 
 
 def check_opened(image: bytes, opened: ImageFile.ImageFile, pixels: int) -> None:
-    """The same for what is cheap to tell once Pillow has read the header: scans, strips, run lengths, sides."""
+    """Check scans, strips, run lengths and sides, once Pillow has read the header. Raises: BadSample."""
     if opened.format in ("JPEG", "MPO"):
         if not _has_one_scan(image, opened):
             _check_scans(image, pixels)
@@ -62,7 +61,7 @@ def check_opened(image: bytes, opened: ImageFile.ImageFile, pixels: int) -> None
 
 
 def finder(jpeg: bytes) -> Callable[[int], int]:
-    """Where the next marker from an offset on stands that is no restart; -1 behind the last one."""
+    """A function from an offset to that of the next marker, restarts excluded; -1 after the last one."""
     if len(jpeg) <= SMALL:
         return lambda at: _find(jpeg, at)
     raw = np.frombuffer(jpeg, np.uint8)
@@ -86,7 +85,7 @@ def _too_many(what: str, count: int, most: int) -> BadSample:
 
 
 def _check_jpeg_header(jpeg: bytes) -> None:
-    """Segments and other bytes before the first scan, which Pillow walks through in Python."""
+    """Check segments and other bytes before the first scan, which Pillow reads in Python."""
     at, segments, exifs, junk = 2, 0, 0, 0
     while at < len(jpeg):
         start = jpeg.find(b"\xff", at)
@@ -106,12 +105,12 @@ def _check_jpeg_header(jpeg: bytes) -> None:
 
 
 def _length(jpeg: bytes, at: int, kind: int) -> int:
-    """Bytes of a segment behind its two of the marker."""
+    """Bytes of a segment after the two of its marker."""
     return 0 if kind in _WITHOUT_LENGTH else max(2, int.from_bytes(jpeg[at : at + 2], "big"))
 
 
 def _behind_fill(jpeg: bytes, at: int) -> int:
-    """Where the first byte behind a run of 0xff stands."""
+    """The offset of the first byte after a run of 0xff."""
     while jpeg[at : at + 4096] == b"\xff" * 4096:
         at += 4096
     while jpeg[at : at + 1] == b"\xff":
@@ -120,7 +119,7 @@ def _behind_fill(jpeg: bytes, at: int) -> int:
 
 
 def _has_one_scan(jpeg: bytes, image: Any) -> bool:
-    """Whether the first scan of a sequential JPEG holds all components: then a decoder reads no other.
+    """Whether the first scan of a sequential JPEG holds all components: then a decoder reads no other scan.
 
     Pillow has read up to the end of that scan's header.
     """
@@ -131,7 +130,7 @@ def _has_one_scan(jpeg: bytes, image: Any) -> bool:
 
 
 def _check_scans(jpeg: bytes, pixels: int) -> None:
-    """Counts scans, up to the end of the image, as libjpeg finds them."""
+    """Count scans up to the end of the image, as libjpeg finds them."""
     next_marker = finder(jpeg)
     scans = segments = at = 0
     while (at := next_marker(at)) >= 0 and at + 1 < len(jpeg) and (kind := jpeg[at + 1]) != _END:
@@ -169,7 +168,7 @@ def _png_chunks(png: bytes) -> Iterator[bytes]:
 
 
 def is_whole_png(png: bytes) -> bool:
-    """Whether chunks lead to its end within its bytes: OpenCV makes room for as many as one claims to have."""
+    """Whether its chunks lead to an end within its bytes: OpenCV allocates as many as a chunk claims to have."""
     at = 8
     while at + 12 <= len(png) and png[at + 4 : at + 8] != b"IEND":
         at += 12 + int.from_bytes(png[at : at + 4], "big")
@@ -177,7 +176,7 @@ def is_whole_png(png: bytes) -> bool:
 
 
 def _webp_chunks(webp: bytes) -> Iterator[bytes]:
-    """Frames among them."""
+    """Chunks of any kind, frames included."""
     at = 12
     while at + 8 <= len(webp):
         yield webp[at : at + 4]
@@ -186,7 +185,7 @@ def _webp_chunks(webp: bytes) -> Iterator[bytes]:
 
 
 def _gif_blocks(gif: bytes) -> Iterator[bytes]:
-    """Blocks of extensions before the first frame, which Pillow walks through in Python, and bytes between these."""
+    """Extension blocks before the first frame, which Pillow reads in Python, and the bytes between them."""
     at = 13 + (3 << (gif[10] & 7) + 1 if gif[10] & 128 else 0)
     while at < len(gif) and (kind := gif[at : at + 1]) not in (b",", b";"):
         yield kind
@@ -203,7 +202,7 @@ def _gif_blocks(gif: bytes) -> Iterator[bytes]:
 
 
 def _check_tags(tiff: bytes) -> None:
-    """Tags of the first directory, and how many strips or tiles they name."""
+    """Check the number of tags of the first directory, and of the strips or tiles that they name."""
     order = "<" if tiff[:2] == b"II" else ">"
     big = 43 in tiff[2:4]
     start, count, entry = ("Q", "Q", "HHQ8x") if big else ("I", "H", "HHI4x")
@@ -217,11 +216,11 @@ def _check_tags(tiff: bytes) -> None:
             if tag in (273, 279, 324, 325) and values > MAX_STRIPS:
                 raise _too_many("strips", values, MAX_STRIPS)
     except (struct.error, OverflowError):
-        return  # cut: Pillow says so
+        return  # cut off: Pillow reports it
 
 
 def _check_strips(image: ImageFile.ImageFile, pixels: int) -> None:
-    """Strips may lie over each other, in the image as in the file."""
+    """Check how often the strips cover the image: they may overlap, in the image and in the file."""
     boxes = [tile[1] or (0, 0, *image.size) for tile in image.tile]
     covered = sum((right - left) * (below - top) for left, top, right, below in boxes)
     if covered > MAX_COVERED * pixels:

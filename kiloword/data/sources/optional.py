@@ -38,8 +38,8 @@ class OptionalMembers(Protocol):
     def stored(self, row: int) -> list[bytes | None]:
         """Stored bytes of a row that the fingerprint does not cover, None for a missing file. Raises BadSample."""
 
-    def pieces(self, row: int) -> list[tuple[Any, int]]:
-        """Files of a server, and the number of the piece of each, that a row is read from."""
+    def remote_blocks(self, row: int) -> list[tuple[Any, int]]:
+        """The blocks of remote files that hold a row: (file, number of the block)."""
 
     def at(self, epoch: int) -> Source:
         """The source of another epoch: as many rows, some of them others."""

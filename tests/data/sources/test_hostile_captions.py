@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from counting import calls
 from kiloword.config.recipes import TextConfig
 from kiloword.data.hierarimgs.writer import read_annotations
-from kiloword.data.images.augmentation import read as read_image
 from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.map_style import _stored
 from kiloword.data.sources.open import open_source
@@ -269,7 +268,7 @@ def test_a_pipe_is_no_data(tmp_path: Path, suffix: str) -> None:
 def test_pipes_are_no_images_and_no_lists(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.png"
     os.mkfifo(pipe)
-    for call in (read_image, read_synonyms, lambda path: read_columns(str(path), ["key"]), answers_of):
+    for call in (read_synonyms, lambda path: read_columns(str(path), ["key"]), answers_of):
         with pytest.raises(ValueError, match="is no regular file"):
             call(pipe)
     with pytest.raises(ValueError, match="is no regular file"):
