@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class Trust:
     """The user's decision about code that a model folder needs."""
 
-    method: str | None = None  # of the model, in place of that in its config.json; may be your own module:preset
+    # method of the model, instead of that in its config.json: a preset, or your own module:preset
+    method: str | None = None
     trust_code: bool = False  # import the module named in config.json; only for models that you trust
     named: Annotated[str | None, Suppress] = None  # by the user for another purpose; its module may be imported too
 

@@ -68,19 +68,19 @@ def embed(
 ) -> None:
     """Precompute the features of a data set: kiloword embed runs/first/model --data photos/train --out features
 
-    Of another library: kiloword embed open_clip:ViT-B-32:weights.safetensors --data photos/train --out features
+    Teacher of another library: kiloword embed open_clip:ViT-B-32:weights.safetensors --data photos/train --out features
 
     Args:
         model: model folder, open_clip:NAME:WEIGHTS or hf:FOLDER (a CLIP as transformers saves it).
-        data: what `train --data` takes.
-        out: feature store to write, for `train --features`; the same command again goes on after an interruption.
-        name: of the features, where one run takes several feature stores.
+        data: tars, a table, a folder of images or scenes, as for `kiloword train`.
+        out: feature store to write, for `train --features`; run the same command again after an interruption.
+        name: name of the features, to tell several feature stores of a run apart.
         extra_captions: parquet tables (key, captions) whose captions are embedded too.
         batch: images in a batch.
         workers: loader processes; auto: none on a CPU, on CUDA the number of cores minus two.
         device: auto, cpu, cuda, cuda:N.
-        precision: of the computation; recorded in the feature store.
-        dtype: of the stored features.
+        precision: precision of the computation; recorded in the feature store.
+        dtype: type of the stored features.
         trust: code that a model folder may run.
     """
     from kiloword.features.extract import main as run
@@ -103,11 +103,11 @@ def caption(
 ) -> None:
     """Write captions for images: kiloword caption runs/coca/model --data photos/train --out captions.parquet --num 5
 
-    Of another library: kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
+    With a model of another library: kiloword caption hf:blip --data photos/train --out captions.parquet --num 5
 
     Args:
         model: model folder (coca, sycoca or any with +caption), or hf:FOLDER (BLIP, GIT, ... as transformers saves it).
-        data: what `train --data` takes; images need no captions.
+        data: tars, a table, a folder of images or scenes, as for `kiloword train`; images need no captions.
         out: parquet table (key, captions, scores) to write, for `train --extra-captions`; run the same command again
             after an interruption.
         options: how captions are generated.
@@ -115,7 +115,7 @@ def caption(
         workers: loader processes; auto: none on a CPU, on CUDA the number of cores minus two.
         device: auto, cpu, cuda, cuda:N.
         precision: auto: that of a table that is resumed, else bf16 on CUDA for models larger than size tiny.
-        model_method: method of the model, in place of that in its config.json; may be your own module:preset.
+        model_method: method of the model, instead of that in its config.json: a preset, or your own module:preset.
         trust_code: import the module named in config.json; only for models that you trust.
     """
     from kiloword.generation.command import main as run
@@ -136,7 +136,7 @@ def mine(
     Writes OUT/report.html, pairs.parquet, mine.json and thresholds.json.
 
     Args:
-        data: what `train --data` takes.
+        data: tars, a table, a folder of images or scenes, as for `kiloword train`.
         features: feature store of a teacher for the data (`kiloword embed`).
         out: folder for report, pairs and thresholds.
         options: thresholds, and contents of the report.
@@ -159,7 +159,7 @@ def data(
 
     Args:
         what: index (write byte-offset indexes), check (decode every sample, list bad ones), or stats.
-        source: what `train --data` takes.
+        source: tars, a table, a folder of images or scenes, as for `kiloword train`.
         png: with stats, write an image of samples to this file.
         as_: with stats and png, draw the examples as training of this method sees them: augmented and composed.
         size: with as, size whose defaults apply, as in train.
@@ -196,7 +196,7 @@ def import_(
 ) -> None:
     """Import weights of another library: kiloword import open_clip ViT-B-32 weights.safetensors --out models/b32
 
-    ProLIP of its authors: kiloword import prolip model.safetensors --out models/prolip
+    Import the weights that ProLIP's authors released: kiloword import prolip model.safetensors --out models/prolip
 
     Args:
         format: format of the weights.
@@ -284,4 +284,4 @@ def _run(argv: Sequence[str]) -> None:
     if argv and argv[0] in OWN_FLAGS:
         OWN_FLAGS[argv[0]].main(argv[1:])
     else:
-        app.cli(args=argv or ["--help"], prog="kiloword", description="Image-text models, many to many.")
+        app.cli(args=argv or ["--help"], prog="kiloword", description="Train, evaluate and use image-text models.")

@@ -38,8 +38,8 @@ def score(
             text masks) and reconstruction (masked patches as the image decoder reconstructs them).
         maps: with explain, attention of the image tower's last block, or rollout over all blocks.
         device: auto, cpu, cuda, cuda:N.
-        precision: of the encoders; auto: bf16 on CUDA where the model is larger than size tiny, else fp32. Features and
-            scores are fp32.
+        precision: precision of the encoders; auto: bf16 on CUDA for models larger than size tiny, else fp32. Features
+            and scores are fp32.
         trust: code that the model folder may run.
     """
     from kiloword.api import load

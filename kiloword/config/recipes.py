@@ -22,9 +22,9 @@ class ImageConfig(BaseSettings):
 
     size: int = setting(224, "height and width in pixels", 1, 1 << 13)
     patch: int = setting(16, "height and width of a patch in pixels; must divide size", 1, DEPTH)
-    width: int = setting(768, "of a token", 1, 1 << 16)
+    width: int = setting(768, "width of a token", 1, 1 << 16)
     depth: int = setting(12, "number of blocks", 1, DEPTH)
-    heads: int = setting(12, "of attention in each block", 1, DEPTH)
+    heads: int = setting(12, "attention heads of each block", 1, DEPTH)
     mlp: int = setting(3072, "hidden width of the MLP", 1, 1 << 20)
     stem: Literal["linear", "conv"] = setting("linear", "conv: 3x3 convolutions in place of one strided one")
     stem_bias: bool = setting(False, "bias of the patch convolution")
@@ -33,8 +33,8 @@ class ImageConfig(BaseSettings):
     uncertainty_token: bool = setting(False, "a learned token before the patches, for a Gaussian's variance")
     mask_token: bool = setting(False, "a learned token that replaces masked patches; only where a method trains it")
     pre_norm: bool = setting(True, "layer norm before the first block (CLIP)")
-    activation: Activation = setting("gelu", "of the MLP")
-    norm_eps: float = setting(1e-5, "of the layer norms", 1e-20, 1)
+    activation: Activation = setting("gelu", "activation of the MLP")
+    norm_eps: float = setting(1e-5, "epsilon of the layer norms", 1e-20, 1)
     init_std: float = setting(0.0, "deviation of initial positions and tokens; 0: width^-1/2", 0, 100)
 
 
@@ -44,21 +44,21 @@ class TextConfig(BaseSettings):
 
     context: int = setting(77, "longest caption in tokens, including start and end", 3, 1 << 16)
     vocab: int = setting(49408, "rows of the token embedding; set by a tokenizer trained on the data", 1, 1 << 22)
-    width: int = setting(512, "of a token", 1, 1 << 16)
+    width: int = setting(512, "width of a token", 1, 1 << 16)
     depth: int = setting(12, "number of blocks", 1, DEPTH)
-    heads: int = setting(8, "of attention in each block", 1, DEPTH)
+    heads: int = setting(8, "attention heads of each block", 1, DEPTH)
     mlp: int = setting(2048, "hidden width of the MLP", 1, 1 << 20)
     causal: bool = setting(True, "causal attention: a token attends only to earlier ones")
     pad_to_context: bool = setting(False, "attend to pads as to other tokens (SigLIP towers are trained so)")
-    extra_tokens: tuple[str, ...] = setting((), 'appended after the end token: "unc", "cls", "pad"')
-    class_place: Literal["next", "last"] = setting("next", 'of "cls": after the text, or last of the context')
-    class_sees_itself: bool = setting(True, "False, with tokens pad, cls: the off-by-one mask of open_clip's CoCa")
-    norm_words: bool = setting(True, "False: the final norm is the class token's only, not the words' (open_clip)")
+    extra_tokens: tuple[str, ...] = setting((), 'tokens after the end token: "unc", "cls", "pad"')
+    class_place: Literal["next", "last"] = setting("next", 'position of "cls": after the text, or last of the context')
+    class_sees_itself: bool = setting(True, "False, with tokens pad, cls: as in open_clip's CoCa, off by one")
+    norm_words: bool = setting(True, "False: apply the final norm to the class token only (open_clip)")
     special: dict[str, int] = field(
         default_factory=lambda: dict(OWN_SPECIAL), metadata=about("the tokenizer's ids of special tokens")
     )
-    activation: Activation = setting("gelu", "of the MLP")
-    norm_eps: float = setting(1e-5, "of the layer norms", 1e-20, 1)
+    activation: Activation = setting("gelu", "activation of the MLP")
+    norm_eps: float = setting(1e-5, "epsilon of the layer norms", 1e-20, 1)
     init_std: float = setting(0.0, "deviation of initial embeddings and positions; 0: as CLIP, 0.02 and 0.01", 0, 100)
 
 
@@ -67,7 +67,9 @@ class HeadConfig(BaseSettings):
     """The head: from tokens of the towers to features and scores."""
 
     dim: int = setting(512, "size of the embedding", 1, 1 << 16)
-    image_pool: Literal["cls", "mean", "max", "map", "attentional"] = setting("cls", "attentional: as in CoCa")
+    image_pool: Literal["cls", "mean", "max", "map", "attentional"] = setting(
+        "cls", "pooling of image tokens; attentional: CoCa's"
+    )
     pool_queries: int = setting(256, "attentional: queries for captions; one more for the image feature", 1, 1 << 16)
     pool_width: int = setting(0, "attentional: width of the queries; 0: the image tower's", 0, 1 << 16)
     pool_heads: int = setting(8, "attentional: attention heads", 1, DEPTH)
@@ -81,10 +83,10 @@ class Preprocess(BaseSettings):
     """Preprocessing of images as in the training of the image tower."""
 
     mean: tuple[float, float, float] = setting(
-        (0.48145466, 0.4578275, 0.40821073), "of each channel of pixels in [0, 1]", -1000, 1000
+        (0.48145466, 0.4578275, 0.40821073), "per channel, of pixel values in [0, 1]", -1000, 1000
     )
     std: tuple[float, float, float] = setting(
-        (0.26862954, 0.26130258, 0.27577711), "of each channel of pixels in [0, 1]", 1e-6, 1000
+        (0.26862954, 0.26130258, 0.27577711), "per channel, of pixel values in [0, 1]", 1e-6, 1000
     )
     resize: Literal["shortest", "squash"] = setting("shortest", "shortest: resize the shortest side, then centre crop")
 
@@ -106,20 +108,20 @@ class OptimConfig(BaseSettings):
     name: Literal["adamw", "muon"] = setting("adamw", "muon: hidden matrices by Muon, the rest by AdamW")
     lr: float = setting(1e-3, "learning rate of AdamW", 0, 100)
     muon_lr: float = setting(0.02, "learning rate of Muon", 0, 100)
-    weight_decay: float = setting(0.1, "of AdamW's matrices; vectors, embeddings and positions have none", 0, 100)
-    muon_weight_decay: float = setting(0.0, "of Muon's matrices", 0, 100)
-    beta1: float = setting(0.9, "AdamW's decay of the mean gradient", 0, BELOW_1)
-    beta2: float = setting(0.95, "AdamW's decay of the mean squared gradient", 0, BELOW_1)
-    eps: float = setting(1e-8, "AdamW's, added to the root of the mean squared gradient", 1e-20, 1)
-    momentum: float = setting(0.95, "Muon's", 0, BELOW_1)
+    weight_decay: float = setting(0.1, "AdamW; vectors, embeddings and positions have none", 0, 100)
+    muon_weight_decay: float = setting(0.0, "weight decay of Muon", 0, 100)
+    beta1: float = setting(0.9, "AdamW: decay of the mean gradient", 0, BELOW_1)
+    beta2: float = setting(0.95, "AdamW: decay of the mean squared gradient", 0, BELOW_1)
+    eps: float = setting(1e-8, "AdamW: added to the root of the mean squared gradient", 1e-20, 1)
+    momentum: float = setting(0.95, "momentum of Muon", 0, BELOW_1)
     warmup: float = setting(0.05, "below 1: share of the steps, at most 2,000; else number of steps", 0, 1e12)
     final_lr: float = setting(0.0, "learning rate at the end of the cosine, as share of lr", 0, 100)
     clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping", 0, 1e12)
     explode: float = setting(
-        100.0, "skip steps of this multiple of the usual gradient norm; 0: only NaN or infinite", 0, 1e12
+        100.0, "skip steps whose gradient norm is this multiple of the usual one; 0: only NaN or infinite", 0, 1e12
     )
     scale_lr: float = setting(1.0, "learning-rate multiplier of the head's scale and bias", 0, 1e4)
-    text_lr: float = setting(1.0, "learning-rate multiplier of the text tower; lower against forgetting", 0, 1e4)
+    text_lr: float = setting(1.0, "learning-rate multiplier of the text tower; lower it to prevent forgetting", 0, 1e4)
     ema: float = setting(0.0, "decay of the weight average that is evaluated and saved; 0: no averaging", 0, 1)
 
 
@@ -136,7 +138,7 @@ class AugmentConfig(BaseSettings):
     )
     grayscale: float = setting(0.0, "probability of conversion to grayscale", 0, 1)
     blur: float = setting(0.0, "probability of a Gaussian blur", 0, 1)
-    blur_sigma: tuple[float, float] = setting((0.1, 2.0), "range in pixels", 0, 1000)
+    blur_sigma: tuple[float, float] = setting((0.1, 2.0), "range of its deviation in pixels", 0, 1000)
     drop_words: float = setting(0.0, "probability of dropping a word of a caption; at least one stays", 0, 1)
 
 
@@ -147,16 +149,16 @@ class DataConfig(BaseSettings):
     sources: tuple[str, ...] = setting(
         ("scenes",), "folder of tars, brace pattern, csv/tsv/parquet, image folder, scenes", flag="data"
     )
-    weights: tuple[float, ...] = setting((), "passes over each of several --data in an epoch; none: one")
-    val: str | None = setting(None, "evaluate retrieval on this")
+    weights: tuple[float, ...] = setting((), "passes over each of several --data in an epoch; default: one each")
+    val: str | None = setting(None, "data set to evaluate retrieval on")
     extra_captions: tuple[str, ...] = setting((), "parquet tables (key, captions) whose captions join the images' own")
-    raw_captions: bool = setting(True, "whether the images' own captions stay beside the extra ones")
+    raw_captions: bool = setting(True, "keep the images' own captions beside the extra ones")
     features: tuple[str, ...] = setting((), "feature stores (`kiloword embed`), joined by key")
     captions: int | Literal["one", "all"] = setting(
         "one", "captions (vqa: answers) of an image in a batch: one (drawn each epoch), all, or N"
     )
     together: int = setting(1, "group size: consecutive rows that always share a batch (hard negatives)", 1)
-    decoder: Literal["pillow", "opencv", "simplejpeg"] = setting("pillow", "of image files; the others are faster")
+    decoder: Literal["pillow", "opencv", "simplejpeg"] = setting("pillow", "decoder of images; the others are faster")
     bad_share: float = setting(0.01, "stop when a larger share of the rows is bad", 0, 1)
     tokenizer_vocab: int = setting(
         4096, "largest vocabulary of the tokenizer trained on the captions", 262, 1 << 22, flag="vocab"
@@ -178,7 +180,7 @@ class Recipe(BaseSettings):
     method: str = field(metadata=about(flag=""))  # preset, or "module:preset"
     settings: dict[str, Any] = field(default_factory=dict, metadata=about(flag=""))  # of the preset
     steps: int = setting(1000, "", 1, flag="")
-    size: str = setting("tiny", "of the towers (`kiloword sizes`)")
+    size: str = setting("tiny", "size of the towers (`kiloword sizes` lists them)")
     init: str | None = setting(None, "model folder to start from, with its towers and image size")
     freeze: Literal["none", "image", "text"] = setting("none", "tower that is not trained")
     batch: int = setting(128, "images in a step, over all ranks", 1)

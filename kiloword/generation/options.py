@@ -24,7 +24,7 @@ class GenerationOptions(BaseSettings):
     num: int = 1  # number of unique captions per image, best first
     beams: int = 5  # beam: number of unfinished captions to keep
     length_penalty: float = 1.0  # score = log probability / tokens^length_penalty; larger values favour longer captions
-    exact: bool = False  # beam: search until no unfinished caption can win; else until none has a better score now
+    exact: bool = False  # beam: search until no unfinished caption can win, not only until none scores higher
     top_p: float = 0.9  # nucleus: sample from the smallest set of tokens with this probability
     temperature: float = 1.0  # nucleus: below 1, likely words become more likely
     longest: int = 0  # largest number of tokens, start and end included; 0: the text tower's context

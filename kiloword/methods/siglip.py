@@ -14,7 +14,7 @@ class Settings(BaseSettings):
     """The logit of a pair, scale * cosine + bias, before training."""
 
     scale: float = setting(10.0, "initial scale of the cosine")
-    bias: float = setting(-10.0, "initial; the logit is scale * cosine + bias")
+    bias: float = setting(-10.0, "initial bias; the logit is scale * cosine + bias")
 
 
 def preset(settings: Settings) -> Method:

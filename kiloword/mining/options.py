@@ -16,7 +16,7 @@ class MineOptions:
 
     p1: float | None = None  # a pair matches if the cosine of image and caption is larger; the paper: 0.27
     p2: float | None = None  # or if the cosine of the image and the caption's image is larger; the paper: 0.92
-    # or if the mean cosine of the caption and the image's captions is larger (0.99), and p1-text holds
+    # or if the mean cosine of the caption and the image's captions is larger (the paper: 0.99), and p1-text holds
     p3: float | None = None
     p1_text: float | None = None  # with p3: the cosine of image and caption is larger; the paper: 0.24
     calibrate: bool = False  # fit unspecified thresholds to the teacher, and print the flags for training

@@ -129,8 +129,8 @@ def test_settings_of_methods_have_a_text(method: str, capsys: pytest.CaptureFixt
 
 def test_help_of_train_has_defaults_of_the_method_and_size(capsys: pytest.CaptureFixture[str]) -> None:
     said = help_of(capsys, "train", "siglip", "--size", "b32", page="--help-all")
-    assert "--settings.bias FLOAT initial; the logit is scale * cosine + bias (default: -10.0)" in said
-    assert "--model.image.width INT of a token (default: 768)" in said
+    assert "--settings.bias FLOAT initial bias; the logit is scale * cosine + bias (default: -10.0)" in said
+    assert "--model.image.width INT width of a token (default: 768)" in said
 
 
 @pytest.mark.parametrize("words", [("train",), ("train", "llip"), ("plan", "siglip")])
@@ -145,7 +145,7 @@ def test_help_shows_the_common_flags_and_names_the_page_of_all(
     assert common < options_of(capsys, *words, "--help-all").keys()
     assert said.splitlines()[-1].endswith(f"{' '.join([*words, 'METHOD'][:2])} --help-all")
     said = re.sub(r"[\s│]+", " ", said)
-    assert "--size STR of the towers (`kiloword sizes`) (default: b32)" in said
+    assert "--size STR size of the towers (`kiloword sizes` lists them) (default: b32)" in said
     for group in ("length", "model", "loss", "hardware"):
         assert f"{group} options" in said
 

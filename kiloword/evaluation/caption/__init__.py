@@ -16,9 +16,9 @@ from kiloword.generation.options import GenerationOptions
 class CaptionOptions(BaseSettings):
     """How captions are compared with those that people wrote."""
 
-    tokenizer: Literal["own", "ptb"] = "own"  # own; ptb: pycocoevalcap's, in Java; on COCO figures differ by 0.0003
+    tokenizer: Literal["own", "ptb"] = "own"  # ptb: pycocoevalcap's, in Java; COCO metrics differ by 0.0003
     meteor: bool = True  # METEOR through pycocoevalcap; omitted with a note where it or Java is missing
-    spice: bool = False  # SPICE through pycocoevalcap and Stanford's models, which have to be there
+    spice: bool = False  # SPICE through pycocoevalcap, where Stanford's models are installed
     limit: float = 600  # seconds that each of these Java programs may take
 
     def check(self) -> None:

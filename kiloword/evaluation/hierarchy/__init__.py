@@ -15,10 +15,10 @@ Nearest = Literal["cosine", "csd"]
 class HierarchyTaskOptions:
     """How the caption that includes an image most is chosen, and how a traversal steps."""
 
-    # measure by which a caption includes an image most; None: inc. With h at eps 0 the narrowest captions are chosen,
-    # not the most general
+    # inclusion score by which the root caption of an image is chosen; None: inc. h at eps 0 chooses the narrowest
+    # captions, not the most general
     includes: Includes | None = None
-    # log-space epsilon of inc and h; None: 0. At -10 or less distances hardly count: h then chooses the widest
+    # log of a variance added in inc and h; None: 0. At -10 or less distances hardly count: h then chooses the widest
     # caption, inc the narrowest
     eps: float | None = None
     nearest: PythonOnly[Nearest] = "cosine"  # distance of a traversal's steps; csd needs a model with Gaussians

@@ -14,18 +14,18 @@ Kind = Literal["vec", "pooled"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions(BaseSettings):
-    """What the probe may be told; None: as the recipe has it."""
+    """Settings of the probe; None: the value of the recipe."""
 
-    recipe: Name = "clip_benchmark"  # adamw: as FFF; sgd: as SLIP and CLIP-C; lbfgs: logistic regression, as CLIP
+    recipe: Name = "clip_benchmark"  # as in: FFF (adamw), SLIP and CLIP-C (sgd), CLIP (lbfgs)
     features: Kind | None = None  # vec: the embedding; pooled: before the projection. None: vec, sgd and lbfgs pooled
-    lr: float | None = None  # at the start of the cosine. None: 0.1
-    epochs: int | None = None  # None: clip_benchmark 10, adamw 20, sgd 50
-    batch: int | None = None  # rows a step. None: 64, of sgd 256
-    max_iter: int | None = None  # lbfgs: iterations at most. None: 1000
-    weight_decay: float | None = None  # of lbfgs the L2 strength, 1 / C of scikit-learn. None: swept, or else 0
-    val_share: float | None = None  # of each class's training rows, to sweep on without --val. None: 0, of lbfgs 0.1
-    shots: int = 0  # training rows a class, drawn by the seed; 0: all
-    seeds: tuple[int, ...] = ()  # of draws, shuffles and first weights; several: their mean. (): 0, with shots 0 1 2
+    lr: float | None = None  # learning rate at the start of the cosine. None: 0.1
+    epochs: int | None = None  # passes over the data. None: clip_benchmark 10, adamw 20, sgd 50
+    batch: int | None = None  # images in a step. None: 64, sgd 256
+    max_iter: int | None = None  # lbfgs: largest number of iterations. None: 1000
+    weight_decay: float | None = None  # lbfgs: L2 strength, 1 / C of scikit-learn. None: swept, or else 0
+    val_share: float | None = None  # share of each class to sweep on without --val. None: 0, lbfgs 0.1
+    shots: int = 0  # training images per class, drawn by the seed; 0: all
+    seeds: tuple[int, ...] = ()  # of draws, shuffles, weights; several: report the mean. (): 0, with shots 0 1 2
 
     def check(self, val: bool) -> None:
         """Args: val: whether a validation split is given.
@@ -46,7 +46,7 @@ class ProbeOptions(BaseSettings):
             if value is not None and not low <= value < math.inf:
                 raise ValueError(f"--probe.{_flag(name)} is {value:g}. Expected at least {low:g}.")
         if self.shots < 0:
-            raise ValueError(f"--probe.shots is {self.shots}. Expected rows a class, or 0 for all.")
+            raise ValueError(f"--probe.shots is {self.shots}. Expected images per class, or 0 for all.")
         if self.val_share is not None and not 0 <= self.val_share < 1:
             raise ValueError(f"--probe.val-share is {self.val_share:g}. Expected a share from 0 to below 1.")
         if len(set(self.seeds)) < len(self.seeds):

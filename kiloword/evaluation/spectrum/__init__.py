@@ -15,7 +15,7 @@ class SpectrumTaskOptions:
     """Which features, of how many images."""
 
     of: Of = "tower"  # tower: output of the image tower, which the head reads; vec: the embeddings
-    samples: int = 5000  # images, drawn by the fingerprint of the data; all where there are fewer
+    samples: int = 5000  # number of images, drawn by the fingerprint of the data; all if there are fewer
 
 
 TASK = Task(

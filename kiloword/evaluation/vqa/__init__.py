@@ -13,13 +13,13 @@ from kiloword.evaluation.task import Data, Deferred, Task
 
 @dataclass(frozen=True, kw_only=True)
 class VqaOptions(BaseSettings):
-    """What answers there are, and how one is chosen."""
+    """The possible answers, and how one is chosen."""
 
-    answers: Path | None = None  # the closed list, an answer a line; without: those of --train, or the data's own
+    answers: Path | None = None  # file with one possible answer per line; None: the answers of --train, or of the data
     most: int = 3128  # number of the most frequent answers of --train
-    decode: Literal["list", "rank", "free"] = "list"  # word by word within the list; every answer tried; any words
-    beams: int = 5  # list and free: unfinished answers that are kept; 1: greedy
-    length_penalty: float = 0.0  # an answer's score is its log probability / tokens^this
+    decode: Literal["list", "rank", "free"] = "list"  # word by word within the list; score each answer; any words
+    beams: int = 5  # list and free: number of unfinished answers to keep; 1: greedy
+    length_penalty: float = 0.0  # score of an answer = log probability / tokens^length_penalty
 
     def check(self) -> None:
         """Raises: ValueError for numbers that make no sense, and for what is not read."""
@@ -29,14 +29,14 @@ class VqaOptions(BaseSettings):
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"--vqa.length-penalty is {self.length_penalty}. Expected a finite number, such as 0.")
         if self.decode == "rank" and self.beams != VqaOptions.beams:
-            raise ValueError("--vqa.beams is not read by --vqa.decode rank: leave it away.")
+            raise ValueError("--vqa.beams is not read by --vqa.decode rank: omit it.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class VqaTaskOptions:
     """Which answers there are, and how one is chosen."""
 
-    train: Data | None = None  # data whose answers are the closed list; None: the list of the data itself
+    train: Data | None = None  # data whose answers are the possible ones; None: those of the test data
     vqa: VqaOptions = field(default_factory=VqaOptions)
 
 

@@ -16,8 +16,8 @@ from kiloword.evaluation.zeroshot.options import PromptOptions, Templates, Way
 class ZeroshotTaskOptions:
     """How the prompts of a class become its classifier."""
 
-    # weight of a class's prompts: equal (ensemble), the least uncertain (filter, topk), or as they explain images
-    # (bprw); all but the first need a model with Gaussians
+    # prompts of a class: all alike (ensemble), the least uncertain (filter, topk), or weighted by how well they explain
+    # images (bprw); all but the first need a model with Gaussians
     prompts: Way = "ensemble"
     # parameters of filter, topk and bprw
     prompt_options: Annotated[PromptOptions, arg(name="prompts")] = field(default_factory=PromptOptions)

@@ -35,8 +35,8 @@ class PromptOptions(BaseSettings):
     # bprw: variance of a class with weights p: sum p^2 var, or sum p var
     variance: Literal["squares", "linear"] = "squares"
     steps: int = 1000  # bprw: largest number of steps of expectation maximisation
-    tolerance: float = 1e-6  # bprw: stop when no weight of the class changes more
-    seed: int = 0  # bprw: of the samples, and of the choice of labelled images
+    tolerance: float = 1e-6  # bprw: stop when no weight of the class changes by more than this
+    seed: int = 0  # bprw: seed of the samples and of the choice of labelled images
 
     def check(self, way: Way) -> None:
         """Raises: ValueError for values out of range, and for options of another selection."""

@@ -15,7 +15,9 @@ from kiloword.methods.method import Component, Method
 class Settings(CaptionSettings, clip.Settings):
     """Captioning beside CLIP's pair loss."""
 
-    contrast_weight: float = setting(1.0, "of the pair loss; 0 disables it, and attentive masks then need --init", 0)
+    contrast_weight: float = setting(
+        1.0, "weight of the pair loss; 0 disables it (attentive masks then need --init)", 0
+    )
     class_token: bool = setting(True, "append a class token to texts for the pair loss, where text_pool is last")
 
 

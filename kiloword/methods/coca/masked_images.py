@@ -31,11 +31,13 @@ EPSILON = 1e-6  # added to the variance of a patch, as in MAE (arXiv:2111.06377,
 class MimSettings(MaskSettings):
     """Which patches are masked, and what they are predicted from."""
 
-    mim_weight: float = setting(1.0, "of the loss: lambda_TM", ABOVE_0, hint="; to disable it, choose a method without")
+    mim_weight: float = setting(
+        1.0, "weight of the masked image loss: lambda_TM", ABOVE_0, hint="; to disable it, choose a method without"
+    )
     guide: Literal["text", "none"] = setting("text", "text: the decoder attends to the caption too (TG-MIM)")
     mim_mask: Mask = setting("attentive", "attentive: the patches most similar to the caption")
     mim_share: float = setting(0.5, "share of masked patches: r_h", ABOVE_0, BELOW_1)
-    mim_op: Literal["token", "drop"] = setting("token", "replace masked patches by a token, or drop them (cheaper)")
+    mim_op: Literal["token", "drop"] = setting("token", "replace masked patches by a learned token, or drop them")
     norm_pix: bool = setting(False, "normalise the target pixels of each patch by their mean and deviation")
     image_decoder_depth: int = setting(0, "layers of the image decoder; 0: as many as the text tower's", 0, DEPTH)
 

@@ -27,8 +27,10 @@ CAPTIONS = 256  # captions scored at once: each copies the patches of its image
 class MaskSettings(BaseSettings):
     """How attentive masks compare patches with a caption."""
 
-    similarity: Literal["cosine", "dot"] = setting("cosine", "of patch and token in the shared dimension")
-    similar_to: Literal["tokens", "words"] = setting("tokens", "tokens: words, start and end")
+    similarity: Literal["cosine", "dot"] = setting("cosine", "similarity of a patch and a token as embeddings")
+    similar_to: Literal["tokens", "words"] = setting(
+        "tokens", "tokens compared with patches; tokens: words, start, end"
+    )
 
 
 def scores(model: Model, batch: Batch, encoded: Encoded, settings: MaskSettings) -> Tensor:

@@ -39,8 +39,8 @@ class Mined(BaseSettings):
     image_image: bool = setting(True, "the term S_ii > p2")
     text_text: bool = setting(True, "the term S_tt > p3 and S_it > p1_text")
     p1: float = setting(0.27, "image and text; CLIP ViT-L/14: annotated pairs have 0.29", ABOVE_0, 1, hint=MISSING)
-    p2: float = setting(0.92, "image and the text's image", ABOVE_0, 1, hint=MISSING)
-    p3: float = setting(0.99, "text and the image's texts, on average", ABOVE_0, 1, hint=MISSING)
+    p2: float = setting(0.92, "S_ii of the image and the text's image", ABOVE_0, 1, hint=MISSING)
+    p3: float = setting(0.99, "S_tt, the mean cosine of the text and the image's texts", ABOVE_0, 1, hint=MISSING)
     p1_text: float = setting(0.24, "p1' < p1, required beside p3; near 0: S_tt alone decides", ABOVE_0, 1, hint=MISSING)
     annotated_always: bool = setting(True, "annotated pairs are positives whatever their cosines")
     teacher: str = setting("teacher", "name of the precomputed features")
@@ -62,8 +62,10 @@ class Mining(Mined, Exact):
 class BiasSearch(BaseSettings):
     """Initial value of the bias."""
 
-    bias_search: Literal["grid", "gradient", "none"] = setting("grid", "the bias of least loss of the untrained model")
-    bias_batches: int = setting(4, "number of batches to compute that loss on", 1)
+    bias_search: Literal["grid", "gradient", "none"] = setting(
+        "grid", "how to find the initial bias with the lowest loss"
+    )
+    bias_batches: int = setting(4, "number of batches on which bias_search computes the loss", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class Slots(Mining, BiasSearch):
     """What FFF changes in a method with sigmoid loss."""
 
     positives: Literal["mined", "annotated"] = setting("mined", "annotated: needs no teacher")
-    reduction: Literal["texts", "images"] = setting("texts", "the mean is over these; texts: eq. 3")
+    reduction: Literal["texts", "images"] = setting("texts", "the loss is a mean over texts (eq. 3) or images")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,12 @@ class ContextualSettings(BaseSettings):
     pool: Literal["contextual", "first", "average", "learned_average"] = setting("contextual", "contextual: by text")
     heads: int = setting(8, "heads of the attention from texts to tokens; must divide the embedding size", 1)
     temperature: float = setting(5.0, "of that attention; the paper: 5, in some ablations 8 and 1", ABOVE_0)
-    temperature_mode: Literal["multiply", "divide"] = setting("multiply", "t q.k / sqrt(d) (section 7), or q.k / t")
+    temperature_mode: Literal["multiply", "divide"] = setting(
+        "multiply", "logits t q.k / sqrt(d) (section 7), or q.k / t (eq. 1)"
+    )
     per_token_projections: bool = setting(False, "separate key and value projections per mixture token")
     patch_keys: bool = setting(False, "mix the patches too (appendix B.3)")
-    form: Literal["auto", "direct", "gram"] = setting("auto", "of the exact score; auto: the cheaper one")
+    form: Literal["auto", "direct", "gram"] = setting("auto", "computation of the exact score; auto: the cheaper")
 
 
 def tokens(config: ModelConfig, settings: ContextualSettings) -> ModelConfig:

@@ -20,10 +20,10 @@ from kiloword.model.heads import Head, Single
 class Matching(BaseSettings):
     """Logit of a pair: -scale * CSD + bias."""
 
-    scale: float = setting(5.0, "initial; its logarithm is trained (the authors' code: the scale)", ABOVE_0)
-    bias: float = setting(5.0, "initial")
+    scale: float = setting(5.0, "initial scale; its logarithm is trained (the authors train the scale itself)", ABOVE_0)
+    bias: float = setting(5.0, "initial bias")
     pseudo: float = setting(0.1, "weight of the loss with pseudo-positives (as close as annotated pairs); 0: off", 0)
-    reduction: Literal["pairs", "images"] = setting("pairs", "the loss is a mean over these; authors' code: pairs")
+    reduction: Literal["pairs", "images"] = setting("pairs", "the loss is a mean over pairs (authors' code) or images")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Deterministic(BaseSettings):
     weight: float = setting(1.0, "of the auxiliary loss", ABOVE_0)
     scale: float = setting(0.0, "initial scale of the cosine; 0: 1 / 0.07 for softmax, 10 for sigmoid", 0)
     max_scale: float = setting(100.0, "softmax: upper limit in training")
-    bias: float = setting(-10.0, "sigmoid: initial")
+    bias: float = setting(-10.0, "sigmoid: initial bias")
 
 
 def preset(settings: Settings) -> Method:

@@ -145,8 +145,8 @@ def vib(features: Features, form: Literal["textbook", "released"] = "textbook") 
 class GaussianSettings(BaseSettings):
     """Initial variance, and how variances of prompts are combined."""
 
-    log_var: float = setting(-10.0, "initial value", -50, 50)
-    ensemble: Literal["mean", "of_average"] = setting("mean", "variance of N prompts: sum / N, or sum / N^2")
+    log_var: float = setting(-10.0, "initial log variance", -50, 50)
+    ensemble: Literal["mean", "of_average"] = setting("mean", "variance of a class of N prompts: sum / N, or sum / N^2")
 
 
 def tokens(config: ModelConfig) -> ModelConfig:

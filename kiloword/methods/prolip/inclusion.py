@@ -24,17 +24,19 @@ from kiloword.types import Batch, Encoded, Features, Texts
 class InclusionSettings(BaseSettings):
     """Weights and form of the inclusion terms, and how masked copies are made."""
 
-    image_in_text: float = setting(1e-7, "weight of: an image lies within its caption; 0: off", 0)
-    masked: float = setting(1e-3, "weight of: originals (images, captions) lie within their masked copies; 0: off", 0)
+    image_in_text: float = setting(1e-7, "weight of the inclusion of images in their captions; 0: off", 0)
+    masked: float = setting(1e-3, "weight of the inclusion of images and captions in their masked copies; 0: off", 0)
     spread: float = setting(0.0, "weight of: variances fit distances of matched pairs (not in the paper); 0: off", 0)
     vib: float = setting(1e-4, "weight of the divergence to N(0, 1); 0: off", 0)
-    inclusion_form: Form = setting("paper", "eq. 3 as printed, or the exact integral")
+    inclusion_form: Form = setting("paper", "eq. 3 as printed, or its exact integral")
     inclusion_reduction: Literal["per_dimension", "joint"] = setting(
-        "per_dimension", "a sigmoid per dimension, or of the sum"
+        "per_dimension", "one sigmoid per dimension, or one of the sum over dimensions"
     )
-    eps: float = setting(-10.0, "in log space, widens both Gaussians inside A, B, C; the paper: -20", -50, 50)
+    eps: float = setting(-10.0, "log of a variance added to both Gaussians in eq. 3; the paper: -20", -50, 50)
     c: float = setting(10.0, "sharpness of the sigmoid; the paper: 1000", ABOVE_0)
-    vib_form: Literal["textbook", "released"] = setting("textbook", "released: sigma in place of the variance")
+    vib_form: Literal["textbook", "released"] = setting(
+        "textbook", "released: sigma instead of the variance, as in the authors' code"
+    )
     masked_every: int = setting(8, "every n-th image gets masked copies", 1, hint="; masked 0 disables them")
     drop_patches: float = setting(0.75, "share of patches dropped from a copy; the authors' code: 0.25", 0, 1)
     mask_words: float = setting(0.75, "share of words hidden in a copy", 0, 1)

@@ -35,7 +35,7 @@ class Settings(prolip.Settings):
     """ProLIP's settings where the authors' code differs from the paper."""
 
     scale: float = setting(1 / 0.07, "initial scale of the score")
-    vib_form: Literal["textbook", "released"] = setting("released", "sigma in place of the variance")
+    vib_form: Literal["textbook", "released"] = setting("released", "released: sigma instead of the variance")
     drop_patches: float = setting(0.25, "share of patches dropped from a masked copy", 0, 1)
     c: float = setting(1000.0, "sharpness of the inclusion loss", ABOVE_0)
 
