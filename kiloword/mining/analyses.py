@@ -15,7 +15,7 @@ from kiloword.evaluation.metrics import rounding
 from kiloword.mining.calibrate import some
 from kiloword.mining.corpus import Corpus, Floats, Ints
 from kiloword.model.encoding import chunks
-from kiloword.randomness import key
+from kiloword.randomness import generator, key
 
 BATCHES = 16  # at most, of which the true caption is ranked
 QUERIES = 4096  # at most, captions whose nearest ones are looked up
@@ -53,7 +53,7 @@ def ranks(corpus: Corpus, batch: int, seed: int) -> Ranks:
 
 def _one_caption_each(corpus: Corpus, seed: int) -> tuple[Ints, Ints]:
     """Images that have a known caption, in random order; [N] one such caption of every image."""
-    rng = np.random.Generator(np.random.Philox(key(seed, "ranks")))
+    rng = generator(seed, "ranks")
     captions = rng.permutation(corpus.paired)
     caption = np.full(len(corpus.keys), -1, np.int64)
     caption[corpus.owner[captions]] = captions
@@ -61,9 +61,9 @@ def _one_caption_each(corpus: Corpus, seed: int) -> tuple[Ints, Ints]:
 
 
 def _rank_of_diagonal(scores: Tensor) -> Floats:
-    own = scores.diagonal()[:, None]
-    higher = (scores > own + rounding(own)).sum(1)
-    tied = (scores >= own - rounding(own)).sum(1) - higher  # itself included
+    true = scores.diagonal()[:, None]
+    higher = (scores > true + rounding(true)).sum(1)
+    tied = (scores >= true - rounding(true)).sum(1) - higher  # itself included
     return (higher + (tied + 1) / 2).cpu().numpy()
 
 
@@ -77,18 +77,18 @@ def nearest(corpus: Corpus, seed: int, k: int = NEAREST, chunk: int = 4096) -> F
 
     Another caption of the same words counts as another. k is at most the number of others.
     """
-    queries, known = some(corpus.known_texts, QUERIES, key(seed, "nearest")), corpus.known_texts
-    k = min(k, len(known) - 1)
+    texts = corpus.known_texts
+    queries = some(texts, QUERIES, key(seed, "nearest"))
+    k = min(k, len(texts) - 1)
 
     def means(part: slice) -> Floats:
         asked = corpus.load(corpus.texts, queries[part])
         best = asked.new_full((len(asked), k), -torch.inf)
-        for some_texts in chunks(len(known), chunk):
-            scores = asked @ corpus.load(corpus.texts, known[some_texts]).T
-            scores[torch.from_numpy(queries[part][:, None] == known[some_texts][None])] = -torch.inf
+        for columns in chunks(len(texts), chunk):
+            scores = asked @ corpus.load(corpus.texts, texts[columns]).T
+            scores[torch.from_numpy(queries[part][:, None] == texts[columns][None])] = -torch.inf
             best = torch.cat([best, scores], 1).topk(k, dim=1).values
-        found: Floats = best.mean(1).cpu().numpy()
-        return found
+        return np.asarray(best.mean(1).cpu().numpy())
 
     return np.concatenate(list(in_turns(list(chunks(len(queries), 512)), means)))
 
@@ -102,8 +102,7 @@ def among(corpus: Corpus) -> Floats:
     total = np.concatenate([_sums(corpus, part).square().sum(1).cpu().numpy() for part in _images(corpus)])
     which = count > 1
     k = count[which]
-    found: Floats = (total[which] - k) / (k * (k - 1))
-    return found
+    return np.asarray((total[which] - k) / (k * (k - 1)))
 
 
 def one_and_mean(corpus: Corpus, seed: int) -> tuple[Floats, Floats]:

@@ -5,31 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from kiloword.data.feature_store import FeatureStore
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating[Any]]
-
-
-class TeacherFeatures(Protocol):
-    """The part of `FeatureStore` that mining uses."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def keys(self) -> Sequence[str]: ...
-    @property
-    def captions(self) -> Sequence[str]: ...
-    @property
-    def starts(self) -> NDArray[np.integer[Any]]: ...
-    def images(self) -> Floats: ...
-    def texts(self) -> Floats: ...
-    def text_means(self) -> Floats: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +32,7 @@ class Corpus:
     device: str = "cpu"
 
     @staticmethod
-    def of(table: TeacherFeatures, device: str = "cpu") -> Corpus:
+    def of(table: FeatureStore, device: str = "cpu") -> Corpus:
         """Corpus of a feature store. Errors: ValueError for fewer than two images or captions."""
         starts = np.asarray(table.starts, np.int64)
         if len(table.keys) < 2 or len(table.captions) < 2:
@@ -65,16 +52,8 @@ class Corpus:
         means = np.zeros((len(rows), texts.shape[1]), np.float32)
         np.add.at(means, owner, texts)
         means /= np.maximum(np.diff(starts), 1)[:, None]
-        names = [self.keys[n] for n in rows.tolist()]
-        return Corpus(
-            names,
-            [self.captions[t] for t in kept.tolist()],
-            starts,
-            np.array(self.images[rows]),
-            texts,
-            means,
-            self.device,
-        )
+        keys, names = [self.keys[n] for n in rows.tolist()], [self.captions[t] for t in kept.tolist()]
+        return Corpus(keys, names, starts, np.array(self.images[rows]), texts, means, self.device)
 
     @cached_property
     def owner(self) -> Ints:
@@ -102,12 +81,9 @@ class Corpus:
 
     def annotated(self, chunk: int = 65536) -> Floats:
         """S_it of every caption in `paired` with its image, [n] float32."""
-        paired = self.paired
-        parts = [
-            (self.load(self.images, self.owner[captions]) * self.load(self.texts, captions)).sum(1).cpu().numpy()
-            for captions in np.split(paired, range(chunk, len(paired), chunk))
-        ]
-        return np.concatenate(parts)
+        parts = (self.paired[n : n + chunk] for n in range(0, len(self.paired), chunk))
+        pairs = ((self.load(self.images, self.owner[part]), self.load(self.texts, part)) for part in parts)
+        return np.concatenate([np.zeros(0, np.float32), *((a * b).sum(1).cpu().numpy() for a, b in pairs)])
 
 
 def _known(values: Floats, chunk: int = 65536) -> NDArray[np.bool_]:

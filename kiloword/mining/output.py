@@ -19,7 +19,7 @@ from kiloword.mining.origin import Origin, Truths
 from kiloword.mining.page import page
 from kiloword.mining.pairs import TERMS, MinedPairs, by_term
 from kiloword.mining.results import WHOLE, MiningResults, as_json, flags, terms, thresholds, warning
-from kiloword.randomness import key
+from kiloword.randomness import generator
 from kiloword.terminal import say
 
 WIDE, BEST = 6, 5  # captions that match many images, and images per caption in the report
@@ -91,7 +91,7 @@ def _drawn(results: MiningResults, term: str, truths: Truths | None) -> Iterator
     """At most `gallery` mined pairs accepted by a term, each of another image."""
     mined, options = results.mined, results.options
     accepted = by_term(results.settings, **mined.scores)[term] & (mined.column >= 0)
-    rng = np.random.Generator(np.random.Philox(key(options.seed, "gallery", term)))
+    rng = generator(options.seed, "gallery", term)
     rows = torch.nonzero(accepted.any(1))[:, 0].numpy()
     for row in rng.permutation(rows)[: options.gallery].tolist():
         place = int(rng.choice(torch.nonzero(accepted[row])[:, 0].numpy()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -28,8 +29,8 @@ class PairCounts:
     """Numbers of pairs, by the terms that accept them."""
 
     whole: int = 0  # eq. 2
-    term: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TERMS, 0))
-    alone: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TERMS, 0))  # by no other term
+    term: Counter[str] = field(default_factory=Counter)
+    alone: Counter[str] = field(default_factory=Counter)  # by no other term
 
     def add(self, whole: Tensor, terms: Mapping[str, Tensor]) -> None:
         """Add the pairs of a block, bool of any shape."""
@@ -42,9 +43,8 @@ class PairCounts:
     def plus(self, other: PairCounts) -> None:
         """Add the counts of another rank."""
         self.whole += other.whole
-        for name in TERMS:
-            self.term[name] += other.term[name]
-            self.alone[name] += other.alone[name]
+        self.term.update(other.term)
+        self.alone.update(other.alone)
 
 
 @dataclass
@@ -68,12 +68,9 @@ class MinedPairs:
         for name in TERMS:
             self.scores[name][images] = other.scores[name]
         self.per_text += other.per_text
-        for mine, theirs in (
-            (self.mined, other.mined),
-            (self.annotated, other.annotated),
-            (self.right, other.right),
-        ):
-            mine.plus(theirs)
+        self.mined.plus(other.mined)
+        self.annotated.plus(other.annotated)
+        self.right.plus(other.right)
         self.true = None if self.true is None and other.true is None else (self.true or 0) + (other.true or 0)
         self.pairs, self.annotated_pairs = self.pairs + other.pairs, self.annotated_pairs + other.annotated_pairs
 
@@ -114,10 +111,8 @@ def search(
         for rows in local_rows:
             images, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
             values = dict(zip(TERMS, similarities(images, means, texts, owners), strict=True))
-            written = (
-                image_of_caption[None] == torch.arange(rows.start, rows.stop, device=image_of_caption.device)[:, None]
-            )
-            _count(mined, settings, values, written, rows, columns, None if true is None else true[rows])
+            annotated = image_of_caption == torch.arange(rows.start, rows.stop, device=corpus.device)[:, None]
+            _count(mined, settings, values, annotated, rows, columns, None if true is None else true[rows])
             if progress is not None:
                 done += (rows.stop - rows.start) * len(owner)
                 progress(done, of)
@@ -141,12 +136,10 @@ def _numbers(rows: list[slice]) -> Tensor:
 
 
 def _nothing(corpus: Corpus, most: int) -> MinedPairs:
-    n = len(corpus.keys)
+    n, t = len(corpus.keys), len(corpus.captions)
     scores = {name: torch.full((n, most), -torch.inf) for name in TERMS}
-    empty = torch.full((n, most), -1)
-    return MinedPairs(
-        empty, scores, torch.zeros(n, dtype=torch.int64), torch.zeros(len(corpus.captions), dtype=torch.int64)
-    )
+    per_image, per_text = (torch.zeros(size, dtype=torch.int64) for size in (n, t))
+    return MinedPairs(torch.full((n, most), -1), scores, per_image, per_text)
 
 
 def _count(
@@ -177,15 +170,15 @@ def _count(
     _keep(mined, values, whole, rows, columns.start)
 
 
-def _keep(found: MinedPairs, values: Mapping[str, Tensor], whole: Tensor, rows: slice, start: int) -> None:
+def _keep(mined: MinedPairs, values: Mapping[str, Tensor], whole: Tensor, rows: slice, start: int) -> None:
     """Merge a block's mined pairs into the best of their images."""
-    most = found.column.shape[1]
+    most = mined.column.shape[1]
     best, place = values["it"].masked_fill(~whole, -torch.inf).topk(min(most, whole.shape[1]), dim=1)
     nothing = best == -torch.inf
     column = torch.where(nothing, -1, place + start).cpu()
     block = {name: value.gather(1, place).masked_fill(nothing, -torch.inf).cpu() for name, value in values.items()}
-    joined = {name: torch.cat([found.scores[name][rows], block[name]], 1) for name in TERMS}
+    joined = {name: torch.cat([mined.scores[name][rows], block[name]], 1) for name in TERMS}
     order = joined["it"].argsort(dim=1, descending=True, stable=True)[:, :most]
-    found.column[rows] = torch.cat([found.column[rows], column], 1).gather(1, order)
+    mined.column[rows] = torch.cat([mined.column[rows], column], 1).gather(1, order)
     for name in TERMS:
-        found.scores[name][rows] = joined[name].gather(1, order)
+        mined.scores[name][rows] = joined[name].gather(1, order)

@@ -116,7 +116,7 @@ def test_a_term_that_is_off_accepts_nothing() -> None:
 
 @pytest.mark.parametrize("bad", [{"p1": 0.0}, {"p2": -0.1}, {"p3": float("nan")}, {"p1_text": 1.5}])
 def test_thresholds_out_of_range_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="above 0 and at most 1"):
+    with pytest.raises(ValueError, match="above 0, at most 1"):
         search(random_corpus(0), Mined(**bad))  # type: ignore[arg-type]
 
 

@@ -34,14 +34,12 @@ def run(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point. Errors a user can mend are one sentence on stderr and exit code 2."""
+    """Entry point. Errors of the user are one message on stderr and exit code 2."""
     try:
         tyro.cli(run, prog="python -m kiloword.data.hierarimgs", args=argv)
-    except ValueError as error:
-        warn(f"hierarimgs: {error}")
-        raise SystemExit(2) from None
-    except OSError as error:
-        warn(f"hierarimgs: {error.strerror or error}: {error.filename}.")
+    except (ValueError, OSError) as error:
+        message = f"{error.strerror or error}: {error.filename}." if isinstance(error, OSError) else error
+        warn(f"hierarimgs: {message}")
         raise SystemExit(2) from None
 
 

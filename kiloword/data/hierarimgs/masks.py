@@ -1,4 +1,4 @@
-"""Instance masks in COCO's json: polygons, and run lengths plain or compressed."""
+"""Instance masks of COCO's json: polygons, and run lengths, plain or compressed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RegionMask = npt.NDArray[np.bool_]
 def decode_mask(segmentation: Any, height: int, width: int) -> RegionMask:
     """The mask [H, W] of one annotation's `segmentation`.
 
-    A list of polygons [x0, y0, x1, y1, ...] (a pixel belongs to a polygon that holds its centre, by the even-odd rule;
-    to the mask, if to any of them: pycocotools may differ in pixels that an edge passes through), or `counts` and
-    `size` [H, W] as run lengths, column by column, the first of zeros: a list, or COCO's compressed string.
+    It is a list of polygons [x0, y0, x1, y1, ...], or `size` [H, W] and `counts`: run lengths, column by column, the
+    first of zeros, as a list or as COCO's compressed string. The mask is the union of the polygons, whose pixels are
+    those with their centre inside, by the even-odd rule (pycocotools can differ in pixels on an edge).
 
     Raises: BadSample with the reason.
     """
@@ -49,16 +49,16 @@ def _runs(segmentation: dict[str, Any], height: int, width: int) -> RegionMask:
 def decompress(counts: bytes) -> list[int]:
     """COCO's compressed run lengths.
 
-    A number is written in groups of 5 bits, the lowest first, each as a character from "0" (48) on; bit 32 says that
-    more follow, the highest bit of the last group is the sign. From the fourth on each number is the difference to the
-    one two before. Raises BadSample for a string that ends within a number, or another character.
+    A number is written in groups of 5 bits, lowest first, each as a character from "0" (48). Bit 32 marks that more
+    follow; the highest bit of the last group is the sign. From the fourth on, each number is the difference to the one
+    two before. Raises BadSample for a string that ends within a number, or another character.
     """
     numbers: list[int] = []
     value = shift = 0
     for character in counts:
         group = character - 48
         if not 0 <= group < 64:
-            raise BadSample("the compressed run lengths of a mask hold a strange character")
+            raise BadSample("the compressed run lengths of a mask contain an invalid character")
         value |= (group & 31) << shift
         shift += 5
         if not group & 32:
@@ -84,7 +84,7 @@ def _corners(polygon: Any) -> npt.NDArray[np.float64]:
 
 
 def _polygon(corners: npt.NDArray[np.float64], height: int, width: int) -> RegionMask:
-    """Pixels whose centre a polygon holds: along each row, those with an odd number of edges to their left."""
+    """Pixels with their centre inside a polygon: those of each row with an odd number of edges to their left."""
     mask = np.zeros((height, width), np.bool_)
     x, y = corners.T
     next_x, next_y = np.roll(x, -1), np.roll(y, -1)

@@ -1,4 +1,4 @@
-"""Building HierarImgs: which images, which segments, what is drawn and what is written."""
+"""Building of HierarImgs: selection of images and segments, drawing, writing."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ Member = tuple[str, bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(BaseSettings):
-    """Which images are taken, and how their parts are drawn."""
+    """Selection of images, and drawing of their segments."""
 
-    segments: int = 3  # to paste, the largest ones; an image with fewer is skipped
+    segments: int = 3  # number of segments to paste, largest first; an image with fewer is skipped
     least: float = 5000.0  # pixels: an image is skipped if its smallest segment considered has no more
-    considered: Literal["all", "pasted"] = "all"  # by that rule: all segments of an image, or only those pasted
+    considered: Literal["all", "pasted"] = "all"  # segments to which least applies: all of an image, or those pasted
     crowd: bool = False  # regions marked iscrowd are segments too
     canvas: Literal["white", "grey", "black"] = "white"  # what segments are pasted on
 
 
 @dataclass
 class BuildReport:
-    """What became of the images of an annotation file."""
+    """Numbers of images of an annotation file by outcome."""
 
-    images: int = 0  # that the file names
+    images: int = 0  # in the file
     few: int = 0  # with fewer segments than are pasted
     small: int = 0  # whose smallest segment considered is too small
     written: int = 0
     bad: Counter[str] = field(default_factory=Counter)  # reasons -> images
 
     def lines(self) -> Iterator[str]:
-        """In words, for a terminal."""
+        """Lines for a terminal."""
         yield f"{self.written} of {self.images} images written"
         yield f"{self.few} have too few segments, {self.small} a segment that is too small"
-        yield from (f"{n} left out: {reason}" for reason, n in self.bad.most_common())
+        yield from (f"{n} skipped: {reason}" for reason, n in self.bad.most_common())
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,12 @@ class Segment:
 def build(annotations: Path, photos: Path, out: Path, options: BuildOptions | None = None) -> BuildReport:
     """Write a folder of webdataset tars with the levels of every image that qualifies.
 
-    With n segments pasted there are levels 0 to n: level k below n shows the k + 1 largest segments at their places on
-    a blank canvas, level n is the photo itself. (The paper speaks of four levels and calls the photo
-    level 4; ours are 0 to 3.) Each sample's json has `level`, `levels`, `group` (the image's id), `parent` (the key
-    of the next more general level), `segments`, and `captions` made of the segments' category names.
+    With n segments pasted there are levels 0 to n (the paper counts from 1): level k below n shows the k + 1 largest
+    segments at their places on a blank canvas, level n is the photo. Each sample's json has `level`, `levels`, `group`
+    (the image's id), `parent` (the key of the next more general level), `segments`, and `captions` made of the names of
+    their categories. The folder appears when it is complete.
 
-    The folder appears when all of it is written. Raises: ValueError when it exists, when the annotations are not COCO's
-    json of instances, or when no image qualifies.
+    Raises: ValueError when it exists, when the annotations are not COCO's json of instances, or no image qualifies.
     """
     options = options or BuildOptions()
     if options.segments < 1:
@@ -86,11 +85,26 @@ def build(annotations: Path, photos: Path, out: Path, options: BuildOptions | No
         raise ValueError(f"{out} exists: choose another OUT, or remove it.")
     images, segments = read_annotations(annotations, options.crowd)
     report = BuildReport(images=len(images))
+
+    def samples() -> Iterator[list[list[Member]]]:
+        """The levels of each image that qualifies, each as the members of a tar."""
+        for image in images:
+            if selected := select(segments[image["id"]], options, report):
+                try:
+                    levels = _levels(image, selected, photos, options)
+                except BadSample as error:
+                    report.bad[str(error)] += 1
+                    continue
+                report.written += 1
+                yield levels
+
     new = out.with_name(f".{out.name}.tmp")
     lock = Lock(out, "writing", new)
     try:
-        _empty(new)
-        _write(new, _samples(images, segments, photos, options, report))
+        for path in new.iterdir():  # of a process that was killed
+            if path.name != NAME:
+                path.unlink()
+        _write(new, samples())
         if not report.written:
             raise ValueError(f"{annotations}: no image qualifies: {'; '.join(report.lines())}.")
         if out.is_dir():
@@ -102,23 +116,16 @@ def build(annotations: Path, photos: Path, out: Path, options: BuildOptions | No
     return report
 
 
-def _empty(folder: Path) -> None:
-    """Remove what a killed process left."""
-    for path in folder.iterdir():
-        if path.name != NAME:
-            path.unlink()
-
-
 def read_annotations(path: Path, crowd: bool) -> tuple[list[dict[str, Any]], dict[Any, list[Segment]]]:
     """The images of a COCO json in order of id, and the segments of each, by id."""
     check_regular(path)
     try:
         with path.open("rb") as file:
-            found = json.load(file)
-        names = {one["id"]: one["name"] for one in found.get("categories", ())}
-        images = sorted(found["images"], key=lambda image: image["id"])
+            content = json.load(file)
+        names = {one["id"]: one["name"] for one in content.get("categories", ())}
+        images = sorted(content["images"], key=lambda image: image["id"])
         segments: dict[Any, list[Segment]] = {image["id"]: [] for image in images}
-        for one in found["annotations"]:
+        for one in content["annotations"]:
             if one["image_id"] in segments and (crowd or not one.get("iscrowd", 0)):
                 name = names.get(one.get("category_id"), "object")
                 segments[one["image_id"]].append(Segment(one["id"], float(one["area"]), name, one["segmentation"]))
@@ -134,28 +141,8 @@ def read_annotations(path: Path, crowd: bool) -> tuple[list[dict[str, Any]], dic
     return images, segments
 
 
-def _samples(
-    images: Sequence[dict[str, Any]],
-    segments: dict[Any, list[Segment]],
-    folder: Path,
-    options: BuildOptions,
-    report: BuildReport,
-) -> Iterator[list[list[Member]]]:
-    """The levels of each image that qualifies, each as the members of a tar."""
-    for image in images:
-        chosen = choose(segments[image["id"]], options, report)
-        if chosen:
-            try:
-                levels = _levels(image, chosen, folder, options)
-            except BadSample as error:
-                report.bad[str(error)] += 1
-                continue
-            report.written += 1
-            yield levels
-
-
-def choose(segments: Sequence[Segment], options: BuildOptions, report: BuildReport) -> list[Segment]:
-    """The segments that are pasted, the largest first; none when the image is skipped."""
+def select(segments: Sequence[Segment], options: BuildOptions, report: BuildReport) -> list[Segment]:
+    """The segments to paste, the largest first; none if the image is skipped, which is counted."""
     ordered = sorted(segments, key=lambda segment: -segment.area)
     pasted = ordered[: options.segments]
     if len(pasted) < options.segments:
@@ -168,7 +155,7 @@ def choose(segments: Sequence[Segment], options: BuildOptions, report: BuildRepo
 
 
 def _levels(
-    image: dict[str, Any], chosen: Sequence[Segment], folder: Path, options: BuildOptions
+    image: dict[str, Any], selected: Sequence[Segment], folder: Path, options: BuildOptions
 ) -> list[list[Member]]:
     """Members of the samples of one image, general to specific."""
     path = folder / image["file_name"]
@@ -180,20 +167,17 @@ def _levels(
     height, width = image["height"], image["width"]
     if pixels.shape[:2] != (height, width):
         raise BadSample("the image is not of the size that was annotated")
-    masks = [decode_mask(segment.segmentation, height, width) for segment in chosen]
-    encoded_images = [_png(paste(pixels, masks[: k + 1], CANVAS[options.canvas])) for k in range(len(chosen))]
+    masks = [decode_mask(segment.segmentation, height, width) for segment in selected]
     group = f"{image['id']:012d}" if isinstance(image["id"], int) else str(image["id"]).replace(".", "-")
     suffix = path.suffix.lower().lstrip(".")
     whole = (suffix, photo) if suffix in IMAGE_SUFFIXES else ("png", _png(pixels))
-    drawn = [*(("png", encoded) for encoded in encoded_images), whole]
-    return [_members(group, k, chosen[: k + 1], len(chosen), *encoded) for k, encoded in enumerate(drawn)]
+    parts = (paste(pixels, masks[: k + 1], CANVAS[options.canvas]) for k in range(len(selected)))
+    drawn = [*(("png", _png(part)) for part in parts), whole]
+    return [_members(group, k, selected[: k + 1], len(selected), *encoded) for k, encoded in enumerate(drawn)]
 
 
 def paste(pixels: Pixels, masks: Sequence[RegionMask], canvas: int) -> Pixels:
-    """The parts of a photo [H, W, 3] that some masks [H, W] show, on a canvas of one grey.
-
-    Parts keep their places, so which is pasted first makes no difference.
-    """
+    """The parts of a photo [H, W, 3] inside any of the masks [H, W], on a canvas of one grey."""
     shown = np.any(masks, axis=0)
     return np.where(shown[..., None], pixels, np.uint8(canvas))
 
@@ -222,20 +206,16 @@ def _png(pixels: Pixels) -> bytes:
 
 def _write(folder: Path, samples: Iterator[list[list[Member]]]) -> None:
     """Tars of about SHARD samples; the levels of one image stay together, and the same input gives the same bytes."""
-    tar, shards, held = None, 0, SHARD
-    try:
-        for levels in samples:
-            if held >= SHARD:
-                if tar is not None:
-                    tar.close()
-                tar, held, shards = tarfile.open(folder / f"{shards}.tar", "w"), 0, shards + 1  # noqa: SIM115
-            assert tar is not None
-            for name, data in (member for sample in levels for member in sample):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-            held += len(levels)
-    finally:
-        if tar is not None:
-            tar.close()
+    shards, levels = 0, next(samples, None)
+    while levels is not None:
+        with tarfile.open(folder / f"{shards}.tar", "w") as tar:
+            written = 0
+            while levels is not None and written < SHARD:
+                for name, data in (member for sample in levels for member in sample):
+                    info = tarfile.TarInfo(name)
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+                written += len(levels)
+                levels = next(samples, None)
+        shards += 1
     (folder / "nshards.txt").write_text(f"{shards}\n", encoding="utf-8")

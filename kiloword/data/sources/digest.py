@@ -11,7 +11,7 @@ import numpy as np
 
 from kiloword.data.reading import patiently
 from kiloword.data.sources.mixture import MixtureSource
-from kiloword.randomness import key
+from kiloword.randomness import generator
 from kiloword.types import BadSample, Source
 
 SAMPLED = 512  # rows of each source
@@ -37,7 +37,7 @@ def _parts(source: Source) -> list[Source]:
 
 
 def _sampled(source: Any) -> str:
-    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "digest")))
+    rng = generator(source.fingerprint, "digest")
     rows = np.sort(rng.choice(len(source), min(SAMPLED, len(source)), replace=False))
     digest, is_empty = hashlib.blake2b(digest_size=16), True
     for raw in (raw for row in rows.tolist() for raw in _stored(source, row)):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kiloword.data.sources.optional import key_of, question, texts_of
-from kiloword.randomness import key as draw_key
+from kiloword.randomness import generator
 from kiloword.types import Record, Source
 
 
@@ -92,7 +92,7 @@ def _part(source: Source, share: float, epoch: int) -> NDArray[np.integer[Any]]:
     count = round(share * len(source))
     if not count:
         return np.empty(0, np.int64)
-    rng = np.random.Generator(np.random.Philox(draw_key(source.fingerprint, "part of a mixture")))
+    rng = generator(source.fingerprint, "part of a mixture")
     rows = np.arange(len(source), dtype=np.int32 if len(source) < 1 << 31 else np.int64)
     rng.shuffle(rows)  # in place, equal for both dtypes: a permutation of 10^8 rows takes gigabytes
     start = epoch * count % len(source)

@@ -62,7 +62,7 @@ class _Mix:
         other = self._other(example, fetch, draw, rng)
         image, captions = example.image, example.captions
         if self.settings.parts != "captions":
-            image = self._image(image, other.image, own_first, fetch, draw, rng)
+            image = self._image(*self._crops(image, other.image, fetch, draw), own_first, rng)
         if self.settings.parts != "images":
             captions = self._captions(example, other, own_first)
         return replace(example, image=image, captions=captions, composed=True)
@@ -70,9 +70,10 @@ class _Mix:
     def _other(self, example: Example, fetch: Fetch, draw: Draw, rng: np.random.Generator) -> Example:
         raise NotImplementedError
 
-    def _image(
-        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
-    ) -> Tensor:
+    def _crops(self, image: Tensor, other: Tensor, fetch: Fetch, draw: Draw) -> tuple[Tensor, Tensor]:
+        return image, other
+
+    def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
         raise NotImplementedError
 
     def _captions(self, example: Example, other: Example, own_first: bool) -> list[str]:
@@ -133,46 +134,30 @@ class Compose(_WithPartner):
 
     settings: ComposeSettings
 
-    def _image(
-        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
-    ) -> Tensor:
+    def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
         return _halves(image, other, own_first, self.settings, rng)
 
 
 @dataclass(frozen=True)
-class _ByShare(_WithPartner):
-    """Mixes with a share drawn from a Beta distribution."""
-
-    settings: MixupSettings | CutmixSettings
-
-    def _share(self, rng: np.random.Generator) -> float:
-        return rng.beta(self.settings.alpha, self.settings.alpha)
-
-
-@dataclass(frozen=True)
-class Mixup(_ByShare):
+class Mixup(_WithPartner):
     """Two images blended pixel by pixel, and both captions."""
 
     settings: MixupSettings
 
-    def _image(
-        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
-    ) -> Tensor:
-        return blend(image, other, self._share(rng))
+    def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
+        return blend(image, other, rng.beta(self.settings.alpha, self.settings.alpha))
 
 
 @dataclass(frozen=True)
-class Cutmix(_ByShare):
+class Cutmix(_WithPartner):
     """A crop of the partner's image pasted at the same place on the example's image, and both captions."""
 
     settings: CutmixSettings
 
-    def _image(
-        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
-    ) -> Tensor:
-        share_kept = self._share(rng)
+    def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
+        own_share = rng.beta(self.settings.alpha, self.settings.alpha)
         down, right = rng.random(2)
-        return paste(image, other, box(image.shape[1], image.shape[2], share_kept, down, right))
+        return paste(image, other, box(image.shape[1], image.shape[2], own_share, down, right))
 
 
 @dataclass(frozen=True)
@@ -192,16 +177,16 @@ class Stylistic(_Mix):
         words, synonyms = draw.rng("eda"), read_synonyms(self.settings.synonyms)
         return replace(again, captions=[eda(c, synonyms, self.settings.edits, words) for c in example.captions])
 
-    def _image(
-        self, image: Tensor, other: Tensor, own_first: bool, fetch: Fetch, draw: Draw, rng: np.random.Generator
-    ) -> Tensor:
-        if not fetch.crops:
-            image, other = (self._crop(image, _apart(draw, name)) for name in ("first crop", "second crop"))
+    def _image(self, image: Tensor, other: Tensor, own_first: bool, rng: np.random.Generator) -> Tensor:
         return _halves(image, other, own_first, self.settings, rng)
 
-    def _crop(self, image: Tensor, draw: Draw) -> Tensor:
+    def _crops(self, image: Tensor, other: Tensor, fetch: Fetch, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Two crops of the image where the loader does not crop at random."""
+        if fetch.crops:
+            return image, other
         crop = TrainTransform(image.shape[-1], AugmentConfig(crop=self.settings.least_area))
-        return crop(image.permute(1, 2, 0).numpy(), draw)
+        pixels = image.permute(1, 2, 0).numpy()
+        return crop(pixels, _apart(draw, "first crop")), crop(pixels, _apart(draw, "second crop"))
 
 
 def joined(captions: Sequence[str], others: Sequence[str], merge: str, own_first: bool) -> list[str]:

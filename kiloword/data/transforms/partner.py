@@ -15,7 +15,7 @@ from kiloword.data.reading import read
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.transforms.files import keys, read_columns
 from kiloword.data.transforms.settings import PartnerSettings
-from kiloword.randomness import Draw, key
+from kiloword.randomness import Draw, generator
 from kiloword.types import BadSample, Source
 
 Partners = NDArray[np.int64]  # [N] the partner of every row; -1 for a row that cannot be read
@@ -31,8 +31,8 @@ class Partner:
     rows: Partners | None = None
 
     def __post_init__(self) -> None:
-        wanted = {"nearest": "partner_table", "farthest": "partner_table", "file": "partner_file"}
-        name = wanted.get(self.settings.partner)
+        needed = {"nearest": "partner_table", "farthest": "partner_table", "file": "partner_file"}
+        name = needed.get(self.settings.partner)
         if name and getattr(self.settings, name) is None:
             raise ValueError(f"partner {self.settings.partner} needs {name}: name its file or folder.")
 
@@ -42,15 +42,13 @@ class Partner:
         if s.partner == "random":
             return self
         _check_steady(source)
+        if s.partner == "fixed":
+            return self
         if s.partner == "file":
-            assert s.partner_file is not None
-            return replace(self, rows=named(source, s.partner_file))
-        if s.partner in ("nearest", "farthest"):
-            assert s.partner_table is not None
-            table = FeatureStore(s.partner_table)
-            table.check(source)
-            return replace(self, rows=similar(source, table, farthest=s.partner == "farthest"))
-        return self
+            return replace(self, rows=named(source, str(s.partner_file)))
+        table = FeatureStore(str(s.partner_table))
+        table.check(source)
+        return replace(self, rows=similar(source, table, farthest=s.partner == "farthest"))
 
     def row(self, row: int, n: int, draw: Draw, rng: np.random.Generator) -> int:
         """The row of the partner among n rows; never `row` itself if there is another."""
@@ -74,7 +72,7 @@ def another(row: int, n: int, rng: np.random.Generator) -> int:
 @lru_cache(maxsize=2)
 def cycle(seed: int, n: int) -> Partners:
     """Every row's successor in a keyed cycle of all n rows: each row is the partner of exactly one other."""
-    order = np.random.Generator(np.random.Philox(key(seed, "partners"))).permutation(n)
+    order = generator(seed, "partners").permutation(n)
     partners = np.empty(n, np.int64)
     partners[order] = np.roll(order, -1)
     return partners

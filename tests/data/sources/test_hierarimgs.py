@@ -116,7 +116,7 @@ def test_masks_are_nearly_pycocotools() -> None:
         ({"counts": [3, -3, 6], "size": [2, 3]}, "not whole numbers"),
         ({"counts": [6], "size": [3, 2]}, r"size \[3, 2\] in an image of \[2, 3\]"),
         ({"counts": "P", "size": [2, 3]}, "end within a number"),
-        ({"counts": "6\n", "size": [2, 3]}, "strange character"),
+        ({"counts": "6\n", "size": [2, 3]}, "invalid character"),
         ([], "neither polygons nor run lengths"),
         ([[1, 2, 3, 4]], "three corners or more"),
         ([[1, 2, 3, 4, 5, "x"]], "is not a number"),
@@ -266,7 +266,7 @@ def test_verb(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(made / name) for name in ("instances.json", "images", "out")]
     main([*words, "--least", "50"])
     said = capsys.readouterr().out
-    assert said.startswith("2 of 6 images written\n1 have too few segments, 1 a segment that is too small\n1 left out")
+    assert said.startswith("2 of 6 images written\n1 have too few segments, 1 a segment that is too small\n1 skipped")
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from kiloword.data.hierarimgs.__main__ import main
 from kiloword.data.hierarimgs.masks import decode_mask
-from kiloword.data.hierarimgs.writer import BuildOptions, BuildReport, Segment, build, choose
+from kiloword.data.hierarimgs.writer import BuildOptions, BuildReport, Segment, build, select
 from kiloword.data.images.augmentation import _centre, _crop_resize, _scaled, fit
 from kiloword.data.images.decode import MAX_PIXELS, _from_16_bit, decode, image_size, to_rgb
 from kiloword.data.images.work import is_whole_png
@@ -75,7 +75,7 @@ def test_reasons_of_images_left_out(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines() == [
         "2 of 3 images written",
         "0 have too few segments, 0 a segment that is too small",
-        "1 left out: cannot read the image: No such file or directory",
+        "1 skipped: cannot read the image: No such file or directory",
     ]
     for wrong, said in (
         (words, "exists: choose another OUT"),
@@ -94,7 +94,7 @@ def test_reasons_of_images_left_out(tmp_path: Path, capsys: pytest.CaptureFixtur
         (BuildOptions(segments=4, least=4), [1, 2, 3, 0], 0, 0),
     ):
         report = BuildReport()
-        assert [one.id for one in choose(segments, options, report)] == chosen
+        assert [one.id for one in select(segments, options, report)] == chosen
         assert (report.few, report.small) == (few, small)
 
 
