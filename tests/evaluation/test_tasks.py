@@ -103,7 +103,7 @@ def test_help_of_a_task_needs_no_torch() -> None:
         ("retreival m --data d", "unknown task 'retreival'; known: caption, .*\\. Did you mean retrieval\\?"),
         ("runs/a/model retrieval --data d", "the task comes before the model: kiloword eval retrieval runs/a/model --"),
         ("retrieval --data d", "eval retrieval needs a model: kiloword eval retrieval MODEL --data SRC"),
-        ("retrieval m --data d --html=x", "the task retrieval has no page to write: leave --html away"),
+        ("retrieval m --data d --html=x", "the task retrieval has no page to write: omit --html, or use --json"),
         ("retrieval m m --data d", "one model is named twice: m, m"),
     ],
 )

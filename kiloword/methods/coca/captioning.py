@@ -31,7 +31,7 @@ class CaptionSettings(MaskSettings):
     """The caption loss, the decoder, and the patches that it attends to."""
 
     caption_weight: float = setting(
-        2.0, "of the caption loss: lambda_IC", ABOVE_0, hint="; to disable it, use a method without captions"
+        2.0, "weight of the caption loss: lambda_IC", ABOVE_0, hint="; to disable it, use a method without captions"
     )
     smoothing: float = setting(0.0, "label smoothing: share of probability spread over the vocabulary", 0, BELOW_1)
     decoder_depth: int = setting(0, "layers of the text decoder; 0: as many as the text tower's", 0, DEPTH)

@@ -25,7 +25,7 @@ class ContextualSettings(BaseSettings):
     k: int = setting(16, "number of mixture tokens; the paper uses 1 to 128, mostly 64, class token included", 1)
     pool: Literal["contextual", "first", "average", "learned_average"] = setting("contextual", "contextual: by text")
     heads: int = setting(8, "heads of the attention from texts to tokens; must divide the embedding size", 1)
-    temperature: float = setting(5.0, "of that attention; the paper: 5, in some ablations 8 and 1", ABOVE_0)
+    temperature: float = setting(5.0, "temperature of that attention; the paper: 5, in ablations 8 and 1", ABOVE_0)
     temperature_mode: Literal["multiply", "divide"] = setting(
         "multiply", "logits t q.k / sqrt(d) (section 7), or q.k / t (eq. 1)"
     )

@@ -39,7 +39,7 @@ class Deterministic(BaseSettings):
     """An auxiliary loss on the means of Gaussians."""
 
     loss: Literal["softmax", "sigmoid"] = setting("softmax", "CLIP's or SigLIP's, with separate scale (and bias)")
-    weight: float = setting(1.0, "of the auxiliary loss", ABOVE_0)
+    weight: float = setting(1.0, "weight of the auxiliary loss", ABOVE_0)
     scale: float = setting(0.0, "initial scale of the cosine; 0: 1 / 0.07 for softmax, 10 for sigmoid", 0)
     max_scale: float = setting(100.0, "softmax: upper limit in training")
     bias: float = setting(-10.0, "sigmoid: initial bias")

@@ -26,7 +26,7 @@ class InclusionSettings(BaseSettings):
 
     image_in_text: float = setting(1e-7, "weight of the inclusion of images in their captions; 0: off", 0)
     masked: float = setting(1e-3, "weight of the inclusion of images and captions in their masked copies; 0: off", 0)
-    spread: float = setting(0.0, "weight of: variances fit distances of matched pairs (not in the paper); 0: off", 0)
+    spread: float = setting(0.0, "weight of fitting variances to the distances of pairs (not in the paper); 0: off", 0)
     vib: float = setting(1e-4, "weight of the divergence to N(0, 1); 0: off", 0)
     inclusion_form: Form = setting("paper", "eq. 3 as printed, or its exact integral")
     inclusion_reduction: Literal["per_dimension", "joint"] = setting(
