@@ -22,8 +22,7 @@ from kiloword.data.scenes import parse_scenes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.reconstruction.page import report
-from kiloword.evaluation.reconstruction.task import Judge, values
-from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
+from kiloword.evaluation.reconstruction.task import Judge, values, wrong_captions
 from kiloword.explain.reconstruct import caption_similarity, fill, mask_settings, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import masked_images, masking
 from kiloword.methods.coca.masking import MaskSettings
@@ -189,7 +188,7 @@ def test_task_against_a_loop_over_images(settings: dict[str, Any]) -> None:
     model, source = matcher(**settings), parse_scenes("scenes:test?n=7", 32)
     found = evaluate(model, "reconstruction", source, batch=3)
     records = [source.record(row) for row in range(7)]
-    wrong = wrong_captions(source, range(7), [r.captions for r in records])
+    wrong = wrong_captions(source, {row: record.captions for row, record in enumerate(records)})
     images = torch.stack([torch.from_numpy(np.array(r.image)).permute(2, 0, 1) for r in records])
     m, mim = model.model, mim_settings(model)
     share = 16 * mim.mim_share
@@ -251,7 +250,8 @@ def test_a_model_that_reads_nothing_has_one_number() -> None:
 def test_wrong_captions_are_others_and_false() -> None:
     source = parse_scenes("scenes:test?n=60&captions=2&levels=1", 32)  # general: true of many others
     rows, captions = list(range(10, 60)), [source.captions(row) for row in range(10, 60)]
-    found = wrong_captions(source, rows, captions)
+    by_row = dict(zip(rows, captions, strict=True))
+    found = wrong_captions(source, by_row)
     assert sorted(found) == rows
     for row, own in zip(rows, captions, strict=True):
         assert found[row] not in own
@@ -260,7 +260,7 @@ def test_wrong_captions_are_others_and_false() -> None:
     assert len(set(found.values())) > 10
     others = [own[0] for own in captions[1:] if own[0] not in captions[0]]
     assert source.relevance(others, [10]).any()
-    assert found == wrong_captions(source, rows, captions)
+    assert found == wrong_captions(source, by_row)
 
 
 class Few:

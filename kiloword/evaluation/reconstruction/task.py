@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,6 @@ from kiloword.data.reading import EvalBatch
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.reconstruction import ReconstructionTaskOptions
 from kiloword.evaluation.reconstruction.page import SHOWN, PaintedExample, worse_than_flat
-from kiloword.evaluation.reconstruction.wrong_captions import wrong_captions
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.explain.reconstruct import fill, masked_patches, mean_colour, mim_settings, reconstruct
 from kiloword.methods.coca import masked_images, masking
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 MASKS = ("attentive", "random")
 GUIDES = ("right", "wrong", "none")
+TRIES = 1000  # other images tried for a wrong caption, per image
 
 
 def run(inputs: Inputs, options: ReconstructionTaskOptions) -> Values:
@@ -57,16 +59,11 @@ def run(inputs: Inputs, options: ReconstructionTaskOptions) -> Values:
 
     Raises: ValueError for a model without an image decoder, and for data without two images that differ in captions.
     """
-    judge, source = Judge(inputs.matcher), inputs.source
-    wrong, mean = _known(judge, inputs)
-
-    def judged(part: EvalBatch) -> JudgedImages | None:
-        places = [n for n, row in enumerate(part.rows) if row in wrong]
-        return judge.judged(source, part, places, [wrong[part.rows[n]] for n in places], mean) if places else None
-
-    for batch_losses in per_batch(replace(inputs, skipped=[]), judged):  # rows were skipped in the first pass
-        if batch_losses is not None:
-            judge.add(batch_losses)
+    judge, source = Judge(inputs.matcher, inputs.source), inputs.source
+    wrong, mean = _first_pass(inputs)
+    judged, usable = partial(judge.judged, wrong=wrong, mean=mean), lambda part: [row in wrong for row in part.rows]
+    for batch in per_batch(replace(inputs, skipped=[]), judged, usable):  # rows were skipped in the first pass
+        judge.add(batch)
     if inputs.shown is not None:
         truth = hasattr(source, "relevance")
         inputs.shown.update(examples=judge.examples, norm_pix=judge.settings.norm_pix, truth=truth)
@@ -84,21 +81,18 @@ def values(losses: dict[str, list[float]], mask: str) -> Iterator[tuple[str, flo
         yield f"reconstruction_l1_{name}@{mask}", math.fsum(each) / len(each)
     if "right" not in losses:
         return
-    for other in ("wrong", "none"):
-        difference = torch.tensor(losses[other], dtype=torch.float64) - torch.tensor(
-            losses["right"], dtype=torch.float64
-        )
-        yield (
-            f"right_beats_{other}@{mask}",
-            float((difference > 0).double().mean() + 0.5 * (difference == 0).double().mean()),
-        )
+    right, *others = (torch.tensor(losses[guide], dtype=torch.float64) for guide in GUIDES)
+    for other, loss in zip(GUIDES[1:], others, strict=True):
+        difference = loss - right
+        beats = (difference > 0).double().mean() + 0.5 * (difference == 0).double().mean()
+        yield f"right_beats_{other}@{mask}", float(beats)
         yield f"{other}_minus_right@{mask}", float(difference.mean())
         if len(difference) > 1:
             yield f"{other}_minus_right_se@{mask}", float(difference.std()) / math.sqrt(len(difference))
 
 
-def _known(judge: Judge, inputs: Inputs) -> tuple[dict[int, str], Tensor]:
-    """First pass over the data: a wrong caption of each row, and the mean image [3, H, W], 0 to 255."""
+def _first_pass(inputs: Inputs) -> tuple[dict[int, str], Tensor]:
+    """A wrong caption by row, and the mean image [3, H, W], 0 to 255, of all images with captions."""
 
     def look(part: EvalBatch) -> tuple[list[tuple[int, str, list[str]]], Tensor]:
         return list(zip(part.rows, part.keys, part.captions, strict=True)), part.images.double().sum(0)
@@ -109,19 +103,36 @@ def _known(judge: Judge, inputs: Inputs) -> tuple[dict[int, str], Tensor]:
     for named, batch_sum in per_batch(inputs, look, lambda part: list(map(bool, part.captions)), "no caption"):
         captioned += named
         total = total + batch_sum
-    rows = [row for row, _, _ in captioned]
-    wrong = wrong_captions(source, rows, [captions for _, _, captions in captioned])
-    bad += [
-        Skipped(row, name, "no caption of another image is wrong for it")
-        for row, name, _ in captioned
-        if row not in wrong
-    ]
+    wrong = wrong_captions(source, {row: captions for row, _, captions in captioned})
+    why = "no caption of another image is wrong for it"
+    bad += [Skipped(row, name, why) for row, name, _ in captioned if row not in wrong]
     if not wrong:
         raise ValueError(
-            f"{source.name}: of its {len(rows)} images with captions none has a wrong one among those of others; "
+            f"{source.name}: of its {len(captioned)} images with captions none has a wrong one among those of others; "
             "expected at least two images with different captions."
         )
-    return wrong, total / len(rows)
+    return wrong, total / len(captioned)
+
+
+def wrong_captions(source: Source, captions: Mapping[int, Sequence[str]]) -> dict[int, str]:
+    """By row, the first caption of another image that is not among its captions and, with ground truth, false.
+
+    The images are permuted, keyed by the data; each gets the caption of the next image in the circle whose caption is
+    wrong for it, so that nearly every caption is used once. Rows without a wrong caption are omitted.
+
+    Args: captions: by row of the source, at least one each.
+    """
+    rows, truth = list(captions), getattr(source, "relevance", None)
+    rng = np.random.Generator(np.random.Philox(key(source.fingerprint, "wrong captions")))
+    circle = [rows[n] for n in rng.permutation(len(rows))]
+    wrong: dict[int, str] = {}
+    for place, row in enumerate(circle):
+        for step in range(1, min(len(rows), TRIES + 1)):
+            other = captions[circle[(place + step) % len(rows)]][0]
+            if other not in captions[row] and not (truth is not None and truth([other], [row])[0, 0]):
+                wrong[row] = other
+                break
+    return wrong
 
 
 @dataclass(frozen=True)
@@ -134,49 +145,44 @@ class Painted:
     losses: dict[str, Tensor]  # [n] by guide, and by baseline
 
 
-@dataclass
-class JudgedImages:
-    """Losses of a batch of images, by mask, then guide, and a few examples."""
-
-    losses: dict[str, dict[str, list[float]]]
-    examples: list[PaintedExample]
+JudgedImages = dict[str, tuple[dict[str, list[float]], list[PaintedExample]]]
+"""By mask: losses of a batch of images by guide and baseline, and a few examples."""
 
 
 class Judge:
     """Reconstructs images with a model; collects losses and a few examples."""
 
-    def __init__(self, matcher: Matcher) -> None:
+    def __init__(self, matcher: Matcher, source: Source) -> None:
         self.settings = mim_settings(matcher)
-        self.matcher, self.model = matcher, matcher.model
+        self.matcher, self.model, self.source = matcher, matcher.model, source
         self.losses: dict[str, dict[str, list[float]]] = {mask: {} for mask in MASKS}  # by mask, then guide: [images]
         self.examples: list[PaintedExample] = []
 
-    def add(self, batch_losses: JudgedImages) -> None:
+    def add(self, batch: JudgedImages) -> None:
         """Add the losses and examples of a batch."""
-        for mask, losses in batch_losses.losses.items():
-            for name, values_ in losses.items():
-                self.losses[mask].setdefault(name, []).extend(values_)
-            examples = [example for example in batch_losses.examples if example.mask == mask]
+        for mask, (losses, examples) in batch.items():
+            for name, each in losses.items():
+                self.losses[mask].setdefault(name, []).extend(each)
             self.examples += examples[: self._room(mask)]
 
     def _room(self, mask: str) -> int:
         return SHOWN - sum(example.mask == mask for example in self.examples)
 
-    def judged(
-        self, source: Source, part: EvalBatch, places: list[int], wrong: list[str], mean: Tensor
-    ) -> JudgedImages:
-        """Reconstruct images of a batch, each from its right caption, a wrong one and none."""
+    def judged(self, part: EvalBatch, wrong: Mapping[int, str], mean: Tensor) -> JudgedImages:
+        """Reconstruct the images of a batch, each from its right caption, a wrong one and none."""
         device = next(self.model.parameters()).device
-        right = [part.captions[n][0] for n in places]
-        seeds = torch.tensor([key(source.fingerprint, "reconstruction", part.rows[n]) for n in places])
-        batch_losses = JudgedImages({}, [])
-        for mask in self.losses:
+        rights = [(captions or [""])[0] for captions in part.captions]  # a dummy batch has no captions
+        wrongs = [wrong.get(row, "") for row in part.rows]
+        seeds = torch.tensor([key(self.source.fingerprint, "reconstruction", row) for row in part.rows])
+        batch: JudgedImages = {}
+        for mask in MASKS:
             with inference(self.model):
-                done = self.paint(part.images[places].to(device), right, wrong, seeds.to(device), mask, mean.to(device))
-            batch_losses.losses[mask] = {name: values_.double().tolist() for name, values_ in done.losses.items()}
-            shown = range(min(self._room(mask), len(right)))
-            batch_losses.examples += [self.example(done, n, mask, right[n], wrong[n]) for n in shown]
-        return batch_losses
+                images = part.images.to(device)
+                done = self.paint(images, rights, wrongs, seeds.to(device), mask, mean.to(device))
+            losses = {name: each.double().tolist() for name, each in done.losses.items()}
+            shown = range(min(self._room(mask), len(rights)))
+            batch[mask] = losses, [self.example(done, n, mask, rights[n], wrongs[n]) for n in shown]
+        return batch
 
     def paint(
         self, images: Tensor, right: Sequence[str], wrong: Sequence[str], seeds: Tensor, mask: str, mean: Tensor
