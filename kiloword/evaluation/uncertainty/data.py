@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,6 +83,11 @@ def gather(inputs: Inputs) -> EncodedData:
     )
 
 
+def selected(features: Features, which: Tensor) -> Features:
+    """Rows of features at indices [n]."""
+    return {name: value[which.to(value.device)] for name, value in features.items()}
+
+
 def uncertainty(features: Features, name: str) -> Tensor:
     """Sums of variances, [N] double; ValueError when one is not finite."""
     sums = variance_sum(features).double().cpu()
@@ -93,19 +99,14 @@ def uncertainty(features: Features, name: str) -> Tensor:
 def different(items: Sequence[object]) -> list[int]:
     """Index of the first occurrence of each unique item, ascending."""
     first: dict[object, int] = {}
-    for i, item in enumerate(items):
-        first.setdefault(item, i)
-    return list(first.values())
+    return [i for i, item in enumerate(items) if first.setdefault(item, i) == i]
 
 
 def buckets(words: Tensor) -> list[tuple[str, Tensor]]:
     """Non-empty buckets of lengths in words [N]: name ("6-10") and mask [N] bool."""
-    filled = []
-    for low, high in zip(LENGTHS, (*LENGTHS[1:], None), strict=True):
-        inside = (words >= low) & (words < high if high else True)
-        if bool(inside.any()):
-            filled.append((f"{low}-{high - 1}" if high else f"{low}+", inside))
-    return filled
+    masks = {f"{low}-{high - 1}": (words >= low) & (words < high) for low, high in pairwise(LENGTHS)}
+    masks[f"{LENGTHS[-1]}+"] = words >= LENGTHS[-1]
+    return [(name, inside) for name, inside in masks.items() if bool(inside.any())]
 
 
 def caption_levels(source: Source, captions: Sequence[str]) -> list[int] | None:
@@ -113,8 +114,7 @@ def caption_levels(source: Source, captions: Sequence[str]) -> list[int] | None:
     if not captions or not hasattr(source, "relevance"):
         return None
     queries = [parse(caption) for caption in captions]
-    levels = [level(query) for query in queries if query is not None]
-    return levels if len(levels) == len(captions) else None
+    return None if None in queries else [level(query) for query in queries if query is not None]
 
 
 def level(query: Query) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kiloword.data.scenes.entailment import follows
 from kiloword.data.scenes.grammar import parse
 from kiloword.evaluation.calibration import groups
-from kiloword.evaluation.uncertainty.data import Chain, EncodedData
+from kiloword.evaluation.uncertainty.data import Chain, EncodedData, selected
 from kiloword.methods.prolip.gaussian import csd, inclusion
 from kiloword.model.encoding import chunks
 from kiloword.randomness import key
@@ -37,14 +37,10 @@ def pairwise(a: Features, b: Features, of: Tensor, within: Tensor) -> tuple[Tens
     """
     h, distance = [], []
     for part in chunks(len(of), PAIRS):
-        x, y = _rows(a, of[part]), _rows(b, within[part])
+        x, y = selected(a, of[part]), selected(b, within[part])
         h.append(inclusion(x, y).double().sum(-1).cpu())
         distance.append(csd(x, y).double().cpu())
     return torch.cat(h), torch.cat(distance)
-
-
-def _rows(features: Features, which: Tensor) -> Features:
-    return {name: features[name][which.to(features[name].device)] for name in ("vec", "log_var")}
 
 
 def matched(data: EncodedData) -> Tensor:
@@ -65,8 +61,8 @@ class Links:
         """Ground truth: whether the second text of each pair includes the first, [n] bool."""
         if self.exact:
             return torch.tensor([_follows(self.texts[a], self.texts[b]) for a, b, _ in pairs])
-        known = {(a, b) for name, own in self.pairs.items() if name.startswith("chain") for a, b, _ in own}
-        return torch.tensor([(a, b) in known or a == b for a, b, _ in pairs])
+        links = {(a, b) for name, linked in self.pairs.items() if name.startswith("chain") for a, b, _ in linked}
+        return torch.tensor([(a, b) in links or a == b for a, b, _ in pairs])
 
 
 def links(chains: Sequence[Chain], exact: bool) -> Links:
@@ -86,13 +82,10 @@ def links(chains: Sequence[Chain], exact: bool) -> Links:
                 pairs.setdefault(f"chain_{k}_in_{k - 1}", []).append((chain[k], chain[k - 1], n))
             if image != other:
                 pairs.setdefault("unrelated", []).append((chain[k], wrong[k - 1], n))
-    every = [pair for name, own_pairs in pairs.items() if name != "unrelated" for pair in own_pairs]
     unrelated = pairs.pop("unrelated", [])
-    return Links(
-        list(index),
-        {**pairs, "chain": every, "reverse": [(b, a, n) for a, b, n in every], "unrelated": unrelated},
-        exact,
-    )
+    every = [pair for linked in pairs.values() for pair in linked]
+    pairs |= {"chain": every, "reverse": [(b, a, n) for a, b, n in every], "unrelated": unrelated}
+    return Links(list(index), pairs, exact)
 
 
 def _follows(a: str, b: str) -> bool:
@@ -119,16 +112,15 @@ class InclusionAnswers:
 def answers(matcher: Matcher, tested: Links) -> dict[str, InclusionAnswers]:
     """Answers for every non-empty list of pairs."""
     features = matcher.encode_text(tested.texts)
-    answers_by_name = {}
+    by_name = {}
     for name, pairs in tested.pairs.items():
         if pairs:
             a, b, n = torch.tensor(pairs).T
-            h, distance = pairwise(features, features, a, b)
-            answers_by_name[name] = InclusionAnswers(h, distance, tested.right(pairs), n % 2 == 0)
-    return answers_by_name
+            by_name[name] = InclusionAnswers(*pairwise(features, features, a, b), tested.right(pairs), n % 2 == 0)
+    return by_name
 
 
-def inclusion_tests(answers_by_name: Mapping[str, InclusionAnswers]) -> Iterator[tuple[str, float]]:
+def inclusion_tests(by_name: Mapping[str, InclusionAnswers]) -> Iterator[tuple[str, float]]:
     """Accuracies, in [0, 1], of predicting that one text includes another if H > 0.
 
     `inclusion_chain_K_in_J`: a text of level K in that of level J of one chain; `inclusion_chain`: over all of these;
@@ -137,16 +129,17 @@ def inclusion_tests(answers_by_name: Mapping[str, InclusionAnswers]) -> Iterator
     unrelated pairs pass too. For names with `_overlap`, the distance must also be below `inclusion_overlap`, as in
     `Matcher.includes`: it is chosen on every other chain, and the accuracies are those of the rest.
     """
-    for name, answer in answers_by_name.items():
-        yield f"inclusion_{name}", _rate(answer.says(), answer.truth)
-    if "unrelated" not in answers_by_name:
+    for name, answer in by_name.items():
+        yield f"inclusion_{name}", float((answer.says() == answer.truth).double().mean())
+    if "unrelated" not in by_name:
         return
-    yield "inclusion_unrelated_true", float(answers_by_name["unrelated"].truth.double().mean())
-    overlap = best_overlap([answers_by_name[name] for name in ("chain", "unrelated") if name in answers_by_name])
+    yield "inclusion_unrelated_true", float(by_name["unrelated"].truth.double().mean())
+    overlap = best_overlap([by_name[name] for name in ("chain", "unrelated") if name in by_name])
     yield "inclusion_overlap", overlap
-    for name, answer in answers_by_name.items():
-        if bool((~answer.held).any()):
-            yield f"inclusion_{name}_overlap", _rate(answer.says(overlap)[~answer.held], answer.truth[~answer.held])
+    for name, answer in by_name.items():
+        if not bool(answer.held.all()):
+            right = (answer.says(overlap) == answer.truth)[~answer.held]
+            yield f"inclusion_{name}_overlap", float(right.double().mean())
 
 
 def best_overlap(answer_lists: Sequence[InclusionAnswers]) -> float:
@@ -154,16 +147,11 @@ def best_overlap(answer_lists: Sequence[InclusionAnswers]) -> float:
 
     4 is the distance of opposite unit means without variance.
     """
-    candidates = [answer.held & (answer.h > 0) for answer in answer_lists]
-    distance = torch.cat([answer.distance[selected] for answer, selected in zip(answer_lists, candidates, strict=True)])
-    truth = torch.cat([answer.truth[selected] for answer, selected in zip(answer_lists, candidates, strict=True)])
+    accepted = [(a.distance[mask], a.truth[mask]) for a in answer_lists for mask in [a.held & (a.h > 0)]]
+    distance, truth = (torch.cat(each) for each in zip(*accepted, strict=True))
     values, which, _ = groups(distance)
     gain = torch.zeros_like(values).index_add(0, which, 2 * truth.double() - 1)  # of accepting pairs at this distance
     best = int(torch.cat([gain.new_zeros(1), gain.cumsum(0)]).argmax())
     if best == len(values):
         return max(4.0, 2 * float(values[-1])) if len(values) else 4.0
     return float(values[best]) if best == 0 else float((values[best - 1] + values[best]) / 2)
-
-
-def _rate(answers_given: Tensor, truth: Tensor) -> float:
-    return float((answers_given == truth).double().mean())

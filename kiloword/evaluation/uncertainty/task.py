@@ -23,13 +23,13 @@ from kiloword.evaluation.uncertainty import UncertaintyTaskOptions
 from kiloword.evaluation.uncertainty.data import (
     QUANTILES,
     EncodedData,
-    Levelled,
     buckets,
     caption_levels,
     chains,
     different,
     gather,
     levelled,
+    selected,
 )
 from kiloword.evaluation.uncertainty.inclusion import answers, inclusion_tests, links, matched
 from kiloword.evaluation.uncertainty.shown import Findings, drawn
@@ -45,8 +45,8 @@ def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Values:
     """Encode a source and yield all metrics that its data allows; without captions, those of images and classes.
 
     `image_uncertainty_*`, `text_uncertainty_*` (mean, std, q05 to q95; by words, `_words_A-B` and `_words_spearman`; by
-    level, `_level@k` and `_level_spearman`), `text_above_image`, `image_in_text`, `text_in_image`, then the
-    metrics of `of_truth`, `inclusion_tests` and `calibration`.
+    level, `_level@k` and `_level_spearman`: negative if general texts are uncertain), `text_above_image`,
+    `image_in_text`, `text_in_image`, then the metrics of `of_truth`, `inclusion_tests` and `calibration`.
 
     Raises: ValueError for a model without Gaussians.
     """
@@ -62,9 +62,11 @@ def run(inputs: Inputs, options: UncertaintyTaskOptions) -> Values:
     if data.texts is not None:
         yield from _of_texts(data, findings)
     written = chains(data)
-    findings.levelled = levelled(matcher, data, written)
-    if findings.levelled is not None:
-        yield from by_level(findings.levelled)
+    texts = findings.levelled = levelled(matcher, data, written)
+    if texts is not None:
+        yield from defined("text_uncertainty_level_spearman", spearman(texts.level, texts.uncertainty))
+        for k in sorted(set(texts.level.tolist())):
+            yield f"text_uncertainty_level@{k}", float(texts.uncertainty[texts.level == k].mean())
     if written:
         findings.exact = caption_levels(source, [text for _, texts in written for text in texts]) is not None
         findings.answers = answers(matcher, links(written, findings.exact))
@@ -86,32 +88,20 @@ def spread(name: str, uncertainties: Tensor) -> Values:
 
 def _of_texts(data: EncodedData, findings: Findings) -> Values:
     """Metrics of captions, and of captions with their images."""
-    assert data.texts is not None
     yield from spread("text_uncertainty", data.text_uncertainty)
     above = data.text_uncertainty > data.image_uncertainty[data.image]
     yield "text_above_image", float(above.double().mean())
-    findings.matched = matched(data)
-    yield "image_in_text", float((findings.matched > 0).double().mean())
-    yield "text_in_image", float((findings.matched < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
+    h = findings.matched = matched(data)
+    yield "image_in_text", float((h > 0).double().mean())
+    yield "text_in_image", float((h < 0).double().mean())  # H(b in a) is -H(a in b), to the last bit
     first = different(data.captions)
-    yield from by_length(torch.tensor([len(data.captions[i].split()) for i in first]), data.text_uncertainty[first])
-    if hasattr(data.source, "relevance"):
-        findings.true_of = true_of(data, first)
-        yield from of_truth(data, first, findings.true_of)
-
-
-def by_length(words: Tensor, uncertainties: Tensor) -> Values:
-    """Spearman's correlation of the uncertainty of N texts with their length in words, and means by length bucket."""
+    words, uncertainties = torch.tensor([len(data.captions[i].split()) for i in first]), data.text_uncertainty[first]
     yield from defined("text_uncertainty_words_spearman", spearman(words, uncertainties))
     for name, inside in buckets(words):
         yield f"text_uncertainty_words_{name}", float(uncertainties[inside].mean())
-
-
-def by_level(texts: Levelled) -> Values:
-    """Means by level, and Spearman's correlation of level and uncertainty: negative if general texts are uncertain."""
-    yield from defined("text_uncertainty_level_spearman", spearman(texts.level, texts.uncertainty))
-    for k in sorted(set(texts.level.tolist())):
-        yield f"text_uncertainty_level@{k}", float(texts.uncertainty[texts.level == k].mean())
+    if hasattr(data.source, "relevance"):
+        findings.true_of = true_of(data, first)
+        yield from of_truth(data, first, findings.true_of)
 
 
 def true_of(data: EncodedData, which: Sequence[int]) -> Tensor:
@@ -149,31 +139,22 @@ def _judged(
     """
     if data.texts is not None:
         kept, place, _ = groups(data.image)
-        images = {name: value[kept.to(value.device)] for name, value in data.images.items()}
-        for_images, for_texts = standings(matcher.score, images, data.texts, place, chunk)
+        for_images, for_texts = standings(matcher.score, selected(data.images, kept), data.texts, place, chunk)
         yield "text", data.text_uncertainty, hit(for_texts, 1).cpu()
         yield "image", data.image_uncertainty[kept], hit(for_images, 1).cpu()
     names = classnames or getattr(data.source, "classnames", None)
     kept = (data.labels >= 0).nonzero()[:, 0]
-    if names and len(kept):
-        prompt_templates = templates or getattr(data.source, "templates", None) or ["{c}"]
-        yield "zeroshot", data.image_uncertainty[kept], _classified(matcher, data, kept, names, prompt_templates, chunk)
-
-
-def _classified(
-    matcher: Matcher, data: EncodedData, kept: Tensor, names: Sequence[str], templates: Templates, chunk: int
-) -> Tensor:
-    """Probability that the class of each of n images ranks first, [n]."""
-    classes = classifier(matcher.model, matcher.tokenizer, names, templates)
-    labels = data.labels[kept]
+    if not names or not len(kept):
+        return
+    labels, parts = data.labels[kept], []
     if int(labels.max()) >= len(names):
         raise ValueError(f"labels run to {int(labels.max())}, but there are {len(names)} classes")
-    parts = []
+    prompts = templates or getattr(data.source, "templates", None) or ["{c}"]
+    classes = classifier(matcher.model, matcher.tokenizer, names, prompts)
     for part in chunks(len(kept), chunk):
-        image_rows = {name: value[kept[part].to(value.device)] for name, value in data.images.items()}
-        right = torch.nn.functional.one_hot(labels[part], len(names)).bool()
-        parts.append(hit(standing(matcher.score(image_rows, classes).cpu(), right), 1))
-    return torch.cat(parts)
+        scores = matcher.score(selected(data.images, kept[part]), classes).cpu()
+        parts.append(hit(standing(scores, torch.nn.functional.one_hot(labels[part], len(names)).bool()), 1))
+    yield "zeroshot", data.image_uncertainty[kept], torch.cat(parts)
 
 
 def printed(name: str) -> bool:
