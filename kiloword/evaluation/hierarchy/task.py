@@ -6,16 +6,17 @@ models also get the uncertainty and inclusion by level of texts and images.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.features import seen
-from kiloword.evaluation.hierarchy import HierarchyTaskOptions, Includes, Nearest
+from kiloword.evaluation.hierarchy import HierarchyTaskOptions, Includes
 from kiloword.evaluation.hierarchy.chains import Chains, SourceLevels, complete, gather, read
 from kiloword.evaluation.hierarchy.levels import (
     included,
@@ -26,7 +27,6 @@ from kiloword.evaluation.hierarchy.levels import (
 )
 from kiloword.evaluation.hierarchy.paths import (
     Truth,
-    check_includes,
     mean_root,
     measure,
     measure_root,
@@ -42,9 +42,6 @@ from kiloword.model.encoding import join
 from kiloword.terminal import warn
 from kiloword.types import Features, Source
 
-if TYPE_CHECKING:
-    from kiloword.api import Matcher
-
 
 def run(inputs: Inputs, options: HierarchyTaskOptions) -> Values:
     """Evaluate on chains of captions (json `hierarchies`, scenes) and on images of several levels (HierarImgs, scenes).
@@ -52,22 +49,15 @@ def run(inputs: Inputs, options: HierarchyTaskOptions) -> Values:
     Raises: ValueError for options out of range, for data without levels, and for data with levels of images only if
     the model has no uncertainty.
     """
-    by: tuple[Includes, float] = ("inc" if options.includes is None else options.includes, options.eps or 0.0)
-    check_includes(*by)
-    matcher, source = inputs.matcher, inputs.source
-    page: dict[str, Any] = {} if inputs.shown is None else inputs.shown
+    includes, eps = options.includes or "inc", options.eps or 0.0
+    if includes not in get_args(Includes):
+        raise ValueError(f"includes is {includes!r}: expected {' or '.join(get_args(Includes))}.")
+    if not -100 <= eps <= 20:
+        raise ValueError(f"eps is {eps}: expected a number from -100 to 20; the paper evaluates at 0.")
+    source, page = inputs.source, {} if inputs.shown is None else inputs.shown
     stored = read(source)
     if stored.chains:
-        chains, images = _encode(inputs, stored)
-        texts = matcher.encode_text(chains.texts)
-        truth = _truth(source, chains)
-        yield from _official(matcher, images, texts, chains, truth, page)
-        yield from _traversals(matcher, images, texts, chains, truth, by, options.nearest, page)
-        if "log_var" not in texts and (options.includes, options.eps) != (None, None) and is_first():
-            warn("note: --includes and --eps have no effect: they compare Gaussians, and this model has none.")
-        if "log_var" in texts:
-            yield from _text_levels(texts, chains, truth, page)
-        page |= {"chains": chains, "source": source, "truth": truth}
+        yield from _chains(inputs, options, stored, (includes, eps), page)
     levelled = _levelled(source, stored)
     if levelled is not None:
         yield from _image_levels(replace(inputs, source=levelled), bool(stored.chains), page)
@@ -77,6 +67,41 @@ def run(inputs: Inputs, options: HierarchyTaskOptions) -> Values:
             f"{source.name} has no levels{why}: give each image's json `hierarchies` (chains of captions, general to "
             "specific), make images of several levels (python -m kiloword.data.hierarimgs), or use scenes"
         )
+
+
+def _chains(
+    inputs: Inputs,
+    options: HierarchyTaskOptions,
+    stored: SourceLevels,
+    includes: tuple[Includes, float],
+    page: dict[str, Any],
+) -> Values:
+    """Both protocols, each with every root that the model has; for Gaussians uncertainty and inclusion by level."""
+    matcher, source = inputs.matcher, inputs.source
+    chains, images = _encode(inputs, stored)
+    texts, empty = matcher.encode_text(chains.texts), matcher.encode_text([""])
+    gaussian, truth = "log_var" in texts, _truth(source, chains)
+    if options.nearest == "csd" and not gaussian:
+        raise ValueError("nearest csd needs a model with uncertainty, and this one has none: use cosine")
+    radius = radii(texts, empty)
+    paths = radius_paths(matcher.score, images, texts, radius).cpu()
+    page |= {"chains": chains, "source": source, "truth": truth, "paths": {"HierarCaps": paths}}
+    order = [("order", float(kendall(radius.cpu()[chains.places]).mean()))]
+    yield from _measured("hierarcaps_", paths, chains, truth, order)
+    roots = {"empty": empty["vec"]}
+    if gaussian:
+        roots["inclusive"] = texts["vec"][most_inclusive(images, texts, *includes)]
+        roots["mean"] = mean_root(roots["empty"], roots["inclusive"])
+    for name, root in roots.items():
+        paths = traversals(matcher.score, images, texts, root, options.nearest).cpu()
+        page["paths"][f"traversal, root {name}"] = paths
+        yield from _measured(f"traversal_{name}_", paths, chains, truth, measure_root(paths[:, -1], chains))
+    if gaussian:
+        yield from _named("text_", uncertainty_by_level(variance_sum(texts).cpu()[chains.places]))
+        on_cpu = {name: texts[name].cpu() for name in ("vec", "log_var")}
+        yield from _named("text_", inclusion_by_level(on_cpu, chains.places, wrong_texts(chains, truth)))
+    elif (options.includes, options.eps) != (None, None) and is_first():
+        warn("note: --includes and --eps have no effect: they compare Gaussians, and this model has none.")
 
 
 def _encode(inputs: Inputs, stored: SourceLevels) -> tuple[Chains, Features]:
@@ -98,60 +123,15 @@ def _truth(source: Source, chains: Chains) -> Truth | None:
     relevance: Callable[..., Any] | None = getattr(source, "relevance", None)
     if relevance is None:
         return None
-    relevant = relevance
-    return lambda texts, part: torch.as_tensor(relevant([chains.texts[t] for t in texts], chains.rows[part]))
+    return lambda texts, part: torch.as_tensor(relevance([chains.texts[t] for t in texts], chains.rows[part]))
 
 
-def _official(
-    matcher: Matcher, images: Features, texts: Features, chains: Chains, truth: Truth | None, page: dict[str, Any]
+def _measured(
+    prefix: str, paths: Tensor, chains: Chains, truth: Truth | None, more: Iterable[tuple[str, float]]
 ) -> Values:
-    """The protocol of HierarCaps; `order` is Kendall's tau of radius against level."""
-    radius = radii(texts, matcher.encode_text([""]))
-    paths = radius_paths(matcher.score, images, texts, radius).cpu()
-    page["paths"] = {"HierarCaps": paths}
-    yield from _named("hierarcaps_", measure(paths, chains))
-    yield "hierarcaps_order", float(kendall(radius.cpu()[chains.places]).mean())
-    if truth is not None:
-        yield from _named("hierarcaps_", measure_truth(paths, chains, truth))
-
-
-def _traversals(
-    matcher: Matcher,
-    images: Features,
-    texts: Features,
-    chains: Chains,
-    truth: Truth | None,
-    includes: tuple[Includes, float],
-    nearest: Nearest,
-    page: dict[str, Any],
-) -> Values:
-    """The protocol of ProLIP, for each root that the model has."""
-    if nearest == "csd" and "log_var" not in texts:
-        raise ValueError("nearest csd needs a model with uncertainty, and this one has none: use cosine")
-    for name, root in _roots(matcher, images, texts, includes).items():
-        paths = traversals(matcher.score, images, texts, root, nearest).cpu()
-        page["paths"][f"traversal, root {name}"] = paths
-        yield from _named(f"traversal_{name}_", measure(paths, chains))
-        yield from _named(f"traversal_{name}_", measure_root(paths[:, -1], chains))
-        if truth is not None:
-            yield from _named(f"traversal_{name}_", measure_truth(paths, chains, truth))
-
-
-def _roots(matcher: Matcher, images: Features, texts: Features, includes: tuple[Includes, float]) -> dict[str, Tensor]:
-    """Roots: the embedding of "" [1, D]; for Gaussians also the text that includes each image most, and their mean."""
-    empty = matcher.encode_text([""])["vec"]
-    if "log_var" not in texts:
-        return {"empty": empty}
-    inclusive = texts["vec"][most_inclusive(images, texts, *includes)]
-    return {"empty": empty, "inclusive": inclusive, "mean": mean_root(empty, inclusive)}
-
-
-def _text_levels(texts: Features, chains: Chains, truth: Truth | None, page: dict[str, Any]) -> Values:
-    uncertainty = variance_sum(texts).cpu()[chains.places]  # [C, L]
-    page["texts"] = uncertainty
-    yield from _named("text_", uncertainty_by_level(uncertainty))
-    on_cpu = {name: texts[name].cpu() for name in ("vec", "log_var")}
-    yield from _named("text_", inclusion_by_level(on_cpu, chains.places, wrong_texts(chains, truth)))
+    """Metrics of paths, `more`, and with ground truth those by it."""
+    by_truth = () if truth is None else measure_truth(paths, chains, truth)
+    return _named(prefix, chain(measure(paths, chains), more, by_truth))
 
 
 def _levelled(source: Source, stored: SourceLevels) -> Source | None:
@@ -175,13 +155,11 @@ def _image_levels(inputs: Inputs, optional: bool, page: dict[str, Any]) -> Value
         why = "the model has no uncertainty" if "log_var" not in images else "no image is there at every level"
         raise ValueError(f"{source.name}: levels of images are judged by their uncertainty, but {why}")
     uncertainty = variance_sum(images)[groups]  # [G, L]
-    page |= {"images": uncertainty, "groups": groups}
+    page["images"] = uncertainty
     yield from _named("image_", uncertainty_by_level(uncertainty))
     yield from _named("image_", inclusion_by_level(images, groups, torch.full_like(groups, -1)))
-    whole = groups[:, -1]
     for k in range(groups.shape[1] - 1):
-        h = included(images, whole, groups[:, k])
-        page.setdefault("whole_in_level", {})[k] = h
+        h = included(images, groups[:, -1], groups[:, k])
         yield f"image_inclusion_whole_h@{k}", float((h > 0).double().mean())
 
 
@@ -191,5 +169,5 @@ def _usable(groups: Tensor, place: dict[int, int]) -> Tensor:
     return torch.tensor(whole, dtype=torch.int64).view(-1, groups.shape[1])
 
 
-def _named(prefix: str, values: Values) -> Values:
+def _named(prefix: str, values: Iterable[tuple[str, float]]) -> Values:
     return ((prefix + name, value) for name, value in values)
