@@ -66,7 +66,8 @@ class Muon(torch.optim.Optimizer):
         whole = gather_rows(mine, rows) if id(members[0]) in self.rows else mine  # [n, rows, columns]
         height, columns = rows // parts, whole.shape[2]
         changes = orthogonal(whole.reshape(-1, height, columns)).reshape(whole.shape)
-        first, count = self._first(members[0], rows), mine.shape[1]
+        sharded, count = id(members[0]) in self.rows, mine.shape[1]
+        first = min(collectives.rank() * share(rows), rows) if sharded else 0  # this rank's first row
         if count:  # 0 where a matrix has fewer rows than there are ranks
             step = group["lr"] * math.sqrt(max(1.0, height / columns))
             self._move(members, changes[:, first : first + count], step, group)
@@ -91,10 +92,6 @@ class Muon(torch.optim.Optimizer):
 
     def _unless_skipped(self, x: Tensor, otherwise: Tensor | float) -> Tensor:
         return x if self._skip is None else torch.where(self._skip, otherwise, x)
-
-    def _first(self, p: Tensor, rows: int) -> int:
-        """Index in the whole parameter of this rank's first row."""
-        return min(collectives.rank() * share(rows), rows) if id(p) in self.rows else 0
 
 
 def share(rows: int) -> int:

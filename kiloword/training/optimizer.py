@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,9 +85,9 @@ class Optimizer:
             group: [(name, local(p.detach()) if name in self.sharded else p) for name, p in members]
             for group, members in named.items()
         }
-        self.names = {p: name for members in leaves.values() for name, p in members}
+        self.by_name = {name: p for members in leaves.values() for name, p in members}
+        self.names = {p: name for name, p in self.by_name.items()}
         self.parts = self._parts(leaves)
-        self.base = [[g["lr"] for g in part.param_groups] for part in self.parts]
         device = next(iter(self.names)).device
         self.usual = torch.zeros(2, dtype=torch.float64, device=device)  # running sums of norms and of their weights
 
@@ -97,11 +97,11 @@ class Optimizer:
             factor = config.text_lr if group.startswith("text ") else 1.0
             parameters = [p for _, p in members]
             if group.endswith("muon"):
-                muon.append({"params": parameters, "lr": config.muon_lr * factor})
+                muon.append({"params": parameters, "base_lr": config.muon_lr * factor})
                 continue
             factor *= config.scale_lr if group == "scale" else 1.0
             decay = config.weight_decay if group.endswith("decay") else 0.0
-            adam.append({"params": parameters, "lr": config.lr * factor, "weight_decay": decay})
+            adam.append({"params": parameters, "base_lr": config.lr * factor, "weight_decay": decay})
         parts: list[torch.optim.Optimizer] = []
         if adam:
             betas = (float(config.beta1), float(config.beta2))  # torch refuses the integer 0
@@ -121,9 +121,9 @@ class Optimizer:
         norm = self.clip()
         skip = self._judge(norm, loss)
         factor = schedule(step, self.steps, self.config)
-        for part, base in zip(self.parts, self.base, strict=True):
-            for group, lr in zip(part.param_groups, base, strict=True):
-                group["lr"] = lr * factor
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = group["base_lr"] * factor
             part.found_inf = skip  # type: ignore[attr-defined]
             part.step()
         self.zero_grad()
@@ -150,7 +150,8 @@ class Optimizer:
 
     def clip(self) -> Tensor:
         """Clip the gradients to the norm `clip`; returns their norm before, over all ranks."""
-        self._take_gradients()
+        for name, p in self.sharded.items():  # this rank's rows
+            self.by_name[name].grad = None if p.grad is None else local(p.grad)
         plain = [p.grad for p, name in self.names.items() if p.grad is not None and name not in self.sharded]
         mine = [p.grad for p, name in self.names.items() if p.grad is not None and name in self.sharded]
         norm = torch.nn.utils.get_total_norm(plain)
@@ -160,12 +161,6 @@ class Optimizer:
         if self.config.clip > 0:
             torch._foreach_mul_(plain + mine, (self.config.clip / (norm + 1e-6)).clamp(max=1.0))
         return norm
-
-    def _take_gradients(self) -> None:
-        """Set the gradients of sharded parameters to this rank's rows."""
-        by_name = {name: p for p, name in self.names.items()}
-        for name, p in self.sharded.items():
-            by_name[name].grad = None if p.grad is None else local(p.grad)
 
     def zero_grad(self) -> None:
         for p in (*self.names, *self.sharded.values()):
@@ -186,30 +181,25 @@ class Optimizer:
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Load a result of `state_dict`, or tensors that were read into `empty_state`."""
-        by_name = {name: p for p, name in self.names.items()}
         owner = {p: part for part in self.parts for g in part.param_groups for p in g["params"]}
         for full, value in flat.items():
             if full == USUAL:
                 self.usual.copy_(value)
                 continue
             key, name = full.split(":", 1)
-            p = by_name[name]
+            p = self.by_name[name]
             owner[p].state[p][key] = local(value).to(p.device).clone()
 
-    def empty_state(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def empty_state(self, names: Collection[str]) -> dict[str, Tensor]:
         """Zeros for the entries of a flat state, in their shapes and shards, to read into; none for unknown entries."""
-        by_name = {name: p for p, name in self.names.items()}
-        out: dict[str, Tensor] = {}
+        out = {USUAL: torch.zeros_like(self.usual)} if USUAL in names else {}
         for full in names:
             key, _, name = full.partition(":")
-            if full == USUAL:
-                out[full] = torch.zeros_like(self.usual)
-            elif name not in by_name or key not in KEPT:
-                continue
-            elif key == "step":
-                out[full] = torch.zeros((), dtype=torch.float32, device=by_name[name].device)
-            else:
-                out[full] = self._as_parameter(name, torch.zeros_like(by_name[name]))
+            if name in self.by_name and key in KEPT:
+                p = self.by_name[name]
+                kind = torch.float32 if key == "step" else p.dtype
+                zeros = torch.zeros(() if key == "step" else p.shape, dtype=kind, device=p.device)
+                out[full] = self._as_parameter(name, zeros)
         return out
 
 

@@ -17,6 +17,8 @@ from kiloword.watch.plot import MARKS, STYLES, Dots, Series, plot, short
 from kiloword.watch.rows import smoothed
 from kiloword.watch.runs import Watched
 
+COUNTED = {"skipped": "bad samples", "truncated": "captions cut"}
+COUNTED |= {"skipped_steps": "steps skipped", "restarts": "restarts"}
 COUNTS = ("step", "epoch", "time", "restarts", "skipped", "truncated", "captions")  # shown in words
 SPEED = ("pairs_per_s", "data_wait", "slowest_data_wait")
 LAST = ("gradient_norm", *SPEED, "lr", "scale", "bias", "memory", "save_s", "skipped_steps")
@@ -74,12 +76,8 @@ def _about(run: Watched, place: int | None, view: View) -> list[Text]:
 def _parts(run: Watched) -> list[StyledText]:
     last, config = run.columns.last, run.config
     state, details = run.state()
-    parts: list[StyledText] = [
-        (run.name, "bold"),
-        (" ".join((config.method, config.size)).strip(), ""),
-        (state, STATES[state]),
-    ]
-    parts.append((details, STATES[state]))
+    kind = " ".join((config.method, config.size)).strip()
+    parts: list[StyledText] = [(run.name, "bold"), (kind, ""), (state, STATES[state]), (details, STATES[state])]
     if "step" in last:
         of = f"/{config.steps:,} ({run.step / config.steps:.0%})" if config.steps else ""
         parts.append((f"step {run.step:,}{of}", ""))
@@ -101,13 +99,7 @@ def _counts(run: Watched) -> list[StyledText]:
         parts.append((f"data wait {wait:.0%}", ""))
     if isinstance(last.get("memory"), int | float):
         parts.append((f"memory {last['memory'] / 1000:.1f} GB", ""))
-    words = {
-        "skipped": "bad samples",
-        "truncated": "captions cut",
-        "skipped_steps": "steps skipped",
-        "restarts": "restarts",
-    }
-    for name, what in words.items():
+    for name, what in COUNTED.items():
         if isinstance(last.get(name), int):
             parts.append((f"{last[name]:,} {what}", "yellow" if last[name] and name != "restarts" else "dim"))
     return parts
@@ -159,16 +151,12 @@ def _grid(runs: Sequence[Watched], names: list[str], view: View, above: int) -> 
             fits = max(1, (free - 1) // (LEAST + 2))
             hidden = len(names) - fits * across
         down, height = fits, min(MOST, (free - bool(hidden)) // fits - 2)
-    range_ = _steps(runs)
-    plots = [_plot(name, runs, range_, view, width, height) for name in names[: down * across]]
+    ends = [(steps[0], steps[-1]) for run in runs if len(steps := run.columns.of("step")[0])]
+    first, last = float(min(a for a, _ in ends)), float(max(b for _, b in ends))
+    plots = [_plot(name, runs, (first, last), view, width, height) for name in names[: down * across]]
     lines = [line for n in range(0, len(plots), across) for line in _beside(plots[n : n + across], width)]
     note = f"{hidden} more curves: a larger window shows them, or choose by --curves"
     return [*lines, *([Text(note, "dim")] if hidden > 0 else [])]
-
-
-def _steps(runs: Sequence[Watched]) -> tuple[float, float]:
-    ends = [(steps[0], steps[-1]) for run in runs if len(steps := run.columns.of("step")[0])]
-    return float(min(a for a, _ in ends)), float(max(b for _, b in ends))
 
 
 def _plot(

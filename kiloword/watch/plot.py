@@ -49,18 +49,12 @@ def plot(title: str, series: Sequence[Series], steps: tuple[float, float], width
         line = [cells.get((row, column)) for column in range(inner)]
         for place, group in groupby(line, lambda cell: None if cell is None else cell[1]):
             style = None if place is None else STYLES[place % len(STYLES)]
-            text.append("".join(_character(cell, dots) for cell in group), style)
+            mark = " " if place is None else MARKS[place % len(MARKS)]
+            text.append("".join(chr(0x2800 + cell[0]) if cell and dots == "braille" else mark for cell in group), style)
         text.append("\n")
     first, last = (f"{step:,.0f}" for step in steps)
     text.append(" " * LABEL + first + last.rjust(max(inner - len(first), len(last) + 1)), "dim")
     return text
-
-
-def _character(cell: tuple[int, int] | None, dots: Dots) -> str:
-    if cell is None:
-        return " "
-    bits, place = cell
-    return chr(0x2800 + bits) if dots == "braille" else MARKS[place % len(MARKS)]
 
 
 def _cells(

@@ -32,9 +32,10 @@ class RowReader:
         if not self.path.is_file():  # missing; a pipe or a device may be endless
             return
         with self.path.open("rb") as file:
-            if self._offset and not self._same(file):
+            file.seek(self._offset - len(self._last))
+            if file.read(len(self._last)) != self._last:  # the last line read has changed
                 self._offset, self._last = 0, b""
-            file.seek(self._offset)
+                file.seek(0)
             while line := file.readline(LINE):  # parts of a longer line are not valid rows
                 if len(line) < LINE and not line.endswith(b"\n"):
                     return
@@ -44,11 +45,6 @@ class RowReader:
                 row = _parse(line)
                 if row is not None:
                     yield row
-
-    def _same(self, file: Any) -> bool:
-        """Whether the last line read is unchanged."""
-        file.seek(self._offset - len(self._last))
-        return bool(file.read(len(self._last)) == self._last)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -90,20 +90,15 @@ class Watched:
         if self.config.steps is not None and self.step >= self.config.steps:
             return "finished", ""
         silent = max(now - _changed(self.reader.path, now), 0.0)
-        if silent < self._usual_silence():
+        gaps = np.diff(self.columns.of("time")[1][-200:])  # between rows, with pauses (saving, validation)
+        usual = max(10 * float(np.median(gaps)), 2 * float(np.quantile(gaps, 0.98))) if len(gaps) else 0.0
+        if silent < max(LEAST_SILENCE, usual):
             return "running", ""
         ago = _ago(silent)
         saved = saved_step(self.folder)
         if saved is not None and saved >= self.step:
             return "stopped", f"at step {saved}, {ago} ago; the same command goes on"
         return "silent", f"for {ago}" + (f"; the last state is of step {saved}" if saved else "")
-
-    def _usual_silence(self) -> float:
-        """Longest normal time between rows, from the last gaps including pauses (saving, validation)."""
-        gaps = np.diff(self.columns.of("time")[1][-200:])
-        if not len(gaps):
-            return LEAST_SILENCE
-        return max(LEAST_SILENCE, 10 * float(np.median(gaps)), 2 * float(np.quantile(gaps, 0.98)))
 
 
 def _ago(seconds: float) -> str:

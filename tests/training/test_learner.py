@@ -290,7 +290,7 @@ def test_who_decays_and_who_is_orthogonalised(name: Any) -> None:
         for group in part.param_groups:
             for p in group["params"]:
                 assert optimizer.names[p] not in seen
-                seen[optimizer.names[p]] = type(part).__name__, group["lr"], group["weight_decay"]
+                seen[optimizer.names[p]] = type(part).__name__, group["base_lr"], group["weight_decay"]
     assert seen.keys() == {n for n, _ in learned.named_parameters()}
     for n, p in learned.named_parameters():
         plain = p.dim() < 2 or n.endswith(("positions", "class_token", "text_tower.tokens"))
