@@ -19,13 +19,14 @@ from dataclasses import replace
 import torch
 
 from kiloword.config.recipes import sizes
-from kiloword.generation.decoding import ModelDecoding, WholeDecoding, text_decoder
+from kiloword.generation.decoding import ModelDecoding, text_decoder
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import FinishedTexts, Rules
 from kiloword.generation.search import search
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import DecoderMemory
 from kiloword.model.model import Model, build
+from whole_decoding import WholeDecoding
 
 Write = Callable[[], FinishedTexts]
 

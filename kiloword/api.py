@@ -22,7 +22,8 @@ from kiloword.types import Features
 
 if TYPE_CHECKING:
     from kiloword.data.text.tokenizer import Tokenizer
-    from kiloword.generation import Caption, GenerationOptions
+    from kiloword.generation.captioner import Caption
+    from kiloword.generation.options import GenerationOptions
     from kiloword.methods.method import Method
     from kiloword.model.model import Model
 

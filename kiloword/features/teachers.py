@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kiloword.model.model import Model
 
 Resize = Literal["shortest", "squash"]
-_KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MODEL_FILES = ("config.json", "tokenizer.json", "model.safetensors")  # what the features of a model folder depend on
 
 
 class Teacher(Protocol):
@@ -47,8 +48,8 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
     saved by transformers; precision: "fp32" or "bf16"; trust: code that a model folder may run.
     Errors: ValueError when something is missing, damaged or unknown.
     """
-    if precision not in _KINDS:
-        raise ValueError(f"precision is {precision!r}: expected {' or '.join(_KINDS)}.")
+    if precision not in DTYPES:
+        raise ValueError(f"precision is {precision!r}: expected {' or '.join(DTYPES)}.")
     device = choose(device)
     kind, _, rest = name.partition(":")
     if kind == "open_clip":
@@ -57,8 +58,7 @@ def open_teacher(name: str, device: str = "auto", precision: str = "fp32", trust
         return TransformersTeacher(Path(rest).expanduser(), device, precision)
     folder = Path(name).expanduser()
     model, tokenizer = load_model(folder, device, precision, trust)
-    files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
-    return KilowordTeacher(model, tokenizer, digest(files))
+    return KilowordTeacher(model, tokenizer, digest([folder / file for file in MODEL_FILES]))
 
 
 class KilowordTeacher:
@@ -91,7 +91,7 @@ class Foreign:
     fingerprint: str
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], device: str, precision: str) -> None:
-        self._kind, self._device = _KINDS[precision], device
+        self._kind, self._device = DTYPES[precision], device
         self._mean, self._std = (torch.tensor(x, device=device).view(3, 1, 1) for x in (mean, std))
 
     def encode_images(self, images: Tensor) -> Tensor:
@@ -141,22 +141,10 @@ class TransformersTeacher(Foreign):
         from kiloword.interop.hf_folder import read_folder
 
         clip_folder = read_folder(folder)
-        try:
-            from transformers import AutoTokenizer, CLIPModel  # type: ignore[import-not-found, unused-ignore]
-        except ImportError:
-            raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
         super().__init__(clip_folder.mean, clip_folder.std, device, precision)
         self.size, self.resize = clip_folder.size, clip_folder.resize
         self.fingerprint = digest(clip_folder.files)
-        local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        try:
-            model = CLIPModel.from_pretrained(str(folder), use_safetensors=True, **local_only)
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), **local_only)
-        except Exception as error:  # a damaged file can raise almost anything
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{folder} holds no CLIP that transformers can open: {reason}") from error
-        check_finite(model.state_dict(), str(folder))
-        model = model.to(device=device, dtype=self._kind).eval()
+        model, tokenizer = from_folder(folder, "CLIP", ("CLIPModel", "AutoTokenizer"), device, precision)
 
         def texts(wanted: list[str]) -> Tensor:
             ids = tokenizer(
@@ -168,6 +156,27 @@ class TransformersTeacher(Foreign):
 
         self.texts = texts
         self.images = lambda pixels: model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)
+
+
+def from_folder(folder: Path, what: str, classes: tuple[str, str], device: str, precision: str) -> tuple[Any, Any]:
+    """A model in eval mode, and its tokenizer or processor, that transformers opens (extra "hf"); runs no foreign code.
+
+    Raises: ValueError without transformers, for a folder of something else, and for weights that are not finite.
+    """
+    try:
+        import transformers  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
+    model_class, other_class = (getattr(transformers, name) for name in classes)
+    local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        model = model_class.from_pretrained(str(folder), use_safetensors=True, **local_only)
+        other = other_class.from_pretrained(str(folder), **local_only)
+    except Exception as error:  # a damaged file can raise almost anything
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder} holds no {what} that transformers can open: {reason}") from error
+    check_finite(model.state_dict(), str(folder))
+    return model.to(device=device, dtype=DTYPES[precision]).eval(), other
 
 
 def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
@@ -193,7 +202,7 @@ def _open_clip(name: str, rest: str, device: str, precision: str) -> Teacher:
             f"{weights} lacks weights of open_clip's {model_name} ({missing}): is it another model's file?"
         )
     model, tokenizer = assemble(imported, weights)
-    return KilowordTeacher(model.to(device=device, dtype=_KINDS[precision]), tokenizer, digest([weights], model_name))
+    return KilowordTeacher(model.to(device=device, dtype=DTYPES[precision]), tokenizer, digest([weights], model_name))
 
 
 def _preprocess(name: str, config: dict[str, Any]) -> tuple[int, Resize]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kiloword.data.text.tokenizer import Tokenizer
-from kiloword.generation.decoding import ModelDecoding, WholeDecoding, text_decoder, writer
+from kiloword.generation.decoding import ModelDecoding, text_decoder, writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import NEVER, FinishedTexts, Rules, Trie
 from kiloword.generation.search import search
@@ -27,20 +28,16 @@ class Caption:
     """A generated text."""
 
     text: str
-    score: float  # logprob / tokens^length_penalty, end token included
-    logprob: float  # log probability of the text, end token included
-    ids: tuple[int, ...]  # generated tokens: without start, with end unless the text was cut at the limit
+    score: float  # logprob / tokens^length_penalty
+    logprob: float = math.nan  # log probability of the text, end token included; NaN for captioners of transformers
+    ids: tuple[int, ...] = ()  # generated tokens: without start, with end unless the text was cut at the limit
 
 
 class Captioner:
-    """Generates captions with a model.
+    """Generates captions with a model. Raises: ValueError for a model without a text decoder."""
 
-    Args: cache: cache keys and values of earlier tokens; else every step computes them again.
-    Raises: ValueError for a model without a text decoder.
-    """
-
-    def __init__(self, model: Model, tokenizer: Tokenizer, cache: bool = True) -> None:
-        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
+        self.model, self.tokenizer = model, tokenizer
         self.decoder = text_decoder(model)
         if not tokenizer.roles.prefix:
             raise ValueError("captions of this tokenizer have no start token, so generation cannot begin.")
@@ -73,22 +70,15 @@ class Captioner:
         """Generate texts from memories of B images; see `caption`. Args: trie: restricts the texts to a closed list."""
         options.check()
         rules = self.rules(options, trie)
-        texts: list[dict[str, Caption]] = [{} for _ in keys]
-        lacking = list(range(len(keys)))
-        for round_ in range(1 if options.method == "greedy" or trie is not None else ROUNDS):
-            remaining = (
-                memory if len(lacking) == len(memory) else memory.take(torch.tensor(lacking, device=self._device))
-            )
+
+        def attempt(lacking: list[int], round_: int) -> list[list[Caption]]:
+            whole = len(lacking) == len(memory)
+            remaining = memory if whole else memory.take(torch.tensor(lacking, device=self._device))
             wider = replace(options, beams=options.beams << round_)
-            finished = self._search(remaining, wider, rules, self._seeds([keys[n] for n in lacking], options, round_))
-            for n, new in zip(lacking, self._texts(finished), strict=True):
-                for caption in new:
-                    texts[n].setdefault(caption.text, caption)
-            lacking = [n for n in lacking if len(texts[n]) < options.num]
-            if not lacking:
-                break
-        ranked = (sorted(by_text.values(), key=lambda caption: -caption.score) for by_text in texts)
-        return [captions[: options.num] for captions in ranked]
+            seeds = self._seeds([keys[n] for n in lacking], options, round_)
+            return self._texts(self._search(remaining, wider, rules, seeds))
+
+        return unique(attempt, len(keys), options, rounds=1 if trie is not None else ROUNDS)
 
     def rules(self, options: GenerationOptions, trie: Trie | None = None) -> Rules:
         """Constraints of generation. Raises: ValueError for texts longer than the text tower's context."""
@@ -117,9 +107,8 @@ class Captioner:
     def _search(
         self, memory: DecoderMemory, options: GenerationOptions, rules: Rules, seeds: Tensor | None
     ) -> FinishedTexts:
-        kind = ModelDecoding if self.cache else WholeDecoding
         with inference(self.model), self.model.computing():
-            finished = search(kind(self.model, memory), len(memory), rules, options, seeds)
+            finished = search(ModelDecoding(self.model, memory), len(memory), rules, options, seeds)
         if not bool(torch.isfinite(finished.score[:, 0]).all()):
             raise ValueError(
                 "the text decoder outputs NaN or infinite probabilities: its weights are damaged, or diverged."
@@ -155,6 +144,28 @@ class Captioner:
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def unique(
+    attempt: Callable[[list[int], int], list[list[Caption]]],
+    images: int,
+    options: GenerationOptions,
+    rounds: int = ROUNDS,
+) -> list[list[Caption]]:
+    """At most `num` different texts of every image, best first; searches again for images that have fewer.
+
+    Args: attempt: indices of images, and the number of the round -> texts of each.
+    """
+    texts: list[dict[str, Caption]] = [{} for _ in range(images)]
+    lacking = list(range(images))
+    for round_ in range(1 if options.method == "greedy" else rounds):
+        for n, new in zip(lacking, attempt(lacking, round_), strict=True):
+            for one in new:
+                texts[n].setdefault(one.text, one)
+        lacking = [n for n in lacking if len(texts[n]) < options.num]
+        if not lacking:
+            break
+    return [sorted(by_text.values(), key=lambda one: -one.score)[: options.num] for by_text in texts]
 
 
 def _digest(image: Tensor) -> str:

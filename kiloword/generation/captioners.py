@@ -11,23 +11,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kiloword.checkpoint.model_folder import check_finite, open_model
+from kiloword.checkpoint.model_folder import open_model
 from kiloword.checkpoint.trust import NONE, Trust
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.decode import Pixels, decode
 from kiloword.data.reading import ImageTransform
 from kiloword.distributed.device import choose
-from kiloword.features.teachers import digest
-from kiloword.generation.captioner import ROUNDS, Captioner
+from kiloword.features.teachers import DTYPES, MODEL_FILES, digest, from_folder
+from kiloword.generation.captioner import Caption, Captioner, unique
 from kiloword.generation.decoding import writer
 from kiloword.generation.options import GenerationOptions
 from kiloword.interop.hf_folder import check_strangers
 from kiloword.interop.open_clip_config import torchvision_ready
-
-Scored = tuple[str, float]
-"""A caption and its score: log probability / tokens^length_penalty."""
-
-_KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Describer(Protocol):
@@ -43,7 +38,7 @@ class Describer(Protocol):
     def check(self, options: GenerationOptions) -> None:
         """Errors: ValueError for unsupported options."""
 
-    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
+    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Caption]]:
         """At most `num` different captions of n preprocessed images [n, 3, size, size], best first.
 
         Args: keys: names of the images, which determine random draws.
@@ -58,16 +53,15 @@ def open_captioner(name: str, device: str = "auto", precision: str = "fp32", tru
     size tiny); trust: code that a model folder may run.
     Errors: ValueError when something is missing, damaged or unknown, or the model cannot write.
     """
-    if precision not in ("auto", *_KINDS):
-        raise ValueError(f"precision is {precision!r}: expected auto, {' or '.join(_KINDS)}.")
+    if precision not in ("auto", *DTYPES):
+        raise ValueError(f"precision is {precision!r}: expected auto, {' or '.join(DTYPES)}.")
     device = choose(device)
     kind, _, rest = name.partition(":")
     if kind == "hf":
         return TransformersCaptioner(Path(rest).expanduser(), device, "fp32" if precision == "auto" else precision)
     folder = Path(name).expanduser()
     model, tokenizer, _ = open_model(folder, device, trust=trust, precision=precision)
-    files = [folder / file for file in ("config.json", "tokenizer.json", "model.safetensors")]
-    return KilowordCaptioner(Captioner(model, tokenizer), digest(files))
+    return KilowordCaptioner(Captioner(model, tokenizer), digest([folder / file for file in MODEL_FILES]))
 
 
 class KilowordCaptioner:
@@ -87,9 +81,8 @@ class KilowordCaptioner:
         writer(self.captioner.model)
         self.captioner.rules(options)
 
-    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
-        captions_of_images = self.captioner.caption(images, options, keys)
-        return [[(caption.text, caption.score) for caption in captions] for captions in captions_of_images]
+    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Caption]]:
+        return self.captioner.caption(images, options, keys)
 
 
 class TransformersCaptioner:
@@ -100,25 +93,11 @@ class TransformersCaptioner:
 
     def __init__(self, folder: Path, device: str, precision: str) -> None:
         files = _files(folder)
-        self.precision = precision
         torchvision_ready()
-        try:
-            from transformers import (  # type: ignore[import-not-found, unused-ignore]
-                AutoModelForImageTextToText,
-                AutoProcessor,
-            )
-        except ImportError:
-            raise ValueError("transformers is not installed, which hf: needs: pip install 'kiloword[hf]'") from None
-        try:
-            local_only: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-            self._model = AutoModelForImageTextToText.from_pretrained(str(folder), use_safetensors=True, **local_only)
-            processor = AutoProcessor.from_pretrained(str(folder), **local_only)
-        except Exception as error:  # a damaged file can raise almost anything
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{folder} holds no captioner that transformers can open: {reason}") from None
-        check_finite(self._model.state_dict(), str(folder))
-        self._kind, self._device = _KINDS[precision], device
-        self._model = self._model.to(device=device, dtype=self._kind).eval()
+        self._model, processor = from_folder(
+            folder, "captioner", ("AutoModelForImageTextToText", "AutoProcessor"), device, precision
+        )
+        self.precision, self._kind, self._device = precision, DTYPES[precision], device
         self._tokenizer = getattr(processor, "tokenizer", processor)
         self.transform: ImageTransform = _prepare(folder, getattr(processor, "image_processor", processor))
         self.fingerprint = digest(files)
@@ -131,21 +110,13 @@ class TransformersCaptioner:
                 "resumed run would differ. Choose greedy or beam."
             )
 
-    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
-        """As `Describer.describe`; the beams grow until each image has `num` different captions."""
-        texts: list[dict[str, float]] = [{} for _ in keys]
-        lacking = list(range(len(keys)))
-        for round_ in range(1 if options.method == "greedy" else ROUNDS):
-            wider = replace(options, beams=options.beams << round_)
-            for n, new in zip(lacking, self._search(images[lacking], wider), strict=True):
-                for text, score in new:
-                    texts[n].setdefault(text, score)
-            lacking = [n for n in lacking if len(texts[n]) < options.num]
-            if not lacking:
-                break
-        return [sorted(scores.items(), key=lambda item: -item[1])[: options.num] for scores in texts]
+    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Caption]]:
+        def attempt(lacking: list[int], round_: int) -> list[list[Caption]]:
+            return self._search(images[lacking], replace(options, beams=options.beams << round_))
 
-    def _search(self, images: Tensor, options: GenerationOptions) -> list[list[Scored]]:
+        return unique(attempt, len(images), options)
+
+    def _search(self, images: Tensor, options: GenerationOptions) -> list[list[Caption]]:
         """All captions of one search, for every image."""
         with torch.inference_mode():
             pixels = images.to(device=self._device, dtype=self._kind)
@@ -153,8 +124,8 @@ class TransformersCaptioner:
             scores = self._scores(generated, options)
         texts = [text.strip() for text in self._tokenizer.batch_decode(generated.sequences, skip_special_tokens=True)]
         several = len(texts) // len(images)
-        scored = list(zip(texts, scores, strict=True))
-        return [[caption for caption in scored[n : n + several] if caption[0]] for n in range(0, len(texts), several)]
+        captions = list(map(Caption, texts, scores))
+        return [[one for one in captions[n : n + several] if one.text] for n in range(0, len(texts), several)]
 
     def _scores(self, generated: Any, options: GenerationOptions) -> list[float]:
         """Score of every sequence: from the beam search; with one beam the sum over tokens up to the end."""

@@ -21,6 +21,7 @@ from kiloword.checkpoint.files import atomic
 from kiloword.config.settings import parse, read_config
 from kiloword.data.parts import TableSettings, part_path
 from kiloword.features.tables import TableWriter, check_same, resumed
+from kiloword.generation.captioner import Caption
 from kiloword.generation.options import GenerationOptions
 
 FILE = "captions.json"
@@ -118,7 +119,7 @@ def _finished(path: Path) -> CaptionFile | None:
         raise ValueError(f"{path} exists and is no table of captions: choose another --out, or remove it.") from None
 
 
-def columns(captions: Sequence[Sequence[tuple[str, float]]]) -> tuple[list[list[str]], list[list[float]]]:
+def columns(captions: Sequence[Sequence[Caption]]) -> tuple[list[list[str]], list[list[float]]]:
     """Texts and scores of n images, without empty texts."""
-    kept = [[(text, score) for text, score in texts if text] for texts in captions]
-    return [[text for text, _ in texts] for texts in kept], [[score for _, score in texts] for texts in kept]
+    kept = [[one for one in of_image if one.text] for of_image in captions]
+    return [[one.text for one in of_image] for of_image in kept], [[one.score for one in of_image] for of_image in kept]

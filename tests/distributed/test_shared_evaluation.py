@@ -30,8 +30,10 @@ from kiloword.evaluation.probe.options import ProbeOptions
 from kiloword.features.extract import _embed, _file
 from kiloword.features.tables import ProgressReport
 from kiloword.features.teachers import KilowordTeacher as Teacher
-from kiloword.generation import Captioner, GenerationOptions, command
+from kiloword.generation import command
+from kiloword.generation.captioner import Captioner
 from kiloword.generation.captioners import KilowordCaptioner as Describer
+from kiloword.generation.options import GenerationOptions
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.mining.pairs import search

@@ -35,9 +35,10 @@ from kiloword.data.sources.extra_captions import CaptionTable
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.features.tables import ProgressReport
-from kiloword.generation import GenerationOptions
-from kiloword.generation.captioners import Scored, arguments, open_captioner
+from kiloword.generation.captioner import Caption
+from kiloword.generation.captioners import arguments, open_captioner
 from kiloword.generation.command import write_captions
+from kiloword.generation.options import GenerationOptions
 from kiloword.generation.table import CaptionWriter, columns
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
@@ -128,12 +129,14 @@ class Slow:
     def __call__(self, image: bytes | Pixels) -> Tensor:
         return torch.tensor(np.array(Image.fromarray(decode(image)).resize((8, 8)))).permute(2, 0, 1)
 
-    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
+    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Caption]]:
         self.calls += 1
         if self.calls > self.wait_at >= 0:
             time.sleep(60)
         means = images.float().mean((1, 2, 3)).tolist()
-        return [[(f"{key} is {mean:.3f}", mean / n) for n in (1, 2)] for key, mean in zip(keys, means, strict=True)]
+        return [
+            [Caption(f"{key} is {mean:.3f}", mean / n) for n in (1, 2)] for key, mean in zip(keys, means, strict=True)
+        ]
 
     def check(self, options: GenerationOptions) -> None:
         options.check()
@@ -154,7 +157,7 @@ def made(describer: Slow, photos: Path, out: Path, **more: Any) -> tuple[int, in
 class Failing(Slow):
     """Fails where `Slow` would wait."""
 
-    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Scored]]:
+    def describe(self, images: Tensor, options: GenerationOptions, keys: Sequence[str]) -> list[list[Caption]]:
         if self.calls >= self.wait_at:
             raise RuntimeError("out of memory")
         return super().describe(images, options, keys)
@@ -449,10 +452,10 @@ def test_scores_of_one_beam_are_put_together(hf: Path, monkeypatch: pytest.Monke
     greedy = GenerationOptions(method="greedy", length_penalty=2.0)
     said = types.SimpleNamespace(sequences=torch.tensor([[1, 99, 7, 98], [2, 7, 98, 99]]), scores="steps")
     monkeypatch.setattr(HfCaptioner, "generate", lambda *_, **__: said)
-    assert [some[0][1] for some in describer.describe(images, greedy, ["a", "b"])] == pytest.approx([-7 / 9, -3 / 4])
+    assert [some[0].score for some in describer.describe(images, greedy, ["a", "b"])] == pytest.approx([-7 / 9, -3 / 4])
     monkeypatch.setattr(HfProcessor, "eos_token_id", 99)
     said.sequences = torch.tensor([[1, 5, 99, 99], [2, 99, 7, 8]])
-    assert [some[0][1] for some in describer.describe(images, greedy, ["a", "b"])] == pytest.approx([-3 / 4, -7 / 9])
+    assert [some[0].score for some in describer.describe(images, greedy, ["a", "b"])] == pytest.approx([-3 / 4, -7 / 9])
     with pytest.raises(ValueError, match="nucleus is only for model folders"):
         describer.check(GenerationOptions(method="nucleus"))
 
@@ -504,7 +507,7 @@ def test_the_command_killed_in_the_middle(model: Path, tmp_path: Path) -> None:
 
 
 def test_empty_captions_are_left_out() -> None:
-    assert columns([[("a dog", -1.0), ("", -2.0), ("a cat", -3.0)], []]) == (
+    assert columns([[Caption("a dog", -1.0), Caption("", -2.0), Caption("a cat", -3.0)], []]) == (
         [["a dog", "a cat"], []],
         [[-1.0, -3.0], []],
     )

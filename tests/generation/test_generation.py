@@ -16,7 +16,7 @@ from torch import Tensor
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.generation import captioner as captioner_module
 from kiloword.generation.captioner import Caption, Captioner
-from kiloword.generation.decoding import ModelDecoding, WholeDecoding
+from kiloword.generation.decoding import ModelDecoding
 from kiloword.generation.options import GenerationOptions
 from kiloword.generation.rules import FinishedTexts, Rules, Trie
 from kiloword.generation.search import nucleus, search
@@ -24,6 +24,7 @@ from kiloword.methods.defaults import default_recipe
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 from kiloword.randomness import key
+from whole_decoding import WholeDecoding
 
 START, END, PAD, VOCAB = 0, 1, 2, 6
 WORDS = (3, 4, 5)
@@ -370,11 +371,14 @@ def images() -> Tensor:
 
 @pytest.mark.parametrize("given", [{}, {"tied": True}, {"class_token": False}, {"decoder_depth": 1}], ids=str)
 @pytest.mark.parametrize("method", ["greedy", "beam", "nucleus"])
-def test_cached_equals_uncached(tokenizer: Tokenizer, images: Tensor, method: str, given: dict[str, Any]) -> None:
+def test_cached_equals_uncached(
+    tokenizer: Tokenizer, images: Tensor, method: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make(tokenizer, **given)
     chosen = GenerationOptions(method=method, num=1 if method == "greedy" else 4)
     cached = Captioner(model, tokenizer).caption(images, chosen)
-    whole = Captioner(model, tokenizer, cache=False).caption(images, chosen)
+    monkeypatch.setattr(captioner_module, "ModelDecoding", WholeDecoding)
+    whole = Captioner(model, tokenizer).caption(images, chosen)
     assert [[c.ids for c in some] for some in cached] == [[c.ids for c in some] for some in whole]
     pairs = [pair for both in zip(cached, whole, strict=True) for pair in zip(*both, strict=True)]
     assert all(one.logprob == pytest.approx(other.logprob, rel=1e-5) for one, other in pairs)
