@@ -42,7 +42,7 @@ def _calibrated(table: Any, source: Any) -> dict[str, Any]:
 
     origin, corpus = Origin.of(source, Corpus.of(table), table)
     truths = origin.truth(corpus.captions)
-    sample = random_pairs(corpus, SEED, truth=None if truths is None else truths.of)
+    sample = random_pairs(corpus, SEED, truth=truths)
     settings = calibrate(corpus.annotated(), sample, Mined())
     mined = {}
     for name, terms in {"eq. 2": TERMS, **{term: (term,) for term in TERMS}}.items():

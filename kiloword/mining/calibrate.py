@@ -17,7 +17,7 @@ pairs are true, a rate of 1e-4 rejects most of them: use a higher rate, or set p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,15 +25,12 @@ import torch
 from torch import Tensor
 
 from kiloword.methods.fff.preset import Mined, matches
-from kiloword.mining.corpus import Corpus, Floats, Ints, similarities
+from kiloword.mining.corpus import Corpus, Floats, Ints, Truth, similarities
 from kiloword.randomness import key
 
 NEARLY_SAME = 0.999  # largest p2 and p3: identical features can round below 1
 FLOOR = 0.1  # share of annotated pairs that p1' rejects
 DIGITS = 4  # decimal digits of a threshold
-
-Known = Callable[[Ints, Ints], Tensor]
-"""Ground truth: which captions [t] are true of which images [i]: bool [t, i]."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class ThresholdChoice:
 
 
 def random_pairs(
-    corpus: Corpus, seed: int, images: int = 2048, captions: int = 4096, truth: Known | None = None
+    corpus: Corpus, seed: int, images: int = 2048, captions: int = 4096, truth: Truth | None = None
 ) -> RandomPairs:
     """All pairs of a random sample of images with one of captions, without annotated pairs.
 
@@ -134,8 +131,8 @@ def _choice(settings: Mined, annotated: Floats, sample: RandomPairs, captions: f
     whole = matches(settings, sample.it, sample.ii, sample.tt)
     precision = recall = None
     if sample.true is not None:
-        right = float((whole & sample.true).sum())
-        precision, recall = _share(right, float(whole.sum())), _share(right, float(sample.true.sum()))
+        right, mined, true = (float(pairs.sum()) for pairs in (whole & sample.true, whole, sample.true))
+        precision, recall = right / mined if mined else None, right / true if true else None
     return ThresholdChoice(
         settings.p1,
         float(np.mean(annotated > settings.p1)),
@@ -144,7 +141,3 @@ def _choice(settings: Mined, annotated: Floats, sample: RandomPairs, captions: f
         precision,
         recall,
     )
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None

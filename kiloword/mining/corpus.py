@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.floating[Any]]
+Truth = Callable[[Ints, Ints], Tensor]
+"""Ground truth: which captions [t] are true of which images [i]: bool [t, i]."""
 
 
 @dataclass(frozen=True)

@@ -79,25 +79,20 @@ class Truths:
     inverse: Ints  # [T] places in `unique`
     rows: Ints  # [N]
 
-    def of(self, captions: Ints, images: Ints) -> Tensor:
+    def __call__(self, captions: Ints, images: Ints) -> Tensor:
         """bool [t, i]."""
         needed, place = np.unique(self.inverse[captions], return_inverse=True)
         relevant = self.relevance([self.unique[n] for n in needed], self.rows[images].tolist())
         return torch.from_numpy(np.asarray(relevant))[torch.from_numpy(place.reshape(-1))]
 
-    def columns(self, which: slice) -> Tensor:
-        """bool [t, N] of a slice of captions and every image."""
-        return self.of(np.arange(which.start, which.stop), np.arange(len(self.rows)))
-
 
 def split_extra(corpus: Corpus, paths: Sequence[Path]) -> dict[str, Corpus]:
     """All captions, or the original captions and those of extra tables."""
-    tables = [CaptionTable(path) for path in paths]
-    if not tables:
-        return {"captions": corpus}
-    extra_captions = [{caption for table in tables for caption in table.captions(key)} for key in corpus.keys]
-    extra = np.array([caption in extra_captions[n] for n, caption in zip(corpus.owner, corpus.captions, strict=True)])
-    parts = {"own": corpus.only(~extra), "extra": corpus.only(extra)}
+    parts: dict[str, Corpus] = {}
+    if tables := [CaptionTable(path) for path in paths]:
+        of_keys = [{caption for table in tables for caption in table.captions(key)} for key in corpus.keys]
+        extra = np.array([caption in of_keys[n] for n, caption in zip(corpus.owner, corpus.captions, strict=True)])
+        parts = {"own": corpus.only(~extra), "extra": corpus.only(extra)}
     return {name: part for name, part in parts.items() if len(np.unique(part.owner[part.paired])) > 1} or {
         "captions": corpus
     }

@@ -69,8 +69,8 @@ def _true(truths: Truths, captions: np.ndarray, images: np.ndarray) -> np.ndarra
     """Whether each caption is true of the image beside it, bool [n]."""
     true = np.zeros(len(captions), bool)
     order = np.argsort(captions, kind="stable")
-    for block in np.array_split(order, max(1, len(order) // 512)):  # a block of 512 x 512 has them on its diagonal
-        true[block] = truths.of(captions[block], images[block]).diagonal().numpy()
+    for block in np.array_split(order, max(1, len(order) // 512)):
+        true[block] = truths(captions[block], images[block]).diagonal().numpy()
     return true
 
 
@@ -96,7 +96,7 @@ def _drawn(results: MiningResults, term: str, truths: Truths | None) -> Iterator
     for row in rng.permutation(rows)[: options.gallery].tolist():
         place = int(rng.choice(torch.nonzero(accepted[row])[:, 0].numpy()))
         caption = int(mined.column[row, place])
-        true = None if truths is None else bool(truths.of(np.array([caption]), np.array([row]))[0, 0])
+        true = None if truths is None else bool(truths(np.array([caption]), np.array([row]))[0, 0])
         yield Pair(row, caption, {name: float(mined.scores[name][row, place]) for name in TERMS}, true)
 
 
@@ -120,7 +120,7 @@ def _best(results: MiningResults, caption: int, truths: Truths | None) -> list[t
     scores[int(corpus.owner[caption])] = -torch.inf
     best = scores.topk(min(BEST, len(scores) - 1))
     rows = best.indices.tolist()
-    true = [None] * len(rows) if truths is None else truths.of(np.array([caption]), np.array(rows))[0].tolist()
+    true = [None] * len(rows) if truths is None else truths(np.array([caption]), np.array(rows))[0].tolist()
     return list(zip(rows, best.values.tolist(), true, strict=True))
 
 

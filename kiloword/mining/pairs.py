@@ -6,19 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kiloword.distributed.sharing import own, share, to_first
 from kiloword.methods.fff.preset import Mined, check, matches
-from kiloword.mining.corpus import Corpus, similarities
+from kiloword.mining.corpus import Corpus, Truth, similarities
 from kiloword.model.encoding import chunks
 
 TERMS = {"it": "image_text", "ii": "image_image", "tt": "text_text"}
 """The terms of eq. 2 and the fields of `Mined` that enable them."""
-
-Truth = Callable[[slice], Tensor]
-"""Ground truth for a slice of captions: which images each is true of, bool [t, N]."""
 
 Progress = Callable[[int, int], None]
 """Called after every block with the number of pairs done and in total."""
@@ -63,7 +61,7 @@ class MinedPairs:
     annotated_pairs: int = 0
 
     def add(self, images: Tensor, other: MinedPairs) -> None:
-        """Add the result of the images [n]."""
+        """Add the results of the images [n], of another rank."""
         self.column[images], self.per_image[images] = other.column, other.per_image
         for name in TERMS:
             self.scores[name][images] = other.scores[name]
@@ -107,7 +105,9 @@ def search(
     for columns in chunks(t, chunk):
         texts, owner = corpus.load(corpus.texts, columns), corpus.owner[columns]
         owners, image_of_caption = corpus.load(corpus.images, owner), torch.from_numpy(owner).to(corpus.device)
-        true = None if truth is None else truth(columns).T.to(corpus.device)  # [N, t]
+        true = (
+            None if truth is None else truth(np.arange(columns.start, columns.stop), np.arange(n)).T.to(corpus.device)
+        )
         for rows in local_rows:
             images, means = corpus.load(corpus.images, rows), corpus.load(corpus.means, rows)
             values = dict(zip(TERMS, similarities(images, means, texts, owners), strict=True))

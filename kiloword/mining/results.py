@@ -1,4 +1,4 @@
-"""What `kiloword mine` knows at the end: everything its report, its JSON and its table of pairs are written from."""
+"""Results of `kiloword mine`, from which its report, JSON and table of pairs are written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kiloword.distributed.sharing import is_first
-from kiloword.methods.fff.preset import Mined, check
+from kiloword.methods.fff.preset import Mined
 from kiloword.mining import analyses, pairs
 from kiloword.mining.calibrate import RandomPairs, ThresholdChoice, calibrate, candidates, compare, random_pairs
 from kiloword.mining.corpus import Corpus, Floats
@@ -73,33 +73,26 @@ def judge(
 
     Ranks that share the work each search some of the images; only the first one returns results.
     """
-    check(settings)
     seconds, start = {}, time.perf_counter()
     annotated = corpus.annotated()
-    sample = random_pairs(corpus, options.seed, truth=None if truths is None else truths.of)
+    sample = random_pairs(corpus, options.seed, truth=truths)
     if options.calibrate:
         fitted = calibrate(annotated, sample, settings, options.false_rate)
         settings = options.over(fitted)
     choices = compare(corpus, annotated, sample, settings, candidates(annotated, sample, settings.p1))
     seconds["calibration"] = time.perf_counter() - start
-    mined = pairs.search(
-        corpus,
-        settings,
-        most=options.most,
-        chunk=options.chunk,
-        truth=None if truths is None else truths.columns,
-        progress=Bar("pairs", "pairs"),
-    )
+    progress = Bar("pairs", "pairs")
+    mined = pairs.search(corpus, settings, most=options.most, chunk=options.chunk, truth=truths, progress=progress)
     seconds["search"] = time.perf_counter() - start - seconds["calibration"]
     near = {name: analyses.nearest(part, options.seed) for name, part in parts.items()}
     if not is_first():
         return None
-    groups = {name: group(part, options, near[name]) for name, part in parts.items()}
+    groups = {name: _group(part, options, near[name]) for name, part in parts.items()}
     seconds["analyses"] = time.perf_counter() - start - sum(seconds.values())
     return MiningResults(*names, corpus, options, settings, mined, sample, choices, groups, seconds)
 
 
-def group(corpus: Corpus, options: MineOptions, nearest: Floats) -> Group:
+def _group(corpus: Corpus, options: MineOptions, nearest: Floats) -> Group:
     """The paper's analyses of a corpus. Args: nearest: see `analyses.nearest`."""
     one, mean = analyses.one_and_mean(corpus, options.seed)
     return Group(
@@ -140,21 +133,19 @@ def thresholds(settings: Mined) -> dict[str, float]:
 
 def terms(mined_pairs: pairs.MinedPairs) -> dict[str, dict[str, float | int | None]]:
     """Counts, precision and recall of eq. 2 and of each of its terms."""
-    annotated_pairs = mined_pairs.annotated_pairs
     table: dict[str, dict[str, float | int | None]] = {}
     for name in (WHOLE, *pairs.TERMS):
         mined, right, kept = (
             counts.whole if name == WHOLE else counts.term[name]
             for counts in (mined_pairs.mined, mined_pairs.right, mined_pairs.annotated)
         )
-        has_truth = mined_pairs.true is not None
         table[name] = {
             "mined": mined,
             "alone": None if name == WHOLE else mined_pairs.mined.alone[name],
             "share_of_pairs": mined / max(mined_pairs.pairs, 1),
-            "annotated_accepted": kept / max(annotated_pairs, 1),
-            "precision": right / mined if has_truth and mined else None,
-            "recall": right / mined_pairs.true if has_truth and mined_pairs.true else None,
+            "annotated_accepted": kept / max(mined_pairs.annotated_pairs, 1),
+            "precision": right / mined if mined_pairs.true is not None and mined else None,
+            "recall": right / mined_pairs.true if mined_pairs.true else None,
         }
     return table
 
@@ -177,29 +168,29 @@ def as_json(results: MiningResults) -> dict[str, Any]:
         "images_without_mined": int((counts == 0).sum()),
         "choices": [asdict(choice) for choice in results.choices],
         "similarity": {name: _spread(getattr(results.sample, name).numpy()) for name in pairs.TERMS},
-        "analyses": {name: _group_json(analyses_of_group) for name, analyses_of_group in results.groups.items()},
+        "analyses": {name: _group_json(group) for name, group in results.groups.items()},
         "seconds": results.seconds,
         "memory_mb": results.memory_mb,
     }
 
 
-def _group_json(group_results: Group) -> dict[str, Any]:
-    ranks = group_results.ranks
+def _group_json(group: Group) -> dict[str, Any]:
+    ranks = group.ranks
     return {
-        "captions": group_results.captions,
-        "repeated": group_results.repeated,
-        "frequent": group_results.frequent,
+        "captions": group.captions,
+        "repeated": group.repeated,
+        "frequent": group.frequent,
         "rank_batch": ranks.batch,
         "rank_batches": ranks.batches,
         "rank_of_own_caption": _spread(ranks.captions),
         "rank_of_own_image": _spread(ranks.images),
         "own_caption_first": float(np.mean(ranks.captions <= 1)),
         "own_image_first": float(np.mean(ranks.images <= 1)),
-        "annotated_similarity": _spread(group_results.annotated),
-        "nearest_captions_similarity": _spread(group_results.nearest),
-        "similarity_among_captions": _spread(group_results.among),
-        "similarity_with_one_caption": _spread(group_results.one),
-        "similarity_with_mean_caption": _spread(group_results.mean),
+        "annotated_similarity": _spread(group.annotated),
+        "nearest_captions_similarity": _spread(group.nearest),
+        "similarity_among_captions": _spread(group.among),
+        "similarity_with_one_caption": _spread(group.one),
+        "similarity_with_mean_caption": _spread(group.mean),
     }
 
 

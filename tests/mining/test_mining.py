@@ -248,7 +248,7 @@ def perfect(src: str = SCENES) -> tuple[Corpus, Origin, Truths]:
 def test_a_perfect_teacher_has_precision_and_recall_one() -> None:
     c, origin, truths = perfect()
     all_true = Mined(p1=1e-4, image_image=False, text_text=False)
-    found = search(c, all_true, truth=truths.columns, chunk=64)
+    found = search(c, all_true, truth=truths, chunk=64)
     table = results.terms(found)
     exact = origin.source.relevance(c.captions, range(len(c.keys)))  # type: ignore[attr-defined]
     assert found.true == int(exact.sum()) - len(c.captions)
@@ -256,7 +256,7 @@ def test_a_perfect_teacher_has_precision_and_recall_one() -> None:
     assert table[results.WHOLE]["mined"] == found.true
     assert (table[results.WHOLE]["precision"], table[results.WHOLE]["recall"]) == (1.0, 1.0)
     assert (table["ii"]["precision"], table["ii"]["recall"]) == (None, 0.0)
-    strict = search(c, Mined(p1=0.1, image_image=False, text_text=False), truth=truths.columns)
+    strict = search(c, Mined(p1=0.1, image_image=False, text_text=False), truth=truths)
     assert results.terms(strict)["it"]["precision"] == 1.0
     assert 0 < float(results.terms(strict)["it"]["recall"] or 0) < 1
 
@@ -266,7 +266,7 @@ def test_a_teacher_that_guesses_has_the_precision_of_chance() -> None:
     rng = np.random.default_rng(0)
     texts = unit(rng.normal(size=c.texts.shape)).astype(np.float32)
     guess = Corpus(c.keys, c.captions, c.starts, c.images, texts, c.means)
-    found = search(guess, Mined(p1=1e-3, image_image=False, text_text=False), truth=truths.columns)
+    found = search(guess, Mined(p1=1e-3, image_image=False, text_text=False), truth=truths)
     assert results.terms(found)["it"]["precision"] == pytest.approx(found.true / found.pairs, rel=0.05)
 
 
@@ -386,7 +386,7 @@ def test_the_report_holds_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
         assert c.captions[place] == row["caption"]
         assert row["owner"] != row["key"]
         image = list(c.keys).index(row["key"])
-        assert row["true"] == truths.of(np.array([place]), np.array([image])).item()
+        assert row["true"] == truths(np.array([place]), np.array([image])).item()
         assert row["it"] == pytest.approx(float(c.images[image] @ c.texts[place]), abs=1e-6)
         assert row["by_it"] or row["by_ii"] or row["by_tt"]
 
@@ -584,7 +584,7 @@ def test_examples_are_pairs_that_their_term_accepts() -> None:
                       "tt": (own @ texts[pair.caption]).mean()}  # fmt: skip
             assert pair.scores == pytest.approx(wanted, abs=1e-6)
             assert {"it": wanted["it"] > 0.1, "ii": wanted["ii"] > Mined().p2}.get(term, wanted["tt"] > Mined().p3)
-            assert pair.true == bool(truths.of(np.array([pair.caption]), np.array([pair.image])))
+            assert pair.true == bool(truths(np.array([pair.caption]), np.array([pair.image])))
     assert len(shown.pairs["it"]) == 5
     often = judged.mined.per_text.tolist()
     wide = [best for _, best in shown.wide]
@@ -598,7 +598,7 @@ def test_examples_are_pairs_that_their_term_accepts() -> None:
         assert [score for _, score, _ in best] == pytest.approx(sorted(scores, reverse=True)[: output.BEST], abs=1e-6)
         assert all(scores[row] == pytest.approx(score, abs=1e-6) for row, score, _ in best)
         assert [true for _, _, true in best] == [
-            bool(truths.of(np.array([caption]), np.array([row]))) for row, _, _ in best
+            bool(truths(np.array([caption]), np.array([row]))) for row, _, _ in best
         ]
 
     black = np.zeros((4, 4, 3), np.uint8)

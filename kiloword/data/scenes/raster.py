@@ -67,7 +67,7 @@ def _mask(shape: int, size: int, fill: int, row: int, column: int, side: int) ->
     y, x = np.arange(y0, y1) + 0.5, np.arange(x0, x1) + 0.5
     radius = RADIUS[size] * cell
     xs, ys = np.meshgrid((x - (column + 0.5) * cell) / radius, (y - (row + 0.5) * cell) / radius)
-    inside = -_distance(_outline(SHAPES[shape]), xs, ys) * radius  # pixels from the edge
+    inside = -_distance(_OUTLINES[SHAPES[shape]], xs, ys) * radius  # pixels from the edge
     alpha = np.clip(inside + 0.5, 0, 1)
     if fill == 1:
         alpha *= PALE + (1 - PALE) * _stripes(y, side)[:, None]
@@ -100,28 +100,11 @@ def _distance(corners: Floats, x: Floats, y: Floats) -> Floats:
     return np.asarray(np.where(crossed.sum(-1) % 2 == 1, -nearest, nearest))
 
 
-@cache
-def _outline(shape: str) -> Floats:
-    """Corners of a shape in the square from -1 to 1, y downward, [N, 2]."""
-    return np.asarray(_CURVES[shape]() if shape in _CURVES else _CORNERS[shape], np.float64)
-
-
-def _polar(radius: Floats, angle: Floats) -> Floats:
+def _polar(radius: Floats | float, angle: Floats) -> Floats:
     return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
 
 
-def _circle() -> Floats:
-    t = np.arange(48) * (2 * np.pi / 48)
-    return _polar(np.full(48, 0.96), t)
-
-
-def _star() -> Floats:
-    t = np.arange(10) * (np.pi / 5) - np.pi / 2
-    return np.asarray(_polar(np.where(np.arange(10) % 2 == 0, 1.06, 0.44), t) + np.array([0, 0.08]))
-
-
-def _heart() -> Floats:
-    t = np.arange(48) * (2 * np.pi / 48)
+def _heart(t: Floats) -> Floats:
     x = 16 * np.sin(t) ** 3
     y = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
     corners = np.stack([x, -y - 2.5], 1) / 16
@@ -131,21 +114,27 @@ def _heart() -> Floats:
 def _moon() -> Floats:
     """A disc without a smaller disc on its right; the two arcs meet at the horns."""
     tip = np.deg2rad(50)
-    outer = np.linspace(tip, 2 * np.pi - tip, 36)
-    inner = np.linspace(2 * np.pi - 1.67, 1.67, 28)[1:-1]
-    big = _polar(np.full(36, 1.0), outer)
+    big = _polar(1.0, np.linspace(tip, 2 * np.pi - tip, 36))
     radius = np.sin(tip) / np.sin(1.67)
-    small = _polar(np.full(26, radius), inner) + np.array([np.cos(tip) - radius * np.cos(1.67), 0])
+    small = _polar(radius, np.linspace(2 * np.pi - 1.67, 1.67, 28)[1:-1])
+    small += np.array([np.cos(tip) - radius * np.cos(1.67), 0])
     return np.asarray(np.concatenate([big, small]) + np.array([0.12, 0]))
 
 
-_CURVES = {"circle": _circle, "star": _star, "heart": _heart, "moon": _moon}
-_CORNERS = {
-    "square": [(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)],
-    "triangle": [(0, -0.92), (1, 0.82), (-1, 0.82)],
-    "diamond": [(0, -1), (0.7, 0), (0, 1), (-0.7, 0)],
-    "cross": [
-        *[(-0.34, -0.95), (0.34, -0.95), (0.34, -0.34), (0.95, -0.34), (0.95, 0.34), (0.34, 0.34)],
-        *[(0.34, 0.95), (-0.34, 0.95), (-0.34, 0.34), (-0.95, 0.34), (-0.95, -0.34), (-0.34, -0.34)],
-    ],
+_TURN = np.arange(48) * (2 * np.pi / 48)
+_TENTHS = np.arange(10) * (np.pi / 5) - np.pi / 2
+_OUTLINES = {  # corners of the shapes in the square from -1 to 1, y downward, [N, 2]
+    "circle": _polar(0.96, _TURN),
+    "star": _polar(np.where(np.arange(10) % 2 == 0, 1.06, 0.44), _TENTHS) + np.array([0, 0.08]),
+    "heart": _heart(_TURN),
+    "moon": _moon(),
+    "square": np.array([(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)]),
+    "triangle": np.array([(0, -0.92), (1, 0.82), (-1, 0.82)]),
+    "diamond": np.array([(0, -1), (0.7, 0), (0, 1), (-0.7, 0)]),
+    "cross": np.array(
+        [
+            *[(-0.34, -0.95), (0.34, -0.95), (0.34, -0.34), (0.95, -0.34), (0.95, 0.34), (0.34, 0.34)],
+            *[(0.34, 0.95), (-0.34, 0.95), (-0.34, 0.34), (-0.95, 0.34), (-0.95, -0.34), (-0.34, -0.34)],
+        ]
+    ),
 }

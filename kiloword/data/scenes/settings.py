@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kiloword.data.scenes.raster import Pixels, draw, draw_inner
 from kiloword.data.scenes.sample import GROUP, Selection
 from kiloword.data.scenes.world import SPLITS, TASKS, Scene
 
 Levels = tuple[float, float, float, float]
+N = TypeVar("N", int, float)
 
 TRAIN_LEVELS: Levels = (0, 1, 2, 3)  # weights of captions at levels 0 to 3
 FULL_LEVELS: Levels = (0, 0, 0, 1)  # of val and test: full descriptions
@@ -112,9 +113,9 @@ def _check(s: Selection, options: dict[str, Any]) -> None:
         raise ValueError("scenes: wrong= takes captions of other images; n=1 has none")
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def read(value: str) -> int:
-        number = int(value)
+def _number(kind: type[N], least: float, most: float) -> Callable[[str], N]:
+    def read(value: str) -> N:
+        number = kind(value)
         if not least <= number <= most:
             raise ValueError(value)
         return number
@@ -122,15 +123,8 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
     return read
 
 
-def _share(value: str) -> float:
-    share = float(value)
-    if not 0 <= share <= 1:
-        raise ValueError(value)
-    return share
-
-
 def _objects(value: str) -> tuple[int, ...]:
-    return tuple(sorted({_whole(1, 3)(v) for v in value.split(",")}))
+    return tuple(sorted({_number(int, 1, 3)(v) for v in value.split(",")}))
 
 
 def _levels(value: str) -> Levels:
@@ -140,24 +134,24 @@ def _levels(value: str) -> Levels:
         number = float(weight) if colon else 1.0
         if not 0 < number < 1e6:
             raise ValueError(value)
-        weights[_whole(0, 3)(level)] = number
+        weights[_number(int, 0, 3)(level)] = number
     return (weights[0], weights[1], weights[2], weights[3])
 
 
 _FLAG = ({"0": False, "1": True}.__getitem__, "0 or 1")
-_SHARE = (_share, "a share from 0 to 1")
+_SHARE = (_number(float, 0, 1), "a share from 0 to 1")
 _TASKS = (*TASKS, VQA)
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {  # and what is allowed
-    "captions": (_whole(1, 100), "captions an image, 1 to 100"),
+    "captions": (_number(int, 1, 100), "captions an image, 1 to 100"),
     "hard": ({"shape": True}.__getitem__, "shape"),
     "heldout": _FLAG,
     "inner": _FLAG,
     "levels": (_levels, "levels 0 to 3 with or without weights, as 2,3 or 1:1,2:2,3:4"),
-    "n": (_whole(1, LARGEST), f"a number of images, 1 to {LARGEST}"),
+    "n": (_number(int, 1, LARGEST), f"a number of images, 1 to {LARGEST}"),
     "near": _SHARE,
     "objects": (_objects, "numbers of objects from 1 to 3, as 1 or 2,3"),
-    "seed": (_whole(0, 2**31 - 1), "a whole number from 0 up"),
-    "size": (_whole(24, 2048), "pixels a side, 24 to 2048"),
+    "seed": (_number(int, 0, 2**31 - 1), "a whole number from 0 up"),
+    "size": (_number(int, 24, 2048), "pixels a side, 24 to 2048"),
     "task": (dict(zip(_TASKS, _TASKS, strict=True)).__getitem__, "one of " + ", ".join(_TASKS)),
     "wrong": _SHARE,
 }

@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-from numpy.typing import NDArray
 
 from kiloword.data.sources.embedded import Embedded, arrow_errors, check_expanded, check_rows, is_embedded
 from kiloword.data.sources.sample import (
@@ -68,7 +67,15 @@ class TableSource:
         with arrow_errors(path):
             images = self._read(image, columns)
         self._images = None if self._embedded else images
-        self._order, self._starts = _ungrouped(len(images)) if self._asks else _group(images)
+        groups = (
+            np.arange(len(images))
+            if self._asks
+            else images.dictionary_encode(null_encoding="encode").indices.to_numpy(False)
+        )
+        # rows by image [N], images by first appearance, and where the rows of each start [G + 1]
+        self._order = np.argsort(groups, kind="stable").astype(np.int64)
+        starts = np.flatnonzero(np.diff(groups[self._order], prepend=-1)).astype(np.int64)
+        self._starts = np.append(starts, len(groups))
         if not len(self):
             raise ValueError(
                 f"{path} has no rows. Expected an image and a caption, or a question and its answers, in each row."
@@ -224,18 +231,6 @@ def _column_names(path: Path) -> list[str]:
         return _header(path)[1]
     with arrow_errors(path):
         return list(pa.parquet.read_schema(path).names)
-
-
-def _group(images: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows ordered by image [N], and where each image's rows start [G + 1]; images by first appearance."""
-    groups = images.dictionary_encode(null_encoding="encode").indices.to_numpy(zero_copy_only=False)
-    order = np.argsort(groups, kind="stable").astype(np.int64)
-    starts = np.flatnonzero(np.diff(groups[order], prepend=-1)).astype(np.int64)
-    return order, np.append(starts, len(order))
-
-
-def _ungrouped(rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    return np.arange(rows), np.arange(rows + 1)
 
 
 def _one_array(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
