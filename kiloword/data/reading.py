@@ -6,6 +6,7 @@ import errno
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
@@ -60,28 +61,19 @@ def captions_of(source: Source, most: int = TOKENIZER_ROWS) -> Iterator[str]:
 
     A row with a question yields its answers, then the question.
     """
-    stride = max(1, len(source) // most)
-    for row in range(0, len(source), stride):
-        try:
-            captions, text = _words(source, row)
-        except BadSample:
-            continue
-        yield from captions
-        if text is not None:
-            yield text
+    for row in range(0, len(source), max(1, len(source) // most)):
+        with suppress(BadSample):
+            if hasattr(source, "captions"):
+                captions, text = source.captions(row), question(source, row) if hasattr(source, "question") else None
+            else:
+                record = read(source, row)
+                captions, text = record.captions, question_in(record.info)
+            yield from captions if text is None else [*captions, text]
 
 
 def captions_at(source: Source, row: int) -> list[str]:
     """Captions or answers of a row, without reading its image if the source supports that. Raises: BadSample."""
     return patiently(partial(texts_of, source, row))
-
-
-def _words(source: Source, row: int) -> tuple[list[str], str | None]:
-    """Captions or answers, and the question. Raises BadSample."""
-    if not hasattr(source, "captions"):
-        record = read(source, row)
-        return record.captions, question_in(record.info)
-    return source.captions(row), question(source, row) if hasattr(source, "question") else None
 
 
 def read_image(source: Source, row: int) -> Record:
@@ -93,7 +85,7 @@ def read_image(source: Source, row: int) -> Record:
 
 
 def name_of(source: Source, row: int) -> str:
-    """The key of a row, or "row N" where the source cannot give it without reading the row."""
+    """The key of a row, or "row N" if the source cannot give it without reading the row."""
     name = getattr(source, "key", None)
     try:
         return shown(str(name(row))) if callable(name) else f"row {row}"
@@ -109,7 +101,7 @@ class ImageTransform(Protocol):
         """Height and width in pixels."""
 
     def __call__(self, image: bytes | Pixels) -> Tensor:
-        """[3, size, size]. Raises BadSample for an image that cannot be decoded."""
+        """[3, size, size]. Errors: BadSample for an image that cannot be decoded."""
 
 
 @dataclass
@@ -137,50 +129,56 @@ def eval_batches(
 ) -> Iterator[EvalBatch]:
     """Every row once, in order, in batches of at most `batch` (n may be 0); bad rows are omitted and listed.
 
-    Args: parts: ranges of rows in place of all rows; a batch never crosses two parts; transform: in place of that by
+    Args: parts: ranges of rows instead of all rows; a batch never crosses two parts; transform: instead of that by
     image_size and resize; captions: False accepts images without captions.
     Errors: LoaderStopped when a worker died or hangs.
     """
     if batch < 1:
         raise ValueError(f"batch is {batch}: expected at least 1")
-    wanted = [range(len(source))] if parts is None else parts
-    batches = [part[start : start + batch] for part in wanted for start in range(0, len(part), batch)]
-    make = partial(_eval_batch, source, transform or EvalTransform(image_size, resize), batches, captions)
-    ahead = ahead_of(source, partial(_rows_of, source, batches), batch, len(batches))
-    if ahead is not None:
-        make = partial(_with_ahead, ahead, make)
-    workers = min(workers, len(batches))
-    return in_order(make, range(len(batches)), workers, apart=getattr(source, "from_files", False))
+    ranges = [
+        part[start : start + batch]
+        for part in ([range(len(source))] if parts is None else parts)
+        for start in range(0, len(part), batch)
+    ]
+    make = _EvalBatches(source, transform or EvalTransform(image_size, resize), ranges, captions)
+    make.ahead = ahead_of(source, make.rows_of, batch, len(ranges))
+    workers = min(workers, len(ranges))
+    return in_order(make, range(len(ranges)), workers, apart=getattr(source, "from_files", False))
 
 
-def _rows_of(source: Source, batches: Sequence[range], step: int) -> tuple[Source, range]:
-    return source, batches[step]
+@dataclass
+class _EvalBatches:
+    """Makes the batches of `eval_batches`, in any process."""
 
+    source: Source
+    transform: ImageTransform
+    ranges: Sequence[range]
+    captions: bool
+    ahead: Ahead | None = None
 
-def _with_ahead(ahead: Ahead, make: Callable[[int], EvalBatch], step: int) -> EvalBatch:
-    ahead.at(step)
-    return make(step)
+    def rows_of(self, step: int) -> tuple[Source, range]:
+        return self.source, self.ranges[step]
 
-
-def _eval_batch(
-    source: Source, transform: ImageTransform, batches: Sequence[range], captions: bool, step: int
-) -> EvalBatch:
-    records, rows, images, skipped = [], [], [], []
-    for row in batches[step]:
-        try:
-            record = (read if captions else read_image)(source, row)
-            with decoding(row):
-                images.append(transform(record.image))
-        except BadSample as error:
-            skipped.append(Skipped(row, name_of(source, row), str(error)))
-            continue
-        records.append(record)
-        rows.append(row)
-    pixels = torch.stack(images) if images else torch.empty(0, 3, transform.size, transform.size, dtype=torch.uint8)
-    classes = [r.label for r in records]
-    labels = None if all(c is None for c in classes) else torch.tensor([-1 if c is None else c for c in classes])
-    texts, infos = [r.captions for r in records], [r.info for r in records]
-    return EvalBatch(rows, [r.key for r in records], pixels, texts, labels, skipped, infos)
+    def __call__(self, step: int) -> EvalBatch:
+        if self.ahead:
+            self.ahead.at(step)
+        records, rows, images, skipped = [], [], [], []
+        for row in self.ranges[step]:
+            try:
+                record = (read if self.captions else read_image)(self.source, row)
+                with decoding(row):
+                    images.append(self.transform(record.image))
+            except BadSample as error:
+                skipped.append(Skipped(row, name_of(self.source, row), str(error)))
+                continue
+            records.append(record)
+            rows.append(row)
+        size = self.transform.size
+        pixels = torch.stack(images) if images else torch.empty(0, 3, size, size, dtype=torch.uint8)
+        classes = [r.label for r in records]
+        labels = None if all(c is None for c in classes) else torch.tensor([-1 if c is None else c for c in classes])
+        texts, infos = [r.captions for r in records], [r.info for r in records]
+        return EvalBatch(rows, [r.key for r in records], pixels, texts, labels, skipped, infos)
 
 
 class BadRows:
@@ -201,17 +199,14 @@ class BadRows:
 
         Errors: ValueError, with the most frequent reasons, when more than the allowed share of the rows is bad.
         """
-        new = []
-        for sample in skipped:
-            if sample.row not in self._seen:
-                self._seen[sample.row] = sample
-                new.append(sample)
+        new = {sample.row: sample for sample in skipped if sample.row not in self._seen}
+        self._seen |= new
         if len(self) > self.share * self.rows:
             raise ValueError(
                 f"{len(self)} of the data set's {self.rows} rows are bad, more than the allowed {self.share:.2%}: "
                 f"{reasons(self._seen.values())}. Look with `kiloword data check`, or allow more with --bad-share."
             )
-        return new
+        return list(new.values())
 
     def rows_of(self, reason: str) -> list[int]:
         """The rows whose reason starts with `reason`."""

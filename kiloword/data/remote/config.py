@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, fields
@@ -9,43 +10,31 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from kiloword.addresses import scrubbed
-from kiloword.config.settings import BaseSettings
+from kiloword.config.settings import BaseSettings, check, setting
 from kiloword.data import files
 
 VARIABLE = "KILOWORD_REMOTE"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _HOST = re.compile(r"[\w.*:\[\]-]+")
-_RANGES = {  # least and most of a setting; the most are so low that no sum of settings overflows
-    "block": (1, 1e12),
-    "limit": (1, 1e18),  # and at least a block
-    "retries": (0, 1000),
-    "timeout": (1e-3, 86_400),
-    "backoff": (0, 3600),
-    "ahead": (0, 10**9),
-    "threads": (1, 256),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteConfig(BaseSettings):
     """From the environment variable KILOWORD_REMOTE: `limit=200GB retries=8 timeout=60 hosts=data.org,*.data.org`."""
 
-    limit: float = 50e9  # bytes of shards on the local disk, of all runs and data sets together
-    retries: int = 5  # after the first attempt, as long as nothing arrives
-    timeout: float = 30.0  # seconds without a byte, or below 1 kB/s, that count as a failure
-    backoff: float = 1.0  # seconds before the first retry, doubled for each further one
-    block: float = 8 * 2**20  # bytes of a shard that are fetched, cached and deleted together
-    ahead: int = 32_768  # rows of the order that are fetched ahead; 0: none
-    threads: int = 4  # simultaneous connections of a process, for indexing and for fetching ahead
+    limit: float = setting(50e9, "bytes of shards on the local disk, of all runs and data sets together", 1, 1e18)
+    retries: int = setting(5, "after the first attempt, as long as nothing arrives", 0, 1000)
+    timeout: float = setting(30.0, "seconds without a byte, or below 1 kB/s, that count as a failure", 1e-3, 86_400)
+    backoff: float = setting(1.0, "seconds before the first retry, doubled for each further one", 0, 3600)
+    block: float = setting(8 * 2**20, "bytes of a shard that are fetched, cached and deleted together", 1, 1e12)
+    ahead: int = setting(32_768, "rows of the order that are fetched ahead; 0: none", 0, 10**9)
+    threads: int = setting(4, "simultaneous connections of a process, for indexing and for fetching ahead", 1, 256)
     hosts: tuple[str, ...] = ()  # hosts (`*` for any characters) that data and redirects may name; (): all
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _RANGES.items():
-            value = getattr(self, name)
-            least = max(least, self.block) if name == "limit" else least
-            if not least <= value <= most:
-                limits = f"at least {least:.12g}" if value < least else f"at most {most:.12g}"
-                raise ValueError(f"{VARIABLE}: {name} is {value:.12g}; expected {limits}.")
+        check(self, f"{VARIABLE}: ")
+        if self.limit < self.block:
+            raise ValueError(f"{VARIABLE}: limit is {self.limit:.12g}: expected at least a block, {self.block:.12g}.")
 
     def allows(self, host: str) -> bool:
         """Whether data may come from a host (of s3 and the like: a bucket)."""
@@ -66,8 +55,8 @@ def remote_config() -> RemoteConfig:
         number = _number(value)
         if name == "hosts" and _HOST.fullmatch(value):
             hosts.append(value.lower())
-        elif name in _RANGES and number is not None:
-            numbers[name] = int(number) if kinds[name] == "int" and number <= _RANGES[name][1] else number
+        elif name in kinds and name != "hosts" and number is not None:
+            numbers[name] = int(number) if kinds[name] == "int" and math.isfinite(number) else number
         else:
             expected = f"Expected {', '.join(kinds)}, such as limit=200GB hosts=data.org,*.data.org."
             raise ValueError(f"{VARIABLE}: {scrubbed(word)[:100]!r} is no setting. {expected}")

@@ -1,15 +1,14 @@
-"""Where the members of a plain tar lie, by its headers alone (POSIX.1-2001 pax, ustar, GNU); nothing is ever extracted.
+"""Positions of the members of a plain tar, from its headers alone (POSIX.1-2001 pax, ustar, GNU); nothing is extracted.
 
-Sizes and names in headers are claims of strangers: each read is bounded, each step leads forward, and what cannot be
-is damage, at which reading ends. `tarfile`, which the tests compare with, follows negative sizes backwards and makes
-room for whatever size a pax header claims.
+Sizes and names in headers may be hostile: each read is bounded, each step leads forward, and an impossible value is
+damage, which ends reading. `tarfile`, which the tests compare with, follows negative sizes backwards and allocates
+whatever size a pax header claims.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,7 +16,7 @@ from kiloword.data.files import PositionlessFile
 
 
 class FileTimes(Protocol):
-    """The part of `os.stat` that decides whether an index still holds."""
+    """The part of `os.stat` that decides whether an index is still valid."""
 
     @property
     def st_size(self) -> int: ...
@@ -26,7 +25,7 @@ class FileTimes(Protocol):
 
 
 class ReadableFile(Protocol):
-    """A file that is no path of this machine."""
+    """A file that is not a local path."""
 
     def stat(self) -> FileTimes: ...
     def read(self, offset: int, size: int) -> bytes:
@@ -34,17 +33,17 @@ class ReadableFile(Protocol):
 
 
 BLOCK = 512
-_PADDING = 1 << 20  # zeros that may stand behind the end; tar itself writes at most 10 kB
+_PADDING = 1 << 20  # zeros that may follow the end; tar itself writes at most 10 kB
 _LONGEST = 1 << 20  # bytes of a long name or of a pax header; paths have at most 4096
 _REGULAR = (b"0", b"\0", b"7")
-_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes: their size says nothing
+_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes: their size has no meaning
 _PAX, _GLOBAL, _LONG_NAME, _LONG_LINK, _SPARSE = (b"x", b"X"), b"g", b"L", b"K", b"S"
-_HOLES = b"GNU.sparse"  # several keys, of which one is kept: such a file does not lie in one piece
+_HOLES = b"GNU.sparse"  # stands for all keys with this prefix: the data of such a file is not contiguous
 _RECORD = re.compile(rb"(\d{1,9}) ([^=]{1,4096})=")
 
 
 class Damage(Exception):
-    """What stands here is no header of a tar."""
+    """The bytes are not a header of a tar."""
 
 
 class Member(NamedTuple):
@@ -55,16 +54,8 @@ class Member(NamedTuple):
     size: int
 
 
-@dataclass
-class _Extended:
-    """What the headers before a member say about it."""
-
-    name: bytes | None = None  # GNU's long name
-    pax: dict[bytes, bytes] = field(default_factory=dict)
-
-
 class Tar:
-    """Iterates over a tar's regular files; then `note` says what is wrong with the tar.
+    """Iterates over a tar's regular files; afterwards `note` says what is wrong with the tar.
 
     Errors: ValueError when the file does not begin as a plain tar; OSError when it cannot be read.
     """
@@ -75,46 +66,50 @@ class Tar:
         self._end = path.stat().st_size
 
     def __iter__(self) -> Iterator[Member]:
-        position, extended, shared = 0, _Extended(), dict[bytes, bytes]()
+        position, shared = 0, dict[bytes, bytes]()  # pax records of all later members
+        long_name, pax = b"", dict[bytes, bytes]()  # of the next member
         while (header := self._header(position)) is not None:
             kind, data = header[156:157], position + BLOCK
             try:
                 size = number(header[124:136])
                 if kind in (*_PAX, _GLOBAL, _LONG_NAME, _LONG_LINK):
-                    self._extend(kind, self._body(data, size), extended, shared)
-                    position = data + _blocks(size)
+                    body, position = self._body(data, size), data + _blocks(size)
+                    if kind == _LONG_NAME:
+                        long_name = _text(body)
+                    elif kind in _PAX:
+                        pax = dict(_pax_records(body))
+                    elif kind == _GLOBAL:
+                        shared |= dict(_pax_records(body))
                     continue
-                pax = shared | extended.pax
-                size = _pax_size(pax, size)
+                records = shared | pax
+                size = _pax_size(records, size)
                 position = self._next(kind, data, size)
-                name = self._name(header, extended, pax)
             except Damage:
                 self.note = f"damaged at byte {data - BLOCK:,}; what follows is not read"
                 return
-            if kind in _REGULAR and not name.endswith(b"/") and _HOLES not in pax:
+            name = records.get(b"path", long_name or _short_name(header))
+            if kind in _REGULAR and not name.endswith(b"/") and _HOLES not in records:
                 yield Member(name.decode("utf-8", "surrogateescape"), data, min(size, self._end + 1))
-            extended = _Extended()
+            long_name, pax = b"", {}
 
     def _header(self, position: int) -> bytes | None:
-        """The header there; None, with the note, where the tar ends, well or badly."""
+        """The header there; None, with the note, where the tar ends, intact or damaged."""
         block = self._file.read(position, BLOCK) if position < self._end else b""
-        if not _is_header(block):
-            if position == 0 and (len(block) < BLOCK or any(block)):
-                raise self._refusal(block)
-            self.note = self._ending(block, position)
-            return None
-        return block
-
-    def _refusal(self, block: bytes) -> ValueError:
-        what = "the file is empty" if not block else "it does not begin with a header of a tar"
-        return ValueError(
-            f"{self.path} cannot be read as a plain tar ({what}). Compressed tars have no byte offsets: unpack the .gz."
-        )
+        if _is_header(block):
+            return block
+        if position == 0 and (len(block) < BLOCK or any(block)):
+            what = "the file is empty" if not block else "it does not begin with a header of a tar"
+            raise ValueError(
+                f"{self.path} cannot be read as a plain tar ({what}). Compressed tars have no byte offsets: unpack the "
+                ".gz."
+            )
+        self.note = self._ending(block, position)
+        return None
 
     def _ending(self, block: bytes, position: int) -> str:
-        """A whole tar ends with blocks of zeros; anything else is damage.
+        """A complete tar ends with blocks of zeros; anything else is damage.
 
-        Behind the end may stand a second tar (`cat a.tar b.tar`), or the zeros of a download that never finished.
+        After the end may come a second tar (`cat a.tar b.tar`), or the zeros of a download that never finished.
         """
         if len(block) < BLOCK:
             return f"cut at byte {self._end:,}"
@@ -125,45 +120,22 @@ class Tar:
         return f"ended at byte {position:,}; what follows is not read" if more else ""
 
     def _body(self, data: int, size: int) -> bytes:
-        """The bytes of a header that speaks about the next member."""
+        """The bytes of a header that describes the next member."""
         if size > _LONGEST:
             raise Damage
         return self._file.read(data, size)
 
-    def _extend(self, kind: bytes, body: bytes, extended: _Extended, shared: dict[bytes, bytes]) -> None:
-        if kind == _LONG_NAME:
-            extended.name = _text(body)
-        elif kind in _PAX:
-            extended.pax = dict(_pax_records(body))
-        elif kind == _GLOBAL:
-            shared |= dict(_pax_records(body))
-
     def _next(self, kind: bytes, data: int, size: int) -> int:
-        """Where the header after a member stands."""
-        if kind == _SPARSE:
-            data = self._behind_sparse_map(data)
+        """The position of the header after a member."""
+        if kind == _SPARSE:  # old GNU format: blocks that list holes follow as long as a flag in each says so
+            more = self._file.read(data - BLOCK, BLOCK)[482:483]
+            while more not in (b"", b"\0"):
+                more, data = self._file.read(data, BLOCK)[504:505], data + BLOCK
         return data if kind in _WITHOUT_DATA else data + _blocks(size)
-
-    def _behind_sparse_map(self, data: int) -> int:
-        """Old GNU sparse files go on with blocks that list their holes, as long as a flag in each says so."""
-        block = self._file.read(data - BLOCK, BLOCK)
-        more = block[482:483]
-        while more not in (b"", b"\0"):
-            more, data = self._file.read(data, BLOCK)[504:505], data + BLOCK
-        return data
-
-    def _name(self, header: bytes, extended: _Extended, pax: dict[bytes, bytes]) -> bytes:
-        if b"path" in pax:
-            return pax[b"path"]
-        if extended.name is not None:
-            return extended.name
-        name, prefix = _text(header[:100]), _text(header[345:500])
-        posix = header[257:263] == b"ustar\0"
-        return prefix + b"/" + name if posix and prefix else name
 
 
 def number(raw: bytes) -> int:
-    """A header's number: octal digits, or big-endian behind a byte 0x80. Raises Damage, also for negative ones."""
+    """A header's number: octal digits, or big-endian after a byte 0x80. Raises: Damage, also for negative ones."""
     if raw[0] == 0x80:
         return int.from_bytes(raw[1:], "big")
     digits = raw.split(b"\0")[0].strip(b" ")
@@ -185,15 +157,20 @@ def _is_header(block: bytes) -> bool:
     return stated == total or stated == total - 256 * sum(byte > 127 for byte in rest)
 
 
+def _short_name(header: bytes) -> bytes:
+    name, prefix = _text(header[:100]), _text(header[345:500])
+    return prefix + b"/" + name if header[257:263] == b"ustar\0" and prefix else name
+
+
 def _pax_records(body: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """What matters here of `LENGTH KEY=VALUE\\n`, one after the other; the length counts the whole record."""
+    """The needed records of a sequence of `LENGTH KEY=VALUE\\n`; the length counts the whole record."""
     position = 0
     while position < len(body) and body[position]:
-        found = _RECORD.match(body, position)
-        end = position + int(found[1]) if found else 0
-        if not found or not found.end() < end <= len(body) or body[end - 1 : end] != b"\n":
+        match = _RECORD.match(body, position)
+        end = position + int(match[1]) if match else 0
+        if not match or not match.end() < end <= len(body) or body[end - 1 : end] != b"\n":
             raise Damage
-        key, value = found[2], body[found.end() : end - 1]
+        key, value = match[2], body[match.end() : end - 1]
         if key in (b"path", b"size"):
             yield key, value
         elif key.startswith(_HOLES):
@@ -214,5 +191,5 @@ def _text(raw: bytes) -> bytes:
 
 
 def _blocks(size: int) -> int:
-    """Rounded up to whole blocks."""
+    """`size` rounded up to whole blocks."""
     return -(-size // BLOCK) * BLOCK

@@ -591,7 +591,7 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="KILOWORD_REMOTE"):
             remote_config()
     monkeypatch.setenv("KILOWORD_REMOTE", "limit=1")
-    with pytest.raises(ValueError, match="limit is 1; expected at least 8388608"):
+    with pytest.raises(ValueError, match="limit is 1: expected at least a block, 8388608"):
         remote_config()
 
 

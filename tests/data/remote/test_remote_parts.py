@@ -243,8 +243,8 @@ def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [config.allows(host) for host in ("A.ORG.", "x.b.org", "b.org", "xa.org")] == [True, True, False, False]
     assert RemoteConfig().allows("any")
     for name, low, most in (("retries", 0, 1000), ("timeout", 0.001, 86_400), ("threads", 1, 256), ("ahead", 0, 10**9)):
-        for value, word in ((low - 0.01 if name == "timeout" else low - 1, "at least"), (most + 1, "at most")):
-            with pytest.raises(ValueError, match=f"{name} is .*; expected {word}"):
+        for value in (low - 0.01 if name == "timeout" else low - 1, most + 1):
+            with pytest.raises(ValueError, match=f"KILOWORD_REMOTE: {name} is .*: expected {low:g} to {most}"):
                 RemoteConfig(**{name: value})
         RemoteConfig(**{name: low})
         RemoteConfig(**{name: most})
