@@ -15,7 +15,6 @@ from PIL import Image
 
 from kiloword.config.recipes import TextConfig
 from kiloword.data import inspect
-from kiloword.data.hierarimgs.writer import _empty
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import as_list, is_one, kind, prepare
 from kiloword.data.inspect import check, digest_all, local_tars
@@ -291,11 +290,6 @@ def test_looking_at_a_data_set_in_chunks(monkeypatch: pytest.MonkeyPatch, tmp_pa
     again: Any = open_source(str(tar))
     assert len(digest) == 32
     assert again.digest
-    (tmp_path / "x").mkdir()
-    for name in ("0.tar", ".lock"):
-        (tmp_path / "x" / name).write_bytes(b"")
-    _empty(tmp_path / "x")
-    assert os.listdir(tmp_path / "x") == [".lock"]
 
 
 def test_bad_rows_are_counted_up_to_their_share() -> None:
