@@ -6,8 +6,7 @@ from kiloword import evaluation
 from kiloword.api import Matcher
 from kiloword.data.scenes.sample import GROUP
 from kiloword.data.scenes.world import TASKS
-from kiloword.quickstart.contestants import TrainedModel, draw_all
-from kiloword.quickstart.judge import within_groups
+from kiloword.quickstart.judge import draw_all, within_groups
 
 RECALL = {  # columns of a table: heading -> metric
     "R@1 text": "text_retrieval_recall@1",
@@ -52,7 +51,6 @@ def _numbers(matcher: Matcher, task: str, src: str) -> dict[str, float]:
 def _hard(matcher: Matcher, n: int) -> dict[str, float]:
     size = matcher.model.config.image.size
     scenes = draw_all(f"scenes:test?hard=shape&n={n // GROUP * GROUP}", size)
-    judged = within_groups(
-        TrainedModel(matcher), matcher.encode_image(scenes.pixels), matcher.encode_text(scenes.captions)
-    )
+    images, texts = matcher.encode_image(scenes.pixels), matcher.encode_text(scenes.captions)
+    judged = within_groups(matcher.score, images, texts)
     return {f"hard_{name}": value for name, value in judged.items()}

@@ -30,6 +30,11 @@ class BaselineSample:
     captions: list[list[str]]
     labels: list[int | None]
 
+    def pairs(self) -> tuple[list[str], list[int]]:
+        """All captions, and the image of each."""
+        pairs = [(caption, i) for i, captions in enumerate(self.captions) for caption in captions]
+        return [caption for caption, _ in pairs], [i for _, i in pairs]
+
 
 def histogram(images: Tensor) -> Tensor:
     """Square roots of the colour histograms of uint8 [N, 3, H, W]: [N, BINS^3] float64, of norm 1."""
@@ -65,32 +70,58 @@ def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
     return weights
 
 
+def class_scores(train: Tensor, labels: Tensor, test: Tensor, classes: int) -> Tensor:
+    """Scores [N, C] of images for classes by least squares.
+
+    Args: histograms [M, BINS^3] with labels [M] to learn from; histograms [N, BINS^3] to score.
+    """
+    return _constant(test) @ ridge(_constant(train), torch.nn.functional.one_hot(labels, classes).double())
+
+
 def classify(train: Source, test: Source, n: int = 2000) -> Iterator[tuple[str, float]]:
     """`acc1`, `acc5`, `mean_per_class_recall` of least squares from histograms to classes, fitted on n images."""
     train_sample, test_sample = read(train, n), read(test, len(test))
     train_labels, test_labels = _labels(train, train_sample), _labels(test, test_sample)
     classes = int(max(train_labels.max(), test_labels.max())) + 1
-    weights = ridge(_constant(train_sample.colours), torch.nn.functional.one_hot(train_labels, classes).double())
-    true = torch.nn.functional.one_hot(test_labels, classes).bool()
-    yield from classification(standing(_constant(test_sample.colours) @ weights, true), test_labels, classes)
+    scores = class_scores(train_sample.colours, train_labels, test_sample.colours, classes)
+    yield from classification(
+        standing(scores, torch.nn.functional.one_hot(test_labels, classes).bool()), test_labels, classes
+    )
+
+
+class ColourMatcher:
+    """Scores images and captions by the cosine of a histogram and its prediction from the words of the caption."""
+
+    def __init__(self, sample: BaselineSample) -> None:
+        captions, images = sample.pairs()
+        self.vocabulary = sorted({word for caption in captions for word in words(caption)})
+        self.mean = sample.colours.mean(0)
+        self.weights = ridge(bags(captions, self.vocabulary), (sample.colours - self.mean)[images])  # [V + 1, BINS^3]
+
+    def images(self, colours: Tensor) -> Features:
+        """Of histograms [N, BINS^3]."""
+        return {"vec": torch.nn.functional.normalize(colours - self.mean, dim=1)}
+
+    def texts(self, captions: Sequence[str]) -> Features:
+        """Of T captions."""
+        return {"vec": torch.nn.functional.normalize(bags(captions, self.vocabulary) @ self.weights, dim=1)}
+
+
+def dot(images: Features, texts: Features) -> Tensor:
+    """Scores [N, T]: products of the vectors."""
+    return images["vec"] @ texts["vec"].T
 
 
 def retrieve(train: Source, test: Source, n: int = 2000, ks: Sequence[int] = (1, 5, 10)) -> Iterator[tuple[str, float]]:
-    """Image and text recall by the cosine of histograms and their prediction from caption words, fitted on n images."""
+    """Image and text recall by a `ColourMatcher`, fitted on n images."""
     train_sample, test_sample = read(train, n), read(test, len(test))
-    train_captions = [(caption, i) for i, captions in enumerate(train_sample.captions) for caption in captions]
-    test_captions = [(caption, i) for i, captions in enumerate(test_sample.captions) for caption in captions]
-    if not train_captions or not test_captions:
-        raise ValueError(f"{(train if not train_captions else test).name} has no captions for the colour baseline")
-    vocabulary = sorted({word for caption, _ in train_captions for word in words(caption)})
-    mean = train_sample.colours.mean(0)
-    weights = ridge(
-        bags((c for c, _ in train_captions), vocabulary), (train_sample.colours - mean)[[i for _, i in train_captions]]
-    )
-    texts = _unit(bags((c for c, _ in test_captions), vocabulary) @ weights)
-    yield from retrieval(
-        _cosine, _unit(test_sample.colours - mean), texts, torch.tensor([i for _, i in test_captions]), ks
-    )
+    captions, images = test_sample.pairs()
+    if not any(train_sample.captions) or not captions:
+        name = test.name if any(train_sample.captions) else train.name
+        raise ValueError(f"{name} has no captions for the colour baseline")
+    matcher = ColourMatcher(train_sample)
+    features = matcher.images(test_sample.colours), matcher.texts(captions)
+    yield from retrieval(dot, *features, torch.tensor(images), ks)
 
 
 def words(caption: str) -> list[str]:
@@ -118,11 +149,3 @@ def _labels(source: Source, sample: BaselineSample) -> Tensor:
 
 def _constant(colours: Tensor) -> Tensor:
     return torch.cat([colours, torch.ones(len(colours), 1, dtype=colours.dtype)], 1)
-
-
-def _unit(vectors: Tensor) -> Features:
-    return {"vec": torch.nn.functional.normalize(vectors, dim=1)}
-
-
-def _cosine(images: Features, texts: Features) -> Tensor:
-    return images["vec"] @ texts["vec"].T

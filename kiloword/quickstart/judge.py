@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kiloword.api import Matcher
+from kiloword.data.reading import eval_batches
 from kiloword.data.scenes.sample import GROUP
 from kiloword.data.scenes.source import ScenesSource
 from kiloword.data.scenes.world import TASKS, SceneRows, label
 from kiloword.data.sources.open import mix, open_source
 from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import classification, recall_at, standing
-from kiloword.evaluation.retrieval.relevance import true_relevance
+from kiloword.evaluation.retrieval.relevance import Score, true_relevance
 from kiloword.evaluation.retrieval.task import retrieval
 from kiloword.evaluation.zeroshot.task import classifier
-from kiloword.model.encoding import rows
-from kiloword.quickstart.contestants import Chance, Colours, Contestant, Scenes, TrainedModel, colour_classes, draw_all
+from kiloword.model.encoding import chunks, rows
 from kiloword.quickstart.results import Compared, Figures, Hit, Metrics, Misses, QueryHits, SampleSizes, TaskFigures
-from kiloword.types import Features, Source
+from kiloword.types import Features
 
 BEST = 5  # images shown for a query
 ATTRIBUTES = ("shape", "colour", "size", "fill")  # in the order of `world.SceneRows`
@@ -35,39 +37,79 @@ QUERIES = (  # beside two full descriptions of held-out scenes
 )
 
 
+@dataclass(frozen=True)
+class Scenes:
+    """A set of scenes, drawn."""
+
+    source: ScenesSource
+    pixels: Tensor  # uint8 [N, 3, H, W]
+    captions: list[str]  # [N], the first of each scene
+
+    @cached_property
+    def colours(self) -> Tensor:
+        """Histograms [N, BINS^3]."""
+        return baseline.histogram(self.pixels)
+
+
+def draw_all(src: str, size: int) -> Scenes:
+    """Draw every image that `src` (scenes:...) names, `size` pixels a side."""
+    source = open_source(src, size)
+    assert isinstance(source, ScenesSource)
+    parts = list(eval_batches(source, size))
+    return Scenes(source, torch.cat([part.images for part in parts]), [c[0] for part in parts for c in part.captions])
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Embeds both sides, and scores every image against every text; higher is a better match."""
+
+    images: Callable[[Scenes], Features]
+    texts: Callable[[Sequence[str]], Features]
+    score: Score
+
+
+# The same score for every pair: metrics then are what luck gives.
+CHANCE = Contestant(
+    lambda scenes: {"vec": torch.zeros(len(scenes.pixels), 1)},
+    lambda captions: {"vec": torch.zeros(len(captions), 1)},
+    baseline.dot,
+)
+
+
 def judge(matcher: Matcher, trained_on: Sequence[str], sizes: SampleSizes) -> Figures:
     """All figures of a model, beside histograms of colours that learn from `sizes.baseline` training images."""
     size = matcher.model.config.image.size
-    seen = baseline.read(_training(trained_on, size), sizes.baseline, size)
-    contestants: dict[str, Contestant] = {"model": TrainedModel(matcher), "colours": Colours(seen), "chance": Chance()}
+    opened = [open_source(s, size) for s in trained_on]
+    training = opened[0] if len(opened) == 1 else mix(opened, (1.0,) * len(opened))
+    colours = baseline.ColourMatcher(baseline.read(training, sizes.baseline, size))
+    contestants = {
+        "model": Contestant(lambda scenes: matcher.encode_image(scenes.pixels), matcher.encode_text, matcher.score),
+        "colours": Contestant(lambda scenes: colours.images(scenes.colours), colours.texts, baseline.dot),
+        "chance": CHANCE,
+    }
+
+    def compare(measure: Callable[[str, Contestant], Iterable[tuple[str, float]]]) -> Compared:
+        return Compared(**{name: dict(measure(name, contestant)) for name, contestant in contestants.items()})
+
     held_out = draw_all(f"scenes:test?n={sizes.retrieval}", size)
-    features = {name: c.images(held_out.pixels) for name, c in contestants.items()}
+    images = {name: c.images(held_out) for name, c in contestants.items()}
     texts = {name: c.texts(held_out.captions) for name, c in contestants.items()}
     own = torch.arange(sizes.retrieval)
-    scores = matcher.score(features["model"], texts["model"])  # [I, T]
 
     def general(level: int) -> Compared:
         captions, truth = _of_level(level, sizes.retrieval)
-        return _compare(contestants, lambda n, c: dict(true_relevance(c.score, features[n], c.texts(captions), truth)))
+        return compare(lambda name, c: true_relevance(c.score, images[name], c.texts(captions), truth))
 
+    hard = draw_all(f"scenes:test?hard=shape&n={sizes.hard}", size)
     return Figures(
-        retrieval=_compare(contestants, lambda n, c: dict(retrieval(c.score, features[n], texts[n], own))),
+        retrieval=compare(lambda name, c: retrieval(c.score, images[name], texts[name], own)),
         general={"1": general(1), "2": general(2)},
-        hard=_hard(contestants, draw_all(f"scenes:test?hard=shape&n={sizes.hard}", size)),
+        hard=compare(lambda _, c: within_groups(c.score, c.images(hard), c.texts(hard.captions)).items()),
         tasks=_tasks(matcher, sizes, size),
-        misses=misses(scores, held_out),
-        gallery=_gallery(matcher, features["model"], held_out),
+        misses=misses(matcher.score(images["model"], texts["model"]), held_out),
+        gallery=_gallery(matcher, images["model"], held_out),
         image_size=size,
     )
-
-
-def _training(sources: Sequence[str], size: int) -> Source:
-    opened = [open_source(s, size) for s in sources]
-    return opened[0] if len(opened) == 1 else mix(opened, (1.0,) * len(opened))
-
-
-def _compare(contestants: dict[str, Contestant], measure: Callable[[str, Contestant], Metrics]) -> Compared:
-    return Compared(**{name: measure(name, contestant) for name, contestant in contestants.items()})
 
 
 def _of_level(level: int, n: int) -> tuple[list[str], Tensor]:
@@ -78,18 +120,10 @@ def _of_level(level: int, n: int) -> tuple[list[str], Tensor]:
     return captions, torch.from_numpy(source.relevance(captions, range(n)))
 
 
-def _hard(contestants: dict[str, Contestant], scenes: Scenes) -> Compared:
-    def measure(name: str, c: Contestant) -> Metrics:
-        return within_groups(c, c.images(scenes.pixels), c.texts(scenes.captions))
-
-    return _compare(contestants, measure)
-
-
-def within_groups(contestant: Contestant, images: Features, texts: Features) -> Metrics:
+def within_groups(score: Score, images: Features, texts: Features) -> Metrics:
     """Recall@1 both ways among the eight images and the eight captions of each group; rows i belong together."""
-    scores = torch.stack(
-        [contestant.score(rows(images, g), rows(texts, g)) for g in _groups(len(images["vec"]))]
-    )  # [groups, 8, 8], images before texts
+    groups = chunks(len(images["vec"]), GROUP)
+    scores = torch.stack([score(rows(images, group), rows(texts, group)) for group in groups])  # [groups, 8, 8]
     own = torch.eye(GROUP, dtype=torch.bool).repeat(len(scores), 1)
     return {
         "text_retrieval_recall@1": recall_at(scores.flatten(0, 1), own, 1).mean().item(),
@@ -97,20 +131,15 @@ def within_groups(contestant: Contestant, images: Features, texts: Features) -> 
     }
 
 
-def _groups(n: int) -> list[slice]:
-    return [slice(start, start + GROUP) for start in range(0, n, GROUP)]
-
-
 def _tasks(matcher: Matcher, sizes: SampleSizes, size: int) -> dict[str, TaskFigures]:
     """Every class task; those of one object share their images."""
-    found: dict[str, TaskFigures] = {}
+    figures: dict[str, TaskFigures] = {}
     for group in (("colour", "shape", "fill"), ("count",)):
         test = draw_all(f"scenes:test?task={group[0]}&n={sizes.classes}", size)
         train = draw_all(f"scenes?task={group[0]}&n={sizes.baseline}&captions=1", size)
         images = matcher.encode_image(test.pixels)
-        for name in group:
-            found[name] = _task(matcher, name, images, test, train)
-    return found
+        figures |= {name: _task(matcher, name, images, test, train) for name in group}
+    return figures
 
 
 def _task(matcher: Matcher, name: str, images: Features, test: Scenes, train: Scenes) -> TaskFigures:
@@ -119,7 +148,7 @@ def _task(matcher: Matcher, name: str, images: Features, test: Scenes, train: Sc
     prompts = classifier(matcher.model, matcher.tokenizer, task.classnames, task.templates)
     scores = {
         "model": matcher.score(images, prompts),
-        "colours": colour_classes(train.colours, _labels(name, train), test.colours, classes),
+        "colours": baseline.class_scores(train.colours, _labels(name, train), test.colours, classes),
         "chance": torch.zeros(len(labels), classes),
     }
     true = torch.nn.functional.one_hot(labels, classes).bool()
@@ -162,10 +191,9 @@ def _gallery(matcher: Matcher, images: Features, scenes: Scenes) -> tuple[QueryH
     captions = [text for _, text in queries]
     scores = matcher.score(images, matcher.encode_text(captions)).T  # [T, I]
     truth = scenes.source.relevance(captions, range(len(scenes.captions)))  # [T, I]
-    return tuple(_found(*query, s, t) for query, s, t in zip(queries, scores, truth, strict=True))
-
-
-def _found(level: int, text: str, scores: Tensor, truth: np.ndarray) -> QueryHits:
-    best = scores.argsort(descending=True, stable=True)[:BEST].tolist()
-    hits = tuple(Hit(row=r, score=float(scores[r]), match=bool(truth[r])) for r in best)
-    return QueryHits(level=level, text=text, matches=int(truth.sum()), hits=hits)
+    gallery = []
+    for (level, text), s, t in zip(queries, scores, truth, strict=True):
+        best = s.argsort(descending=True, stable=True)[:BEST].tolist()
+        hits = tuple(Hit(row=r, score=float(s[r]), match=bool(t[r])) for r in best)
+        gallery.append(QueryHits(level=level, text=text, matches=int(t.sum()), hits=hits))
+    return tuple(gallery)

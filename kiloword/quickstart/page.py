@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kiloword import report
-from kiloword.quickstart.contestants import Scenes
+from kiloword.quickstart.judge import Scenes
 from kiloword.quickstart.results import Compared, Figures, QueryHits, QuickstartResults
 from kiloword.quickstart.words import SIDES, weaknesses
 from kiloword.report import Html, duration, percent, section

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from torch import Tensor
 
 from kiloword import report
 from kiloword.__version__ import __version__
 from kiloword.api import Matcher, load
-from kiloword.checkpoint.files import write_atomic, write_json
+from kiloword.checkpoint.files import atomic, write_json
 from kiloword.config.recipes import Recipe
 from kiloword.config.settings import read_config
 from kiloword.methods.defaults import default_recipe
-from kiloword.quickstart.contestants import draw_all
-from kiloword.quickstart.judge import judge
+from kiloword.quickstart.judge import draw_all, judge
 from kiloword.quickstart.page import page
 from kiloword.quickstart.results import Facts, QuickstartResults, SampleSizes
 from kiloword.quickstart.words import summary
@@ -64,7 +61,8 @@ def quickstart(chosen: Recipe, out: Path, sizes: SampleSizes | None = None) -> Q
     training_s = max(time.perf_counter() - start, _seconds_in_loop(metrics, chosen.batch))
     results = _results(chosen, out, folder, sizes, training_s)
     held_out = draw_all(f"scenes:test?n={sizes.retrieval}", results.judged.image_size)
-    write_atomic(out / "example.png", _png(held_out.pixels[0]))
+    with atomic(out / "example.png") as file:
+        Image.fromarray(held_out.pixels[0].permute(1, 2, 0).numpy()).save(file, "PNG")
     report.write(out / "report.html", page(results, out, metrics, held_out))
     return results
 
@@ -116,10 +114,3 @@ def _seconds_in_loop(metrics: Sequence[dict[str, Any]], batch: int) -> float:
     rows = [row for row in metrics if "pairs_per_s" in row]
     before = [0, *(row["step"] for row in rows[:-1])]
     return float(sum((row["step"] - a) * batch / row["pairs_per_s"] for a, row in zip(before, rows, strict=True)))
-
-
-def _png(image: Tensor) -> bytes:
-    """An image [3, H, W] as a PNG file."""
-    file = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
-    return file.getvalue()

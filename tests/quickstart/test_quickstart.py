@@ -30,8 +30,7 @@ from kiloword.evaluation import baseline
 from kiloword.evaluation.metrics import average_precision
 from kiloword.methods.defaults import default_recipe
 from kiloword.quickstart import run as module
-from kiloword.quickstart.contestants import Chance, Scenes, draw_all
-from kiloword.quickstart.judge import QUERIES, misses, within_groups
+from kiloword.quickstart.judge import CHANCE, QUERIES, Scenes, draw_all, misses, within_groups
 from kiloword.quickstart.results import Compared, QuickstartResults, SampleSizes
 from kiloword.quickstart.run import quickstart, recipe
 from kiloword.quickstart.words import summary, weaknesses
@@ -129,16 +128,16 @@ class Told:
 def test_hard_set_ranks_inside_groups_alone() -> None:
     scores = torch.rand(24, 24, generator=torch.Generator().manual_seed(0))
     told = Told(scores)
-    found = within_groups(told, told.images(scores), told.texts(scores))
+    found = within_groups(told.score, told.images(scores), told.texts(scores))
     right = [scores[:, t][t // 8 * 8 : t // 8 * 8 + 8].argmax().item() == t % 8 for t in range(24)]
     assert found["image_retrieval_recall@1"] == pytest.approx(sum(right) / 24)
     right = [scores[i][i // 8 * 8 : i // 8 * 8 + 8].argmax().item() == i % 8 for i in range(24)]
     assert found["text_retrieval_recall@1"] == pytest.approx(sum(right) / 24)
-    luck = Chance()
-    assert list(within_groups(luck, luck.images(scores), luck.texts(["x"] * 24)).values()) == [1 / 8, 1 / 8]
+    luck = {"vec": torch.zeros(24, 1)}
+    assert list(within_groups(CHANCE.score, luck, CHANCE.texts(["x"] * 24)).values()) == [1 / 8, 1 / 8]
     blocks = torch.block_diag(*[2 * torch.eye(8) for _ in range(3)])
     blocks[:, 0] += 9.0  # another group's caption that fits everything does no harm
-    assert within_groups(Told(blocks), told.images(scores), told.texts(scores))["image_retrieval_recall@1"] == 1
+    assert within_groups(Told(blocks).score, told.images(scores), told.texts(scores))["image_retrieval_recall@1"] == 1
 
 
 def test_hard_set_differs_by_shape_alone_and_captions_tell() -> None:
