@@ -14,7 +14,7 @@
 Results are lines of OUT/gpu-PART.jsonl: one for the machine at each call, then one a run. A run that succeeded with the
 same code is not made again, so the same call goes on where the last one ended. Nothing is downloaded. Git and the
 extras are optional: `--commit` names the code where there is no git, `--wheels` is a folder of wheels for open_clip,
-which otherwise is left out. `--dry` makes the runs of ten-minutes on a CPU at size debug; `--list` prints commands.
+which otherwise is omitted. `--dry` makes the runs of ten-minutes on a CPU at size debug; `--list` prints commands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +37,92 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SHORTEST = 10  # seconds: with less left, a run is not begun
 Row = dict[str, Any]
+
+# Part -> runs: the limit in seconds, then a script of bench/, `kiloword` or `research.NAME` with its arguments. Figures
+# that are quoted come first, so that a slow machine loses only the others. `Here` fills in what is in braces.
+TABLE = """
+ten-minutes
+150 device_check --size b32 --batch 8
+90  syncs
+60  step --size b32 --batch 1024 {timed}
+60  step --size b16 --batch 512 {timed}
+70  step --size l14 --batch 256 {timed}
+120 step --size b32 --batch 1024 {timed} --compile
+120 kiloword train clip --size b32 --data {large} --steps 100 --batch 1024 --out {scratch}/first
+60  llip --images 1024 --repeat 1 --texts 1024 4096 16384
+
+ten-minutes-dry
+150 device_check --size debug --batch 8 --ways fp32 bf16 "bf16, selective checkpointing"
+90  syncs --dry
+60  step --size debug --batch 4 --dtype bf16 --steps 1 --warmup 1
+60  step --size debug --batch 4 --dtype bf16 --steps 1 --warmup 1 --captions 2
+120 kiloword train clip --size debug --data scenes --steps 2 --batch 8 --out {scratch}/first
+60  llip --images 8 --repeat 1 --memory 8 16 --texts 16 32
+
+steps
+150 step --size b32 --batch 1024 {timed}
+150 step --size b32 --batch 1024 {timed} --compile
+150 step --size b16 --batch 512 {timed}
+150 step --size l14 --batch 256 {timed}
+150 step --size b32 --batch 256 {timed} --captions 6
+200 kiloword train siglip --size s16 --data {train} --val {dev} --epochs 30 --out {out}/s16
+60  kiloword eval retrieval {s16} --data {dev} --json {out}/s16-retrieval.json
+150 step --size b32 --batch 1024 {timed} --cudagraphs
+150 step --size b16 --batch 512 {timed} --compile
+150 step --size l14 --batch 256 {timed} --compile
+150 step --size b32 --batch 256 {timed} --captions 6 --compile
+150 step --size b32 --batch 256 {timed}
+150 step --size b32 --batch 32 {timed}
+150 step --size b16 --batch 1024 {timed}
+150 step --size l14 --batch 512 {timed}
+
+llip
+150 llip --images 1024 --texts 1024 4096 16384 32768
+100 llip --images 1024 --k 64 --texts 1024 4096 16384
+100 tokens --size b32 --batch 512 --dtype bf16
+100 captions --size b32 --batch 256 --dtype bf16
+100 captions --size b16 --batch 128 --dtype bf16
+
+scenes
+10000 research.llip --steps 3000
+10000 research.clip_c --steps 3000 --scenes inner
+10000 research.fff --steps 3000
+10000 research.shortcut --steps 2000 --seeds 0
+
+photos
+10000 research.flickr --data {train} --val {dev} --mined --seeds 0 1 2 --batch 256 --steps 700
+
+prolip
+100 prolip --size b32 --batch 512 --dtype bf16 --steps 15
+120 prolip --size b16 --batch 256 --dtype bf16 --steps 15
+100 prolip_pairs --pairs 1024 2048 4096 8192 16384 --chunk 0 1024 --repeat 10
+10000 research.prolip_photos --data {train} --val {dev} --chains {chains} --seeds 0 1 2 --batch 256 --steps 1500
+10000 research.prolip --seeds 0 1 2 --steps 3000
+
+sycoca
+150 sycoca --size b32 --batch 256 --dtype bf16
+150 sycoca --size b32 --batch 64 --captions 5 --dtype bf16
+100 coca --batch 256 --steps 15 --dtype bf16
+60  words --time --repeat 10 --dtype bf16
+10000 research.sycoca_photos --data {train} --val {dev} --seeds 0 --batch 256 --steps 3000
+10000 research.sycoca --seeds 0 1 2 --steps 3000
+
+engines
+120 device_check --size tiny --batch 32
+240 device_check --size b32 --batch 32 --profile
+150 device_check --size b32 --batch 32 --ways fp32 bf16 "bf16, CUDA graph"
+150 torch.distributed.run --size b32 --batch 128 --dtype bf16 --steps 10
+150 torch.distributed.run --size l14 --batch 128 --dtype bf16 --steps 10
+
+loss
+200 loss --images 1024 --texts 4096 8192 16384 32768 65536
+200 loss --images 1024 --texts 4096 16384 --head gaussian contextual --loss softmax sigmoid matching
+
+plan
+400 plan
+150 save --sizes b32 l14
+"""
+PARTS = {name: lines.splitlines() for name, _, lines in (p.partition("\n") for p in TABLE.strip().split("\n\n"))}
 
 
 @dataclass
@@ -53,216 +139,68 @@ class Run:
 
 @dataclass
 class Here:
-    """Where a part runs. Args: data: holds flickr8k and others; scratch: of this call; dry: on a CPU, small."""
+    """Where a part runs. Args: data: holds flickr8k and others; scratch: of this call; device: cpu or cuda."""
 
     data: Path
     out: Path
     scratch: Path
     workers: int
     theirs: bool  # open_clip is installed
-    dry: bool = False
+    device: str = "cuda"
 
-    @property
-    def device(self) -> str:
-        return "cpu" if self.dry else "cuda"
+    def runs(self, part: str) -> Iterator[Run]:
+        """The runs of a part; those of finished models are looked for when the runs before them have ended."""
+        for line in PARTS[part]:
+            limit, words = line.split(maxsplit=1)
+            yield self.run(int(limit), words)
+        if part == "sycoca":
+            dev = self.data / "flickr8k" / "dev"
+            yield from self.pages("sycoca_photos", f"{dev}")
+            yield from self.inside("sycoca_photos", dev / "0.tar")
+            yield from self.pages("sycoca", "scenes:test?n=500&captions=5")
 
-    def step(self, size: str, batch: int, *flags: str, limit: int = 150) -> Run:
-        flags = (*flags, *(() if self.theirs and not self.dry else ("--alone",)))
-        name = " ".join(["step", size, str(batch), *flags])
-        length = ("--steps", "20", "--warmup", "5")
-        if self.dry:
-            size, batch, length = "debug", 4, ("--steps", "1", "--warmup", "1")
-        return self.bench(
-            name, limit, "step", "--size", size, "--batch", str(batch), "--dtype", "bf16", *length, *flags
-        )
+    def run(self, limit: int, line: str) -> Run:
+        """The run of a line of the table, whose text is its name."""
+        train, large = (self.data / name / "train" for name in ("flickr8k", "flickr8k_224"))
+        paths = {"train": train, "dev": train.with_name("dev"), "chains": self.data / "coco_hier" / "dev"}
+        paths["s16"] = self.out / "s16" / "model"
+        data = next((f"{path}" for path in (large, train) if path.exists()), "scenes")
+        timed = "--dtype bf16 --steps 20 --warmup 5" + ("" if self.theirs else " --alone")
+        filled = {**paths, "large": data, "out": self.out, "scratch": self.scratch}
+        quoted = {name: shlex.quote(f"{value}") for name, value in filled.items()}
+        script, *words = shlex.split(line.format(**quoted, timed=timed))
+        needs = tuple(path for name, path in paths.items() if f"{{{name}}}" in line)
+        words += ["--device", self.device]
+        if script == "kiloword":
+            metrics = Path(words[words.index("--out") + 1]) / "metrics.jsonl" if words[0] == "train" else None
+            return Run(line, limit, ["-m", script, *words], metrics, needs=needs)
+        if script.startswith("research."):
+            out = self.out / script.removeprefix("research.")
+            words += ["--out", f"{out}", "--size", "s16", "--jobs", "2", "--workers", f"{self.workers // 2}"]
+            return Run(line, limit, ["-m", script, *words], again=True, needs=needs)
+        if script == "torch.distributed.run":
+            words = ["--standalone", "--nproc-per-node", "gpu", "bench/engines.py", *words]
+            return Run(line, limit, ["-m", script, *words])
+        return Run(line, limit, [f"bench/{script}.py", *words])
 
-    def bench(self, name: str, limit: int, script: str, *flags: str) -> Run:
-        return Run(name, limit, [f"bench/{script}.py", "--device", self.device, *flags])
+    def pages(self, experiment: str, data: str) -> Iterator[Run]:
+        """What the finished models of an experiment write and paint."""
+        for model in sorted((self.out / experiment).glob("*coca-0-*/model")):
+            for kind in ["caption", "reconstruction"] if model.parent.name.startswith("sycoca") else ["caption"]:
+                page = self.out / experiment / f"{model.parent.name}-{kind}"
+                yield self.run(120, f"kiloword eval {kind} {model} --data {data} --html {page}.html --json {page}.json")
 
-    def kiloword(self, name: str, limit: int, *words: str, **more: Any) -> Run:
-        return Run(name, limit, ["-m", "kiloword", *words], **more)
-
-    def experiment(self, name: str, *flags: str, needs: tuple[Path, ...] = ()) -> Run:
-        words = ["--out", f"{self.out / name}", "--size", "s16", "--device", self.device, "--jobs", "2"]
-        workers = ["--workers", str(self.workers // 2)]
-        command = ["-m", f"research.{name}", *words, *workers, *flags]
-        return Run(f"experiment {name}", 10_000, command, again=True, needs=needs)
-
-    @property
-    def photos(self) -> tuple[Path, Path]:
-        return self.data / "flickr8k" / "train", self.data / "flickr8k" / "dev"
-
-    def has(self, *paths: Path) -> bool:
-        return all(path.exists() for path in paths)
-
-
-Part = Callable[[Here], Iterator[Run]]
-
-
-def ten_minutes(here: Here) -> Iterator[Run]:
-    size, dry = ("debug", ["--dry"]) if here.dry else ("b32", [])
-    ways = ["--ways", "fp32", "bf16", "bf16, selective checkpointing"] if here.dry else []  # compiling takes minutes
-    yield here.bench("device against CPU", 150, "device_check", "--size", size, "--batch", "8", *ways)
-    yield here.bench("waits for the GPU", 90, "syncs", *dry)
-    yield here.step("b32", 1024, limit=60)
-    yield here.step("b16", 512, limit=60)
-    yield here.step("l14", 256, limit=70)
-    yield here.step("b32", 1024, "--compile", limit=120) if not here.dry else here.step("b32", 1024, "--captions", "2")
-    yield first_minute(here)
-    texts, images = (["16", "32"], "8") if here.dry else (["1024", "4096", "16384"], "1024")
-    peak = ["--memory", "8", "16"] if here.dry else []
-    yield here.bench("llip pair loss", 60, "llip", "--images", images, "--repeat", "1", *peak, "--texts", *texts)
-
-
-def first_minute(here: Here) -> Run:
-    """A run as a user would start it, with the defaults for the device: how long it waits for data."""
-    train, _ = here.photos
-    large = here.data / "flickr8k_224" / "train"  # at the size of b32
-    data = "scenes" if here.dry else next((f"{path}" for path in (large, train) if path.exists()), "scenes")
-    length = ["--steps", "2", "--batch", "8"] if here.dry else ["--steps", "100", "--batch", "1024"]
-    words = ["train", "clip", "--size", "debug" if here.dry else "b32", "--data", data, *length]
-    out = here.scratch / "first"
-    return here.kiloword(
-        "first minute", 120, *words, "--device", here.device, "--out", f"{out}", metrics=out / "metrics.jsonl"
-    )
-
-
-def steps(here: Here) -> Iterator[Run]:
-    # The figures that are quoted come first, so that a slow machine loses only the others.
-    yield here.step("b32", 1024)
-    yield here.step("b32", 1024, "--compile")
-    yield here.step("b16", 512)
-    yield here.step("l14", 256)
-    yield here.step("b32", 256, "--captions", "6")
-    yield from _trained(here)
-    yield here.step("b32", 1024, "--cudagraphs")
-    yield here.step("b16", 512, "--compile")
-    yield here.step("l14", 256, "--compile")
-    yield here.step("b32", 256, "--captions", "6", "--compile")
-    yield here.step("b32", 256)
-    yield here.step("b32", 32)
-    yield here.step("b16", 1024)
-    yield here.step("l14", 512)
-
-
-def _trained(here: Here) -> Iterator[Run]:
-    (train, dev), out = here.photos, here.out / "s16"
-    words = ["train", "siglip", "--size", "s16", "--data", f"{train}", "--val", f"{dev}", "--epochs", "30"]
-    yield here.kiloword(
-        "train siglip s16 30 epochs", 200, *words, "--out", f"{out}", metrics=out / "metrics.jsonl", needs=(train, dev)
-    )
-    if here.has(out / "model", dev):
-        words = ["eval", "retrieval", f"{out / 'model'}", "--data", f"{dev}"]
-        yield here.kiloword("eval s16 retrieval", 60, *words, "--json", f"{here.out / 's16-retrieval.json'}")
-
-
-def llip(here: Here) -> Iterator[Run]:
-    texts = ["--texts", "1024", "4096", "16384"]
-    yield here.bench("llip pair loss to 32k", 150, "llip", "--images", "1024", *texts, "32768")
-    yield here.bench("llip pair loss K 64", 100, "llip", "--images", "1024", "--k", "64", *texts)
-    half = ("--dtype", "bf16")
-    yield here.bench("tokens b32", 100, "tokens", "--size", "b32", "--batch", "512", *half)
-    yield here.bench("six captions b32", 100, "captions", "--size", "b32", "--batch", "256", *half)
-    yield here.bench("six captions b16", 100, "captions", "--size", "b16", "--batch", "128", *half)
-
-
-def loss(here: Here) -> Iterator[Run]:
-    texts = ["4096", "8192", "16384", "32768", "65536"]
-    yield here.bench("loss memory", 200, "loss", "--images", "1024", "--texts", *texts)
-    every = ["--head", "gaussian", "contextual", "--loss", "softmax", "sigmoid", "matching"]
-    yield here.bench("loss memory, heads", 200, "loss", "--images", "1024", "--texts", "4096", "16384", *every)
-
-
-def plan(here: Here) -> Iterator[Run]:
-    yield here.bench("plan", 400, "plan")
-    yield here.bench("save", 150, "save", "--sizes", "b32", "l14")
-
-
-def scenes(here: Here) -> Iterator[Run]:
-    yield here.experiment("llip", "--steps", "3000")
-    yield here.experiment("clip_c", "--steps", "3000", "--scenes", "inner")
-    yield here.experiment("fff", "--steps", "3000")
-    yield here.experiment("shortcut", "--steps", "2000", "--seeds", "0")
-
-
-def photos(here: Here) -> Iterator[Run]:
-    words = ["--mined", "--seeds", "0", "1", "2", "--batch", "256", "--steps", "700"]
-    yield here.experiment("flickr", *_data(here), *words, needs=here.photos)
-
-
-def _data(here: Here) -> list[str]:
-    train, dev = here.photos
-    return ["--data", f"{train}", "--val", f"{dev}"]
-
-
-def prolip(here: Here) -> Iterator[Run]:
-    cost = ["--dtype", "bf16", "--steps", "15"]
-    yield here.bench("prolip step b32", 100, "prolip", "--size", "b32", "--batch", "512", *cost)
-    yield here.bench("prolip step b16", 120, "prolip", "--size", "b16", "--batch", "256", *cost)
-    pairs = ["--pairs", "1024", "2048", "4096", "8192", "16384", "--chunk", "0", "1024", "--repeat", "10"]
-    yield here.bench("prolip pair loss", 100, "prolip_pairs", *pairs)
-    chains = here.data / "coco_hier" / "dev"
-    words = ["--chains", f"{chains}", "--seeds", "0", "1", "2", "--batch", "256", "--steps", "1500"]
-    yield here.experiment("prolip_photos", *_data(here), *words, needs=(*here.photos, chains))
-    yield here.experiment("prolip", "--seeds", "0", "1", "2", "--steps", "3000")
-
-
-def sycoca(here: Here) -> Iterator[Run]:
-    half = ("--dtype", "bf16")
-    yield here.bench("sycoca steps b32", 150, "sycoca", "--size", "b32", "--batch", "256", *half)
-    five = ["--batch", "64", "--captions", "5"]
-    yield here.bench("sycoca steps b32, five captions", 150, "sycoca", "--size", "b32", *five, *half)
-    yield here.bench("coca step b32 against open_clip", 100, "coca", "--batch", "256", "--steps", "15", *half)
-    yield here.bench("caption loss", 60, "words", "--time", "--repeat", "10", *half)
-    words = ["--seeds", "0", "--batch", "256", "--steps", "3000"]
-    yield here.experiment("sycoca_photos", *_data(here), *words, needs=here.photos)
-    if here.has(*here.photos):
-        dev = here.photos[1]
-        yield from _pages(here, "sycoca_photos", f"{dev}")
-        yield from _inside(here, "sycoca_photos", dev / "0.tar")
-    yield here.experiment("sycoca", "--seeds", "0", "1", "2", "--steps", "3000")
-    yield from _pages(here, "sycoca", "scenes:test?n=500&captions=5")
-
-
-def _pages(here: Here, experiment: str, data: str) -> Iterator[Run]:
-    """What the finished models of an experiment write and paint."""
-    for model in sorted((here.out / experiment).glob("*coca-0-*/model")):
-        kinds = ["caption", "reconstruction"] if model.parent.name.startswith("sycoca") else ["caption"]
-        for kind in kinds:
-            page = here.out / experiment / f"{model.parent.name}-{kind}"
-            words = ["eval", kind, f"{model}", "--data", data, "--device", here.device]
-            yield here.kiloword(f"{kind} {page}", 120, *words, "--html", f"{page}.html", "--json", f"{page}.json")
-
-
-def _inside(here: Here, experiment: str, shard: Path) -> Iterator[Run]:
-    """What the decoders of a finished model do with three photos and one caption of each."""
-    for model in sorted((here.out / experiment).glob("sycoca-0-*/model"))[:1]:
-        with tarfile.open(shard) as tar:
-            names = [name for name in tar.getnames() if not name.endswith(".txt")][:3]
-            captions = [name.rpartition(".")[0] + ".txt" for name in names]
-            tar.extractall(here.scratch, [tar.getmember(name) for name in (*names, *captions)], filter="data")
-        texts = [(here.scratch / name).read_text().splitlines()[0] for name in captions]
-        words = ["score", f"{model}", "--images", *(f"{here.scratch / name}" for name in names), "--texts", *texts]
-        out = here.out / experiment / "inside"
-        yield here.kiloword(f"inside {experiment}", 60, *words, "--explain", f"{out}", "--device", here.device)
-
-
-def engines(here: Here) -> Iterator[Run]:
-    check = ["--batch", "32"]
-    yield here.bench("device against CPU, tiny", 120, "device_check", "--size", "tiny", *check)
-    yield here.bench("device against CPU, b32", 240, "device_check", "--size", "b32", *check, "--profile")
-    ways = ["--ways", "fp32", "bf16", "bf16, CUDA graph"]
-    yield here.bench("CUDA graph against CPU", 150, "device_check", "--size", "b32", *check, *ways)
-    for size in ("b32", "l14"):
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "bench/engines.py"]
-        more = ["--device", here.device, "--dtype", "bf16", "--size", size, "--batch", "128", "--steps", "10"]
-        yield Run(f"engines {size}", 150, [*words, *more])
-
-
-PARTS: dict[str, Part] = {
-    part.__name__.replace("_", "-"): part
-    for part in (ten_minutes, steps, llip, scenes, photos, prolip, sycoca, engines, loss, plan)
-}
+    def inside(self, experiment: str, shard: Path) -> Iterator[Run]:
+        """What the decoders of a finished model do with three photos and one caption of each."""
+        for model in sorted((self.out / experiment).glob("sycoca-0-*/model"))[:1] if shard.exists() else ():
+            with tarfile.open(shard) as tar:
+                names = [name for name in tar.getnames() if not name.endswith(".txt")][:3]
+                captions = [name.rpartition(".")[0] + ".txt" for name in names]
+                tar.extractall(self.scratch, [tar.getmember(name) for name in (*names, *captions)], filter="data")
+            texts = [(self.scratch / name).read_text().splitlines()[0] for name in captions]
+            words = ["score", f"{model}", "--images", *(f"{self.scratch / name}" for name in names), "--texts", *texts]
+            explain = ["--explain", f"{self.out / experiment / 'inside'}", "--device", self.device]
+            yield Run(f"inside {experiment}", 60, ["-m", "kiloword", *words, *explain])
 
 
 @dataclass
@@ -408,25 +346,28 @@ def main() -> int:
     packages = args.out.resolve() / "packages"
     theirs = not args.dry and has_open_clip(args.wheels, packages)
     with tempfile.TemporaryDirectory() as scratch:
-        here = Here(args.data.resolve(), args.out.resolve(), Path(scratch), args.workers, theirs, args.dry)
+        device = "cpu" if args.dry else "cuda"
+        here = Here(args.data.resolve(), args.out.resolve(), Path(scratch), args.workers, theirs, device)
+        part = f"{args.part}{'-dry' if args.dry else ''}"
         if args.list:
-            for run in PARTS[args.part](here):
-                print(f"{run.name}: {shlex.join(['python', *run.command])}")
+            for run in here.runs(part):
+                print(shlex.join(["python", *run.command]))
             return 0
-        name = f"gpu-{args.part}{'-dry' if args.dry else ''}.jsonl"
-        results = Results(args.out / name, commit_of(args.commit))
+        results = Results(args.out / f"gpu-{part}.jsonl", commit_of(args.commit))
         results.add(about or {})
         if args.dry:  # limits are for a card, and a test shares its cores with others
             os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
             args.seconds *= 10
-        good = go(PARTS[args.part](here), results, args.seconds, packages, 10 if args.dry else 1)
+        good = go(here.runs(part), results, args.seconds, packages, 10 if args.dry else 1)
     print(f"results: {results.file}")
     return 0 if good else 1
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS, nargs="?", default="steps")
+    parser.add_argument(
+        "part", choices=[name for name in PARTS if not name.endswith("-dry")], nargs="?", default="steps"
+    )
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="holds flickr8k, coco_hier")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="kept from call to call")
     parser.add_argument("--seconds", type=float, default=560, help="of all runs of this call")
