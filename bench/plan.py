@@ -3,7 +3,7 @@
 FLOPs as torch's FlopCounterMode counts them, activations as saved-tensor hooks see them (each storage once, those that
 still wait when the forward pass is over), the rest by the tensors themselves. The peak is that of the allocator on a
 GPU; on a CPU it is counted on tensors without content, so that b32, l14 and h14 need no memory. Asserts what the
-plan promises: FLOPs within 2%, activations and peak within 15%, the rest exact. Needs torch and numpy alone.
+plan promises: activations within 6%, the peak within 15%, the rest exact. Needs torch and numpy alone.
 
     python bench/plan.py
     python bench/plan.py --device cuda
@@ -20,7 +20,7 @@ import torch
 from plan_measure import CASES, Case, compare
 from plan_peak import compare_peak
 
-ALLOWED = {"flops": 0.02, "activations": 0.15, "peak": 0.15}  # of what is measured; all others exact
+ALLOWED = {"activations": 0.06, "peak": 0.15}  # of what is measured; all others exact
 GPU = (
     Case("siglip", "b32", 512, precision="bf16"),
     Case("siglip", "l14", 128, precision="bf16"),

@@ -1,11 +1,12 @@
-"""What a real step costs: counted FLOPs, bytes of real tensors, what backward waits for. The plan's judge."""
+"""What a real step costs: counted FLOPs, bytes of real tensors, saved activations; and the plan of the same step."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,11 +21,13 @@ from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
 from kiloword.methods.method import Method
 from kiloword.model.model import build
-from kiloword.planning import memory, parameters, step
-from kiloword.planning.shapes import Kernels, Lengths, Load
+from kiloword.planning import gpu
+from kiloword.planning.advice import step_of
+from kiloword.planning.simulation import Simulation
+from kiloword.planning.tracer import IN_PLACE
 from kiloword.training.accumulate import backward
 from kiloword.training.compilation import recompute
-from kiloword.training.learner import Learner, learner_of
+from kiloword.training.learner import Learner
 from kiloword.training.optimizer import Optimizer
 from kiloword.types import Batch, Texts
 
@@ -94,13 +97,6 @@ def _noise(rng: np.random.Generator, rows: int) -> Tensor:
     return torch.from_numpy(rng.normal(size=(rows, TEACHER)).astype(np.float32))
 
 
-def load_of(batch: Batch, kernels: Kernels, captions: int) -> Load:
-    """A batch as the plan sees it."""
-    lengths = batch.texts.starts.diff().view(-1, captions).sum(1)
-    questions = None if batch.questions is None else Lengths.of(batch.questions)
-    return Load(len(batch), Lengths.of(batch.texts, int(lengths.max())), kernels, captions, questions)
-
-
 class Measured:
     """A real learner, its optimizer and a batch."""
 
@@ -121,7 +117,8 @@ class Measured:
     def flops(self) -> float:
         """Of a forward and backward pass, by torch's counter; attention by plain products, which it counts."""
         self.optimizer.zero_grad()
-        counter = FlopCounterMode(display=False)
+        formulas = {op: inspect.unwrap(formula) for op, formula in IN_PLACE.items()}
+        counter = FlopCounterMode(display=False, custom_mapping=formulas)
         with counter, sdpa_kernel(SDPBackend.MATH):
             self.run()
         self.optimizer.zero_grad()
@@ -178,26 +175,46 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def planned(measured: Measured) -> dict[str, float]:
-    """The same figures by the plan's formulas, and with "peak" all that a GPU holds but the allowances."""
-    case, device = measured.case, "cuda" if measured.device.startswith("cuda") else "cpu"
-    learner = learner_of(measured.config, measured.method)
-    kernels = Kernels.of(case.precision, device == "cuda")
-    share, teacher = load_of(measured.batch, kernels, case.captions), TEACHER if measured.method.needs else 0
-    texts = share.texts.texts
-    found = step.step_of(learner, share, case.micro_batches, texts, case.checkpointing, device, teacher=teacher)
-    held = parameters.bytes_of(learner, measured.optim, case.precision)
-    first = load_of(measured.batch.split(case.micro_batches)[0], kernels, case.captions)
-    layout = memory.Layout(1, "ddp", case.checkpointing, case.micro_batches)
-    parts = memory.memory(learner, measured.optim, case.precision, share, layout, texts, device, teacher=teacher)
-    kept = memory.activations(learner, first, case.checkpointing)
+    """The same figures by the plan, and with "peak" all that a GPU holds but the allowances."""
+    case, n = measured.case, measured.case.micro_batches
+    simulation = Simulation(measured.config, measured.method, measured.device.partition(":")[0], case.precision)
+    micro = [without_content(simulation, batch) for batch in measured.batch.split(n)]
+    shares = [share_of(simulation, batch, measured.batch, measured.optim) for batch in micro]
+    layout = gpu.Layout(1, "ddp", case.checkpointing, n)
+    steps = [step_of(share, layout) for share in shares]
+    pairs = shares[0].pairs.forward + shares[0].pairs.backward
+    held = gpu.bytes_of(simulation.learner, measured.optim, case.precision)
+    parts = gpu.memory(shares[0], layout)
+    copies = gpu.half_copies(shares[0].micro, case.checkpointing, sharded=False)
     return {
-        "flops": found.total,
+        "flops": sum(step.total - step.optimizer - pairs for step in steps) / n + pairs,
         "weights": held.weights,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
-        "activations": kept + memory.half_copies(learner, case.precision, case.checkpointing, sharded=False),
+        "activations": parts["activations"] + copies,
         "peak": sum(value for name, value in parts.items() if not name.startswith("allowance")),
     }
+
+
+def without_content(simulation: Simulation, batch: Batch) -> Batch:
+    """A batch whose images and precomputed features have no content."""
+    return replace(
+        batch,
+        images=simulation.empty(*batch.images.shape, dtype=torch.uint8),
+        texts=batch.texts.to("cpu"),
+        image_features={name: simulation.empty(*x.shape) for name, x in batch.image_features.items()},
+        text_features={name: simulation.empty(*x.shape) for name, x in batch.text_features.items()},
+    )
+
+
+def share_of(simulation: Simulation, batch: Batch, whole: Batch, optim: OptimConfig) -> gpu.Share:
+    """What one GPU computes of a whole batch, in micro-batches such as `batch`."""
+    micro, images, texts = simulation.micro_batch(batch)
+    pairs = simulation.pair_loss(images, texts, len(whole), len(whole.texts))
+    rows = gpu.RowBytes.of(images), gpu.RowBytes.of(texts)
+    sizes = len(whole), len(whole.texts), len(whole.texts)
+    learner, precision = simulation.learner, simulation.precision
+    return gpu.Share(learner, optim, precision, simulation.device, *sizes, *rows, micro, pairs)
 
 
 def compare(case: Case, device: str = "cpu") -> dict[str, tuple[float, float]]:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kiloword.cli.plan import planner_of
-from kiloword.planning import parameters
 from kiloword.planning.advice import Option, Planner
-from kiloword.planning.cards import CARDS, GIB
-from kiloword.planning.tables import days_of
+from kiloword.planning.gpu import total
+from kiloword.planning.request import CARDS, GIB
 from kiloword.terminal import say
 
 TEXT_768 = "--model.text.width 768 --model.text.heads 12 --model.text.mlp 3072"
@@ -101,7 +100,7 @@ RATES = {"b32": 797, "b16": 343, "l14": 72}  # pairs/s and A100 that open_clip's
 
 INTRO = """# What a run takes
 
-`kiloword plan METHOD --size L --gpus N --batch B --samples S [--gpu h200]` says before machines are rented how many
+`kiloword plan METHOD --size L --gpus N --batch B --samples S [--gpu h200]` tells before machines are rented how many
 parameters a model has, what arithmetic a pair costs, how memory and traffic of a GPU come about, how long the run takes
 at a stated utilisation, and which of ddp and fsdp, checkpointing and micro-batches is the fastest that fits. It takes
 the method's settings, `--model.*` and `--optim.*` as `train` does; `--json FILE` writes every figure. When nothing fits
@@ -116,15 +115,20 @@ b16's arithmetic most of its.
 
 CHECKS = """## What the figures rest on
 
-Everything is an analytic function of shapes: `kiloword/planning/layers.py` derives a block's arithmetic and what it
-keeps for the backward pass, `towers.py`, `heads.py`, `terms.py` and `pairs.py` the parts of each method, `memory.py`
-and `traffic.py` what follows for a GPU. `python bench/plan.py` compares with real steps: FLOPs (within 2%), weights,
-gradients and optimizer states (exact), activations and the peak (within 15%); `bench/gpu.sh plan` on a GPU.
+Nothing in the plan knows a method: it runs a micro-batch forward and backward by the learner's own code on tensors
+without content (torch's FakeTensorMode; `kiloword/planning/simulation.py`), for a GPU with the kernels that a GPU would
+run, and one block of each shape of the pair loss. Counted are the FLOPs of products and attention, in-place ones too,
+and each storage that autograd saves, so a method of your own is planned like any other; a term that reads values of
+tensors is named as not counted. A block of a tower is measured once for each kind and shape of input; micro-batches
+above 256 images lie on a line through two sizes. Weights, optimizer states, gathered shards and traffic are sums over
+parameters and features (`gpu.py`). `python bench/plan.py` compares with real steps: FLOPs, weights,
+gradients and optimizer states (exact), activations (within 0.1% without checkpointing, 6% with it) and the peak (within
+15%); `bench/gpu.sh plan` on a GPU.
 
 What is not in it: data loading (`kiloword data stats` and the run's own log say how fast that is), evaluation, a frozen
 tower, `--compile` (which keeps less), the network's latency, stragglers and failures. The utilisation is an
 assumption, not a forecast: the last table shows that public runs reach far less. The network between nodes is a guess
-by card (`kiloword/planning/cards.py`); say yours by `--bandwidth`.
+by card (`kiloword/planning/request.py`); set yours with `--bandwidth`.
 """
 
 
@@ -164,11 +168,11 @@ def _summary(planned: Planned) -> str:
     columns = ("run", "M parameters", "GFLOP a pair", "padded", "advice", "GiB", "pairs/s", "days", "GPU hours")
     rows = []
     for setting, planner, best in planned:
-        padded, days = planner.padded(best), days_of(planner, best)
+        padded, days = planner.padded(best), planner.days(best)
         layout = best.layout
         micro_batches = f" x {layout.micro_batches}" if layout.micro_batches > 1 else ""
         advice = f"{layout.parallel}, {layout.checkpointing}, micro-batch {best.micro}{micro_batches}"
-        cells = [setting.name, f"{parameters.total(planner.learner) / 1e6:.1f}"]
+        cells = [setting.name, f"{total(planner.learner) / 1e6:.1f}"]
         cells += [f"{option.step.needed / planner.images / 1e9:.4g}" for option in (best, padded)]
         cells += [advice, f"{best.bytes / GIB:.1f} of {planner.card.memory / GIB:.0f}", f"{planner.rate(best):,.0f}"]
         rows.append([*cells, f"{days:.2f}", f"{24 * days * planner.plan.gpus:,.0f}"])
@@ -196,7 +200,7 @@ def _profiles() -> str:
     for size, (name, millions, image, text) in PROFILES.items():
         planner = planner_of(f"clip --size {size} --samples 1e9 --tokens 77 --batch 1".split())
         work = {w.name: w.forward / 1e9 for w in planner.option("ddp", "none", 1).step.parts}
-        ours = parameters.total(planner.learner) / 1e6
+        ours = total(planner.learner) / 1e6
         cells = [f"{size}, {name}", f"{ours:.2f}", f"{millions:.2f}"]
         cells += [f"{work['image tower']:.2f}", f"{image:.2f}", f"{work['text tower']:.2f}", f"{text:.2f}"]
         rows.append(cells)

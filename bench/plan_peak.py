@@ -14,13 +14,12 @@ from torch.utils._pytree import tree_iter
 from kiloword.config import recipes
 from kiloword.distributed.device import precision_of
 from kiloword.methods.defaults import default_recipe
-from kiloword.model.model import Model
-from kiloword.planning import memory
-from kiloword.planning.shapes import Kernels
+from kiloword.planning import gpu
+from kiloword.planning.simulation import Simulation
 from kiloword.training.compilation import recompute
 from kiloword.training.learner import Learner, learner_of
-from kiloword.types import Batch, Texts
-from plan_measure import Case, batch_of, load_of, method_of
+from kiloword.types import Batch
+from plan_measure import Case, batch_of, method_of, share_of, without_content
 
 STAYS = ("weights", "optimizer states", "average of weights", "images")  # whatever a step does
 
@@ -61,33 +60,16 @@ def compare_peak(case: Case) -> tuple[float, float]:
     """Bytes planned and counted of what a step on one CPU needs beyond weights and optimizer; one micro-batch."""
     assert case.micro_batches == 1, "micro-batches are cut by what tensors hold"
     method, config = method_of(case.method), recipes.sizes()[case.size]
-    learner = learner_of(config, method)
-    batch = batch_of(learner.model.config, case.images, case.captions)
-    share = load_of(batch, Kernels.of(case.precision, cuda=False), case.captions)
-    layout, optim = memory.Layout(1, "ddp", case.checkpointing, 1), default_recipe("", case.size).optim
-    parts = memory.memory(learner, optim, case.precision, share, layout, share.texts.texts, "cpu")
+    simulation = Simulation(config, method, "cpu", case.precision)
+    batch = batch_of(simulation.learner.model.config, case.images, case.captions)
+    share = share_of(simulation, without_content(simulation, batch), batch, default_recipe("", case.size).optim)
+    parts = gpu.memory(share, gpu.Layout(1, "ddp", case.checkpointing, 1))
     planned = sum(value for name, value in parts.items() if name not in STAYS)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        shaped = method.shape(config)
-        model = Model(shaped, method.head(shaped), {name: make(shaped) for name, make in method.towers.items()})
-        recompute(model, case.checkpointing)
-        counted = _counted(Learner(model, method), _without_content(batch, fake), case)
+        learner = learner_of(config, method, "cpu")
+        recompute(learner.model, case.checkpointing)
+        counted = _counted(learner, batch.each(fake.from_tensor), case)
     return planned, counted
-
-
-def _without_content(batch: Batch, fake: FakeTensorMode) -> Batch:
-    def convert(x: Tensor) -> Tensor:
-        found: Tensor = fake.from_tensor(x)
-        return found
-
-    return Batch(
-        images=convert(batch.images),
-        texts=Texts(convert(batch.texts.ids), convert(batch.texts.starts), batch.texts.longest),
-        image_of_text=convert(batch.image_of_text),
-        seeds=convert(batch.seeds),
-        position=convert(batch.position),
-        composed=convert(batch.composed),
-    )
 
 
 def _counted(learner: Learner, batch: Batch, case: Case) -> float:

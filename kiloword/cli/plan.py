@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from kiloword.cli.words import asked, values_of
 from kiloword.config import recipes
 from kiloword.methods.defaults import default_recipe
-from kiloword.planning.cards import card
-from kiloword.planning.request import Plan, check
+from kiloword.planning.request import Plan, card, check
 
 if TYPE_CHECKING:
     from kiloword.planning.advice import Planner

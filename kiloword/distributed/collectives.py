@@ -55,8 +55,13 @@ def process_group(device: str = "cpu", timeout_s: int = 600) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+reduced: list[int] | None = None  # where a list: receives the number of elements of every tensor that is reduced
+
+
 def sum_over_ranks(x: Tensor) -> Tensor:
     """The sum over ranks, without gradient."""
+    if reduced is not None:
+        reduced.append(x.numel())
     if ranks() == 1:
         return x.detach()
     x = x.detach().clone()
@@ -90,6 +95,8 @@ def fill(x: Tensor, values: Tensor) -> None:
 
 def extreme_over_ranks(x: Tensor, which: Literal["most", "least"]) -> Tensor:
     """The elementwise maximum or minimum over ranks, without gradient."""
+    if reduced is not None:
+        reduced.append(x.numel())
     if ranks() == 1:
         return x.detach()
     x = x.detach().clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -14,6 +14,23 @@ from kiloword.distributed import launch
 from kiloword.types import Batch
 
 PrecisionContext = Callable[[], AbstractContextManager[object]]
+_simulated: str | None = None
+
+
+def device_type(device: torch.device) -> str:
+    """Type of a device, by which kernels and block sizes are chosen; inside `simulated` the simulated one."""
+    return _simulated or device.type
+
+
+@contextmanager
+def simulated(device: str) -> Iterator[None]:
+    """Make `device_type` return this type inside, so that fake tensors pass through what another device would run."""
+    global _simulated
+    before, _simulated = _simulated, device
+    try:
+        yield
+    finally:
+        _simulated = before
 
 
 def choose(device: str) -> str:

@@ -16,7 +16,7 @@ from kiloword.types import Features
 # torch 2.13 renamed both; 2.11 has only the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_ALIGNED = 16  # rows of bytes are padded to a multiple of this, so that columns can be viewed in their dtypes
+ALIGNED = 16  # rows of bytes are padded to a multiple of this, so that columns can be viewed in their dtypes
 
 
 def gather_features(features: Features) -> Features:
@@ -106,7 +106,7 @@ def _gather_bytes(constant: Features, counts: Sequence[int]) -> Features:
     order = sorted(constant, key=lambda name: -constant[name].element_size())  # so that each column is aligned
     flat = {name: _matrix(constant[name]).contiguous().view(torch.uint8) for name in order}
     wide = torch.cat(list(flat.values()), 1)
-    rows = _rows_of_all(F.pad(wide, (0, -wide.shape[1] % _ALIGNED)), counts)
+    rows = _rows_of_all(F.pad(wide, (0, -wide.shape[1] % ALIGNED)), counts)
     out, start = {}, 0
     for name, part in flat.items():
         x, end = constant[name], start + part.shape[1]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kiloword.distributed.device import device_type
 from kiloword.types import Texts
 
 HEAD, WIDEST_HEAD = 8, 256  # head sizes of variable-length kernels: multiples of 8, at most 256
@@ -111,7 +112,12 @@ def attention(
         return _dense(q, k, v, None, causal)
     unseen = None if packing_k is None else packing_k.unseen
     half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.is_cuda and half and unseen is None and not (bad_heads(q.shape[-1]) or old_card(q.device.index)):
+    if (
+        device_type(q.device) == "cuda"
+        and half
+        and unseen is None
+        and not (bad_heads(q.shape[-1]) or old_card(q.device.index))
+    ):
         return _varlen(q, k, v, packing_q, packing_k, causal)
     valid = None
     if packing_k is not None:
@@ -173,7 +179,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool) 
     if q.shape[2] == 1:  # the last query attends to all; a branch, as an expression would be symbolic when compiled
         causal = False
     # in half precision torch's CPU kernel is 3 to 9 times slower than plain products; in single precision it is faster
-    plain = q.device.type == "cpu" and q.dtype in (torch.float16, torch.bfloat16)
+    plain = device_type(q.device) == "cpu" and q.dtype in (torch.float16, torch.bfloat16)
     if causal and (plain or mask is not None or q.shape[2] != k.shape[2]):
         lower = _lower(q.shape[2], k.shape[2], q.device)
         mask, causal = lower if mask is None else mask & lower, False

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
+from kiloword.distributed.device import device_type
 from kiloword.model.blocks import Init
 from kiloword.model.pooling import ImagePool, TextPool, at_least_float
 from kiloword.types import Features, Texts
@@ -131,7 +132,7 @@ class Head(nn.Module):
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs to score at once; a pooling with expensive pairs defines `block`."""
         pooling_block = getattr(self.pooling, "block", None)
-        side = BLOCK.get(images["vec"].device.type, BLOCK["cuda"])
+        side = BLOCK.get(device_type(images["vec"].device), BLOCK["cuda"])
         return (side, side) if pooling_block is None else pooling_block(images, texts)
 
     def ensemble(self, texts: Features, group: Tensor, n: int, weights: Tensor | None = None) -> Features:

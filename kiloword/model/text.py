@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kiloword.config.recipes import TextConfig
+from kiloword.distributed.device import device_type
 from kiloword.model.attention import KeyValueCache, Packing
 from kiloword.model.blocks import Block, Init
 from kiloword.types import Texts
@@ -19,7 +20,7 @@ ROWS = 256  # number of packed rows is a multiple of this where kernels are comp
 def _compiles_per_shape(device: torch.device, dtype: torch.dtype) -> bool:
     """Half precision on CPU: every new number of rows compiles and caches kernels, about 20 MB for three layers."""
     half = (torch.bfloat16, torch.float16)
-    if device.type != "cpu":
+    if device_type(device) != "cpu":
         return False
     return dtype in half or (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in half)
 

@@ -1,7 +1,5 @@
-"""Plan the resources of a run: arithmetic, memory, traffic and time as functions of shapes.
+"""Plan a run before it starts: its memory, arithmetic, traffic and time.
 
-`request` says what is asked, `shapes` what one GPU computes at once, `layers`, `towers`, `heads`, `terms` and `pairs`
-what each part of a step costs, `memory` and `traffic` what follows for a GPU, `advice` what fits and how fast it is.
-`measure` compares with a real step, `peak` with one on tensors without content; `allocated` counts what torch really
-allocates.
+`simulation` measures a micro-batch and the pair loss on tensors without content, which `tracer` counts; `gpu` says what
+memory and traffic follow, `advice` what fits and how fast it is, `tables` prints it.
 """

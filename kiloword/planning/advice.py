@@ -2,23 +2,97 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 
+import torch
+
+from kiloword.config.recipes import OptimConfig
 from kiloword.data.transforms.mix import LARGE
 from kiloword.data.transforms.mix import share as composed_share
 from kiloword.data.transforms.settings import MixingSettings
 from kiloword.methods.method import Method
-from kiloword.planning.cards import NODE, Card
-from kiloword.planning.memory import Layout, memory
-from kiloword.planning.request import Plan
-from kiloword.planning.shapes import Kernels, Lengths, Load, text_length
-from kiloword.planning.step import Step, step_of
-from kiloword.planning.traffic import EXPOSED, traffic
-from kiloword.training.learner import Learner, learner_of
+from kiloword.planning.gpu import EXPOSED, Layout, RowBytes, Share, memory, traffic
+from kiloword.planning.request import NODE, Card, Plan
+from kiloword.planning.simulation import PAIRS, MicroBatch, PairLoss, Simulation
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import STACKED, groups
+from kiloword.types import Batch, Features, Texts
 
-CAPTIONS = 6  # of methods that take all: a raw one and five made ones (arXiv:2405.10286)
-QUESTION = 12.0  # tokens
+CAPTIONS = 6  # of methods that take all: one from the web and five generated ones (arXiv:2405.10286)
+QUESTION = 12  # tokens
+ROUNDS = 5  # of Muon's Newton-Schulz iteration: the default of `muon.orthogonal`
+MEASURED = 256  # most images of a simulated micro-batch; larger ones are on the line through this and its half
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOP of one part of a step on one GPU."""
+
+    name: str
+    group: str  # towers, decoders, head, pair loss, terms
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Arithmetic of one step of one GPU."""
+
+    parts: list[Work]
+    micro_batches: int  # of a GPU's share
+    again: float  # FLOP that checkpointing repeats
+    replayed: float  # FLOP of the pass without gradient that several micro-batches need
+    optimizer: float  # FLOP
+    single: float  # FLOP in full precision whatever the run's is
+
+    @property
+    def needed(self) -> float:
+        """FLOP of forward and backward passes, nothing done twice."""
+        return sum(w.forward + w.backward for w in self.parts)
+
+    @property
+    def total(self) -> float:
+        return self.needed + self.again + self.replayed + self.optimizer
+
+
+def step_of(share: Share, layout: Layout) -> Step:
+    """One step of a GPU.
+
+    Several micro-batches of a method with a pair loss encode everything once more, without gradient (GradCache).
+    Checkpointing "whole" repeats the blocks' forward passes; "selective" repeats no product.
+    """
+    micro, pairs, n, method = share.micro, share.pairs, layout.micro_batches, share.learner.method
+    more = [name.replace("_", " ") for name in share.learner.model.more]
+    parts = [Work(name, _group(name, more), n * flop, n * micro.backward[name]) for name, flop in micro.forward.items()]
+    return Step(
+        [*parts, Work(PAIRS, PAIRS, pairs.forward, pairs.backward)],
+        n,
+        n * micro.recomputed if layout.checkpointing == "whole" else 0.0,
+        n * micro.encoding.total() if n > 1 and method.pair_weight else 0.0,
+        newton_schulz(share.learner, share.optim),
+        n * micro.single.total() + pairs.forward + pairs.backward,
+    )
+
+
+def _group(part: str, more: list[str]) -> str:
+    if part in ("image tower", "text tower"):
+        return "towers"
+    return "head" if part == "head" else "decoders" if part in more else "terms"
+
+
+def newton_schulz(learner: Learner, optim: OptimConfig) -> float:
+    """FLOP of Muon: five rounds of x x^T, its square and a product with x, 4 a^2 b + 2 a^3 of a matrix [a, b], a <= b.
+
+    Stacked matrices are made orthogonal separately. AdamW has no products.
+    """
+    total = 0.0
+    for kind, members in groups(learner, optim).items():
+        for name, p in members if kind.endswith("muon") else ():
+            parts = next((n for end, n in STACKED.items() if name.endswith(end)), 1)
+            a, b = sorted((p.shape[0] // parts, p.shape[1]))
+            total += parts * ROUNDS * (4.0 * a * a * b + 2.0 * a**3)
+    return total
 
 
 @dataclass(frozen=True)
@@ -44,57 +118,93 @@ class Planner:
 
     def __init__(self, plan: Plan, method: Method, card: Card) -> None:
         self.plan, self.method, self.card = plan, method, card
-        self.learner: Learner = learner_of(plan.model, method)
         self.device = "cpu" if card.name == "cpu" else "cuda"
+        self.simulation = Simulation(plan.model, method, self.device, plan.precision)
+        self.learner: Learner = self.simulation.learner
         self.captions = plan.captions or _captions(method)
         self.images = plan.batch // plan.gpus
-        self.all_texts = float(plan.batch * self.captions)
-        self.teacher = plan.teacher if set(method.needs) - {"questions", "truth"} else 0
+        self._micro = cache(self._simulated)
 
     @cached_property
     def tokens(self) -> float:
-        """Of a caption as the tower sees it: with the method's own tokens, longer where a transform joins two."""
-        mean = self.plan.tokens
+        """Mean length of a caption in the tower: with the method's own tokens, longer where a transform joins two."""
+        mean, text = self.plan.tokens, self.learner.model.config.text
         for transform in self.method.transforms:
             settings = getattr(transform, "settings", None)
             if isinstance(settings, MixingSettings) and settings.parts != "images":
                 mean += composed_share(settings.rho, LARGE) * (mean - 1)  # "and", no second start and end
-        return text_length(mean, self.learner.model.config.text)
+        return text.context if text.pad_to_context else min(mean + len(text.extra_tokens), text.context)
 
-    def share(self, padded: bool = False) -> Load:
-        """What one GPU gets of a batch; padded: with every caption as long as the context.
+    def batch(self, images: int, padded: bool = False) -> Batch:
+        """A batch of which shapes alone count. Args: padded: captions are as long as the context.
 
         Where attention pads to the longest text of a batch, that is taken to fill the context.
         """
-        kernels = Kernels.of(self.plan.precision, self.device == "cuda")
-        context = float(self.learner.model.config.text.context)
-        texts = Lengths.equal(self.images * self.captions, context if padded else self.tokens, self.captions)
-        if kernels.padded:
-            texts = replace(texts, longest=context, together=context * self.captions)
-        questions = Lengths.equal(self.images, QUESTION) if "questions" in self.method.needs else None
-        return Load(self.images, texts, kernels, self.captions, questions)
+        text, needs, numbers = self.learner.model.config.text, self.method.needs, torch.arange(images)
+        tail = [text.special["end"], *(text.special[name] for name in text.extra_tokens)]
+        word, n = max(text.special.values()) + 1, images * self.captions
+        mean = text.context if padded else self.tokens
+        lengths = (torch.arange(n + 1, dtype=torch.float64) * mean).round().diff().int().tolist()
+        texts = Texts.pack([[text.special["start"], *[word] * (length - 1 - len(tail)), *tail] for length in lengths])
+        if self.device == "cpu" or self.plan.precision != "bf16":
+            texts.longest = text.context
+        empty, size = self.simulation.empty, self.learner.model.config.image.size
+        teachers = [name for name in needs if name not in ("questions", "truth")]
+        image_features = {
+            f"{name}{end}": empty(images, self.plan.teacher) for name in teachers for end in ("", ".texts")
+        }
+        text_features = {name: empty(n, self.plan.teacher) for name in teachers}
+        if "truth" in needs:
+            text_features["truth"] = empty(n, self.plan.batch, dtype=torch.bool)
+        return Batch(
+            images=empty(images, 3, size, size, dtype=torch.uint8),
+            texts=texts,
+            image_of_text=numbers.repeat_interleave(self.captions),
+            seeds=numbers,
+            position=numbers,
+            composed=torch.zeros(images, dtype=torch.bool),
+            image_features=image_features,
+            text_features=text_features,
+            questions=Texts.pack([[word] * QUESTION] * images) if "questions" in needs else None,
+        )
+
+    def _simulated(self, images: int, padded: bool) -> tuple[MicroBatch, Features, Features]:
+        return self.simulation.micro_batch(self.batch(images, padded))
+
+    def micro_batch(self, images: int, padded: bool = False) -> MicroBatch:
+        """What a micro-batch takes: measured up to 256 images, and on a line through two sizes."""
+        most = min(self.images, MEASURED)
+        end = self._micro(most, padded)[0]
+        if images == most:
+            return end
+        least = most // 2
+        return self._micro(least, padded)[0].toward(end, (images - least) / (most - least))
+
+    @cached_property
+    def _pairs(self) -> tuple[PairLoss, RowBytes, RowBytes]:
+        """The pair loss of a step, and features of an image and a text."""
+        _, images, texts = self._micro(min(self.images, MEASURED), False)
+        pairs = self.simulation.pair_loss(images, texts, self.images, self.plan.batch * self.captions, self.plan.chunk)
+        return pairs, RowBytes.of(images), RowBytes.of(texts)
 
     def option(self, parallel: str, checkpointing: str, micro_batches: int, padded: bool = False) -> Option:
         """One way to run."""
-        plan, share = self.plan, self.share(padded)
-        layout = Layout(plan.gpus, parallel, checkpointing, micro_batches)
-        step = step_of(
+        plan, layout = self.plan, Layout(self.plan.gpus, parallel, checkpointing, micro_batches)
+        pairs, image_row, text_row = self._pairs
+        share = Share(
             self.learner,
-            share,
-            micro_batches,
-            self.all_texts,
-            checkpointing,
-            self.device,
             plan.optim,
-            plan.chunk,
-            self.teacher,
+            plan.precision,
+            self.device,
+            self.images,
+            self.images * self.captions,
+            plan.batch * self.captions,
+            image_row,
+            text_row,
+            self.micro_batch(self.images // micro_batches, padded),
+            pairs,
         )
-        held = memory(
-            *(self.learner, plan.optim, plan.precision, share, layout, self.all_texts, self.device),
-            chunk=plan.chunk,
-            teacher=self.teacher,
-        )
-        sent = traffic(self.learner, plan.optim, plan.precision, share, layout, self.all_texts, self.teacher)
+        step, held, sent = step_of(share, layout), memory(share, layout), traffic(share, layout)
         compute, seconds = self._seconds(step, sent)
         fits = sum(held.values()) <= self.card.memory
         return Option(layout, self.images // micro_batches, held, sent, step, seconds, compute, fits)
@@ -115,20 +225,17 @@ class Planner:
 
     def fewest(self, parallel: str, checkpointing: str) -> Option:
         """With the fewest micro-batches that fit, or the smallest ones where none does."""
-        micro_batches = [self.images // self.plan.micro] if self.plan.micro else divisors(self.images)
-        options = None
-        for n in micro_batches:
-            options = self.option(parallel, checkpointing, n)
-            if options.fits:
-                return options
-        assert options is not None
-        return options
+        numbers = [self.images // self.plan.micro] if self.plan.micro else divisors(self.images)
+        for n in numbers:
+            option = self.option(parallel, checkpointing, n)
+            if option.fits:
+                break
+        return option
 
     def options(self) -> list[Option]:
         """Every way that the request leaves open: the fastest that fits first, those that do not fit by memory."""
-        ways = (
-            [self.plan.parallel] if self.plan.parallel != "auto" else ["ddp", *(["fsdp"] if self.plan.gpus > 1 else [])]
-        )
+        several = ["ddp", "fsdp"] if self.plan.gpus > 1 else ["ddp"]
+        ways = several if self.plan.parallel == "auto" else [self.plan.parallel]
         kinds = [self.plan.checkpointing] if self.plan.checkpointing != "auto" else ["none", "selective", "whole"]
         options = [self.fewest(way, kind) for way in ways for kind in kinds]
         return sorted(
@@ -138,14 +245,18 @@ class Planner:
     def largest_micro(self, option: Option) -> int:
         """The most images of a micro-batch that fit in this way of running; 0: not even one."""
         layout = option.layout
-        for micro_batches in divisors(self.images):
-            if self.option(layout.parallel, layout.checkpointing, micro_batches).fits:
-                return self.images // micro_batches
+        for n in divisors(self.images):
+            if self.option(layout.parallel, layout.checkpointing, n).fits:
+                return self.images // n
         return 0
 
     def rate(self, option: Option) -> float:
-        """Pairs a second of all GPUs: images, each with its captions."""
+        """Pairs per second of all GPUs: images, each with its captions."""
         return self.plan.batch / option.seconds
+
+    def days(self, option: Option) -> float:
+        """Of the whole run."""
+        return self.plan.samples / self.rate(option) / 86400
 
     def padded(self, option: Option) -> Option:
         """The same with texts padded to the context."""

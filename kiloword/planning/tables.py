@@ -10,10 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from kiloword.checkpoint.files import write_atomic
-from kiloword.planning import pairs, parameters, step
-from kiloword.planning.advice import Option, Planner
-from kiloword.planning.cards import GIB, NODE
-from kiloword.planning.layers import Work
+from kiloword.planning import gpu
+from kiloword.planning.advice import Option, Planner, Work
+from kiloword.planning.request import GIB, NODE
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
 
@@ -63,8 +62,8 @@ def sheets(planner: Planner, options: list[Option]) -> list[Sheet]:
 
 
 def _parameters(planner: Planner) -> Sheet:
-    rows = [(name, f"{n / 1e6:.2f}") for name, n in parameters.parts(planner.learner).items() if n]
-    rows.append(("total", f"{parameters.total(planner.learner) / 1e6:.2f}"))
+    rows = [(name, f"{n / 1e6:.2f}") for name, n in gpu.parts(planner.learner).items() if n]
+    rows.append(("total", f"{gpu.total(planner.learner) / 1e6:.2f}"))
     return Sheet("parameters", ("part", "M"), rows, len(rows) - 1)
 
 
@@ -121,7 +120,7 @@ def _alternatives(planner: Planner, options: list[Option]) -> Sheet:
     columns = ("parallel, checkpointing", "images x micro-batches", "GiB", "fits", "GFLOP a pair", "pairs/s", "days")
     rows = []
     for option in options:
-        days = days_of(planner, option)
+        days = planner.days(option)
         split = f"{option.micro} x {option.step.micro_batches}"
         cells = [f"{option.layout.parallel}, {option.layout.checkpointing}", split]
         cells += [f"{option.bytes / GIB:.1f}", "yes" if option.fits else "no"]
@@ -133,10 +132,6 @@ def _alternatives(planner: Planner, options: list[Option]) -> Sheet:
 def described(option: Option) -> str:
     layout, number = option.layout, option.step.micro_batches
     return f"{layout.parallel}, checkpointing {layout.checkpointing}, micro-batch {option.micro} x {number}"
-
-
-def days_of(planner: Planner, option: Option) -> float:
-    return planner.plan.samples / planner.rate(option) / 86400
 
 
 def _captions(planner: Planner) -> str:
@@ -155,11 +150,8 @@ def sentences(planner: Planner, options: list[Option]) -> list[str]:
         f"{card.flops_fp32 / 1e12:g} (fp32); what counts is {busy}. Weights and gradients travel meanwhile, features "
         f"do not, at {(card.link if plan.gpus <= NODE else card.network) / 1e9:g} GB/s a GPU."
     )
-    strange = step.unknown(planner.learner)
-    if strange:
-        sections.append(f"Not counted, as their kind is not known here: the terms {', '.join(strange)}.")
-    if planner.method.pair_weight and not pairs.known(planner.method):
-        sections.append("The pair loss is your own: it is taken to score all pairs once.")
+    if uncounted := sorted(planner.simulation.uncounted):
+        sections.append(f"Not counted, because they read values of tensors: {', '.join(uncounted)}.")
     return sections
 
 
@@ -173,7 +165,7 @@ def _too_large(planner: Planner, best: Option) -> str:
 
 def _advice(planner: Planner, best: Option) -> str:
     plan = planner.plan
-    days, most = days_of(planner, best), planner.largest_micro(best)
+    days, most = planner.days(best), planner.largest_micro(best)
     return (
         f"Take {described(best)}: {best.bytes / GIB:.1f} GiB of {planner.card.memory / GIB:.0f}, "
         f"{planner.rate(best):,.0f} pairs/s, {days:.2f} days for {plan.samples:.4g} pairs, "
@@ -194,7 +186,7 @@ def figures(planner: Planner, options: list[Option]) -> dict[str, Any]:
         "utilisation": plan.utilisation,
         "tokens": planner.tokens,
         "captions": planner.captions,
-        "parameters": parameters.parts(planner.learner),
+        "parameters": gpu.parts(planner.learner),
         "flop_a_pair": best.step.needed / planner.images,
         "flop_a_pair_padded": planner.padded(best).step.needed / planner.images,
         "largest_micro": planner.largest_micro(best),
@@ -219,6 +211,6 @@ def _option(planner: Planner, option: Option) -> dict[str, Any]:
         "seconds": option.seconds,
         "seconds_of_arithmetic": option.compute,
         "pairs_per_second": planner.rate(option),
-        "days": days_of(planner, option),
-        "gpu_hours": 24 * days_of(planner, option) * planner.plan.gpus,
+        "days": planner.days(option),
+        "gpu_hours": 24 * planner.days(option) * planner.plan.gpus,
     }

@@ -31,9 +31,13 @@ def recompute(model: Model, kind: Checkpointing) -> None:
     if kind == "none":
         return
     contexts = partial(create_selective_checkpoint_contexts, _policy) if kind == "selective" else None
-    for part in model.modules():
-        if isinstance(part, Block | CrossBlock):
-            replace_forward(part, partial(_recomputed, part.forward, contexts))
+    for block in recomputed_blocks(model):
+        replace_forward(block, partial(_recomputed, block.forward, contexts))
+
+
+def recomputed_blocks(model: Model) -> list[nn.Module]:
+    """The modules that activation checkpointing recomputes."""
+    return [part for part in model.modules() if isinstance(part, Block | CrossBlock)]
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -45,9 +49,13 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any] | None,
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_expensive(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_expensive(op: Any) -> bool:
+    """Whether selective checkpointing saves the results of an operation: of products and attention."""
     name = str(op)
-    expensive = any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "attention", "varlen"))
-    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
+    return any(part in name for part in ("aten.mm", "aten.addmm", "aten.bmm", "attention", "varlen"))
 
 
 def compile(model: Model, kind: Compile, backend: str = "inductor") -> None:

@@ -149,9 +149,9 @@ class Learner(nn.Module):
         return out
 
 
-def learner_of(config: ModelConfig, method: Method) -> Learner:
-    """The learner of a method on torch's meta device: shapes without storage."""
-    with torch.device("meta"):
+def learner_of(config: ModelConfig, method: Method, device: str = "meta") -> Learner:
+    """The learner of a method with uninitialised parameters; on torch's meta device: shapes without storage."""
+    with torch.device(device):
         shaped = method.shape(config)
         model = Model(shaped, method.head(shaped), {name: make(shaped) for name, make in method.towers.items()})
         return Learner(model, method)

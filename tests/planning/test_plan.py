@@ -1,10 +1,11 @@
-"""`kiloword plan`: formulas against real steps, what it says, and what the page in docs/ says."""
+"""`kiloword plan` against real steps, what it says, and what the page in docs/ says."""
 
 from __future__ import annotations
 
 import gc
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,33 +14,38 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
+import plan_measure
 import plan_papers
 from kiloword.cli.main import main
 from kiloword.cli.plan import planner_of
+from kiloword.config import recipes
 from kiloword.config.recipes import OptimConfig, sizes
 from kiloword.distributed import collectives
+from kiloword.methods.method import Method
 from kiloword.methods.registry import names, preset
-from kiloword.model.model import build
-from kiloword.planning import memory, parameters, step
-from kiloword.planning.advice import Planner
-from kiloword.planning.memory import Layout
-from kiloword.planning.shapes import Kernels, Lengths, Load
-from kiloword.planning.traffic import traffic
+from kiloword.model.model import Model, build
+from kiloword.planning import gpu
+from kiloword.planning.advice import Planner, newton_schulz
+from kiloword.planning.gpu import Layout, traffic
+from kiloword.planning.simulation import Simulation
+from kiloword.planning.tables import sentences
 from kiloword.randomness import Draw
 from kiloword.training import engine
 from kiloword.training.accumulate import backward
 from kiloword.training.learner import Learner, learner_of
 from kiloword.training.muon import orthogonal
-from kiloword.types import Example, Fetch
-from kiloword.verify.suite import learner, over_ranks
-from plan_measure import CASES, Case, Measured, batch_of, compare, method_of
+from kiloword.types import Batch, Encoded, Example, Fetch, PairBlocks, Positives, Total
+from kiloword.verify.suite import over_ranks
+from plan_measure import CASES, Case, Measured, batch_of, compare, method_of, share_of, without_content
 from plan_peak import compare_peak
 
-FLOPS, BYTES = 0.02, 0.15  # relative differences that are asked for; weights, gradients and optimizer are exact
+BYTES = 0.15  # relative difference of the peak
+ACTIVATIONS = 0.06  # of a step's activations; FLOP, weights, gradients and optimizer are exact
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 
 # Small ones of every method's own parts, each in about a second.
@@ -70,12 +76,12 @@ PEAKS = (
 
 def check(case: Case) -> None:
     for name, (planned, measured) in compare(case).items():
-        allowed = {"flops": FLOPS, "activations": BYTES}.get(name, 0.0)
+        allowed = ACTIVATIONS if name == "activations" else 0.0
         assert abs(planned - measured) <= allowed * measured, (case.label, name, planned, measured)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.label)
-def test_formulas_agree_with_a_real_step(case: Case) -> None:
+def test_plan_agrees_with_a_real_step(case: Case) -> None:
     check(case)
 
 
@@ -93,8 +99,34 @@ def objects() -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE, ids=lambda case: case.label)
-def test_formulas_agree_with_a_real_step_of(case: Case) -> None:
+def test_plan_agrees_with_a_real_step_of(case: Case) -> None:
     check(case)
+
+
+QUERIES = {"image_pool": "attentional", "pool_queries": 5, "pool_width": 16, "pool_heads": 2}
+PARTS = (  # preset, its settings, those of the head, captions, micro-batches
+    ("coca", {"caption_mask": "random"}, QUERIES, 2, 1),
+    ("coca", {"caption_mask": "attentive", "caption_op": "token"}, {}, 2, 1),
+    ("sycoca", {"mim_op": "drop", "guide": "none", "mim_mask": "random"}, {}, 1, 3),
+    ("prolip", {"masked_every": 1, "hide_words": "drop", "mask_words": 1.0}, {}, 2, 1),
+    ("siglip", {}, {"image_pool": "map"}, 2, 1),
+    ("vqa", {}, {}, 2, 1),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "own", "head", "captions", "micro_batches"), PARTS)
+def test_plan_agrees_with_a_real_step_of_every_kind_of_term_and_pool(
+    name: str, own: dict[str, Any], head: dict[str, Any], captions: int, micro_batches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    debug = sizes()["debug"]
+    debug = replace(debug, head=replace(debug.head, **head))
+    monkeypatch.setattr(recipes, "sizes", lambda: {"debug": debug})
+    monkeypatch.setattr(plan_measure, "method_of", lambda name: preset(name, own))
+    found = compare(Case(name, "debug", 6, captions, micro_batches))
+    assert found["flops"][0] == found["flops"][1]
+    assert found["activations"][0] == pytest.approx(found["activations"][1], rel=0.005)
 
 
 def check_peak(case: Case) -> None:
@@ -117,18 +149,66 @@ def planner(words: str) -> Planner:
 
 
 @pytest.mark.parametrize("method", names())
-def test_parameters_are_those_of_a_real_model_and_every_term_is_known(method: str) -> None:
+def test_parameters_are_those_of_a_real_model(method: str) -> None:
     shapes = learner_of(sizes()["debug"], preset(method))
     real = build(sizes()["debug"], preset(method))
-    assert parameters.total(shapes) == sum(p.numel() for p in real.parameters())
-    assert sum(parameters.parts(shapes).values()) == parameters.total(shapes)
-    assert not step.unknown(shapes)
+    assert gpu.total(shapes) == sum(p.numel() for p in real.parameters())
+    assert sum(gpu.parts(shapes).values()) == gpu.total(shapes)
 
 
-def test_terms_of_ones_own_are_named_not_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planner("siglip+mim --size debug --batch 8")
-    found.learner.terms["mine"] = torch.nn.Identity()
-    assert step.unknown(found.learner) == ["mine"]
+@pytest.mark.slow
+@pytest.mark.parametrize("method", names())
+def test_every_preset_is_measured_whole(method: str) -> None:
+    wanted = planner(f"{method} --size debug --batch 8")
+    assert wanted.options()
+    assert not wanted.simulation.uncounted
+
+
+class Brightness(torch.nn.Module):
+    """A term that kiloword does not know: predicts the mean of each patch from its token."""
+
+    def __init__(self, width: int, reads_values: bool = False) -> None:
+        super().__init__()
+        self.hidden, self.out = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, 1)
+        self.reads_values = reads_values
+
+    def count(self, batch: Batch) -> Tensor:
+        return batch.position.new_full((), len(batch))
+
+    def forward(self, model: Model, batch: Batch, encoded: Encoded) -> Tensor:
+        predicted = self.out(self.hidden(encoded.image_tokens).relu())
+        scale = float(predicted.sum()) if self.reads_values else 1.0
+        return predicted.square().sum() * scale
+
+
+def half_squares(pairs: PairBlocks, positives: Positives) -> Total:
+    """A pair loss that kiloword does not know."""
+    total = pairs.total(lambda block, *_: (0.5 * block.logits.square().sum(1), block.logits))
+    return Total(total, total.new_tensor(float(pairs.shape[0])))
+
+
+def strange(reads_values: bool = False) -> Method:
+    terms = {"brightness": (1.0, lambda config: Brightness(config.image.width, reads_values))}
+    return replace(preset("siglip"), name="strange", pair_loss=half_squares, terms=terms)
+
+
+def test_a_method_that_kiloword_does_not_know_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_measure, "method_of", lambda name: strange())
+    for name, (planned, measured) in compare(Case("strange", "debug", 6, captions=2)).items():
+        assert planned == pytest.approx(measured, rel=0.01 if name == "activations" else 0), name
+    asked = planner("siglip --size debug --batch 6")
+    parts = {w.name: w for w in Planner(asked.plan, strange(), asked.card).options()[0].step.parts}
+    config = sizes()["debug"].image
+    tokens = 6 * (1 + (config.size // config.patch) ** 2)
+    assert parts["brightness"].forward == 2 * tokens * (2 * config.width**2 + 2 * config.width)
+    assert parts["brightness"].group == "terms"
+
+
+def test_a_term_that_reads_values_is_named_not_forgotten() -> None:
+    asked = planner("siglip --size debug --batch 8")
+    found = Planner(asked.plan, strange(reads_values=True), asked.card)
+    text = " ".join(sentences(found, found.options()))
+    assert "Not counted, because they read values of tensors: brightness." in text
 
 
 @pytest.mark.parametrize(("size", "gflop"), [("b32", 44.3), ("b16", 123.3), ("l14", 526.0)])
@@ -147,7 +227,7 @@ def test_newton_schulz_is_counted_as_torch_counts_it() -> None:
     with FlopCounterMode(display=False) as counter:
         for shape in shapes:
             orthogonal(torch.randn(1, *shape))
-    assert step.newton_schulz(learner, optim) == counter.get_total_flops()
+    assert newton_schulz(learner, optim) == counter.get_total_flops()
 
 
 def test_memory_falls_with_checkpointing_micro_batches_and_shards() -> None:
@@ -157,60 +237,53 @@ def test_memory_falls_with_checkpointing_micro_batches_and_shards() -> None:
     by_number = [found.option("ddp", "none", n).bytes for n in (1, 2, 4, 8)]
     assert by_number == sorted(by_number, reverse=True)
     whole, sharded = (found.option(way, "none", 1).memory for way in ("ddp", "fsdp"))
-    kept = 4 * parameters.shards(found.learner).replicated
+    kept = 4 * gpu.shards(found.learner).replicated
     assert sharded["weights"] == pytest.approx((whole["weights"] - kept) / 8 + kept)
     assert sharded["activations"] == whole["activations"]
 
 
-@pytest.mark.parametrize(("texts", "rows"), [(8, 8 * 20 + 128 * 8), (2, 8 * 5 + 128 * 8)])
-def test_variable_length_attention_takes_scratch_of_its_queries(
-    monkeypatch: pytest.MonkeyPatch, texts: int, rows: int
-) -> None:
-    """Of texts, or of images that look at texts: whichever are more, of one layer, on CUDA in half precision."""
-    model, lengths = learner("sycoca"), Lengths.equal(texts, 20)
-    micro = Load(8, lengths, Kernels.of("bf16", cuda=True))
-    scratch = 4 * rows * 2 * 32  # heads of 16 dimensions take 32
-    assert memory.attention_scratch(model, micro) == scratch
-    for other in ("half_copies", "word_logits"):
-        monkeypatch.setattr(memory, other, lambda *given: 0.0)
-    assert memory.passing(model, micro, "bf16", "none") == scratch
-    whole = memory.passing(model, micro, "bf16", "whole")
-    monkeypatch.setattr(memory, "SCRATCH", 0)
-    assert whole - memory.passing(model, micro, "bf16", "whole") == 4 * 128 * 8 * 2 * 32
-    for kernels in (Kernels.of("fp32", cuda=True), Kernels.of("bf16", cuda=False)):
-        assert memory.attention_scratch(model, replace(micro, kernels=kernels)) == 0
-
-
 @pytest.mark.parametrize(
-    ("size", "images", "texts", "expected"),
+    ("size", "images", "captions", "expected"),
     [
-        ("b32", 1024, 1024, 4 * 1024 * 128 * 768),  # 50 tokens in blocks of 128; texts: 4 (1024 20 + 128 1024) 512
-        ("l14", 256, 256, 4 * 256 * 384 * 1024),  # 257 tokens
-        ("h14", 8, 8, 4 * 8 * 384 * 16 * 96),  # heads of 80 dimensions take 96
-        ("b32", 8, 64, 4 * (64 * 20 + 128 * 64) * 512),  # more texts
+        ("b32", 1024, 1, 4 * 1024 * 128 * 768),  # 50 tokens in blocks of 128; texts: 4 (1024 20 + 128 1024) 512
+        ("l14", 256, 1, 4 * 256 * 384 * 1024),  # 257 tokens
+        ("h14", 8, 1, 4 * 8 * 384 * 16 * 96),  # heads of 80 dimensions take 96
+        ("b32", 8, 8, 4 * (64 * 20 + 128 * 64) * 512),  # more texts
     ],
 )
-def test_dense_attention_takes_scratch_of_its_images(size: str, images: int, texts: int, expected: int) -> None:
-    model = learner_of(sizes()[size], preset("clip"))
-    micro = Load(images, Lengths.equal(texts, 20), Kernels.of("bf16", cuda=True))
-    assert memory.attention_scratch(model, micro) == expected
-    assert memory.passing(model, micro, "bf16", "none") == expected
+def test_attention_takes_scratch_of_its_queries(size: str, images: int, captions: int, expected: int) -> None:
+    """Of texts or images, whichever are more, of one layer, on CUDA in half precision."""
+    words = f"clip --size {size} --batch {images} --captions {captions} --model.image.depth 1 --model.text.depth 1"
+    micro = planner(words).micro_batch(images)
+    assert micro.scratch == expected
+    assert gpu.passing(replace(micro, passing=0.0), "none") == expected
+    block = micro.block["none"]
+    assert gpu.passing(replace(micro, passing=0.0, half=Counter()), "whole") == 1.375 * block + expected
+
+
+def test_attention_takes_no_scratch_elsewhere() -> None:
+    assert planner("clip --size debug --batch 8 --precision fp32").micro_batch(8).scratch == 0
+    assert planner("clip --size debug --batch 8 --gpu cpu").micro_batch(8).scratch == 0
+
+
+def test_images_that_look_at_texts_are_packed() -> None:
+    micro = planner("sycoca --size debug --batch 8").micro_batch(8)
+    assert micro.scratch == 4 * (8 * 21 + 128 * 8) * 2 * 32  # heads of 16 dimensions take 32
 
 
 def test_traffic_is_that_of_rings() -> None:
     found = planner("siglip --size b32 --gpus 4 --batch 64")
-    n, weights = 4, 4 * parameters.total(found.learner)
-    arguments = (found.learner, found.plan.optim, "bf16", found.share())
-    ddp = traffic(*arguments, Layout(n, "ddp", "none", 1), 64)
+    n, weights = 4, 4 * gpu.total(found.learner)
+    ddp = found.option("ddp", "none", 1).traffic
     assert ddp["gradients"] == pytest.approx(2 * (n - 1) / n * weights)
     row = 4 * found.learner.model.config.head.dim
     assert ddp["features"] == pytest.approx((n - 1) / n * 64 * (2 * row + 16))
-    fsdp = traffic(*arguments, Layout(n, "fsdp", "none", 1), 64)
-    cut = parameters.shards(found.learner)
+    fsdp = found.option("fsdp", "none", 1).traffic
+    cut = gpu.shards(found.learner)
     assert fsdp["weights"] == pytest.approx((n - 1) / n * (2 * 2 * cut.sharded + 4 * cut.root))
-    micro_batches = traffic(*arguments, Layout(n, "fsdp", "none", 4), 64)
+    micro_batches = found.option("fsdp", "none", 4).traffic
     assert micro_batches["weights"] == pytest.approx((n - 1) / n * 4 * (3 * 2 * cut.sharded + 4 * cut.root))
-    assert traffic(*arguments, Layout(1, "ddp", "none", 1), 64) == {}
+    assert planner("siglip --size b32 --batch 64").option("ddp", "none", 1).traffic == {}
 
 
 class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -256,9 +329,10 @@ def send(folder: str) -> None:
                 partial(torch.autocast, "cpu", enabled=precision == "bf16"),
                 reducer,
             )
-        share = Load(8, Lengths.of(batch.texts), Kernels())
-        layout, shapes = Layout(2, way, "none", micro_batches), learner_of(config, method)
-        planned = traffic(shapes, OptimConfig(), precision, share, layout, 16)
+        simulation = Simulation(config, method, "cpu", precision)
+        micro = without_content(simulation, batch.split(micro_batches)[0])
+        share = replace(share_of(simulation, micro, batch, OptimConfig()), all_texts=16)
+        planned = traffic(share, Layout(2, way, "none", micro_batches))
         found.append((way, micro_batches, name, precision, 2 * sum(planned.values()), sent.bytes))
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
@@ -355,13 +429,13 @@ def test_what_cannot_be_planned_is_refused(words: str, said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
-def test_page_has_the_published_figures_and_every_command() -> None:
+def test_page_has_every_command() -> None:
     text = PAGE.read_text()
-    assert plan_papers._profiles() in text
     for setting in plan_papers.SETTINGS:
         assert f"kiloword plan {setting.command}\n" in text
 
 
+@pytest.mark.slow
 def test_page_is_what_its_command_prints() -> None:
     assert PAGE.read_text() == plan_papers.page()
 

@@ -12,9 +12,10 @@ from kiloword.losses import pairs
 from kiloword.methods.pcmepp import matching as losses_matching
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
-from kiloword.planning.pairs import columns
+from kiloword.planning.simulation import Simulation
 from kiloword.training.learner import Learner
 from kiloword.verify import batch as verify_batch
+from plan_measure import without_content
 
 COLUMNS = [
     ("siglip", {}, 0),
@@ -31,16 +32,19 @@ COLUMNS = [
 def test_numbers_of_every_text_that_a_loss_sums(
     name: str, own: dict[str, Any], numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method, some, counted = preset(name, own), verify_batch.batch(method=name), 0
+    method, batch, counted = preset(name, own), verify_batch.batch(method=name), 0
     learner = Learner(build(verify_batch.config(), method), method)
+    simulation = Simulation(verify_batch.config(), method, "cpu", "fp32")
+    _, images, texts = simulation.micro_batch(without_content(simulation, batch))
+    planned = simulation.pair_loss(images, texts, len(batch), len(batch.texts)).reduced
 
     def count(x: torch.Tensor, *which: str) -> torch.Tensor:
         nonlocal counted
-        counted += x.numel() if x.dim() and x.shape[-1] == len(some.texts) else 0
+        counted += x.numel() if x.dim() and x.shape[-1] == len(batch.texts) else 0
         return x.detach()
 
     for module in (pairs, losses_many, losses_matching):
         for function in ("sum_over_ranks", "extreme_over_ranks"):
             monkeypatch.setattr(module, function, count, raising=False)
-    learner.pair_loss(*learner.pair_inputs(learner.encode(some), some))
-    assert columns(method) == numbers == counted / len(some.texts)
+    learner.pair_loss(*learner.pair_inputs(learner.encode(batch), batch))
+    assert planned == numbers == counted / len(batch.texts)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kiloword.config.recipes import ModelConfig
 from kiloword.config.settings import ABOVE_0, BaseSettings, setting
+from kiloword.distributed.device import device_type
 from kiloword.methods.llip import scores as mixing
 from kiloword.model.blocks import Init
 from kiloword.model.heads import Pooling, Single, unit
@@ -174,8 +175,7 @@ class Contextual(Attention):
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of one block: few images, many texts."""
-        device = images["keys"].device.type
-        return mixing.block(self._sizes(images), self._form(images, texts), device)
+        return mixing.block(self._sizes(images), self._form(images, texts), device_type(images["keys"].device))
 
     def _sizes(self, images: Features) -> mixing.PairSizes:
         return mixing.PairSizes(images["keys"].shape[1], self.settings.heads, self.dim)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kiloword.distributed.device import device_type
+
 ScoreForm = Literal["direct", "gram"]
 
 TILE = 1 << 18  # mixing weights per tile on a CPU: 1 MB in single precision, which stays in the cache
@@ -138,7 +140,7 @@ class _Cosine(torch.autograd.Function):
 def _tiles(keys: Tensor, texts: int) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of each tile: on a CPU what fits in its cache, elsewhere the whole block."""
     images, per_pair = len(keys), keys.shape[1] * keys.shape[2]
-    most = max(1, TILE // per_pair) if keys.device.type == "cpu" else images * texts
+    most = max(1, TILE // per_pair) if device_type(keys.device) == "cpu" else images * texts
     across = max(1, min(texts, most))
     down = max(1, most // across)
     for i in range(0, images, down):

@@ -1,0 +1,257 @@
+"""Parameters of a learner; memory and traffic of one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from kiloword.config.recipes import OptimConfig
+from kiloword.distributed.gather import ALIGNED
+from kiloword.planning.request import GIB
+from kiloword.planning.simulation import MicroBatch, PairLoss, matrices
+from kiloword.training.engine import BUCKET, units
+from kiloword.training.learner import Learner
+from kiloword.training.optimizer import groups
+from kiloword.types import Features
+
+CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance
+FRAGMENTS = 0.05  # of everything else: what the allocator holds and cannot use: an allowance
+EXPOSED = ("features", "columns", "Muon's updates")  # no arithmetic hides them
+NORM = 16  # bytes: the optimizer's running gradient norm and its weight
+TABLES = ("tokens", "positions", "class_token", "extra_tokens", "uncertainty_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over GPUs and time."""
+
+    gpus: int
+    parallel: str  # ddp, fsdp
+    checkpointing: str  # none, whole, selective
+    micro_batches: int  # of a GPU's share
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one GPU computes in a step."""
+
+    learner: Learner
+    optim: OptimConfig
+    precision: str
+    device: str  # cuda, cpu
+    images: int  # in all micro-batches
+    texts: int
+    all_texts: int  # of all ranks
+    image_row: RowBytes
+    text_row: RowBytes
+    micro: MicroBatch
+    pairs: PairLoss
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number of weights and gradients."""
+        return 8 if self.precision == "fp64" else 4
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of the features of one image or text."""
+
+    learned: int  # with gradient
+    constant: int
+
+    @staticmethod
+    def of(features: Features) -> RowBytes:
+        """Of the first row of features [N, ...]."""
+        sizes = {True: 0, False: 0}
+        for x in features.values():
+            sizes[x.requires_grad] += x[:1].nbytes
+        return RowBytes(sizes[True], sizes[False])
+
+
+def parts(learner: Learner) -> dict[str, int]:
+    """Part of the model -> number of parameters: towers and decoders without their tables, head, embeddings."""
+    counts = {"image tower": 0, "text tower": 0}
+    counts |= {name.replace("_", " "): 0 for name in learner.model.more} | {"head": 0, "embeddings": 0}
+    for name, p in learner.named_parameters():
+        words = name.split(".")
+        if words[-1] in TABLES:
+            part = "embeddings"
+        elif words[0] == "terms":
+            part = "terms"
+        else:
+            part = (words[2] if words[1] == "more" else words[1]).replace("_", " ")
+        counts[part] = counts.get(part, 0) + p.numel()
+    return counts
+
+
+def total(learner: Learner) -> int:
+    return sum(p.numel() for p in learner.parameters())
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that one GPU holds when it holds everything."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    average: float
+
+
+def bytes_of(learner: Learner, optim: OptimConfig, precision: str) -> Held:
+    """Weights and gradients in fp32 (with bf16 too: autocast keeps them so), states as the optimizer makes them.
+
+    AdamW has two moments per parameter and a step count of 4 bytes per tensor, Muon one moment, both together a running
+    gradient norm; an average of the weights is one more copy of the trained ones.
+    """
+    size = 8 if precision == "fp64" else 4
+    trained = sum(p.numel() for p in learner.parameters() if p.requires_grad)
+    states = float(NORM)
+    for kind, members in groups(learner, optim).items():
+        numbers = sum(p.numel() for _, p in members)
+        states += numbers * size if kind.endswith("muon") else 2 * numbers * size + 4 * len(members)
+    return Held(total(learner) * size, trained * size, states, trained * size if optim.ema else 0.0)
+
+
+@dataclass(frozen=True)
+class ShardedParameters:
+    """Numbers of parameters as FSDP holds them."""
+
+    sharded: int  # matrices in blocks, gathered one by one
+    root: int  # of towers and decoders, in no block: gathered once per micro-batch
+    replicated: int  # vectors, head and terms
+    largest: int  # block
+
+
+def shards(learner: Learner) -> ShardedParameters:
+    """How `engine.shard` shards a learner."""
+    model: nn.Module = learner.model
+    sizes = [matrices(unit) for unit in units(learner.model)]
+    root = matrices(model) - matrices(learner.model.head) - sum(sizes)
+    return ShardedParameters(sum(sizes), root, total(learner) - sum(sizes) - root, max(sizes))
+
+
+def half_copies(micro: MicroBatch, checkpointing: str, sharded: bool) -> float:
+    """Bytes of the weights' copies in half precision that autocast makes and backward reads.
+
+    Blocks that are recomputed make theirs anew. Sharded blocks are gathered in half precision.
+    """
+    return micro.half["outside"] + (0.0 if sharded or checkpointing != "none" else micro.half["inside"])
+
+
+def passing(micro: MicroBatch, checkpointing: str, sharded: bool = False) -> float:
+    """Bytes that are allocated for a moment while activations wait.
+
+    Without checkpointing what the forward pass needs, as a block's backward pass frees what it saved, or the scratch of
+    attention. Else the inside of a block again and the gradients of its hidden layer and of the stream, (4 W + 2 W) of
+    16 W if M = 4 W; or, if those are more, the copies in half precision of all blocks, which last as long as the
+    forward pass.
+    """
+    if checkpointing == "none":
+        return max(micro.passing, micro.scratch)
+    whole = micro.block["none"]
+    recomputed = whole - (micro.block["selective"] if checkpointing == "selective" else 0.0)
+    return max(micro.passing, recomputed + 0.375 * whole + micro.scratch, half_copies(micro, "none", sharded))
+
+
+def loss_buffers(share: Share, layout: Layout) -> float:
+    """Bytes of features and their gradients: texts of all ranks, gathered, three times; local images three times.
+
+    Features, the sums of their gradients that the blocks fill, and those scaled by the gradient of the loss. In several
+    micro-batches the features of the whole share and their gradients stay for the replay.
+    """
+    image, text = share.image_row, share.text_row
+    learned = share.images * image.learned + share.all_texts * text.learned
+    constant = share.images * image.constant + (share.all_texts if layout.gpus > 1 else share.texts) * text.constant
+    replay = share.images * image.learned + share.texts * text.learned if layout.micro_batches > 1 else 0
+    return float(3 * learned + constant + 2 * replay)
+
+
+def fsdp(share: Share, gpus: int) -> tuple[float, float]:
+    """Share of weights, gradients and states that a GPU holds, and bytes that are gathered at once.
+
+    Those of blocks, towers and decoders are divided by the ranks, those of head and terms are not. Gathered at once:
+    what is in no block, two blocks (the next one is prefetched), one's gradient, and its copy to be scattered.
+    """
+    cut, size = shards(share.learner), share.number
+    numbers = cut.sharded + cut.root + cut.replicated
+    block = 2 if share.precision == "bf16" else size
+    part = ((cut.sharded + cut.root) / gpus + cut.replicated) / numbers
+    return part, 2.0 * size * cut.root + (3.0 * block + size) * cut.largest
+
+
+def memory(share: Share, layout: Layout) -> dict[str, float]:
+    """Part -> bytes of one GPU at its fullest: when the backward pass of the last micro-batch begins.
+
+    With ddp gradients live in the communication buckets, which are not counted twice. With one GPU and one micro-batch
+    gradients grow as activations are freed: counted is by how much they are more.
+    """
+    held, micro, kind = bytes_of(share.learner, share.optim, share.precision), share.micro, layout.checkpointing
+    sharded = layout.parallel == "fsdp" and layout.gpus > 1
+    part, gathered = fsdp(share, layout.gpus) if sharded else (1.0, 0.0)
+    activations, gradients = micro.saved[kind], held.gradients * part
+    if layout.gpus == layout.micro_batches == 1:
+        gradients = max(0.0, gradients - activations)
+    sizes = {
+        "weights": held.weights * part,
+        "gradients": gradients,
+        "optimizer states": held.optimizer * part,
+        "average of weights": held.average * part,
+        "weights in half precision": half_copies(micro, kind, sharded),
+        "gathered by fsdp": gathered,
+        "communication buckets": 2.0 * BUCKET * share.number if layout.gpus > 1 else 0.0,
+        "activations": activations,
+        "passing: one block, or words": passing(micro, kind, sharded),
+        "features and their gradients": loss_buffers(share, layout),
+        "a block of pairs": share.pairs.block,
+        "images": share.images * 3.0 * share.learner.model.config.image.size**2,
+    }
+    if share.device == "cuda":
+        sizes["allowance: CUDA, libraries"] = CONTEXT
+        sizes["allowance: fragments"] = FRAGMENTS * (sum(sizes.values()) - CONTEXT)
+    return {name: value for name, value in sizes.items() if value}
+
+
+def traffic(share: Share, layout: Layout) -> dict[str, float]:
+    """What travels -> bytes that a GPU sends in a step.
+
+    A ring over n ranks sends (n-1)/n of a buffer to gather or to scatter sums, twice that to have the sums everywhere.
+    ddp: 2 (n-1)/n of all gradients, once a step. Features: every rank's texts are gathered, their gradients scattered;
+    of softmax and the like, numbers of every text are summed over ranks.
+    """
+    n = layout.gpus
+    if n == 1:
+        return {}
+    ring = (n - 1) / n
+    if layout.parallel == "ddp":
+        sent = {"gradients": 2 * ring * bytes_of(share.learner, share.optim, share.precision).gradients}
+    else:
+        sent = {name: ring * value for name, value in _fsdp(share, layout).items()}
+    if share.learner.method.pair_weight:
+        constant = -(-share.text_row.constant // ALIGNED) * ALIGNED
+        sent["features"] = ring * share.all_texts * (2 * share.text_row.learned + constant)
+        if share.pairs.reduced:
+            sent["columns"] = 2 * ring * share.all_texts * share.pairs.reduced * 4.0
+    return sent
+
+
+def _fsdp(share: Share, layout: Layout) -> dict[str, float]:
+    """Bytes of the whole buffers that are gathered and scattered.
+
+    Blocks are gathered (in bf16 where that is the precision) for every pass forward and again backward, once more for
+    the first pass of micro-batches; what is in no block once per micro-batch. Their gradients are scattered once per
+    micro-batch; each matrix that Muon makes orthogonal is gathered once a step.
+    """
+    learner, size, cut = share.learner, share.number, shards(share.learner)
+    block, gathered = 2 if share.precision == "bf16" else size, share.micro.gathered
+    first = gathered["encoding"] if layout.micro_batches > 1 and learner.method.pair_weight else 0.0
+    sent = {
+        "weights": layout.micro_batches * (block * (2 * gathered["all"] + first) + size * cut.root),
+        "gradients": float(size * (layout.micro_batches * (cut.sharded + cut.root) + 2 * cut.replicated)),
+    }
+    turned = sum(
+        p.numel() for kind, members in groups(learner, share.optim).items() for _, p in members if kind.endswith("muon")
+    )
+    return sent | ({"Muon's updates": float(size * turned)} if turned else {})

@@ -1,0 +1,245 @@
+"""Measure a step without a device: the learner's own code on tensors without content (torch's FakeTensorMode).
+
+Every method is measured, a user's own included; nothing here knows what a method does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.autograd.graph import saved_tensors_hooks
+
+from kiloword.config.recipes import ModelConfig
+from kiloword.distributed import collectives
+from kiloword.distributed.device import precision_of, simulated
+from kiloword.losses.pairs import Blocks, learns
+from kiloword.methods.method import Method
+from kiloword.planning.tracer import HEAD, Tracer, storage_of
+from kiloword.training.compilation import recomputed_blocks, replace_forward
+from kiloword.training.learner import learner_of
+from kiloword.types import Batch, Encoded, Features
+
+PAIRS = "pair loss"
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one micro-batch takes on one GPU, but for the pair loss, in FLOP and bytes."""
+
+    forward: Counter[str]  # FLOP by part
+    backward: Counter[str]
+    single: Counter[str]  # of both, products in full precision whatever the run's is
+    encoding: Counter[str]  # of the forward ones, what the pair loss needs: towers and head
+    saved: Counter[str]  # bytes that wait for the backward pass, by kind of checkpointing
+    half: Counter[str]  # bytes of weights in half precision that wait too: "inside" of blocks, "outside"
+    block: Counter[str]  # bytes of the largest block, by kind of checkpointing
+    gathered: Counter[str]  # numbers of the matrices of all blocks called: in "encoding", in "all"
+    recomputed: float  # FLOP that checkpointing "whole" repeats
+    passing: float  # bytes that the forward pass allocates at most beside what it saves
+    scratch: float  # bytes of one layer's attention in its backward pass
+
+    def toward(self, other: MicroBatch, t: float) -> MicroBatch:
+        """A micro-batch on the line through this one, at t = 0, and another, at t = 1."""
+
+        def line(a: float, b: float) -> float:
+            return max(0.0, a + (b - a) * t)
+
+        values: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            end = getattr(other, name)
+            values[name] = (
+                Counter({k: line(x, end[k]) for k, x in value.items()})
+                if isinstance(value, Counter)
+                else line(value, end)
+            )
+        return MicroBatch(**values)
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """What the pair loss of one GPU takes."""
+
+    forward: float = 0.0  # FLOP
+    backward: float = 0.0
+    block: float = 0.0  # bytes that one block of pairs needs while it is computed
+    reduced: float = 0.0  # numbers of every text that are reduced over ranks
+
+
+class Simulation:
+    """A learner without content.
+
+    Args: device: "cpu" or "cuda", whose kernels and sizes of blocks are simulated; precision: of the run.
+    Attributes: uncounted: names of terms (or of the pair loss) that read values, which fake tensors do not have.
+    """
+
+    def __init__(self, config: ModelConfig, method: Method, device: str, precision: str) -> None:
+        self.method, self.device, self.precision = method, device, precision
+        self.mode, self.uncounted = FakeTensorMode(allow_non_fake_inputs=True), set[str]()
+        with self.mode:
+            self.learner = learner_of(config, method, "cpu")
+            if precision == "fp64":
+                self.learner.double()
+        model = self.learner.model
+        self.weights = {storage_of(x) for x in (*self.learner.parameters(), *self.learner.buffers())}
+        for name, tower in (("image tower", model.image_tower), ("text tower", model.text_tower)):
+            self._name(tower, lambda part, name=name: f"{name} ({part})" if part else name)
+        for name, part in (*model.more.items(), *self.learner.terms.items()):
+            self._name(part, lambda _, name=name: name.replace("_", " "))
+        for block in recomputed_blocks(model):
+            replace_forward(block, partial(self._run_block, block, block.forward))
+
+    def _name(self, module: nn.Module, name: Any) -> None:
+        """Attribute what a module runs to a part. Args: name: makes the part's name from that around it."""
+
+        def enter(*_: Any) -> None:
+            parts = self.tracer.parts
+            parts.append(name(parts[-1] if parts else ""))
+
+        def leave(*_: Any) -> None:
+            self.tracer.parts.pop()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _run_block(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return self.tracer.run_block(block, forward, *args, **kwargs)
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor without content."""
+        with self.mode:
+            return torch.empty(shape, dtype=dtype)
+
+    @contextmanager
+    def _traced(self) -> Iterator[Tracer]:
+        self.tracer = Tracer(self.weights)
+        with simulated(self.device), self.mode, self.tracer as tracer, saved_tensors_hooks(tracer.pack, tracer.unpack):
+            yield tracer
+
+    def micro_batch(self, batch: Batch) -> tuple[MicroBatch, Features, Features]:
+        """Measure a micro-batch; its images and precomputed features need no content.
+
+        Returns: what it takes, and the features of one image and one text as the pair loss takes them.
+        """
+        with self._traced() as tracer:
+            tracer.count.forward.update(dict.fromkeys(("image tower", "text tower", HEAD), 0))  # listed in this order
+            with precision_of(self.precision, "cpu")():
+                encoded = self.learner.encode(batch)
+                images, texts = self.learner.pair_inputs(encoded, batch)
+                encoding, blocks = Counter(tracer.count.forward), len(tracer.calls)
+                losses = self._terms(batch, encoded)
+                del encoded
+            features = [x for side in (images, texts) for x in side.values() if x.requires_grad]
+            image, text = _rows(images, 1), _rows(texts, 1)
+            roots = [*losses, *(features if self.method.pair_weight else [])]
+            del images, texts, losses, features
+            measured = self._measured(tracer, encoding, blocks)
+            torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
+        return measured, image, text
+
+    def _terms(self, batch: Batch, encoded: Encoded) -> list[Tensor]:
+        """Sums of all terms; those that need values are noted."""
+        losses = []
+        for name, term in self.learner.terms.items():
+            try:
+                losses.append(term(self.learner.model, batch, encoded))
+            except NEEDS_VALUES:
+                self.uncounted.add(name)
+        return [x for x in losses if x.requires_grad]
+
+    def _measured(self, tracer: Tracer, encoding: Counter[str], blocks: int) -> MicroBatch:
+        """What was counted when the forward pass ended; FLOP of the backward pass are added to it later."""
+        calls = [(block, call) for block, call in tracer.calls if call.saves]
+        largest = max((call for _, call in calls), key=lambda call: call.all, default=None)
+        whole = float(sum(tracer.waiting("outside", "argument").values()))
+        saved = {
+            "none": sum(tracer.waiting("outside", "inside").values()) + sum(call.beside for _, call in calls),
+            "whole": whole,
+            "selective": whole + sum(call.selective for _, call in calls),
+        }
+        numbers = [(matrices(block), n < blocks) for n, (block, _) in enumerate(tracer.calls)]
+        return MicroBatch(
+            tracer.count.forward,
+            tracer.count.backward,
+            tracer.count.single,
+            encoding,
+            Counter(saved),
+            Counter({"outside": tracer.half_copies(), "inside": sum({b: c.half for b, c in calls}.values())}),
+            Counter({"none": largest.all, "selective": largest.selective} if largest else {}),
+            Counter({"encoding": sum(n for n, first in numbers if first), "all": sum(n for n, _ in numbers)}),
+            sum(call.recomputed for _, call in calls),
+            float(tracer.peak - tracer.alive),
+            tracer.count.scratch,
+        )
+
+    def pair_loss(self, images: Features, texts: Features, n_images: int, n_texts: int, chunk: int = 0) -> PairLoss:
+        """Measure the pair loss of local images with the texts of all ranks.
+
+        Args: images, texts: features of one row each, as `micro_batch` returns them.
+        """
+        if self.method.pair_weight == 0:
+            return PairLoss()
+        with self._traced() as tracer:
+            tracer.parts.append(PAIRS)
+            pairs = _OfEachShape(self.learner.model.head, _rows(images, n_images), _rows(texts, n_texts), chunk)
+            pairs.tracer = tracer
+            reduced = collectives.reduced = list[int]()
+            try:
+                positives = self.method.positives
+                self.method.pair_loss(pairs, positives.bind(pairs) if hasattr(positives, "bind") else positives)
+            except NEEDS_VALUES:
+                self.uncounted.add(PAIRS)
+            finally:
+                collectives.reduced = None
+            columns = sum(n for n in reduced if n >= n_texts) / n_texts
+            return PairLoss(tracer.count.forward[PAIRS], tracer.count.backward[PAIRS], tracer.block, columns)
+
+
+class _OfEachShape(Blocks):
+    """All pairs, of which one block of each shape is visited and counted for all of that shape."""
+
+    tracer: Tracer
+
+    def beside(self, name: str) -> _OfEachShape:
+        inner = _OfEachShape(getattr(self.head, name), self.images, self.texts, self.chunk)
+        inner.tracer = self.tracer
+        return inner
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        tracer, count = self.tracer, self.tracer.count
+        first: dict[tuple[int, int], tuple[slice, slice]] = {}
+        numbers: Counter[tuple[int, int]] = Counter()
+        for rows, columns in super().blocks():
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            first.setdefault(shape, (rows, columns))
+            numbers[shape] += 1
+        for shape, n in numbers.items():
+            alive, forward, backward = tracer.alive, count.forward[PAIRS], count.backward[PAIRS]
+            tracer.peak = alive
+            yield first[shape]
+            tracer.block = max(tracer.block, tracer.peak - alive)
+            count.forward[PAIRS] += (n - 1) * (count.forward[PAIRS] - forward)
+            count.backward[PAIRS] += (n - 1) * (count.backward[PAIRS] - backward)
+
+
+def _rows(features: Features, n: int) -> Features:
+    """Features of n rows like these."""
+    made = {name: torch.empty(n, *x.shape[1:], dtype=x.dtype) for name, x in features.items()}
+    return {name: x.requires_grad_(learns(name, x)) for name, x in made.items()}
+
+
+def matrices(module: nn.Module) -> int:
+    """Number of elements of a module's parameters but for vectors: of what FSDP shards."""
+    return sum(p.numel() for p in module.parameters() if p.dim() > 1)
