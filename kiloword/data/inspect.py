@@ -120,17 +120,17 @@ def check(source: Source, workers: int | None = None) -> list[Skipped]:
 
     Args: workers: processes; None: the number of cores, but 0 for small data sets.
     """
-    return list(chain.from_iterable(_chunks(_check_rows, source, workers)))
+    return [result for result in _each(_decoded, source, workers) if isinstance(result, Skipped)]
 
 
 def stats(source: Source, workers: int | None = None) -> Stats:
-    """Read every sample and the header of its image."""
+    """Read every sample and the header of its image. Args: as of `check`."""
     total = Stats(len(source))
-    for part in _chunks(_count_rows, source, workers):
-        for name in ("bad", "captions", "words", "characters", "widths", "heights"):
-            getattr(total, name).extend(getattr(part, name))
-        total.labels.update(part.labels)
-        total.texts.update(part.texts)
+    for result in _each(_measured, source, workers):
+        if isinstance(result, Skipped):
+            total.bad.append(result)
+        else:
+            total.add(*result)
     return total
 
 
@@ -171,41 +171,38 @@ def print_stats(statistics: Stats, classnames: list[str] | None) -> None:
         print_bad(statistics.bad, statistics.rows)
 
 
-def _chunks(work: Callable[[Source, range], T], source: Source, workers: int | None) -> Iterator[T]:
-    """Apply `work` to consecutive ranges of rows; results in order."""
-    ranges = [range(start, min(start + _CHUNK, len(source))) for start in range(0, len(source), _CHUNK)]
+def _each(use: Callable[[Record], T], source: Source, workers: int | None) -> Iterator[T | Skipped]:
+    """The result of `use` for every sample, or why it is bad, in order of rows."""
+    chunks = [range(start, min(start + _CHUNK, len(source))) for start in range(0, len(source), _CHUNK)]
+    of_rows = partial(_of_rows, use, source)
     if workers is None:
-        workers = min(os.cpu_count() or 1, len(ranges) // 10)
+        workers = min(os.cpu_count() or 1, len(chunks) // 10)
     if workers < 2:
-        yield from map(partial(work, source), ranges)
+        yield from chain.from_iterable(map(of_rows, chunks))
         return
     # spawn: a fork of a process with running threads may hang
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(partial(work, source), ranges)
+        yield from chain.from_iterable(pool.map(of_rows, chunks))
 
 
-def _check_rows(source: Source, rows: range) -> list[Skipped]:
-    results = (_try(source, row, lambda record: decode(record.image)) for row in rows)
-    return [bad for bad in results if isinstance(bad, Skipped)]
-
-
-def _count_rows(source: Source, rows: range) -> Stats:
-    part = Stats(len(rows))
+def _of_rows(use: Callable[[Record], T], source: Source, rows: range) -> list[T | Skipped]:
+    names, results = getattr(source, "classnames", None), list[T | Skipped]()
     for row in rows:
-        result = _try(source, row, lambda record: part.add(record, image_size(record.image)))
-        if result:
-            part.bad.append(result)
-    return part
+        try:
+            record = source.record(row)
+            if names and record.label is not None and record.label >= len(names):
+                raise BadSample(f"class index {record.label}, but there are {len(names)} class names")
+            results.append(use(record))
+        except BadSample as error:
+            key = name_of(source, row) if hasattr(source, "key") else str(row)
+            results.append(Skipped(row, key, str(error)))
+    return results
 
 
-def _try(source: Source, row: int, use: Callable[[Record], object]) -> Skipped | None:
-    """Apply `use` to a sample. Returns: a bad sample, else None."""
-    try:
-        record = source.record(row)
-        names = getattr(source, "classnames", None)
-        if names and record.label is not None and record.label >= len(names):
-            raise BadSample(f"class index {record.label}, but there are {len(names)} class names")
-        use(record)
-    except BadSample as error:
-        return Skipped(row, name_of(source, row) if hasattr(source, "key") else str(row), str(error))
-    return None
+def _decoded(record: Record) -> None:
+    decode(record.image)
+
+
+def _measured(record: Record) -> tuple[Record, tuple[int, int]]:
+    """The record without its image, which is not sent to the main process; width and height."""
+    return Record(record.key, b"", record.captions, record.label), image_size(record.image)

@@ -277,8 +277,6 @@ def test_evaluation_in_parts() -> None:
 def test_looking_at_a_data_set_in_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(inspect, "_CHUNK", 3)
     assert check(Small()) == [Skipped(4, "4", "damaged")]
-    ranges = list(inspect._chunks(lambda source, rows: rows, Small(), 0))
-    assert ranges == [range(3), range(3, 6), range(6, 7)]
     found = inspect.stats(Small(), 1)
     assert (found.rows, found.captions, found.labels, len(found.bad)) == (7, [1, 1, 1, 1, 1, 0], {2: 1}, 1)
     with pytest.raises(ValueError, match="small: --digest needs local tars"):
