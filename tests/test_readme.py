@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kiloword
 from kiloword.cli.main import main
 from kiloword.config.recipes import Recipe
 from kiloword.distributed import collectives
 from kiloword.methods.registry import names, preset
+from kiloword.model.model import build
+from kiloword.training.learner import Learner
 from kiloword.training.resolve import micro_batches
+from kiloword.verify import batch as verify_batch
 from kiloword.verify.suite import verify
 from tars import pairs, photo, write_tar
 
@@ -35,6 +39,22 @@ def python(first_words: str) -> str:
     block = re.search(rf"```python\n(# {first_words}.*?)```", SHOWN, re.DOTALL)
     assert block, f"the pages have lost their example '{first_words}'"
     return block[1]
+
+
+def test_a_pair_loss_without_its_derivative() -> None:
+    """The hinge of docs/methods.md, which names no gradient."""
+    example: dict[str, Any] = {}
+    exec(python("hinge.py"), example)
+    method, batch = example["preset"](), verify_batch.batch()
+    learner = Learner(build(verify_batch.config(), method), method)
+    images, texts = learner.pair_inputs(learner.encode(batch), batch)
+    head = learner.model.head
+    logits, matches = head.logits(head.score(images, texts)), images["position"][:, None] == texts["position"]
+    expected = (1 - torch.where(matches, logits, -logits)).clamp(min=0).sum() / len(batch)
+    losses = learner.pair_loss(images, texts)["pair"], expected
+    gradients = [torch.autograd.grad(loss, head.log_scale, retain_graph=True) for loss in losses]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ through the score of the head to features and head weights immediately, and free
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,6 +26,23 @@ _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph
 
 BlockLoss = Callable[[Pairs, slice, slice], tuple[Tensor, Tensor]]
 """Values [i] of one block, one per image, and the gradient of their sum by the logits [i, t]."""
+
+
+def by_autograd(values: Callable[[Pairs, slice, slice], Tensor]) -> BlockLoss:
+    """A loss of blocks written without its derivative, which autograd computes from one block's logits.
+
+    Args: values: [i] of a block, summed over its texts; only `logits` have a gradient. What the logits of other blocks
+    contribute, such as the sums of a softmax, autograd does not see: such a loss states its derivative.
+    """
+
+    def loss(block: Pairs, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            logits = block.logits.detach().requires_grad_()
+            by_image = values(replace(block, logits=logits), rows, columns)
+            (gradient,) = torch.autograd.grad(by_image.sum(), logits)
+        return by_image.detach(), gradient
+
+    return loss
 
 
 class _WithGradient(torch.autograd.Function):

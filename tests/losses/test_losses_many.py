@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kiloword.config.recipes import sizes
 from kiloword.losses.many import Balanced, supcon_loss
-from kiloword.losses.pairs import Blocks, logsumexp_over_ranks, sigmoid_loss, softmax_loss
+from kiloword.losses.pairs import Blocks, by_autograd, logsumexp_over_ranks, sigmoid_loss, softmax_loss
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import initialise
-from kiloword.types import Features, Pairs, Positives
+from kiloword.types import Features, PairBlocks, PairLoss, Pairs, Positives, Total
 
 CHUNKS = [0, 1, 3]
 
@@ -88,6 +88,27 @@ def literal_balance(y: Tensor) -> Tensor:
     return out
 
 
+def sigmoid_without_derivative(pairs: PairBlocks, positives: Positives) -> Total:
+    def values(block: Pairs, rows: slice, columns: slice) -> Tensor:
+        return F.binary_cross_entropy_with_logits(block.logits, positives(block), reduction="none").sum(1)
+
+    total = pairs.total(by_autograd(values))
+    return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
+
+
+def softmax_without_derivative(pairs: PairBlocks, positives: Positives) -> Total:
+    """Of one block, which sees all pairs."""
+
+    def values(block: Pairs, rows: slice, columns: slice) -> Tensor:
+        z, y = block.logits, positives(block)
+        by_image = (z.logsumexp(1, keepdim=True) - z) * y / y.sum(1, keepdim=True).clamp_min(1)
+        by_text = (z.logsumexp(0) - z) * y / y.sum(0).clamp_min(1)
+        return 0.5 * (by_image + by_text * len(z) / z.shape[1]).sum(1)
+
+    total = pairs.total(by_autograd(values))
+    return Total(total, total.new_tensor(float(pairs.shape[0])), pairs.rows)
+
+
 def compare(loss: Any, positives: Positives, literal: Callable[[Tensor, Tensor], Tensor], chunk: int) -> None:
     """Value and gradients of a loss against those of a literal function of logits and positives."""
     images, texts = features(5, [0, 1, 2, 3, 4], 0), features(8, [0, 0, 1, 2, 2, 3, 4, 4], 1)
@@ -107,6 +128,31 @@ def compare(loss: Any, positives: Positives, literal: Callable[[Tensor, Tensor],
     assert float((total.sum / total.count).detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     for mine, reference in zip(found, torch.autograd.grad(expected, parameters), strict=True):
         assert (mine - reference).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("which", list(POSITIVES))
+@pytest.mark.parametrize(
+    ("loss", "built_in", "chunk"),
+    [
+        *((sigmoid_without_derivative, sigmoid_loss, chunk) for chunk in CHUNKS),
+        (softmax_without_derivative, softmax_loss, 0),
+    ],
+)
+def test_a_loss_without_its_derivative_equals_the_built_in_one(
+    loss: PairLoss, built_in: PairLoss, chunk: int, which: str
+) -> None:
+    found = []
+    for function in (loss, built_in):
+        images, texts = features(5, [0, 1, 2, 3, 4], 0), features(8, [0, 0, 1, 2, 2, 3, 4, 4], 1)
+        head = Head(Single(sizes()["debug"]), scale=7.0, bias=-2.0).double()
+        initialise(head, 0)
+        blocks = Blocks(head, images, texts, chunk)
+        total = function(blocks, POSITIVES[which])
+        mean = total.sum / total.count
+        parameters = [images["vec"], texts["vec"], head.log_scale, head.bias]
+        found.append([mean.detach(), blocks.rows, *torch.autograd.grad(mean, parameters)])
+    for mine, reference in zip(*found, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
