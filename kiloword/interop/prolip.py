@@ -170,12 +170,7 @@ def _folded(state: Mapping[str, Tensor], roles: Roles, vocab: int) -> dict[str, 
     for role, name in _ROWS.items():
         table[roles.ids()[role]] = state[name]
     rest = {name: value for name, value in state.items() if name not in _ROWS.values()}
-    return {
-        **rest,
-        _UNC: state[_UNC] + places[1],
-        _POSITIONS: torch.cat([places[:1], places[2:]]),
-        _TOKENS: table,
-    }
+    return {**rest, _UNC: state[_UNC] + places[1], _POSITIONS: torch.cat([places[:1], places[2:]]), _TOKENS: table}
 
 
 def _named(state: Mapping[str, Tensor], expected: Collection[str]) -> tuple[dict[str, tuple[str, Tensor]], list[str]]:

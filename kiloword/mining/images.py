@@ -38,11 +38,7 @@ class ReportImages:
 
 def term_rule(name: str, s: Mined) -> str:
     """A term of eq. 2 with its thresholds."""
-    rules = {
-        "it": f"S_it > {s.p1:g}",
-        "ii": f"S_ii > {s.p2:g}",
-        "tt": f"S_tt > {s.p3:g} and S_it > {s.p1_text:g}",
-    }
+    rules = {"it": f"S_it > {s.p1:g}", "ii": f"S_ii > {s.p2:g}", "tt": f"S_tt > {s.p3:g} and S_it > {s.p1_text:g}"}
     return rules.get(name, name)
 
 
@@ -60,12 +56,12 @@ def _card(pair: Pair, results: MiningResults, image: Image) -> str:
     if this is None or other is None:
         return ""
     start, end = int(corpus.starts[pair.image]), int(corpus.starts[pair.image + 1])
-    own = f"Its own: “{corpus.captions[start]}”" if end > start else "It has no caption of its own."
+    first = f"Its own: “{corpus.captions[start]}”" if end > start else "It has no caption of its own."
     scores = "  ".join(f"S_{name} {value:.2f}" for name, value in pair.scores.items())
     verdict = [] if pair.true is None else ["✓ true of the image" if pair.true else "✗ not true of the image"]
     return report.card(
         [(this, "the image"), (other, "the caption’s image")],
-        [scores, *verdict, own],
+        [scores, *verdict, first],
         strong=f"“{corpus.captions[pair.caption]}”",
     )
 

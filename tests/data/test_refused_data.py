@@ -92,7 +92,7 @@ def test_laid_out_images_that_are_cut_or_of_another_table_are_laid_out_again(tmp
         assert [Embedded(path, "image", print_).read(row) for row in range(3)] == [b"one", b"", b"three"]
         assert first.path.read_bytes() == whole
     assert len(set(Embedded(path, "image", print_).digests().tolist())) == 3
-    with pytest.raises(ValueError, match="x is damaged: 2 and 3 rows where there should be as many"):
+    with pytest.raises(ValueError, match="x is damaged: its columns have 2 and 3 rows"):
         embedded.check_rows(Path("x"), 2, 3)
 
 

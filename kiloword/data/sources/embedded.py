@@ -1,4 +1,4 @@
-"""Images inside a parquet file. A parquet page cannot be entered at one value, so they are laid out flat once.
+"""Images inside a parquet file. Single values of a parquet page cannot be read, so images are copied to a flat file.
 
 File format (`x.parquet.kwpictures`): the images end to end; a digest [N, 16] and an end, int64 [N], of each; the
 fingerprint of the table (32 hexadecimal digits).
@@ -32,8 +32,8 @@ class Embedded:
 
     def __init__(self, table: Path, column: str, fingerprint: str) -> None:
         rows = pa.parquet.read_metadata(table).num_rows
-        found = next((p for p in files.places(table, _SUFFIX) if _is_valid(p, rows, fingerprint)), None)
-        self.path = found or files.write(table, _SUFFIX, lambda file: _lay_out(file, table, column, fingerprint))
+        valid = next((p for p in files.places(table, _SUFFIX) if _is_valid(p, rows, fingerprint)), None)
+        self.path = valid or files.write(table, _SUFFIX, lambda file: _copy_images(file, table, column, fingerprint))
         self._start, self.rows = _tables_start(self.path.stat().st_size, rows, fingerprint), rows
         self._open()
 
@@ -50,7 +50,7 @@ class Embedded:
         self._open()
 
     def digests(self) -> NDArray[np.void]:
-        """[N] one digest an image: equal for the same image."""
+        """[N] one digest per image: equal for equal images."""
         return np.frombuffer(self._file.read(self._start, self.rows * _DIGEST), f"V{_DIGEST}")
 
     def read(self, row: int) -> bytes:
@@ -61,29 +61,31 @@ class Embedded:
 
 @contextmanager
 def arrow_errors(path: Path) -> Iterator[None]:
-    """Turns what Arrow raises on a damaged table into a ValueError. Errors of the disk stay as they are."""
+    """Turn Arrow's errors of a damaged table into a ValueError. Errors of the disk are raised unchanged."""
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{path} cannot be read as a table: {shown(what[:200])}") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} cannot be read as a table: {shown(reason[:200])}") from None
 
 
 def check_rows(table: Path, *counts: int) -> None:
-    """Errors: ValueError when the columns of a damaged table, or its head and its pages, have different rows."""
+    """Errors: ValueError when the columns of a damaged table, or its header and its pages, have different lengths."""
     if len(set(counts)) > 1:
-        raise ValueError(f"{table} is damaged: {' and '.join(map(str, counts))} rows where there should be as many.")
+        raise ValueError(
+            f"{table} is damaged: its columns have {' and '.join(map(str, counts))} rows, expected equal numbers."
+        )
 
 
 def check_expanded(table: Path, columns: Sequence[str]) -> None:
-    """Errors: ValueError when text columns take more than MAX_TABLE bytes: repeated cells are stored once in a parquet.
+    """Errors: ValueError when text columns take more than MAX_TABLE bytes: parquet stores repeated cells only once.
 
-    They are looked at as they are stored, before anybody makes room for them.
+    The sizes are computed from stored dictionaries, before memory is allocated.
     """
     leaves = pa.parquet.read_metadata(table).schema
-    paths = [leaves.column(n).path for n in range(len(leaves))]
+    paths = (leaves.column(n).path for n in range(len(leaves)))
     packed = [path for path in paths if path.split(".")[0] in columns]
     total = 0
     with pa.parquet.ParquetFile(table, read_dictionary=packed) as parquet:
@@ -96,7 +98,7 @@ def check_expanded(table: Path, columns: Sequence[str]) -> None:
 
 
 def _expanded(column: pa.Array) -> int:
-    """Bytes that an array would take without its dictionary."""
+    """Bytes of an array without its dictionary."""
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()
     if not pa.types.is_dictionary(column.type):
@@ -106,7 +108,7 @@ def _expanded(column: pa.Array) -> int:
 
 
 def is_embedded(table: Path, column: str) -> bool:
-    """Whether a column holds images rather than paths. Errors: ValueError when it could hold neither."""
+    """Whether a column contains images, not paths. Errors: ValueError when it can contain neither."""
     kind = pa.parquet.read_schema(table).field(column).type
     if not pa.types.is_struct(kind):
         return _is_bytes(kind)
@@ -127,9 +129,7 @@ def _tables_start(size: int, rows: int, fingerprint: str) -> int:
 
 
 def _is_valid(path: Path, rows: int, fingerprint: str) -> bool:
-    if not path.is_file():
-        return False
-    size = path.stat().st_size
+    size = path.stat().st_size if path.is_file() else 0
     start = _tables_start(size, rows, fingerprint)
     if start < 0 or rows < 1:
         return False
@@ -138,7 +138,7 @@ def _is_valid(path: Path, rows: int, fingerprint: str) -> bool:
     return last_end == start and file.read(size - len(fingerprint), len(fingerprint)) == fingerprint.encode()
 
 
-def _lay_out(file: BinaryIO, table: Path, column: str, fingerprint: str) -> None:
+def _copy_images(file: BinaryIO, table: Path, column: str, fingerprint: str) -> None:
     digests, ends, end = [], [], 0
     with arrow_errors(table), pa.parquet.ParquetFile(table) as parquet:
         for batch in parquet.iter_batches(batch_size=256, columns=[column]):

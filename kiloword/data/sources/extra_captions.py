@@ -18,7 +18,7 @@ from kiloword.data.sources.embedded import arrow_errors, check_expanded
 from kiloword.data.sources.mixture import MixtureSource
 from kiloword.data.sources.optional import key_of, texts_of
 from kiloword.data.sources.sample import clean
-from kiloword.data.sources.tables import check_once, fingerprint
+from kiloword.data.sources.tables import check_once, fingerprint, one_array
 from kiloword.terminal import shown
 from kiloword.types import BadSample, NoCaption, Record, Source
 
@@ -197,7 +197,7 @@ def _read(path: Path) -> tuple[pa.Array, pa.Array]:
 
 
 def _strings(path: Path, table: pa.Table, name: str, lists: bool) -> pa.Array:
-    """A column of text (or of lists of text) as one array."""
+    """A column of text, or of lists of text, as one array."""
     column = table.column(name)
     kind, inner = column.type, column.type
     if pa.types.is_dictionary(kind):
@@ -208,7 +208,6 @@ def _strings(path: Path, table: pa.Table, name: str, lists: bool) -> pa.Array:
     if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
         expected = "text or lists of text" if lists else "text, as the images are named (not numbers)"
         raise ValueError(f"{path}: the column `{name}` holds {shown(str(column.type)[:100])}. Expected {expected}.")
-    wanted = pa.large_list(pa.large_string()) if nested else pa.large_string()
-    array = pa.chunked_array(column.cast(wanted), wanted).combine_chunks()
-    array.validate(full=True)  # text that is not UTF-8 raises here
+    array = one_array(column, pa.large_list(pa.large_string()) if nested else pa.large_string())
+    array.validate(full=True)  # raises for text that is not UTF-8
     return array

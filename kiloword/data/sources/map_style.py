@@ -33,9 +33,8 @@ class MapStyleSource:
     Images should not be augmented: the recipe's augmentation is drawn by row and epoch, so that a resumed run gets the
     same images. A row that raises an exception is a bad sample: it is counted, reported and replaced.
 
-    Args: name: of the training data, recorded in runs and models; fingerprint: any text that changes when the data
-    changes. By default it covers the length and 8 samples spread over the data set, and misses changes elsewhere; where
-    `dataset[i]` differs from call to call, pass one.
+    Args: name: recorded in runs and models; fingerprint: any text that changes when the data changes. By default it
+    covers the length and 8 samples spread over the data set; pass one if `dataset[i]` differs from call to call.
     Errors: ValueError when the data set is empty, or its samples have another form.
     """
 
@@ -60,9 +59,10 @@ class MapStyleSource:
     def record(self, row: int) -> Record:
         """The sample as bytes or pixels. Raises BadSample with the reason."""
         image, captions = self._sample(row)
+        record = Record(self.key(row), _stored(image), captions)
         if not captions:
-            raise NoCaption(Record(self.key(row), _stored(image), []))
-        return Record(self.key(row), _stored(image), captions)
+            raise NoCaption(record)
+        return record
 
     def _sample(self, row: int) -> tuple[Any, list[str]]:
         try:

@@ -38,7 +38,10 @@ def open_source(src: str, size: int | None = None) -> Source:
     if is_url(src):
         return open_remote(src)
     if RANGE.search(src):
-        return _shards(src, _existing(src, [Path(p) for p in expand(src)]))
+        tars = [Path(p) for p in expand(src)]
+        if missing := [tar for tar in tars if not tar.is_file()]:
+            raise ValueError(f"{src}: {len(missing)} of {len(tars)} tars are missing, the first is {missing[0]}.")
+        return _shards(src, tars)
     path = Path(src).expanduser()
     if not path.exists():
         raise ValueError(f"{src}: no such file or folder. Expected {_KINDS}.")
@@ -63,18 +66,10 @@ def open_data(data: DataConfig, size: int | None = None) -> Source:
     return with_captions(mix(sources, data.weights), data.extra_captions, data.raw_captions)
 
 
-def _existing(src: str, tars: list[Path]) -> list[Path]:
-    missing = [tar for tar in tars if not tar.is_file()]
-    if missing:
-        raise ValueError(f"{src}: {len(missing)} of {len(tars)} tars are missing, the first is {missing[0]}.")
-    return tars
-
-
 def _open_folder(src: str, folder: Path) -> Source:
-    files = os.listdir(folder)
-    if any(is_image(file) for file in files) and not _tars(folder):
+    files, tars = os.listdir(folder), _tars(folder)
+    if any(is_image(file) for file in files) and not tars:
         return Folder(src, folder, *_class_data(folder))
-    tars = _tars(folder)
     if not tars and (folder / "classnames.txt").is_file():
         tars = _tars(folder / "test")  # CLIP_benchmark's layout
     if tars:

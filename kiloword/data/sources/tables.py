@@ -85,7 +85,7 @@ class TableSource:
         """Read the texts. Returns: [N] paths of images, or digests of embedded images."""
         if self.path.suffix.lower() != ".parquet":
             table, self._malformed = _read_csv(self.path, [image, *columns])
-            images = _one_array(table.column(image), pa.large_binary())
+            images = one_array(table.column(image), pa.large_binary())
         else:
             check_expanded(self.path, columns)
             table = pa.parquet.read_table(self.path, columns=columns)
@@ -95,7 +95,7 @@ class TableSource:
                 images = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), self._embedded.rows, [None, digests])
             else:
                 check_expanded(self.path, [image])
-                images = _one_array(pa.parquet.read_table(self.path, columns=[image]).column(image), pa.large_binary())
+                images = one_array(pa.parquet.read_table(self.path, columns=[image]).column(image), pa.large_binary())
             check_rows(self.path, len(table), len(images))
         combine = pa.ChunkedArray.combine_chunks if self._asks else _caption_array
         self._cells = {column: combine(table.column(column)) for column in columns}
@@ -233,13 +233,14 @@ def _column_names(path: Path) -> list[str]:
         return list(pa.parquet.read_schema(path).names)
 
 
-def _one_array(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+def one_array(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+    """A column as one array of a type."""
     return pa.chunked_array(column.cast(kind), kind).combine_chunks()
 
 
 def _caption_array(column: pa.ChunkedArray) -> pa.Array:
     listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    return _one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
+    return one_array(column, pa.large_list(pa.large_string()) if listed else pa.large_binary())
 
 
 def _read_csv(path: Path, columns: list[str]) -> tuple[pa.Table, list[str]]:
@@ -274,9 +275,7 @@ def _parse_csv(path: Path, source: Path | pa.BufferReader, columns: list[str]) -
         pyarrow.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
         pyarrow.csv.ParseOptions(delimiter=_header(path)[0], newlines_in_values=True, invalid_row_handler=note),
         pyarrow.csv.ConvertOptions(
-            include_columns=columns,
-            column_types={column: pa.binary() for column in columns},
-            strings_can_be_null=False,
+            include_columns=columns, column_types={column: pa.binary() for column in columns}, strings_can_be_null=False
         ),
     )
     return table, malformed
