@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -48,6 +50,18 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("COLUMNS", str(Terminal.columns))
     monkeypatch.setattr(CURSOR, "inside_line", False)
     return Terminal()
+
+
+@pytest.fixture(scope="session")
+def open_clip() -> ModuleType:
+    """The package open_clip, with torchvision's missing operators where torch is a CPU build."""
+    from kiloword.interop.open_clip_config import torchvision_ready
+
+    torchvision_ready()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module: ModuleType = pytest.importorskip("open_clip")
+        return module
 
 
 @pytest.fixture

@@ -14,18 +14,14 @@ from typing import Any
 
 import pytest
 
+from modules import module_at
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def gpu() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_script", ROOT / "bench" / "gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_script"] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "bench" / "gpu.py", "gpu_script")
 
 
 def here(gpu: ModuleType, tmp_path: Path, **more: Any) -> Any:

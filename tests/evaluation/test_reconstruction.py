@@ -31,6 +31,7 @@ from kiloword.model.image import unfold
 from kiloword.model.model import build
 from kiloword.report.overlay import covered
 from kiloword.types import Record, Skipped, Texts
+from noise import noise
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
 IMAGE = ImageConfig(size=32, patch=8, width=32, depth=1, heads=2, mlp=64)  # 16 patches
@@ -43,7 +44,7 @@ def matcher(method: str = "sycoca", **settings: Any) -> Matcher:
 
 
 def pixels(n: int = 3) -> Tensor:
-    return torch.randint(256, (n, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
+    return noise(n, 32)
 
 
 def packed(model: Matcher, captions: list[str]) -> Texts:

@@ -26,6 +26,7 @@ from kiloword.model.heads import Single
 from kiloword.model.model import build
 from kiloword.report.overlay import SIDE, SMALL, Row, TokenMap, figure, overlay, square, wrap
 from kiloword.types import Features
+from noise import noise, noise_file
 from sheets import holds
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle"]
@@ -61,15 +62,8 @@ def matcher(pool: str = "cls", mixed: int | None = None, **image: Any) -> Matche
     return Matcher(model, Tokenizer.train(CAPTIONS, 300))
 
 
-def pixels(n: int = 2, size: int = 48) -> Tensor:
-    return torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
-
-
-def image(path: Path, width: int = 70, height: int = 50) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(path)
-    return path
+def pixels(n: int = 2) -> Tensor:
+    return noise(n, 48)
 
 
 def test_probabilities_are_those_the_tower_used() -> None:
@@ -249,7 +243,7 @@ def test_figure_has_room_for_all(tmp_path: Path) -> None:
 
 
 def test_files_of_score_explain(tmp_path: Path) -> None:
-    images = [image(tmp_path / "a.jpg"), image(tmp_path / "b" / "a.png", 30, 90)]
+    images = [noise_file(tmp_path / "a.jpg"), noise_file(tmp_path / "b" / "a.png", 30, 90)]
     lines = write(tmp_path / "deep" / "out", matcher(mixed=3), images, CAPTIONS[:1])
     document = json.loads((tmp_path / "deep" / "out" / "weights.json").read_text())
     assert document["tokens"] == ["class token", "token 1", "token 2"]
@@ -268,7 +262,7 @@ def test_files_of_score_explain(tmp_path: Path) -> None:
 
 
 def test_figures_hold_the_image_and_the_maps_of_every_text(tmp_path: Path) -> None:
-    model, path = matcher(mixed=3), image(tmp_path / "a.jpg", 300, 300)
+    model, path = matcher(mixed=3), noise_file(tmp_path / "a.jpg", 300, 300)
     write(tmp_path / "out", model, [path], CAPTIONS[:2])
     found, large = model.explain(path, CAPTIONS[:2]), _large(model, path)
     assert found.tokens is not None
@@ -285,7 +279,7 @@ def test_figures_hold_the_image_and_the_maps_of_every_text(tmp_path: Path) -> No
 
 
 def test_patches_that_are_mixed_are_named_by_their_place(tmp_path: Path) -> None:
-    write(tmp_path, matcher(mixed=12), [image(tmp_path / "a.jpg")], CAPTIONS)
+    write(tmp_path, matcher(mixed=12), [noise_file(tmp_path / "a.jpg")], CAPTIONS)
     names = json.loads((tmp_path / "weights.json").read_text())["tokens"]
     assert len(names) == 12
     assert names[3:5] == ["patch 0, 0", "patch 0, 1"]
@@ -296,7 +290,7 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = matcher("max")
     file = ModelFile(method="siglip", settings={}, model=model.model.config)
     save_model(tmp_path / "model", model.model, model.tokenizer, file)
-    shown = ["--images", str(image(tmp_path / "a.jpg")), "--texts", "a red circle"]
+    shown = ["--images", str(noise_file(tmp_path / "a.jpg")), "--texts", "a red circle"]
     main(["score", str(tmp_path / "model"), *shown, "--explain", str(tmp_path / "out")])
     said = capsys.readouterr().out
     assert "What each patch adds to the score." in said
@@ -308,10 +302,10 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_image_is_never_overwritten(tmp_path: Path) -> None:
-    photo = image(tmp_path / "a.png")
+    photo = noise_file(tmp_path / "a.png")
     before = photo.read_bytes()
     with pytest.raises(ValueError, match=r"over the image .*a\.png: choose another folder"):
-        write(tmp_path / "x" / "..", matcher(), [image(tmp_path / "b.jpg"), photo], CAPTIONS)
+        write(tmp_path / "x" / "..", matcher(), [noise_file(tmp_path / "b.jpg"), photo], CAPTIONS)
     assert photo.read_bytes() == before
     assert not (tmp_path / "b.png").exists()
 

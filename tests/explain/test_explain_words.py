@@ -22,6 +22,7 @@ from kiloword.model.attention import Packing
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.model import build
 from kiloword.types import Texts
+from noise import noise
 
 CAPTIONS = ["a red circle", "two blue squares", "a green star left of a circle", ""]
 IMAGE = ImageConfig(size=48, patch=16, width=32, depth=2, heads=2, mlp=64)  # 1 + 9 tokens
@@ -34,7 +35,7 @@ def matcher(method: str = "coca", settings: dict[str, Any] | None = None, **head
 
 
 def pixels(n: int = 2) -> Tensor:
-    return torch.randint(256, (n, 3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
+    return noise(n, 48)
 
 
 def literal(model: Matcher, image: Tensor, caption: str) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from kiloword.methods.coca.captioning import caption_loss
 from kiloword.methods.registry import preset
 from kiloword.model.decoder import TextDecoder
 from kiloword.model.model import build
+from noise import noise
 
 CAPTIONS = ["a red circle", "two blue squares", ""]
 IMAGE = ImageConfig(size=16, patch=8, width=8, depth=2, heads=2, mlp=16)  # 1 + 4 tokens
@@ -32,7 +33,7 @@ def matcher(method: str = "coca", pool: str = "mean", **image: Any) -> Matcher:
 
 
 def pixels(n: int = 2) -> Tensor:
-    return torch.randint(256, (n, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
+    return noise(n, 16)
 
 
 def stages(model: Matcher, image: Tensor, layer: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

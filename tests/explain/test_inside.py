@@ -27,6 +27,7 @@ from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.report.overlay import PLAIN, font_for, overlay, square, wrap
 from kiloword.report.sheet import WIDTH, CaptionStrips, Panel, Strip, sheet
+from noise import noise_file
 from sheets import holds
 
 CAPTIONS = ["a red circle", "two blue squares", ""]
@@ -37,13 +38,6 @@ def matcher(method: str = "sycoca", head: dict[str, Any] | None = None, **settin
     made = preset(method, settings)
     config = replace(sizes()["debug"], image=IMAGE, head=replace(HeadConfig(dim=16, pool_heads=2), **(head or {})))
     return Matcher(build(config, made, seed=1), Tokenizer.train(CAPTIONS[:2] * 3, 300), made)
-
-
-def photo(path: Path, width: int = 70, height: int = 50) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(path)
-    return path
 
 
 def test_what_models_can_show() -> None:
@@ -57,7 +51,7 @@ def test_what_models_can_show() -> None:
 
 def test_numbers_and_files(tmp_path: Path) -> None:
     model = matcher()
-    images = [photo(tmp_path / "a.jpg"), photo(tmp_path / "b" / "a.png", 7, 300)]
+    images = [noise_file(tmp_path / "a.jpg"), noise_file(tmp_path / "b" / "a.png", 7, 300)]
     lines = write(tmp_path / "out", model, images, CAPTIONS)
     assert lines[-1] == f"2 sheets (words, gradcam, masks, reconstruction) and inside.json: {tmp_path / 'out'}"
     names = {"a.png", "a-2.png", "a-inside.png", "a-inside-2.png", "weights.json", "inside.json"}
@@ -85,7 +79,7 @@ def test_numbers_and_files(tmp_path: Path) -> None:
 
 
 def test_sheets_hold_the_image_and_what_decoders_do_with_it(tmp_path: Path) -> None:
-    model, path = matcher(), photo(tmp_path / "a.jpg", 300, 300)
+    model, path = matcher(), noise_file(tmp_path / "a.jpg", 300, 300)
     write(tmp_path / "out", model, [path], CAPTIONS[:1], what=["words", "gradcam", "masks", "reconstruction"])
     with Image.open(tmp_path / "out" / "a-inside.png") as png:
         sheet = png.convert("RGB")
@@ -125,7 +119,7 @@ def test_a_painting_worse_than_one_colour_is_marked(tmp_path: Path, monkeypatch:
         return panel(shown, name, note)
 
     monkeypatch.setattr(strips, "Panel", noted)
-    path = photo(tmp_path / "a.jpg")
+    path = noise_file(tmp_path / "a.jpg")
     write(tmp_path, matcher(), [path], ["red"], what=["reconstruction"])
     assert sum(bool(re.match(r"L1 [\d.]+, a flat colour [\d.]+$", note)) for note in notes) == 2  # random weights
     notes.clear()
@@ -139,7 +133,7 @@ def test_a_painting_worse_than_one_colour_is_marked(tmp_path: Path, monkeypatch:
 
 
 def test_only_what_is_asked_for(tmp_path: Path) -> None:
-    model, image = matcher(), photo(tmp_path / "a.jpg")
+    model, image = matcher(), noise_file(tmp_path / "a.jpg")
     write(tmp_path / "words", model, [image], ["red"], what=["words"])
     assert {path.name for path in (tmp_path / "words").iterdir()} == {"a-inside.png", "inside.json"}
     (found,) = json.loads((tmp_path / "words" / "inside.json").read_text())["images"][0]["texts"]
@@ -158,7 +152,7 @@ def test_only_what_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{"guide": "none"}, {"norm_pix": True, "mim_op": "drop"}, {"mim_mask": "random"}])
 def test_every_way_of_painting(settings: dict[str, Any], tmp_path: Path) -> None:
-    image = photo(tmp_path / "a.jpg")
+    image = noise_file(tmp_path / "a.jpg")
     write(tmp_path, matcher(**settings), [image], CAPTIONS, what=["reconstruction"])
     texts = json.loads((tmp_path / "inside.json").read_text())["images"][0]["texts"]
     if settings.get("guide") == "none":
@@ -191,7 +185,15 @@ def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = matcher()
     file = ModelFile(method="sycoca", settings={}, model=model.model.config)
     save_model(tmp_path / "model", model.model, model.tokenizer, file)
-    shown = ["score", str(tmp_path / "model"), "--images", str(photo(tmp_path / "a.jpg")), "--texts", "a zebra", "a"]
+    shown = [
+        "score",
+        str(tmp_path / "model"),
+        "--images",
+        str(noise_file(tmp_path / "a.jpg")),
+        "--texts",
+        "a zebra",
+        "a",
+    ]
     main([*shown, "--explain", str(tmp_path / "out"), "--explain-what", "words", "masks"])
     assert "1 sheet (words, masks) and inside.json" in capsys.readouterr().out
     with Image.open(tmp_path / "out" / "a-inside.png") as png:
@@ -221,7 +223,7 @@ def test_score_names_the_texts_that_are_cut(tmp_path: Path, capsys: pytest.Captu
     save_model(
         tmp_path / "m", model.model, model.tokenizer, ModelFile(method="sycoca", settings={}, model=model.model.config)
     )
-    image = str(photo(tmp_path / "a.jpg"))
+    image = str(noise_file(tmp_path / "a.jpg"))
     main(["score", str(tmp_path / "m"), "--images", image, "--texts", "a red circle", "zebra " * 40])
     said = capsys.readouterr().err
     tokens = model.tokenizer.cut(["zebra " * 40], model.model.config.text)[0][0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import types
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +28,6 @@ from kiloword.data.sources.open import open_source
 from kiloword.distributed import collectives, sharing
 from kiloword.features.extract import _dim, embed
 from kiloword.features.teachers import Foreign, KilowordTeacher, open_teacher
-from kiloword.interop.open_clip_config import torchvision_ready
 from kiloword.methods.defaults import default_recipe
 from kiloword.training.loop import RunOptions, train
 from tars import pairs, write_tar
@@ -183,17 +181,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def open_clip(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+def open_clip(open_clip: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """open_clip with two small models of our own."""
-    torchvision_ready()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module: ModuleType = pytest.importorskip("open_clip")
     folder = tmp_path_factory.mktemp("configs")
     for name, config in CONFIGS.items():
         (folder / f"{name}.json").write_text(json.dumps(config))
-    module.add_model_config(folder)
-    return module
+    open_clip.add_model_config(folder)
+    return open_clip
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))

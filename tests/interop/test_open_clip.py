@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,20 +16,10 @@ from torch import Tensor, nn
 from kiloword.checkpoint.model_folder import load_model, read_model_file
 from kiloword.config.recipes import ModelConfig, sizes
 from kiloword.interop.open_clip import import_state, main, place, read
-from kiloword.interop.open_clip_config import model_config, torchvision_ready
+from kiloword.interop.open_clip_config import model_config
 from kiloword.model.heads import Head, Single
 from kiloword.model.model import Model
 from kiloword.types import Texts
-
-
-@pytest.fixture(scope="module")
-def open_clip() -> ModuleType:
-    torchvision_ready()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module: ModuleType = pytest.importorskip("open_clip")
-        return module
-
 
 VOCAB = 512  # of the small models: the arithmetic is that of 49408
 

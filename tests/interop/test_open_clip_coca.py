@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,21 +16,12 @@ from torch import Tensor
 from kiloword.checkpoint.model_folder import load_model, read_model_file
 from kiloword.config.recipes import sizes
 from kiloword.interop.open_clip import import_state, main, placed
-from kiloword.interop.open_clip_config import Unlike, model_config, torchvision_ready, translate
+from kiloword.interop.open_clip_config import Unlike, model_config, translate
 from kiloword.methods.coca.captioning import decoded
 from kiloword.methods.registry import preset
 from kiloword.model.model import Model, build
 from kiloword.randomness import key
 from kiloword.types import Texts
-
-
-@pytest.fixture(scope="module")
-def open_clip() -> ModuleType:
-    torchvision_ready()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module: ModuleType = pytest.importorskip("open_clip")
-        return module
 
 
 def small(memory: int = 32) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,7 @@ from kiloword.training.accumulate import backward
 from kiloword.types import Features
 from kiloword.verify.batch import IMAGES, batch
 from kiloword.verify.suite import learner, over_ranks
+from modules import module_at
 
 SETTINGS = argparse.Namespace(images=128, dim=64, chunk=128, device="cpu")
 PAIR_BLOCK = 4 * SETTINGS.chunk**2  # bytes of the logits of a block
@@ -28,12 +28,7 @@ PAIR_BLOCK = 4 * SETTINGS.chunk**2  # bytes of the logits of a block
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
     path = Path(__file__).parents[2] / "bench" / "loss.py"
-    spec = importlib.util.spec_from_file_location("bench_loss", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(path, "bench_loss")
 
 
 def test_the_measure_sees_all_pairs_at_once(bench: ModuleType) -> None:

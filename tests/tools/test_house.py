@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,19 +12,15 @@ from typing import Any
 
 import pytest
 
+from modules import module_at
+
 ROOT = Path(__file__).resolve().parents[2]
 Measured = Callable[[dict[str, str]], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def house() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("house", ROOT / "tools" / "house.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["house"] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "tools" / "house.py", "house")
 
 
 def write(root: Path, texts: dict[str, str]) -> None:

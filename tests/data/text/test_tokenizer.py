@@ -22,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kiloword.config.recipes import TextConfig
 from kiloword.data.text.tokenizer import Tokenizer, clip_tokenizer, siglip_tokenizer
+from modules import module_at
 
 CAPTIONS = [f"a {c} {s} on the {p} ." for c in ("red", "blue") for s in ("dog", "ball") for p in ("left", "right")] * 3
 ODD = [
@@ -62,12 +63,7 @@ def oracle() -> ModuleType:
     if package is None or not package.submodule_search_locations:
         pytest.skip("open_clip is not installed")
     path = Path(package.submodule_search_locations[0]) / "tokenizer.py"
-    spec = importlib.util.spec_from_file_location("open_clip_tokenizer", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(path, "open_clip_tokenizer")
 
 
 def config(**changes: object) -> TextConfig:
