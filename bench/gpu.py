@@ -187,8 +187,9 @@ class Here:
         """What the finished models of an experiment write and paint."""
         for model in sorted((self.out / experiment).glob("*coca-0-*/model")):
             for kind in ["caption", "reconstruction"] if model.parent.name.startswith("sycoca") else ["caption"]:
-                page = self.out / experiment / f"{model.parent.name}-{kind}"
-                yield self.run(120, f"kiloword eval {kind} {model} --data {data} --html {page}.html --json {page}.json")
+                page = f"{self.out / experiment / model.parent.name}-{kind}"
+                words = ["eval", kind, f"{model}", "--data", data, "--html", f"{page}.html", "--json", f"{page}.json"]
+                yield self.run(120, shlex.join(["kiloword", *words]))
 
     def inside(self, experiment: str, shard: Path) -> Iterator[Run]:
         """What the decoders of a finished model do with three photos and one caption of each."""
