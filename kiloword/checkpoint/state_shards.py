@@ -146,8 +146,7 @@ class SavedState:
             yield from tensors.values()
 
     def _groups(self, names: Sequence[str]) -> Iterator[list[str]]:
-        group: list[str] = []
-        size = 0
+        group, size = list[str](), 0
         for name in names:
             dtype, shape = self.specs[name]
             tensor_size = dtype.itemsize * torch.Size(shape).numel()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,12 +60,16 @@ reduced: list[int] | None = None  # where a list: receives the number of element
 
 def sum_over_ranks(x: Tensor) -> Tensor:
     """The sum over ranks, without gradient."""
+    return _all_reduced(x, dist.ReduceOp.SUM)
+
+
+def _all_reduced(x: Tensor, by: Any) -> Tensor:
     if reduced is not None:
         reduced.append(x.numel())
     if ranks() == 1:
         return x.detach()
     x = x.detach().clone()
-    dist.all_reduce(x)
+    dist.all_reduce(x, by)
     return x
 
 
@@ -95,13 +99,7 @@ def fill(x: Tensor, values: Tensor) -> None:
 
 def extreme_over_ranks(x: Tensor, which: Literal["most", "least"]) -> Tensor:
     """The elementwise maximum or minimum over ranks, without gradient."""
-    if reduced is not None:
-        reduced.append(x.numel())
-    if ranks() == 1:
-        return x.detach()
-    x = x.detach().clone()
-    dist.all_reduce(x, dist.ReduceOp.MAX if which == "most" else dist.ReduceOp.MIN)
-    return x
+    return _all_reduced(x, dist.ReduceOp.MAX if which == "most" else dist.ReduceOp.MIN)
 
 
 def any_rank(*mine: bool) -> tuple[bool, ...]:
@@ -113,9 +111,7 @@ def any_rank(*mine: bool) -> tuple[bool, ...]:
 
 def add_up(mine: int) -> int:
     """The sum of an integer over ranks."""
-    if ranks() == 1:
-        return mine
-    return int(sum_over_ranks(torch.tensor(mine)))
+    return mine if ranks() == 1 else int(sum_over_ranks(torch.tensor(mine)))
 
 
 def wait() -> None:

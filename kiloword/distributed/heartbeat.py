@@ -132,8 +132,11 @@ class Peers:
         broken = message is None and is_broken(error)
         with suppress(RuntimeError):
             if not broken:
-                self._tell(End(self.rank, message or f"{type(error).__name__}: {error}", self.rank, _code(error)))
-            elif not self._someone_told():
+                code = int(getattr(error, "code", 2))
+                self._tell(End(self.rank, message or f"{type(error).__name__}: {error}", self.rank, code))
+            elif within(BEAT_S, lambda: self._mine.check(["end"])):  # reported at about the time connections close
+                self._end = self._read(self._mine)
+            elif self._end is None:
                 self._tell(self._diagnose(error, self._mine))
             heard = self._heard()
         self._leaving.set()
@@ -213,12 +216,6 @@ class Peers:
     def _read(self, store: PrefixStore) -> End:
         return End(**json.loads(store.get("end")))
 
-    def _someone_told(self) -> bool:
-        """Whether another rank reported an end; it does so before or at about the time its connections close."""
-        if within(BEAT_S, lambda: self._mine.check(["end"])):
-            self._end = self._read(self._mine)
-        return self._end is not None
-
     def _diagnose(self, error: BaseException, store: PrefixStore) -> End:
         return diagnose(store, self.rank, self.ranks, self._at, error)
 
@@ -268,10 +265,6 @@ def monitored(timeout_s: float = 600) -> Iterator[Peers | None]:
     finally:
         peers.over()
         _current = None
-
-
-def _code(error: BaseException) -> int:
-    return int(getattr(error, "code", 2))
 
 
 CALL_S = 10.0  # seconds between checks that torchrun still runs, while the store does not answer

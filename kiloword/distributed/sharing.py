@@ -10,7 +10,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -113,26 +113,10 @@ def sums(*mine: Tensor) -> list[Tensor]:
     return [part.view_as(x) for part, x in zip(parts, mine, strict=True)]
 
 
-class PartWriter(Protocol):
-    """Writes a table part by part."""
-
-    @property
-    def missing(self) -> Sequence[int]:
-        """Numbers of the missing parts."""
-
-    def rows_of(self, number: int) -> range:
-        """The rows of the data in a part."""
-
-
-def missing_parts(writer: PartWriter | None, what: str) -> tuple[list[int], list[range]]:
-    """Numbers and rows of the parts that the first rank's writer lacks, on all ranks.
-
-    Args: writer: None on the other ranks; what: the table, in a word, for messages about ranks that wait.
-    """
-    mine = [] if writer is None else [(number, writer.rows_of(number)) for number in writer.missing]
-    wait(f"at the start of its {what}")  # the first rank has read the parts that are there
-    parts = gathered(mine)[0]
-    return [number for number, _ in parts], [rows for _, rows in parts]
+def of_first(mine: Item, where: str) -> Item:
+    """The first rank's object, on all ranks, which wait for it without timeout. Args: where: as in `wait`."""
+    wait(where)
+    return gathered(mine)[0]
 
 
 @contextmanager

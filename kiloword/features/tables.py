@@ -18,7 +18,7 @@ from kiloword.data.files import key_bytes, key_text
 from kiloword.data.parts import Part, TableSettings, part_path, write_part
 from kiloword.data.reading import EvalBatch
 from kiloword.data.sources.mixture import MixtureSource, mix
-from kiloword.distributed.sharing import alone, interruptible, missing_parts, part_by_part, share
+from kiloword.distributed.sharing import alone, interruptible, of_first, part_by_part, share
 from kiloword.terminal import say
 from kiloword.terminal.progress import ProgressLine, duration, per_second
 from kiloword.types import Skipped, Source
@@ -157,7 +157,9 @@ def fill(
 
     Args: writer: on the first rank, else None; what: the table, in a word; read: ranges of rows to batches of images.
     """
-    numbers, todo = missing_parts(writer, what)
+    missing = {} if writer is None else {number: writer.rows_of(number) for number in writer.missing}
+    missing = of_first(missing, f"at the start of its {what}")
+    numbers, todo = list(missing), list(missing.values())
     report.start(sum(map(len, todo)), len(source))
 
     def make(batches: list[range]) -> Iterator[Rows]:

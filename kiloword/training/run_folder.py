@@ -122,7 +122,7 @@ def check_same_run(out: Path, file: RunFile, extend: bool) -> None:
     if not (out / "config.json").is_file():
         raise ValueError(f"--out {out} holds a run that lacks its config.json: put it back, or choose another folder.")
     existing = read_config(out / "config.json", RunFile)
-    differences = _differences(_utf8(asdict(existing)), _utf8(asdict(file)))
+    differences = _differences(_plain(existing), _plain(file))
     free = {f"recipe.{name}" for name in FREE} | ({"recipe.steps"} if extend else set())
     differences = {k: v for k, v in differences.items() if k not in free and not k.startswith("model")}
     if "data_fingerprint" in differences:
@@ -155,13 +155,9 @@ def _cause(differences: Mapping[str, Any]) -> str:
     return ""
 
 
-def _utf8(value: Any) -> Any:
-    """Plain values with strings as they are in a UTF-8 locale."""
-    if isinstance(value, dict):
-        return {_utf8(k): _utf8(v) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_utf8(v) for v in value)
-    return utf8(value) if isinstance(value, str) else value
+def _plain(file: RunFile) -> Any:
+    """The file as JSON holds it, with strings as they are in a UTF-8 locale."""
+    return json.loads(utf8(json.dumps(asdict(file), ensure_ascii=False)))
 
 
 def _differences(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
@@ -171,5 +167,4 @@ def _differences(a: Any, b: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
         for k in [*a, *(k for k in b if k not in a)]:
             out |= _differences(a.get(k), b.get(k), f"{at}.{k}" if at else k)
         return out
-    same = a == b or json.dumps(a) == json.dumps(b)  # 4 equals 4.0; JSON has lists for tuples
-    return {} if same else {at: (a, b)}
+    return {} if a == b else {at: (a, b)}

@@ -115,7 +115,9 @@ class Saver:
         run = self.run
         tensors, numbers = state_of(run)
         part, folder = self._host.copy(tensors), shards_folder(run.out / "state", run.step)
-        self._then = partial(_commit, run, folder, model_file(run), deepcopy(numbers), self.keep)
+        same = {name: getattr(run.recipe, name) for name in ("method", "settings", "model", "size")}
+        file = ModelFile(**same, steps=run.step, data=run.loader.source.name)
+        self._then = partial(_commit, run, folder, file, deepcopy(numbers), self.keep)
         self._job = self._pool.submit(_write, run.out, folder, part, collectives.rank(), collectives.ranks())
 
     def advance(self) -> None:
@@ -166,19 +168,6 @@ def _outcome(job: Future[Files]) -> Files | str:
         return str(e)
     except Exception as e:
         return f"cannot save ({type(e).__name__}: {e}). What was there before is kept."
-
-
-def model_file(run: Run) -> ModelFile:
-    """The contents of `config.json` in the run's model folder."""
-    recipe = run.recipe
-    return ModelFile(
-        method=recipe.method,
-        settings=recipe.settings,
-        model=recipe.model,
-        size=recipe.size,
-        steps=run.step,
-        data=run.loader.source.name,
-    )
 
 
 def _commit(run: Run, folder: Path, file: ModelFile, numbers: dict[str, Any], keep: int, files: Files) -> Files:

@@ -160,11 +160,9 @@ def test_parts_are_made_by_all_and_put_together_by_the_first(ranks: Ranks) -> No
     assert made == [batches[rank::RANKS] for rank in range(RANKS)]
 
 
-def test_the_first_says_which_parts_are_missing(ranks: Ranks) -> None:
-    writer = SimpleNamespace(missing=[1, 3], rows_of=lambda number: range(number * 5, number * 5 + 5))
+def test_all_get_what_the_first_has(ranks: Ranks) -> None:
     with sharing.sharing():
-        found = ranks.all_of(lambda rank: sharing.missing_parts(writer if rank == 0 else None, "table"))
-    assert found == [([1, 3], [range(5, 10), range(15, 20)])] * RANKS
+        assert ranks.all_of(lambda rank: sharing.of_first(10 + rank, "at the start of its table")) == [10] * RANKS
     assert ranks.waited == ["at the start of its table"] * RANKS
 
 

@@ -86,7 +86,7 @@ def test_a_folder_in_which_nothing_was_trained_is_free(out: Path) -> None:
 
 
 def test_differences_of_plain_values() -> None:
-    a = {"x": 1, "y": {"z": (1, 2), "only": None}, "same": 4, "w": 0}
+    a = {"x": 1, "y": {"z": [1, 2], "only": None}, "same": 4, "w": 0}
     b = {"x": 2, "y": {"z": [1, 2]}, "same": 4.0, "more": 7}
     assert _differences(a, b) == {"x": (1, 2), "w": (0, None), "more": (None, 7)}
     assert _differences({"y": {"z": 1}}, {"y": {"z": 2}}) == {"y.z": (1, 2)}
