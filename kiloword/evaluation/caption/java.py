@@ -6,12 +6,10 @@ import json
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event, Timer
 
 TOKENIZER = "tokenizer/stanford-corenlp-3.4.1.jar"
 METEOR = "meteor/meteor-1.5.jar"
@@ -20,7 +18,7 @@ MODELS = ("spice/lib/stanford-corenlp-3.6.0.jar", "spice/lib/stanford-corenlp-3.
 
 
 def folder() -> Path | None:
-    """Where pycocoevalcap lies, None where it is not installed."""
+    """The folder of pycocoevalcap; None where it is not installed."""
     spec = find_spec("pycocoevalcap")
     places = list(spec.submodule_search_locations or []) if spec else []
     return Path(places[0]) if places else None
@@ -33,8 +31,8 @@ def missing(*files: str) -> str | None:
         return "the package pycocoevalcap is not installed (pip install 'kiloword[eval]')"
     if shutil.which("java") is None:
         return "there is no java on the PATH"
-    lost = [file for file in files if not (package / file).is_file()]
-    return f"{package / lost[0]} is not there" if lost else None
+    lost = next((package / file for file in files if not (package / file).is_file()), None)
+    return f"{lost} is not there" if lost else None
 
 
 def no_spice() -> str | None:
@@ -69,16 +67,26 @@ def ptb(captions: Sequence[str], limit: float) -> list[str]:
 def meteor(candidates: Sequence[str], references: Sequence[Sequence[str]], limit: float) -> tuple[float, list[float]]:
     """METEOR 1.5 of tokenized captions, of the whole set and of every image.
 
-    It answers line by line: statistics of each image first, then the scores of them all.
-    Raises: ValueError when Java, the package or an answer is missing, or it takes longer than `limit` seconds.
+    It answers a line for each line: first the statistics of every image, then, from all of these, the scores.
+    Raises: ValueError when Java, the package or an answer is missing, or one of the two runs exceeds `limit` seconds.
     """
     command = ["java", "-Dfile.encoding=UTF-8", "-Xmx2G", "-jar", str(_file("METEOR", METEOR))]
-    with _talk("METEOR", [*command, "-", "-", "-stdio", "-l", "en", "-norm"], limit) as process:
-        lines = (" ||| ".join(map(_plain, [*r, c])) for c, r in zip(candidates, references, strict=True))
-        stats = [_ask(process, f"SCORE ||| {line}") for line in lines]
-        first = _ask(process, " ||| ".join(["EVAL", *stats]))
-        scores = [_number(line) for line in (first, *(_line(process) for _ in candidates))]
-    return scores[-1], scores[:-1]
+    pairs = zip(candidates, references, strict=True)
+    asked = ["SCORE ||| " + " ||| ".join(map(_plain, [*of_image, caption])) for caption, of_image in pairs]
+    command += ["-", "-", "-stdio", "-l", "en", "-norm"]
+    statistics = _answers(_output("METEOR", command, "\n".join(asked) + "\n", limit), len(asked))
+    output = _output("METEOR", command, " ||| ".join(["EVAL", *statistics]) + "\n", limit)
+    *scores, total = map(_number, _answers(output, len(asked) + 1))
+    return total, scores
+
+
+def _answers(output: str, expected: int) -> list[str]:
+    """The lines of METEOR's output. Raises: ValueError for errors and for another number of lines."""
+    lines = output.splitlines()
+    error = next((line for line in lines if line.startswith("Error")), None)
+    if error or len(lines) != expected:
+        raise ValueError(f"METEOR failed: {error or f'it gave {len(lines)} answers to {expected} questions'}.")
+    return lines
 
 
 def _plain(caption: str) -> str:
@@ -101,68 +109,28 @@ def spice(candidates: Sequence[str], references: Sequence[Sequence[str]], limit:
         _output("SPICE", ["java", "-Xmx8G", "-jar", str(jar), str(asked), "-out", str(answered), "-silent"], "", limit)
         if not answered.is_file():
             raise ValueError("SPICE wrote no scores; it is known to need Java 8.")
-        found = [float(row["scores"]["All"]["f"]) for row in json.loads(answered.read_text(encoding="utf-8"))]
-    return sum(found) / len(found)
+        scores = [float(row["scores"]["All"]["f"]) for row in json.loads(answered.read_text(encoding="utf-8"))]
+    return sum(scores) / len(scores)
 
 
 def _output(what: str, command: Sequence[str], text: str, limit: float) -> str:
-    """What a program prints when it reads `text`. Raises: ValueError when it fails or takes too long."""
+    """The output of a program for the input `text`. Raises: ValueError when it fails or takes too long."""
     try:
         done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"{what} {_too_long(limit)}") from None
+        raise ValueError(f"{what} did not end within {limit:g} seconds; give it more, or omit it.") from None
     if done.returncode:
         why = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
         raise ValueError(f"{what} failed: {why[0]}")
-    return done.stdout.decode()
-
-
-def _too_long(limit: float) -> str:
-    return f"did not end within {limit:g} seconds; give it more, or leave it out."
-
-
-@contextmanager
-def _talk(what: str, command: Sequence[str], limit: float) -> Iterator[subprocess.Popen[bytes]]:
-    """A program to ask line by line, killed at the end and after `limit` seconds, when its answers become empty."""
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    late = Event()
-
-    def stop() -> None:
-        late.set()
-        process.kill()
-
-    timer = Timer(limit, stop)
-    timer.start()
-    try:
-        yield process
-    except (ValueError, BrokenPipeError) as error:
-        reason = "it ended without an answer" if isinstance(error, BrokenPipeError) else error
-        why = _too_long(limit) if late.is_set() else f"failed: {reason}."
-        raise ValueError(f"{what} {why}") from None
-    finally:
-        timer.cancel()
-        process.kill()
-        process.communicate()
-
-
-def _ask(process: subprocess.Popen[bytes], line: str) -> str:
-    assert process.stdin is not None
-    process.stdin.write(f"{line}\n".encode())
-    process.stdin.flush()
-    return _line(process)
-
-
-def _line(process: subprocess.Popen[bytes]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline().decode(errors="replace").strip()
-    if not line or line.startswith("Error"):
-        raise ValueError(line or "it ended without an answer")
-    return line
+    return done.stdout.decode(errors="replace")
 
 
 def _number(line: str) -> float:
     """Raises: ValueError unless the line is a finite number."""
-    value = float(line)
+    try:
+        value = float(line)
+    except ValueError:
+        value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"it answered {line}")
+        raise ValueError(f"METEOR failed: it answered {line!r}.")
     return value

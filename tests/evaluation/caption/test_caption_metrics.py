@@ -238,10 +238,11 @@ def test_nothing_hangs(fake_java: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("exit 1", "METEOR failed: it ended without an answer"),
+        ("exit 1", "METEOR failed: no reason given"),
+        ("exit 0", "METEOR failed: it gave 0 answers to 1 questions"),
         ("while read line; do echo Error: no; done", "METEOR failed: Error: no"),
-        ("while read line; do echo NaN; echo NaN; done", "METEOR failed: it answered NaN"),
-        ("while read line; do echo what; echo what; done", "METEOR failed: could not convert"),
+        ("read line; echo NaN; case $line in EVAL*) echo NaN;; esac", "METEOR failed: it answered 'NaN'"),
+        ("read line; echo what; case $line in EVAL*) echo what;; esac", "METEOR failed: it answered 'what'"),
     ],
 )
 def test_a_broken_meteor_is_named(fake_java: Path, program: str, said: str) -> None:
@@ -252,7 +253,7 @@ def test_a_broken_meteor_is_named(fake_java: Path, program: str, said: str) -> N
 
 METEOR = """#!{python}
 import sys
-asked = open("{asked}", "w")
+asked = open("{asked}", "a")
 for line in sys.stdin:
     print(line.rstrip(), file=asked, flush=True)
     if line.startswith("SCORE"):
