@@ -13,7 +13,7 @@ from kiloword.checkpoint.trust import Trust
 from kiloword.data.images.augmentation import EvalTransform
 from kiloword.data.images.inputs import Images, OneImage, as_list, is_one, kind, prepare
 from kiloword.evaluation.task import IMAGES
-from kiloword.evaluation.zeroshot.options import Templates
+from kiloword.evaluation.zeroshot import Templates
 from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.explain.maps import Explanation, Maps, explain, together
 from kiloword.methods.prolip.gaussian import Form, csd_matrix, inclusion_matrix, variance_sum

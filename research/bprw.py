@@ -19,7 +19,7 @@ from kiloword.data.scenes.world import BACKGROUNDS, COLOURS, FILLS, TASKS
 from kiloword.data.sources.open import open_source
 from kiloword.evaluation.command import labels
 from kiloword.evaluation.task import Inputs
-from kiloword.evaluation.zeroshot.options import PromptOptions, Way
+from kiloword.evaluation.zeroshot import PromptOptions, Way
 from kiloword.evaluation.zeroshot.prompts import Chosen, Images, Prompts, check_gaussians
 from kiloword.evaluation.zeroshot.task import chosen_by, encoded, encoded_images, judged
 from kiloword.terminal import say, warn

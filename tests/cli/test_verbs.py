@@ -17,13 +17,11 @@ from kiloword.evaluation import TASKS
 from kiloword.evaluation.caption import CaptionOptions, CaptionTaskOptions
 from kiloword.evaluation.command import Execution
 from kiloword.evaluation.hierarchy import HierarchyTaskOptions
-from kiloword.evaluation.probe import ProbeTaskOptions
-from kiloword.evaluation.probe.options import ProbeOptions
+from kiloword.evaluation.probe import ProbeOptions, ProbeTaskOptions
 from kiloword.evaluation.retrieval import RetrievalTaskOptions
 from kiloword.evaluation.spectrum import SpectrumTaskOptions
 from kiloword.evaluation.vqa import VqaOptions, VqaTaskOptions
-from kiloword.evaluation.zeroshot import ZeroshotTaskOptions
-from kiloword.evaluation.zeroshot.options import PromptOptions
+from kiloword.evaluation.zeroshot import PromptOptions, ZeroshotTaskOptions
 from kiloword.generation.options import GenerationOptions
 from kiloword.mining.options import MineOptions
 

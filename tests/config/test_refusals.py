@@ -33,7 +33,7 @@ from kiloword.evaluation.retrieval.relevance import check_pairs
 from kiloword.evaluation.retrieval.shortlist import shortlisted
 from kiloword.evaluation.task import Inputs
 from kiloword.evaluation.vqa.task import _counted, _lines
-from kiloword.evaluation.zeroshot.options import PromptOptions
+from kiloword.evaluation.zeroshot import PromptOptions
 from kiloword.features.teachers import _quiet
 from kiloword.generation.captioner import Captioner
 from kiloword.generation.captioners import KilowordCaptioner, open_captioner

@@ -26,7 +26,7 @@ from kiloword.distributed import sharing as sharing_of
 from kiloword.distributed.sharing import gathered, in_turns, is_first, part_by_part, share, sharing, sums
 from kiloword.evaluation import evaluate
 from kiloword.evaluation.caption import CaptionOptions
-from kiloword.evaluation.probe.options import ProbeOptions
+from kiloword.evaluation.probe import ProbeOptions
 from kiloword.features.extract import _embed, _file
 from kiloword.features.tables import ProgressReport
 from kiloword.features.teachers import KilowordTeacher as Teacher

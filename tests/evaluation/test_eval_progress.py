@@ -19,7 +19,7 @@ from kiloword.config.recipes import ModelFile, sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.distributed import device
 from kiloword.evaluation import evaluate
-from kiloword.evaluation.probe.options import ProbeOptions
+from kiloword.evaluation.probe import ProbeOptions
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
 from kiloword.terminal import progress, warn

@@ -20,11 +20,11 @@ from kiloword.cli.main import main
 from kiloword.config.recipes import sizes
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
+from kiloword.evaluation.probe import COUNT, RECIPES, ProbeOptions, Sweep
 from kiloword.evaluation.probe import data as probe_data
 from kiloword.evaluation.probe import task as probe
 from kiloword.evaluation.probe.data import Split, encoded, held_out, order, shots, split
 from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, logistic, shuffled, start, steps, sweep
-from kiloword.evaluation.probe.options import COUNT, RECIPES, ProbeOptions, Sweep
 from kiloword.evaluation.task import Inputs
 from kiloword.methods.registry import preset
 from kiloword.model.model import build
@@ -493,7 +493,7 @@ def test_features_that_are_no_numbers_get_a_sentence() -> None:
     some = matcher("siglip")
     with torch.no_grad():
         some.model.head.pooling.image_projection.weight.fill_(math.nan)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="others: features of 11 of 11 images are no numbers, first of row 0"):
+    with pytest.raises(ValueError, match="others: features of 11 of 11 images are NaN or infinite, first of row 0"):
         evaluate(some, "probe", TEST, train=TRAIN)
     evaluate(some, "probe", TEST, train=TRAIN, probe=ProbeOptions(features="pooled"))
 

@@ -22,9 +22,9 @@ from kiloword.data.scenes.world import TASKS
 from kiloword.data.sources.open import open_source
 from kiloword.data.text.tokenizer import Tokenizer
 from kiloword.evaluation import evaluate
+from kiloword.evaluation.zeroshot import PromptOptions, Way
 from kiloword.evaluation.zeroshot import prompts as choosing
 from kiloword.evaluation.zeroshot.bprw import combined
-from kiloword.evaluation.zeroshot.options import PromptOptions, Way
 from kiloword.evaluation.zeroshot.page import Class, report
 from kiloword.evaluation.zeroshot.prompts import Images, Prompts, choose, filtered, labelled, least, nearest
 from kiloword.methods.prolip.gaussian import variance_sum

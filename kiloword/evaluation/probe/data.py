@@ -1,4 +1,4 @@
-"""Images of a probe as frozen features: computed once, kept on disk where asked, drawn from by class."""
+"""Images of a probe as frozen features: computed once, cached on disk if asked for, and drawn by class."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kiloword.checkpoint.files import write_atomic
 from kiloword.distributed.sharing import gathered, is_first
 from kiloword.evaluation.features import labelled
 from kiloword.evaluation.task import Inputs
+from kiloword.model.encoding import join
 from kiloword.randomness import key
 from kiloword.types import Features, Skipped, Source
 
@@ -41,9 +42,9 @@ class Split:
 
 
 def split(inputs: Inputs, cache: Path | None) -> Split:
-    """Features of a source, un-augmented; from the file in `cache` where there is one, else they are left there.
+    """Features of a source without augmentation, read from a file in the folder `cache` or written to it.
 
-    The file is known by the weights, their precision, the data's fingerprint and the size of images.
+    The name of the file depends on the weights, their precision, the data's fingerprint and the size of images.
     """
     if cache is None:
         return encoded(inputs)
@@ -60,7 +61,7 @@ def split(inputs: Inputs, cache: Path | None) -> Split:
 def encoded(inputs: Inputs) -> Split:
     """Encode every image once. Raises: ValueError for data without classes, or with several per image."""
     inputs = replace(inputs, skipped=[])
-    features: dict[str, list[Tensor]] = {}
+    features: list[Features] = []
     labels, rows = [], []
     with before_projection(inputs.matcher.model) as caught:
 
@@ -71,17 +72,14 @@ def encoded(inputs: Inputs) -> Split:
         for part in labelled(inputs, encode):
             if part.labels.ndim != 1:
                 raise ValueError(f"{inputs.source.name} has many labels an image: a probe needs one class each")
-            for name in ("vec", "pooled"):
-                if name in part.images:
-                    features.setdefault(name, []).append(part.images[name].float().cpu())
+            features.append({n: part.images[n].float().cpu() for n in ("vec", "pooled") if n in part.images})
             labels.append(part.labels.cpu())
             rows += part.rows
-    joined = {name: torch.cat(parts) for name, parts in features.items()}
-    return Split(joined, torch.cat(labels), torch.tensor(rows), inputs.skipped)
+    return Split(join(features), torch.cat(labels), torch.tensor(rows), inputs.skipped)
 
 
 def _with_pooled(images: Features, caught: Sequence[Tensor]) -> Features:
-    """What was caught while a batch was encoded goes with it."""
+    """Features with what was caught while their batch was encoded."""
     if all(x.ndim == 2 for x in caught) and sum(map(len, caught)) == len(images["vec"]):
         return {**images, "pooled": torch.cat(list(caught))}
     return images
@@ -89,9 +87,9 @@ def _with_pooled(images: Features, caught: Sequence[Tensor]) -> Features:
 
 @contextmanager
 def before_projection(model: Model) -> Iterator[list[Tensor]]:
-    """A list that takes what the projection to the embedding gets, [I, W], whenever images are encoded.
+    """A list that collects the inputs [I, W] of the projection to the embedding whenever images are encoded.
 
-    Poolings of several vectors project a sum of them last; without a projection it is what the pooling makes.
+    Poolings of several vectors project their sum last; without a projection it collects what the pooling returns.
     """
     pooling: Any = getattr(model.head, "pooling", None)
     caught: list[Tensor] = []
@@ -110,7 +108,7 @@ def before_projection(model: Model) -> Iterator[list[Tensor]]:
 
 
 def _name(model: Model, source: Source) -> str:
-    """Of the cached file: what features depend on."""
+    """Name of the cached file: a digest of what features depend on."""
     digest = hashlib.blake2b(digest_size=16)
     parts = (FORMAT, model.config, source.fingerprint, len(source))
     digest.update(repr(parts).encode())
@@ -129,7 +127,7 @@ def _write(path: Path, encoded: Split) -> None:
 
 
 def _read(path: Path) -> Split | None:
-    """None where there is no file, or a damaged one, which is said."""
+    """None where there is no file, or, with a warning, a damaged one."""
     try:
         head, _, body = path.read_bytes().partition(b"\n")
         header = json.loads(head)
@@ -150,9 +148,9 @@ def _checksum(body: bytes) -> str:
 
 
 def order(encoded: Split, fingerprint: str, seed: int) -> list[list[int]]:
-    """Places in the split by class, [C][n_c], each class in an order of its own that the seed draws.
+    """Places in the split by class, [C][n_c], each class shuffled by the seed.
 
-    A row's place in it hangs on the row alone: of k a class, the first are those of any smaller k.
+    The order depends on the rows alone: the first k of a class are the same for any larger k.
     """
     drawn = [key(fingerprint, seed, "probe rows", row) for row in encoded.rows.tolist()]
     by_class: list[list[int]] = [[] for _ in range(int(encoded.labels.max()) + 1)]
@@ -173,7 +171,7 @@ def shots(by_class: Sequence[Sequence[int]], k: int, names: Sequence[str]) -> li
 
 
 def held_out(by_class: Sequence[Sequence[int]], share: float) -> tuple[list[int], list[int]]:
-    """Places to fit on and to choose on: of each class its last `share`, one at least, and not its only one.
+    """Places to fit on, and places to choose on: the last `share` of each class, at least one, but not its only one.
 
     Raises: ValueError where no class has two.
     """

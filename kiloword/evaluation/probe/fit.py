@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kiloword.evaluation.probe.options import COUNT, RECIPES, ProbeOptions
+from kiloword.evaluation.probe import COUNT, RECIPES, ProbeOptions
 from kiloword.model.encoding import chunks
 from kiloword.randomness import key
 from kiloword.terminal.progress import track

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kiloword.distributed.sharing import is_first
-from kiloword.evaluation.probe import ProbeTaskOptions
+from kiloword.evaluation.probe import RECIPES, ProbeOptions, ProbeTaskOptions
 from kiloword.evaluation.probe.data import Split, held_out, log, order, shots, split
 from kiloword.evaluation.probe.fit import LabelledFeatures, Linear, fit, sweep
-from kiloword.evaluation.probe.options import RECIPES, ProbeOptions
 from kiloword.evaluation.task import Inputs, Values
 from kiloword.evaluation.zeroshot.task import zeroshot
 from kiloword.model.encoding import chunks
-from kiloword.types import Features, Skipped, Source
+from kiloword.types import Features, Source
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
@@ -31,12 +30,11 @@ ROWS = 4096  # images classified at once
 
 
 def run(inputs: Inputs, task_options: ProbeTaskOptions) -> Values:
-    """Fit on `train`, judge on `source`: `acc1`, `acc5`, `mean_per_class_recall`, as `zeroshot` names them.
+    """Fit on `train`, evaluate on `source`: `acc1`, `acc5`, `mean_per_class_recall`, as of `zeroshot`.
 
-    Of several seeds the mean, and the standard deviation
-    over them (of a sample: divided by their number less one) as `acc1_std`; then every seed's own as `seed@0.acc1`.
-    Also yields the accuracy on the training rows, how many these are, and the decay; of sweeps, the accuracy on the
-    validation rows by decay, as `sweep@0.01`.
+    With several seeds their mean, the standard deviation of the sample as `acc1_std`, and each seed's value as
+    `seed@0.acc1`. Also the accuracy on the training rows, their number, and the weight decay; with a sweep the
+    accuracy on the validation rows by decay, as `sweep@0.01`.
     """
     matcher, val = inputs.matcher, task_options.val
     task_options.probe.check(val is not None)
@@ -54,7 +52,7 @@ def run(inputs: Inputs, task_options: ProbeTaskOptions) -> Values:
 
 
 def _together(by_seed: Sequence[dict[str, float]]) -> Iterator[tuple[str, float]]:
-    """Means and deviations of accuracies; of other numbers those on which all draws agree."""
+    """Means and deviations of accuracies, and other numbers that are the same for all seeds."""
     for name in (n for n in by_seed[0] if not n.startswith(SWEEP)):
         values = [metrics[name] for metrics in by_seed]
         if name not in (TRAIN_ROWS, DECAY):
@@ -65,13 +63,13 @@ def _together(by_seed: Sequence[dict[str, float]]) -> Iterator[tuple[str, float]
 
 
 def printed(name: str) -> bool:
-    """Whether a value belongs on a screen: single draws and sweeps do not."""
+    """Whether to print a value: all but those of single seeds and of sweeps."""
     return not name.startswith((SWEEP, SEED))
 
 
 @dataclass
 class ProbeData:
-    """What a probe is fitted and judged on."""
+    """What a probe is fitted and evaluated on."""
 
     train: LabelledFeatures
     test: LabelledFeatures
@@ -82,7 +80,7 @@ class ProbeData:
 
 
 def _once(data: ProbeData, options: ProbeOptions, seed: int) -> Iterator[tuple[str, float]]:
-    """One draw: choose the decay, fit again on all that was drawn, judge."""
+    """The metrics of one seed: choose the decay, fit again on all drawn rows, evaluate."""
     by_class = order(data.split, data.fingerprint, seed)
     if options.shots:
         by_class = shots(by_class, options.shots, data.names)
@@ -93,7 +91,9 @@ def _once(data: ProbeData, options: ProbeOptions, seed: int) -> Iterator[tuple[s
         if chosen is None:
             assert options.val_share is not None
             fitted, chosen = (data.train.of(torch.tensor(x).sort()[0]) for x in held_out(by_class, options.val_share))
-        decay, tried = _choose(fitted, chosen, count, options, seed)
+        values = RECIPES[options.recipe].sweep
+        assert values is not None
+        decay, tried = sweep(values.values(), lambda decay: fit(fitted, count, options, decay, seed).accuracy(chosen))
         if data.val is not None and not options.shots:  # k shots stay k
             rows = rows.and_(data.val)
     layer = fit(rows, count, options, decay, seed)
@@ -109,18 +109,10 @@ def _flat(by_class: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([place for places in by_class for place in places]).sort()[0]
 
 
-def _choose(
-    fitted: LabelledFeatures, chosen: LabelledFeatures, classes: int, options: ProbeOptions, seed: int
-) -> tuple[float, dict[float, float]]:
-    values = RECIPES[options.recipe].sweep
-    assert values is not None
-    return sweep(values.values(), lambda decay: fit(fitted, classes, options, decay, seed).accuracy(chosen))
-
-
 def judged(layer: Linear, test: LabelledFeatures) -> Iterator[tuple[str, float]]:
     """`zeroshot`'s metrics of a classifier. Raises: ValueError when it diverged."""
     if not bool(layer.weight.isfinite().all() and layer.bias.isfinite().all()):
-        raise ValueError("the probe's weights are no numbers any more: a smaller --probe.lr or --probe.weight-decay")
+        raise ValueError("the probe's weights became NaN or infinite: use a smaller --probe.lr or --probe.weight-decay")
 
     def score(images: Features, _: Features) -> torch.Tensor:
         return layer(images["vec"])
@@ -134,16 +126,12 @@ def _read(inputs: Inputs, sources: dict[str, Source], options: ProbeOptions, cac
     splits: dict[str, Split] = {}
     for what, source in sources.items():
         splits[what] = split(replace(inputs, source=source), cache)
-        inputs.skipped.extend(_told(row, what) for row in splits[what].skipped)
+        split_note = "" if what == "test" else f" ({what})"
+        inputs.skipped.extend(replace(row, reason=row.reason + split_note) for row in splits[what].skipped)
     names = _classes(sources, splits)
     rows = {what: _rows(sources[what].name, splits[what], options) for what in splits}
     train = splits["train"]
     return ProbeData(rows["train"], rows["test"], rows.get("val"), names, train, sources["train"].fingerprint)
-
-
-def _told(one: Skipped, what: str) -> Skipped:
-    """With the split it is missing from, where that is not the one that is judged."""
-    return one if what == "test" else Skipped(one.row, one.key, f"{one.reason} ({what})")
 
 
 def _rows(name: str, encoded: Split, options: ProbeOptions) -> LabelledFeatures:
@@ -157,12 +145,12 @@ def _rows(name: str, encoded: Split, options: ProbeOptions) -> LabelledFeatures:
     bad = (~x.isfinite().all(1)).nonzero()[:, 0]
     if len(bad):
         row = int(encoded.rows[bad[0]])
-        raise ValueError(f"{name}: features of {len(bad)} of {len(x)} images are no numbers, first of row {row}.")
+        raise ValueError(f"{name}: features of {len(bad)} of {len(x)} images are NaN or infinite, first of row {row}.")
     return LabelledFeatures(x, encoded.labels)
 
 
 def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:
-    """Names of all classes, by number where the data has none. Says which ones training lacks."""
+    """Names of all classes, numbers where the data has none. Warns of classes that the training data lacks."""
     named = {what: getattr(source, "classnames", None) for what, source in sources.items()}
     lists = {what: list(names) for what, names in named.items() if names}
     first, names = next(iter(lists.items()), ("", []))
@@ -188,7 +176,7 @@ def _classes(sources: dict[str, Source], splits: dict[str, Split]) -> list[str]:
 
 
 def _sources(matcher: Matcher, test: Source, train: Source | str | None, val: Source | str | None) -> dict[str, Source]:
-    """The splits by what they are for. Raises: ValueError where two are the same."""
+    """The splits by use. Raises: ValueError where two are the same."""
     from kiloword.data.sources.open import open_source
 
     size = matcher.model.config.image.size

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kiloword.evaluation.task import Deferred, PythonOnly, Task
-from kiloword.evaluation.zeroshot.options import Templates
+from kiloword.evaluation.zeroshot import Templates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from kiloword.evaluation.uncertainty.data import (
 )
 from kiloword.evaluation.uncertainty.inclusion import answers, inclusion_tests, links, matched
 from kiloword.evaluation.uncertainty.shown import Findings, drawn
-from kiloword.evaluation.zeroshot.options import Templates
+from kiloword.evaluation.zeroshot import Templates
 from kiloword.evaluation.zeroshot.task import classifier
 from kiloword.model.encoding import chunks
 

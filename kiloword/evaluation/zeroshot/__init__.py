@@ -1,15 +1,84 @@
-"""The task `zeroshot`: classification by prompts."""
+"""The task `zeroshot`: classification by prompts, and how those of a class are combined. No torch: help is instant.
+
+Source: arXiv:2410.18857, section 3.4, algorithm 1, table 3 and appendix C.5.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Literal
 
 from tyro.conf import arg
 
+from kiloword.config.settings import BaseSettings
 from kiloword.evaluation.task import Deferred, PythonOnly, Task
-from kiloword.evaluation.zeroshot.options import PromptOptions, Templates, Way
+
+Way = Literal["ensemble", "filter", "topk", "bprw"]
+
+Templates = Sequence[str] | Mapping[str, Sequence[str]]
+"""Prompts with `{c}` for the class name; or a list of prompts per class name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(BaseSettings):
+    """Options of the prompt selections filter, topk and bprw."""
+
+    # filter: keep prompts up to this many standard deviations above the mean uncertainty of their class
+    coeff: float = 1.0
+    k: int = 0  # topk: number of prompts per class to keep, the least uncertain; 0: half of them
+    shots: int = 0  # bprw: labelled images per class to fit on, excluded from scoring; 0: the nearest, unlabelled
+    neighbours: int = 10  # bprw without shots: nearest images per class; the paper: 5, but its total of 100 implies 10
+    samples: int | None = None  # bprw: samples from each of those images; None: 10, or 100 / shots
+    alpha: float | None = None  # bprw: Dirichlet prior, larger is more uniform; None: 5, with shots 2
+    eps: float = 0.02  # bprw: added to every variance
+    prior: Literal["symmetric", "uncertainty"] = "symmetric"  # bprw; uncertainty: mode at 1 / trace of the covariance
+    renormalise: bool = False  # bprw: normalise the weighted mean of a class
+    # bprw: variance of a class with weights p: sum p^2 var, or sum p var
+    variance: Literal["squares", "linear"] = "squares"
+    steps: int = 1000  # bprw: largest number of steps of expectation maximisation
+    tolerance: float = 1e-6  # bprw: stop when no weight of the class changes by more than this
+    seed: int = 0  # bprw: seed of the samples and of the choice of labelled images
+
+    def check(self, way: Way) -> None:
+        """Raises: ValueError for values out of range, and for options of another selection."""
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        unread = next((name for name in changed if reader(name) != way), None)
+        if unread is not None:
+            raise ValueError(f"--prompts.{unread} is used by --prompts {reader(unread)}, but --prompts is {way}.")
+        least = {"k": 0, "shots": 0, "neighbours": 1, "samples": 1, "steps": 1, "eps": 0.0, "tolerance": 0.0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < math.inf:
+                raise ValueError(f"--prompts.{name} is {value:g}. Expected at least {low:g}.")
+        if not math.isfinite(self.coeff):
+            raise ValueError(f"--prompts.coeff is {self.coeff}. Expected a finite number, such as 1.")
+        self._check_alpha()
+
+    def _check_alpha(self) -> None:
+        alpha = self.resolved().alpha
+        assert alpha is not None
+        if not 0 < alpha < math.inf:
+            raise ValueError(f"--prompts.alpha is {alpha:g}. Expected a number above 0; 1 is no prior.")
+        if alpha < 1 and self.prior == "uncertainty":
+            raise ValueError(f"--prompts.prior uncertainty has no mode with alpha {alpha:g}. Expected at least 1.")
+
+    def resolved(self) -> PromptOptions:
+        """A copy with `samples` and `alpha` filled in (appendix C.5)."""
+        samples = max(1, 100 // self.shots) if self.shots else 10
+        alpha = 2.0 if self.shots else 5.0
+        return replace(
+            self,
+            samples=samples if self.samples is None else self.samples,
+            alpha=alpha if self.alpha is None else self.alpha,
+        )
+
+
+def reader(option: str) -> Way:
+    """The prompt selection that uses an option."""
+    owners: dict[str, Way] = {"coeff": "filter", "k": "topk"}
+    return owners.get(option, "bprw")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,12 @@ Source: arXiv:2410.18857, algorithm 1.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kiloword.evaluation.zeroshot.options import PromptOptions
+from kiloword.evaluation.zeroshot import PromptOptions
 from kiloword.model.encoding import chunks
 from kiloword.model.heads import Head
 from kiloword.model.pooling import at_least_float
@@ -24,14 +23,6 @@ from kiloword.randomness import key
 from kiloword.types import Features
 
 HELD = 2**23  # numbers of observations in memory at once, in double precision
-
-
-@dataclass
-class Weights:
-    """Weights of T prompts."""
-
-    weights: Tensor  # [T] float64; those of a class sum to 1
-    steps: int  # of expectation maximisation, largest of all classes
 
 
 def reweigh(
@@ -42,8 +33,8 @@ def reweigh(
     names: list[str],
     chosen: Tensor,
     options: PromptOptions,
-) -> Weights:
-    """Weights of the prompts of n classes.
+) -> tuple[Tensor, int]:
+    """Weights [T] float64 of the prompts of n classes, which sum to 1 in each; and the largest number of steps taken.
 
     Args: texts: Gaussians of T prompts; group [T] int64 in [0, n); images: Gaussians of I images, on the CPU as all
     that is computed here; names: of the images, to key their samples; chosen [n, M] int64, images of each class.
@@ -60,13 +51,17 @@ def reweigh(
         fitted, used = fit(samples, mean[place[part]], log_var[place[part]], real, options)
         out[place[part][real]] = fitted[real]
         steps = max(steps, used)
-    return Weights(out, steps)
+    return out, steps
 
 
 def padded(group: Tensor, n: int) -> Tensor:
     """Indices of the prompts of each class, [n, N], padded with -1."""
-    by_class = [(group == c).nonzero()[:, 0] for c in range(n)]
-    return torch.nn.utils.rnn.pad_sequence(by_class, batch_first=True, padding_value=-1)
+    return torch.nn.utils.rnn.pad_sequence(by_class(group, n), batch_first=True, padding_value=-1)
+
+
+def by_class(group: Tensor, n: int) -> list[Tensor]:
+    """Indices of the prompts of each of n classes. Args: group [T]."""
+    return [(group == c).nonzero()[:, 0] for c in range(n)]
 
 
 def observations(images: Features, names: list[str], which: Tensor, options: PromptOptions) -> Tensor:

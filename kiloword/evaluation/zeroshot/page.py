@@ -15,7 +15,7 @@ from kiloword.report import card, grid, metric_table, page, section, table
 
 if TYPE_CHECKING:
     from kiloword.api import Matcher
-    from kiloword.evaluation.zeroshot.options import Way
+    from kiloword.evaluation.zeroshot import Way
     from kiloword.evaluation.zeroshot.prompts import Chosen, Images, Prompts
     from kiloword.types import Source
 

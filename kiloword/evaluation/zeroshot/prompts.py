@@ -5,7 +5,6 @@ Source: arXiv:2410.18857, section 3.4 and table 3.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kiloword.evaluation.retrieval.relevance import Score
-from kiloword.evaluation.zeroshot.bprw import combined, padded, reweigh
-from kiloword.evaluation.zeroshot.options import PromptOptions, Way
+from kiloword.evaluation.zeroshot import PromptOptions, Way
+from kiloword.evaluation.zeroshot.bprw import by_class, combined, padded, reweigh
 from kiloword.methods.prolip.gaussian import variance_sum
 from kiloword.model.encoding import chunks, rows
 from kiloword.model.heads import Head
@@ -73,14 +72,7 @@ def check_gaussians(features: Features, way: Way) -> None:
         )
 
 
-def choose(
-    way: Way,
-    head: Head,
-    score: Score,
-    prompts: Prompts,
-    images: Images,
-    options: PromptOptions,
-) -> Chosen:
+def choose(way: Way, head: Head, score: Score, prompts: Prompts, images: Images, options: PromptOptions) -> Chosen:
     """Classes from prompts; only bprw uses the images, and their labels only with shots.
 
     Raises: ValueError for a model without Gaussians (except for the ensemble), and for too few labelled images.
@@ -103,13 +95,12 @@ def filtered(uncertainty: Tensor, group: Tensor, coeff: float) -> Tensor:
 
     Args: uncertainty, group [T]. Returns: [T] bool.
     """
-    place = padded(group, int(group.max()) + 1)
-    real = place >= 0
-    by_class = uncertainty[place].masked_fill(~real, 0)  # [C, N]
-    mean = by_class.sum(1, keepdim=True) / real.sum(1, keepdim=True)
-    spread = ((by_class - mean).square().masked_fill(~real, 0).sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
-    lowest = by_class.masked_fill(~real, math.inf).amin(1, keepdim=True)
-    return _spread(by_class <= torch.maximum(mean + coeff * spread, lowest), place, len(uncertainty))
+    kept = torch.zeros(len(group), dtype=torch.bool)
+    for places in by_class(group, int(group.max()) + 1):
+        of_class = uncertainty[places]
+        limit = of_class.mean() + coeff * of_class.std(correction=0)
+        kept[places] = of_class <= torch.maximum(limit, of_class.min())
+    return kept
 
 
 def least(uncertainty: Tensor, group: Tensor, k: int) -> Tensor:
@@ -117,17 +108,11 @@ def least(uncertainty: Tensor, group: Tensor, k: int) -> Tensor:
 
     Args: uncertainty, group [T]. Returns: [T] bool.
     """
-    place = padded(group, int(group.max()) + 1)
-    rank = uncertainty[place].masked_fill(place < 0, math.inf).argsort(dim=1, stable=True).argsort(1)  # [C, N]
-    most = torch.full((len(place), 1), k) if k else ((place >= 0).sum(1, keepdim=True) + 1) // 2
-    return _spread(rank < most, place, len(uncertainty))
-
-
-def _spread(kept: Tensor, place: Tensor, count: int) -> Tensor:
-    """From a table by class [C, N] to prompts [T]."""
-    out = torch.zeros(count, dtype=torch.bool)
-    out[place[place >= 0]] = kept[place >= 0]
-    return out
+    kept = torch.zeros(len(group), dtype=torch.bool)
+    for places in by_class(group, int(group.max()) + 1):
+        order = uncertainty[places].argsort(stable=True)
+        kept[places[order[: k or (len(places) + 1) // 2]]] = True
+    return kept
 
 
 def _shares(kept: Tensor, group: Tensor) -> Tensor:
@@ -136,13 +121,7 @@ def _shares(kept: Tensor, group: Tensor) -> Tensor:
     return kept / count[group].double()
 
 
-def _bprw(
-    head: Head,
-    score: Score,
-    prompts: Prompts,
-    images: Images,
-    options: PromptOptions,
-) -> Chosen:
+def _bprw(head: Head, score: Score, prompts: Prompts, images: Images, options: PromptOptions) -> Chosen:
     taken = torch.zeros(0, dtype=torch.int64)
     if options.shots:
         seen = labelled(images, prompts.names, options)
@@ -151,9 +130,9 @@ def _bprw(
         base = head.ensemble(prompts.texts, prompts.group, prompts.n)
         seen = nearest(score, images.images, base, options.neighbours)
     names = [f"{images.fingerprint} {row}" for row in images.rows]
-    result = reweigh(prompts.texts, prompts.group, prompts.n, images.images, names, seen, options)
-    classes = combined(head, prompts.texts, prompts.group, prompts.n, result.weights, options)
-    return Chosen(classes, result.weights, taken, seen, result.steps)
+    weights, steps = reweigh(prompts.texts, prompts.group, prompts.n, images.images, names, seen, options)
+    classes = combined(head, prompts.texts, prompts.group, prompts.n, weights, options)
+    return Chosen(classes, weights, taken, seen, steps)
 
 
 def nearest(score: Score, images: Features, classes: Features, m: int) -> Tensor:
@@ -180,16 +159,16 @@ def labelled(images: Images, names: Sequence[str], options: PromptOptions) -> Te
         )
     drawn = [key(images.fingerprint, options.seed, "shots", row) for row in images.rows]
     order = sorted(range(len(drawn)), key=drawn.__getitem__)
-    by_class: list[list[int]] = [[] for _ in names]
+    places_of: list[list[int]] = [[] for _ in names]
     for place in order:
-        by_class[int(images.labels[place])].append(place)
-    few = next((c for c, places in enumerate(by_class) if len(places) <= options.shots), None)
+        places_of[int(images.labels[place])].append(place)
+    few = next((c for c, places in enumerate(places_of) if len(places) <= options.shots), None)
     if few is not None:
         raise ValueError(
-            f"the class {names[few]!r} has {len(by_class[few])} labelled images: --prompts.shots {options.shots} needs "
-            f"{options.shots} of each class for fitting, and at least one more to score."
+            f"the class {names[few]!r} has {len(places_of[few])} labelled images: --prompts.shots {options.shots} "
+            f"needs {options.shots} of each class for fitting, and at least one more to score."
         )
-    return torch.tensor([places[: options.shots] for places in by_class])
+    return torch.tensor([places[: options.shots] for places in places_of])
 
 
 def values(way: Way, chosen: Chosen, prompts: Prompts, captions: Sequence[str]) -> Iterator[tuple[str, float]]:
@@ -203,15 +182,14 @@ def values(way: Way, chosen: Chosen, prompts: Prompts, captions: Sequence[str]) 
         yield "steps", float(chosen.steps)
         place = padded(group, prompts.n)
         count = (place >= 0).sum(1).double()
-        by_class = chosen.weights[place].masked_fill(place < 0, 0)  # [C, N]
-        yield "max_weight", float(by_class.amax(1).mean())
+        weights = chosen.weights[place].masked_fill(place < 0, 0)  # [C, N]
+        yield "max_weight", float(weights.amax(1).mean())
         yield "max_weight_uniform", float((1 / count).mean())
-        yield "entropy", float(torch.special.entr(by_class).sum(1).mean())
+        yield "entropy", float(torch.special.entr(weights).sum(1).mean())
         yield "entropy_uniform", float(count.log().mean())
-    elif way != "ensemble":
+    else:
         yield "kept", float((chosen.weights > 0).sum()) / prompts.n
-    if way != "ensemble":
-        yield from zip(_weight_names(group.tolist(), captions), chosen.weights.tolist(), strict=True)
+    yield from zip(_weight_names(group.tolist(), captions), chosen.weights.tolist(), strict=True)
 
 
 def _weight_names(group: Sequence[int], captions: Sequence[str]) -> Iterator[str]:

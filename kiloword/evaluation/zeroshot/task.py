@@ -12,8 +12,7 @@ from kiloword.evaluation.features import labelled
 from kiloword.evaluation.metrics import Standing, check_scores, classification, mean_average_precision, standing
 from kiloword.evaluation.retrieval.relevance import Score
 from kiloword.evaluation.task import Inputs, Values
-from kiloword.evaluation.zeroshot import ZeroshotTaskOptions
-from kiloword.evaluation.zeroshot.options import PromptOptions, Templates, Way
+from kiloword.evaluation.zeroshot import PromptOptions, Templates, Way, ZeroshotTaskOptions
 from kiloword.evaluation.zeroshot.page import drawn
 from kiloword.evaluation.zeroshot.prompts import (
     ROWS,
