@@ -137,7 +137,9 @@ def import_state(config: ModelConfig, state: Mapping[str, Tensor], roles: Roles)
         expected = Model(shaped, method.head(shaped)).state_dict()
     _check_folded(config, state)
     placed, unused = _named(_folded(state, roles, vocab), expected)
-    _check_complete(expected, placed)
+    if missing := [name for name in expected if name not in placed]:
+        rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"these weights lack what becomes {', '.join(missing[:3])}{rest}: does config.json fit them?")
     check_shapes("config.json", expected, placed)
     new = [f"text_tower.tokens[{i}]" for i in range(config.text.vocab, vocab) if i not in (roles.cls, roles.unc)]
     report = ImportReport({ours: theirs for ours, (theirs, _) in sorted(placed.items())}, new, unused)
@@ -185,14 +187,6 @@ def _named(state: Mapping[str, Tensor], expected: Collection[str]) -> tuple[dict
         if ours.startswith("image_tower.norm."):
             placed[ours.replace("image_tower", "head.pooling")] = (theirs, reshaped.clone())
     return placed, sorted(unused)
-
-
-def _check_complete(expected: Collection[str], placed: Collection[str]) -> None:
-    """Raises: ValueError naming missing weights."""
-    missing = [name for name in expected if name not in placed]
-    if missing:
-        rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"these weights lack what becomes {', '.join(missing[:3])}{rest}: does config.json fit them?")
 
 
 def main(path: Path, out: Path) -> None:

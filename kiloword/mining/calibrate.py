@@ -4,9 +4,8 @@ The paper, for its teacher (arXiv:2405.10286, appendix B): p1 starts at the mean
 are high, to accept only nearly identical samples. Here:
 
 p1   the mean S_it of the annotated pairs, but at least the value that only `false_rate` of random pairs exceed: a weak
-     teacher scores many random pairs above that mean, and few of them are true;
-p2   the S_ii that only `false_rate` of random pairs exceed, so that another image is rarely accepted as the same; at
-     most NEARLY_SAME, as exact copies must match;
+     teacher scores many false pairs above that mean;
+p2   the S_ii that only `false_rate` of random pairs exceed; at most NEARLY_SAME, as exact copies must match;
 p3   the same for S_tt;
 p1'  the S_it that nine of ten annotated pairs exceed, at most p1.
 
@@ -97,10 +96,10 @@ def calibrate(annotated: Floats, sample: RandomPairs, settings: Mined, false_rat
             f"the teacher gives its annotated pairs a mean similarity of {mean:.4f}; expected above 0. "
             "It cannot distinguish matching captions: train it longer, or use another."
         )
-    rare = (min(exceeded_by(values, false_rate), NEARLY_SAME) for values in (sample.it, sample.ii, sample.tt))
-    p1, p2, p3 = (max(low, value) for low, value in zip((mean, 0.0, 0.0), rare, strict=True))
     lowest = 10.0**-DIGITS
-    return replace(settings, p1=p1, p2=max(p2, lowest), p3=max(p3, lowest), p1_text=max(min(floor, p1), lowest))
+    rare = (min(exceeded_by(values, false_rate), NEARLY_SAME) for values in (sample.it, sample.ii, sample.tt))
+    p1, p2, p3 = (max(low, value) for low, value in zip((mean, lowest, lowest), rare, strict=True))
+    return replace(settings, p1=p1, p2=p2, p3=p3, p1_text=max(min(floor, p1), lowest))
 
 
 def exceeded_by(values: Tensor, share: float) -> float:
@@ -124,20 +123,14 @@ def compare(
 ) -> list[ThresholdChoice]:
     """Effect of each value of p1."""
     captions = len(corpus.captions) * (1 - 1 / len(corpus.keys))  # of the other images
-    return [_choice(replace(settings, p1=p1), annotated, sample, captions) for p1 in values]
-
-
-def _choice(settings: Mined, annotated: Floats, sample: RandomPairs, captions: float) -> ThresholdChoice:
-    whole = matches(settings, sample.it, sample.ii, sample.tt)
-    precision = recall = None
-    if sample.true is not None:
-        right, mined, true = (float(pairs.sum()) for pairs in (whole & sample.true, whole, sample.true))
-        precision, recall = right / mined if mined else None, right / true if true else None
-    return ThresholdChoice(
-        settings.p1,
-        float(np.mean(annotated > settings.p1)),
-        float((sample.it > settings.p1).float().mean()),
-        float(whole.float().mean()) * captions,
-        precision,
-        recall,
-    )
+    choices = []
+    for p1 in values:
+        whole = matches(replace(settings, p1=p1), sample.it, sample.ii, sample.tt)
+        above, random_above = float(np.mean(annotated > p1)), float((sample.it > p1).float().mean())
+        choice = ThresholdChoice(p1, above, random_above, float(whole.float().mean()) * captions)
+        if sample.true is not None:
+            right, mined, true = (float(pairs.sum()) for pairs in (whole & sample.true, whole, sample.true))
+            precision, recall = right / mined if mined else None, right / true if true else None
+            choice = replace(choice, precision=precision, recall=recall)
+        choices.append(choice)
+    return choices

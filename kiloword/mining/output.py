@@ -28,9 +28,8 @@ WIDE, BEST = 6, 5  # captions that match many images, and images per caption in 
 def write(out: Path, results: MiningResults, origin: Origin) -> None:
     """Write all files atomically; the report last."""
     truths = origin.truth(results.corpus.captions)
-    table = pairs_table(results, truths)
     buffer = io.BytesIO()
-    pa.parquet.write_table(table, buffer)
+    pa.parquet.write_table(pairs_table(results, truths), buffer)
     write_atomic(out / "pairs.parquet", buffer.getvalue())
     write_json(out / "thresholds.json", thresholds(results.settings))
     write_json(out / "mine.json", as_json(results))
@@ -81,10 +80,10 @@ def _utf8(text: str) -> str:
 
 def chosen(results: MiningResults, truths: Truths | None) -> ReportImages:
     """Random mined pairs of every term, and the captions mined most often."""
-    corpus, mined = results.corpus, results.mined
-    shown = {name: list(_drawn(results, name, truths)) for name in TERMS} if results.options.gallery else {}
-    wide = _widest(corpus, mined) if results.options.gallery else []
-    return ReportImages(shown, [(caption, _best(results, caption, truths)) for caption in wide])
+    if not results.options.gallery:
+        return ReportImages({}, [])
+    wide = [(caption, _best(results, caption, truths)) for caption in _widest(results.corpus, results.mined)]
+    return ReportImages({name: list(_drawn(results, name, truths)) for name in TERMS}, wide)
 
 
 def _drawn(results: MiningResults, term: str, truths: Truths | None) -> Iterator[Pair]:
@@ -102,9 +101,8 @@ def _drawn(results: MiningResults, term: str, truths: Truths | None) -> Iterator
 
 def _widest(corpus: Corpus, mined: MinedPairs) -> list[int]:
     """The captions mined with the most images, without repeated texts."""
-    order = mined.per_text.argsort(descending=True, stable=True).tolist()
     kept: dict[str, int] = {}
-    for caption in order:
+    for caption in mined.per_text.argsort(descending=True, stable=True).tolist():
         if len(kept) == WIDE or not int(mined.per_text[caption]):
             break
         kept.setdefault(corpus.captions[caption], caption)

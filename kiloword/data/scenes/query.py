@@ -117,11 +117,7 @@ def _thing_bits(rows: SceneRows) -> Bits:
 
 
 def _mask(pattern: Pattern) -> int:
-    bits = _EXISTS
-    for offset, value in zip(_OFFSETS, pattern, strict=True):
-        if value is not None:
-            bits |= 1 << (offset + value)
-    return bits
+    return _EXISTS + sum(1 << (o + value) for o, value in zip(_OFFSETS, pattern, strict=True) if value is not None)
 
 
 def _assignable(masks: Bits, things: Bits, ordered: Bools | None) -> Bools:

@@ -51,12 +51,8 @@ def ask(scene: Scene, choices: int) -> Question:
     """A question about the scene. Args: choices: any number from 0, which selects the question and its words."""
     pick = StyleChoices(choices)
     kind = pick(_KINDS)
-    if kind in WORDS:
-        return _attribute(scene, kind, pick)
-    return {"place": _place, "background": _background, "count": _count, "yes/no": _yes_no}[kind](scene, pick)
-
-
-def _attribute(scene: Scene, kind: str, pick: StyleChoices) -> Question:
+    if kind not in WORDS:
+        return {"place": _place, "background": _background, "count": _count, "yes/no": _yes_no}[kind](scene, pick)
     thing = pick(scene.things)
     described = _definite(scene, thing, pick, (kind,))
     assert described is not None, "a place tells every thing"

@@ -86,16 +86,12 @@ def _admitted(s: Selection, rows: SceneRows) -> npt.NDArray[np.bool_]:
 def _blocks(s: Selection) -> Iterator[SceneRows]:
     """Endless blocks of scenes [N, 16]; of single things one block of all scenes."""
     if s.objects == (1,):
-        yield _every_single(_rng(s, "single"))
+        things = np.indices((6, 9, 8, 8, 2, 3)).reshape(6, -1).T  # [20736, 6]
+        rows = np.full((len(things), 1 + 5 * MOST), -1, np.int8)
+        rows[:, :6] = things[_rng(s, "single").random(len(things)).argsort()]
+        yield rows
         return
     yield from (_block(_rng(s, "block", number), s.objects) for number in count())
-
-
-def _every_single(rng: np.random.Generator) -> SceneRows:
-    things = np.indices((6, 9, 8, 8, 2, 3)).reshape(6, -1).T  # [20736, 6]
-    rows = np.full((len(things), 1 + 5 * MOST), -1, np.int8)
-    rows[:, :6] = things[rng.random(len(things)).argsort()]
-    return rows
 
 
 def _block(rng: np.random.Generator, objects: tuple[int, ...]) -> SceneRows:

@@ -231,6 +231,6 @@ def _majority(settings: SceneSettings) -> Mapping[str | None, str]:
 
 
 def _levels(numbers: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """A level for every 63-bit number, as often as its weight says."""
+    """A level for every 63-bit number, with frequencies given by the weights."""
     edges: npt.NDArray[np.float64] = np.cumsum(weights) / sum(weights)
     return [int(v) for v in np.searchsorted(edges, np.array(numbers) / 2.0**63, side="right").clip(max=3)]

@@ -116,7 +116,7 @@ class _WithPartner(_Mix):
 
 
 def _few(settings: PartnerSettings, used: float) -> str | None:
-    """A note if rewrites are used for less than FEW of the composed examples."""
+    """A note if less than FEW of the composed examples use rewrites."""
     if used >= FEW:
         return None
     if settings.parts == "images":
@@ -210,9 +210,8 @@ def _apart(draw: Draw, purpose: str) -> Draw:
 def halves(first: Tensor, second: Tensor, side_by_side: bool, squash: bool = False) -> Tensor:
     """Half of each image, put together to a whole one: left and right (halves [H, W / 2]), or above and below.
 
-    The half is the image's centre (arXiv:2407.01408, section 3), or with `squash` the whole image squeezed. Of an
-    odd side the second image gets the larger part; a centre that cannot be met exactly lies half a pixel to the left
-    or up.
+    The half is the centre of the image (arXiv:2407.01408, section 3), or with `squash` the whole image resized. Of an
+    odd side the second image gets the larger part; a centre between two pixels is rounded to the left or up.
     """
     axis = 2 if side_by_side else 1
     length = first.shape[axis]
@@ -237,7 +236,7 @@ def blend(first: Tensor, second: Tensor, share: float) -> Tensor:
 def box(height: int, width: int, share: float, down: float, right: float) -> tuple[int, int, int, int]:
     """CutMix's crop: top, left, height, width, the sides scaled by sqrt(1 - share) (arXiv:1905.04899, eq. 2).
 
-    Args: down, right in [0, 1): where the crop lies among the places where it fits whole, so that its area is as drawn.
+    Args: down, right in [0, 1): position of the crop, 0: at the top left. It always lies inside the image.
     """
     scale = math.sqrt(1 - share)
     high, wide = round(height * scale), round(width * scale)

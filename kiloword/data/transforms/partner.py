@@ -41,7 +41,10 @@ class Partner:
         s = self.settings
         if s.partner == "random":
             return self
-        _check_steady(source)
+        if isinstance(source, MixtureSource) and any(weight % 1 for weight in source.weights):
+            raise ValueError(
+                f"{source.name}: rows change between epochs, which needs partner random. Use whole weights."
+            )
         if s.partner == "fixed":
             return self
         if s.partner == "file":
@@ -140,9 +143,3 @@ def _check_covered(source: Source, missing: NDArray[np.bool_], where: str) -> No
         if not record.captions:  # the loader skips it too
             continue
         raise ValueError(f"{where} has no entry for {record.key!r} of {source.name}. Expected every sample's key.")
-
-
-def _check_steady(source: Source) -> None:
-    """Raises: ValueError if the samples of rows change between epochs."""
-    if isinstance(source, MixtureSource) and any(weight % 1 for weight in source.weights):
-        raise ValueError(f"{source.name}: rows change between epochs, which needs partner random. Use whole weights.")
