@@ -97,7 +97,10 @@ def judge(matcher: Matcher, trained_on: Sequence[str], sizes: SampleSizes) -> Fi
     own = torch.arange(sizes.retrieval)
 
     def general(level: int) -> Compared:
-        captions, truth = _of_level(level, sizes.retrieval)
+        source = open_source(f"scenes:test?n={sizes.retrieval}&levels={level}")
+        assert isinstance(source, ScenesSource)
+        captions = [source.record(row).captions[0] for row in range(sizes.retrieval)]
+        truth = torch.from_numpy(source.relevance(captions, range(sizes.retrieval)))  # [T, I]
         return compare(lambda name, c: true_relevance(c.score, images[name], c.texts(captions), truth))
 
     hard = draw_all(f"scenes:test?hard=shape&n={sizes.hard}", size)
@@ -110,14 +113,6 @@ def judge(matcher: Matcher, trained_on: Sequence[str], sizes: SampleSizes) -> Fi
         gallery=_gallery(matcher, images["model"], held_out),
         image_size=size,
     )
-
-
-def _of_level(level: int, n: int) -> tuple[list[str], Tensor]:
-    """One caption of a level for each of the retrieval images, and which images each is true of: [T, I] bool."""
-    source = open_source(f"scenes:test?n={n}&levels={level}")
-    assert isinstance(source, ScenesSource)
-    captions = [source.record(row).captions[0] for row in range(n)]
-    return captions, torch.from_numpy(source.relevance(captions, range(n)))
 
 
 def within_groups(score: Score, images: Features, texts: Features) -> Metrics:

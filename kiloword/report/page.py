@@ -163,8 +163,8 @@ def table(
             )
     if not cells:
         return Html()
-    words = [c > 0 and all(_is_word(cell) for cell in column) for c, column in enumerate(zip(*cells, strict=True))]
-    classes = [_classes(word=word, strong=c == strong) for c, word in enumerate(words)]
+    numbers = [any(c == DASH or c.lstrip("-")[:1].isdecimal() for c in column) for column in zip(*cells, strict=True)]
+    classes = [_classes(word=c > 0 and not number, strong=c == strong) for c, number in enumerate(numbers)]
     head = "".join(f'<th scope="col"{k}>{_breakable(h)}</th>' for h, k in zip(header, classes, strict=True))
     body = "".join(
         f'<tr><th scope="row"{classes[0]}>{_breakable(row[0])}</th>'
@@ -254,10 +254,6 @@ def _check_matrix(values: npt.NDArray[Any], rows: int, columns: int) -> None:
 def _heat_cell(value: float, share: float, whole: bool, same: bool) -> str:
     shown = f"{value:.0f}" if whole or value == 0 else f"{value:.2f}"
     return f'<td{_classes(none=value == 0, same=same)} style="--a:{share:.2f}">{shown}</td>'
-
-
-def _is_word(cell: str) -> bool:
-    return cell != DASH and not cell.lstrip("-")[:1].isdecimal()
 
 
 def _classes(**on: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,19 +58,13 @@ def _check_count(series: Mapping[str, object]) -> None:
 
 
 def _line(index: int, points: Points, frame: Frame, kind: str, dashes: str) -> str:
-    path = "".join(
-        # A path of one point draws nothing; a line of no length draws its round end.
-        f"M{'L'.join(frame.at(run))}" + ("h0" if len(run) == 1 else "")
-        for run in _runs(points)
-    )
-    return f'<path class="{kind}" style="stroke:var(--s{index});stroke-dasharray:{dashes}" d="{path}"/>'
-
-
-def _runs(points: Points) -> Iterator[list[tuple[float, float]]]:
-    """Consecutive points with a finite y."""
+    path = ""
     for finite, run in itertools.groupby(points, key=lambda point: math.isfinite(point[1])):
         if finite:
-            yield list(run)
+            places = frame.at(list(run))
+            # A path of one point draws nothing; a line of no length draws its round end.
+            path += f"M{'L'.join(places)}" + ("h0" if len(places) == 1 else "")
+    return f'<path class="{kind}" style="stroke:var(--s{index});stroke-dasharray:{dashes}" d="{path}"/>'
 
 
 def _means(points: Points, width: int) -> list[tuple[float, float]]:

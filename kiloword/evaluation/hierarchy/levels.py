@@ -63,11 +63,9 @@ def inclusion_by_level(features: Features, chains: Tensor, others: Tensor) -> It
         tested = differ & (other >= 0)
         if bool(tested.any()):
             child = rows(features, specific[tested])
-            own_parent, wrong = (log_inclusion(child, rows(features, p[tested])).sum(-1) for p in (general, other))
-            yield (
-                f"inclusion_inc@{k}",
-                float(((own_parent > wrong).double() + 0.5 * (own_parent == wrong).double()).mean()),
-            )
+            parent, wrong = (log_inclusion(child, rows(features, p[tested])).sum(-1) for p in (general, other))
+            right = (parent > wrong).double() + 0.5 * (parent == wrong).double()
+            yield f"inclusion_inc@{k}", float(right.mean())
 
 
 def wrong_texts(chains: Chains, truth: Truth | None = None, batch: int = JUDGED) -> Tensor:
@@ -77,18 +75,12 @@ def wrong_texts(chains: Chains, truth: Truth | None = None, batch: int = JUDGED)
     Without ground truth some texts are true by chance.
     """
     places, wrong = chains.places, torch.full_like(chains.places, -1)
+    of_image = chains.image[:, None] * len(chains.texts)  # tells equal texts of several images apart
     for shift in range(1, min(TRIES, len(places) - 1) + 1):
         other = places.roll(-shift, 0)
-        free = (wrong < 0) & ~_own_texts(chains, other)
+        free = (wrong < 0) & ~torch.isin(of_image + other, of_image + places)
         wrong = torch.where(free if truth is None else free & ~_true(chains, other, truth, batch), other, wrong)
     return wrong
-
-
-def _own_texts(chains: Chains, texts: Tensor) -> Tensor:
-    """Whether texts [C, L] are in some chain of the same image: [C, L] bool."""
-    n = len(chains.texts)
-    stands = (chains.image[:, None] * n + chains.places).flatten()
-    return torch.isin(chains.image[:, None] * n + texts, stands)
 
 
 def _true(chains: Chains, texts: Tensor, truth: Truth, batch: int) -> Tensor:

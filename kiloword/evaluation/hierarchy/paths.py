@@ -6,7 +6,7 @@ The protocols measure different things: do not compare their metrics with each o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -120,21 +120,19 @@ def most_inclusive(images: Features, texts: Features, by: Includes = "inc", eps:
     image = {name: images[name][:, None] for name in ("vec", "log_var")}
     text = {name: texts[name][None] for name in ("vec", "log_var")}
 
+    measured = inclusion if by == "h" else log_inclusion
+
     def best(part: slice) -> Tensor:
         parts = []
         for start in range(part.start, part.stop, block):
             these = rows(image, slice(start, min(start + block, part.stop)))
             several = chunks(n, max(1, PAIRS // (block * d)))
-            panel = [_included(these, {name: v[:, t] for name, v in text.items()}, by, eps) for t in several]
+            panel = [measured(these, {name: v[:, t] for name, v in text.items()}, eps).sum(-1) for t in several]
             parts.append(torch.cat(panel, 1).argmax(1).cpu())
         return torch.cat(parts)
 
     parts = list(chunks(len(images["vec"]), TURN * block))
     return torch.cat(list(in_turns(parts, best))).to(images["vec"].device)
-
-
-def _included(a: Features, b: Features, by: Includes, eps: float) -> Tensor:
-    return (inclusion(a, b, eps) if by == "h" else log_inclusion(a, b, eps)).sum(-1)
 
 
 def mean_root(empty: Tensor, inclusive: Tensor) -> Tensor:
@@ -148,18 +146,17 @@ def measure(paths: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
     `precision`: share of the retrieved texts that are in a chain of the image; `recall`: share of the levels of which
     a text was retrieved; `hit`: whether any text of a chain was retrieved.
     """
-    precision = recall = hit = 0.0
+    precision, recall, hit = [], [], []
     for i, path in enumerate(paths.tolist()):
         retrieved, image_chains = set(path), chains.of(i)
-        right = retrieved & {text for chain in image_chains for text in chain}
-        precision += len(right) / len(retrieved)
-        recall += sum(any(text in retrieved for text in level) for level in zip(*image_chains, strict=True)) / len(
-            image_chains[0]
-        )
-        hit += bool(right)
-    yield "precision", precision / len(paths)
-    yield "recall", recall / len(paths)
-    yield "hit", hit / len(paths)
+        right = retrieved.intersection(chain(*image_chains))
+        levels = [not retrieved.isdisjoint(level) for level in zip(*image_chains, strict=True)]
+        precision.append(len(right) / len(retrieved))
+        recall.append(sum(levels) / len(levels))
+        hit.append(bool(right))
+    yield "precision", sum(precision) / len(paths)
+    yield "recall", sum(recall) / len(paths)
+    yield "hit", sum(hit) / len(paths)
 
 
 def measure_root(retrieved: Tensor, chains: Chains) -> Iterator[tuple[str, float]]:
@@ -168,13 +165,9 @@ def measure_root(retrieved: Tensor, chains: Chains) -> Iterator[tuple[str, float
     `root_recall`: it is the most general text of a chain, our reading of R@1[ROOT] in ProLIP's table 2; `root_hit`: it
     is anywhere in a chain, the other reading.
     """
-    general = whole = 0
-    for i, text in enumerate(retrieved.tolist()):
-        image_chains = chains.of(i)
-        general += any(chain[0] == text for chain in image_chains)
-        whole += any(text in chain for chain in image_chains)
-    yield "root_recall", general / len(retrieved)
-    yield "root_hit", whole / len(retrieved)
+    image_chains = [(text, chains.of(i)) for i, text in enumerate(retrieved.tolist())]
+    yield "root_recall", sum(any(one[0] == text for one in each) for text, each in image_chains) / len(retrieved)
+    yield "root_hit", sum(any(text in one for one in each) for text, each in image_chains) / len(retrieved)
 
 
 def measure_truth(paths: Tensor, chains: Chains, truth: Truth, batch: int = JUDGED) -> Iterator[tuple[str, float]]:

@@ -58,7 +58,8 @@ def run(inputs: Inputs, options: HierarchyTaskOptions) -> Values:
     stored = read(source)
     if stored.chains:
         yield from _chains(inputs, options, stored, (includes, eps), page)
-    levelled = _levelled(source, stored)
+    make: Callable[[], Source] | None = getattr(source, "image_levels", None)
+    levelled = make() if make is not None else source if stored.groups else None
     if levelled is not None:
         yield from _image_levels(replace(inputs, source=levelled), bool(stored.chains), page)
     elif not stored.chains:
@@ -134,21 +135,15 @@ def _measured(
     return _named(prefix, chain(measure(paths, chains), more, by_truth))
 
 
-def _levelled(source: Source, stored: SourceLevels) -> Source | None:
-    """The source of images of several levels, if any."""
-    make: Callable[[], Source] | None = getattr(source, "image_levels", None)
-    if make is not None:
-        return make()
-    return source if stored.groups else None
-
-
 def _image_levels(inputs: Inputs, optional: bool, page: dict[str, Any]) -> Values:
     """Uncertainty of images by level, and inclusion of specific images in general ones."""
     source = inputs.source
     parts = list(seen(inputs))
     images = {name: value.cpu() for name, value in join([part.images for part in parts]).items()}
     place = {row: i for i, row in enumerate(row for part in parts for row in part.rows)}
-    groups = _usable(complete(read(source).groups), place)
+    every = complete(read(source).groups)  # [G, L]
+    readable = [[place[row] for row in group] for group in every.tolist() if all(row in place for row in group)]
+    groups = torch.tensor(readable, dtype=torch.int64).view(-1, every.shape[1])
     if "log_var" not in images or len(groups) < 1 or groups.shape[1] < 2:
         if optional:
             return
@@ -161,12 +156,6 @@ def _image_levels(inputs: Inputs, optional: bool, page: dict[str, Any]) -> Value
     for k in range(groups.shape[1] - 1):
         h = included(images, groups[:, -1], groups[:, k])
         yield f"image_inclusion_whole_h@{k}", float((h > 0).double().mean())
-
-
-def _usable(groups: Tensor, place: dict[int, int]) -> Tensor:
-    """Groups of rows whose images are all readable, as indices into the encoded images: [G, L]."""
-    whole = [[place[row] for row in group] for group in groups.tolist() if all(row in place for row in group)]
-    return torch.tensor(whole, dtype=torch.int64).view(-1, groups.shape[1])
 
 
 def _named(prefix: str, values: Iterable[tuple[str, float]]) -> Values:
