@@ -191,13 +191,13 @@ def _ranks(results: MiningResults) -> Iterator[str]:
         prefix, suffix = (f"{name}: ", f", {name}") if len(groups) > 1 else ("", "")
         batch = group.ranks.batch
         at = sorted({int(v) for v in np.geomspace(1, batch, 60).round()})
-        for own, other, ranks in (
+        for side, other, ranks in (
             ("own caption", "of an image", group.ranks.captions),
             ("own image", "of a caption", group.ranks.images),
         ):
-            series[f"{prefix}{own} {other}"] = [(float(k), float(100 * np.mean(ranks <= k))) for k in at]
+            series[f"{prefix}{side} {other}"] = [(float(k), float(100 * np.mean(ranks <= k))) for k in at]
             shares = [percent(float(np.mean(ranks <= k))) for k in (1, 5, 10, 100)]
-            rows.append([f"{own}{suffix}", *shares, _rounded(float(np.median(ranks)))])
+            rows.append([f"{side}{suffix}", *shares, _rounded(float(np.median(ranks)))])
     yield report.line_plot(series, "rank", "% at this rank or better", log_x=True)
     yield table(rows, ["", "first", "first 5", "first 10", "first 100", "median rank"])
     first = next(iter(groups.values())).ranks

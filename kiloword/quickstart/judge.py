@@ -94,7 +94,7 @@ def judge(matcher: Matcher, trained_on: Sequence[str], sizes: SampleSizes) -> Fi
     held_out = draw_all(f"scenes:test?n={sizes.retrieval}", size)
     images = {name: c.images(held_out) for name, c in contestants.items()}
     texts = {name: c.texts(held_out.captions) for name, c in contestants.items()}
-    own = torch.arange(sizes.retrieval)
+    image_of_text = torch.arange(sizes.retrieval)
 
     def general(level: int) -> Compared:
         source = open_source(f"scenes:test?n={sizes.retrieval}&levels={level}")
@@ -105,7 +105,7 @@ def judge(matcher: Matcher, trained_on: Sequence[str], sizes: SampleSizes) -> Fi
 
     hard = draw_all(f"scenes:test?hard=shape&n={sizes.hard}", size)
     return Figures(
-        retrieval=compare(lambda name, c: retrieval(c.score, images[name], texts[name], own)),
+        retrieval=compare(lambda name, c: retrieval(c.score, images[name], texts[name], image_of_text)),
         general={"1": general(1), "2": general(2)},
         hard=compare(lambda _, c: within_groups(c.score, c.images(hard), c.texts(hard.captions)).items()),
         tasks=_tasks(matcher, sizes, size),
@@ -119,10 +119,10 @@ def within_groups(score: Score, images: Features, texts: Features) -> Metrics:
     """Recall@1 both ways among the eight images and the eight captions of each group; rows i belong together."""
     groups = chunks(len(images["vec"]), GROUP)
     scores = torch.stack([score(rows(images, group), rows(texts, group)) for group in groups])  # [groups, 8, 8]
-    own = torch.eye(GROUP, dtype=torch.bool).repeat(len(scores), 1)
+    matches = torch.eye(GROUP, dtype=torch.bool).repeat(len(scores), 1)
     return {
-        "text_retrieval_recall@1": recall_at(scores.flatten(0, 1), own, 1).mean().item(),
-        "image_retrieval_recall@1": recall_at(scores.transpose(1, 2).flatten(0, 1), own, 1).mean().item(),
+        "text_retrieval_recall@1": recall_at(scores.flatten(0, 1), matches, 1).mean().item(),
+        "image_retrieval_recall@1": recall_at(scores.transpose(1, 2).flatten(0, 1), matches, 1).mean().item(),
     }
 
 

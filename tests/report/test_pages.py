@@ -12,7 +12,7 @@ import torch
 from kiloword.evaluation import TASKS, command
 from kiloword.evaluation.calibration import Bins
 from kiloword.evaluation.caption import page as caption_page
-from kiloword.evaluation.caption.page import Told
+from kiloword.evaluation.caption.page import CaptionedImage
 from kiloword.evaluation.caption.truth import JudgedCaption, Statement
 from kiloword.evaluation.hierarchy import page as hierarchy_page
 from kiloword.evaluation.hierarchy.chains import Chains
@@ -200,9 +200,10 @@ def test_the_plane_of_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_page_of_captions(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = plots(monkeypatch, report_plots, "histogram")
     told = [
-        Told(n, f"k{n}", "the same" if n % 2 else f"said {n}", [f"people {n} {i}" for i in range(7)]) for n in range(8)
+        CaptionedImage(n, f"k{n}", "the same" if n % 2 else f"said {n}", [f"people {n} {i}" for i in range(7)])
+        for n in range(8)
     ]
-    told[0] = Told(0, "k0", "", ["people"])
+    told[0] = CaptionedImage(0, "k0", "", ["people"])
     judged = [JudgedCaption(n != 1, (Statement("colour", "is red", n % 2 == 0),) if n else (), n, 9) for n in range(8)]
     shown = caption_page.CaptionPageData(Drawn(bad=(2,)), told, np.arange(8) / 4, judged)
     values = {"cider": 0.875, "vocabulary": 12.0, "parsable": 0.75, "statements_true@colour": 0.5}

@@ -54,8 +54,8 @@ _INTRO = (
 
 
 @dataclass(frozen=True)
-class Told:
-    """What was said of one image, and what people say of it."""
+class CaptionedImage:
+    """One image with its caption, and those that people wrote."""
 
     row: int
     key: str
@@ -68,7 +68,7 @@ class CaptionPageData:
     """What the page draws of one model."""
 
     source: Source
-    told: Sequence[Told]
+    captioned: Sequence[CaptionedImage]
     cider: Floats  # of each
     judged: Sequence[JudgedCaption] | None  # of each, where the ground truth is known
 
@@ -99,7 +99,7 @@ def report(results: Results, data: str, shown: Mapping[str, Mapping[str, Any]]) 
 def _examples(one: CaptionPageData) -> Iterator[str]:
     """Images chosen blindly, the best and the worst, and what is said most often."""
     best = np.argsort(-one.cider, kind="stable").tolist()
-    blindly = sorted(best, key=lambda i: key(one.source.fingerprint, "captions", one.told[i].row))
+    blindly = sorted(best, key=lambda i: key(one.source.fingerprint, "captions", one.captioned[i].row))
     for heading, places in (
         ("Chosen blindly, the same images for every model:", blindly),
         ("Nearest to the data's own captions, by CIDEr-D:", best),
@@ -107,29 +107,29 @@ def _examples(one: CaptionPageData) -> Iterator[str]:
     ):
         yield heading
         yield grid(filter(None, (_card(one, place) for place in places[:CARDS])), narrow=True)
-    counts = Counter(told.caption for told in one.told)
+    counts = Counter(image.caption for image in one.captioned)
     frequent = counts.most_common(FREQUENT)
     yield table(
-        [[text or NOTHING, n, percent(n / len(one.told))] for text, n in frequent], ["caption", "images", "share"]
+        [[text or NOTHING, n, percent(n / len(one.captioned))] for text, n in frequent], ["caption", "images", "share"]
     )
-    yield f"{len(counts):,} different captions of {len(one.told):,} images."
+    yield f"{len(counts):,} different captions of {len(one.captioned):,} images."
 
 
 def _card(one: CaptionPageData, place: int) -> str:
     """One image with its caption; nothing for an image that can no longer be read."""
-    told = one.told[place]
+    captioned = one.captioned[place]
     try:
-        image = Image.fromarray(decode(read(one.source, told.row).image))
+        image = Image.fromarray(decode(read(one.source, captioned.row).image))
     except BadSample:
         return ""
     image.thumbnail((SIDE, SIDE))
     lines = [f"CIDEr-D {one.cider[place]:.2f}"]
     if one.judged is not None:
         lines.append(_verdict(one.judged[place]))
-    lines += [f"“{reference}”" for reference in told.references[:REFERENCES]]
-    if len(told.references) > REFERENCES:
-        lines.append(f"and {len(told.references) - REFERENCES} more")
-    return card([(np.asarray(image), told.key)], lines, strong=told.caption or NOTHING)
+    lines += [f"“{reference}”" for reference in captioned.references[:REFERENCES]]
+    if len(captioned.references) > REFERENCES:
+        lines.append(f"and {len(captioned.references) - REFERENCES} more")
+    return card([(np.asarray(image), captioned.key)], lines, strong=captioned.caption or NOTHING)
 
 
 def _verdict(judged: JudgedCaption) -> str:

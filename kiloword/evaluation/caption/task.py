@@ -13,7 +13,7 @@ from kiloword.data.sources.optional import key_of
 from kiloword.distributed.sharing import is_first
 from kiloword.evaluation.caption import CaptionTaskOptions
 from kiloword.evaluation.caption.metrics import check_programs, score_captions
-from kiloword.evaluation.caption.page import CaptionPageData, Told
+from kiloword.evaluation.caption.page import CaptionedImage, CaptionPageData
 from kiloword.evaluation.caption.truth import elsewhere, judge_caption, summary
 from kiloword.evaluation.features import per_batch
 from kiloword.evaluation.task import Inputs, Values
@@ -57,22 +57,22 @@ def run(inputs: Inputs, options: CaptionTaskOptions) -> Values:
         inputs.shown["captions"] = CaptionPageData(source, described, scored.cider, judged)
 
 
-def generated(inputs: Inputs, options: GenerationOptions) -> list[Told]:
+def generated(inputs: Inputs, options: GenerationOptions) -> list[CaptionedImage]:
     """A model's captions of the images that have captions."""
     from kiloword.generation.captioner import Captioner
 
     captioner = Captioner(inputs.matcher.model, inputs.matcher.tokenizer)
 
-    def describe(part: EvalBatch) -> list[Told]:
+    def describe(part: EvalBatch) -> list[CaptionedImage]:
         texts = captioner.caption(part.images, options, part.keys)
         captions = [of_image[0].text if of_image else "" for of_image in texts]
-        return list(map(Told, part.rows, part.keys, captions, part.captions))
+        return list(map(CaptionedImage, part.rows, part.keys, captions, part.captions))
 
     parts = per_batch(inputs, describe, lambda part: list(map(bool, part.captions)), "no caption")
     return [one for part in parts for one in part]
 
 
-def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Iterator[Told]:
+def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Iterator[CaptionedImage]:
     """A table's captions; images without captions in the data or in the table are appended to `skipped`."""
     matched = False
     for row in range(len(source)):
@@ -88,7 +88,7 @@ def existing(source: Source, table: CaptionTable, skipped: list[Skipped]) -> Ite
         if caption is None or not references:
             skipped.append(Skipped(row, name, "no caption" if not references else "not in the table of captions"))
         else:
-            yield Told(row, name, caption, references)
+            yield CaptionedImage(row, name, caption, references)
     if not matched:
         raise ValueError(
             f"{table.path} has captions for none of the images of {source.name}: its keys are such as "
