@@ -1,6 +1,6 @@
-"""Arms of an experiment: recipes that differ in one thing, trained and judged over seeds by a script that resumes.
+"""Arms of an experiment: recipes that differ in one thing, trained and evaluated over seeds by a script that resumes.
 
-Every arm and seed is a process of its own. A killed script goes on by the same command: finished rows of
+Every arm and seed is a process of its own. The same command resumes a killed script: finished rows of
 OUT/results.jsonl are skipped, unfinished runs are resumed.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kiloword.api import Matcher
     from kiloword.types import Source
 
-MOST = 10  # arms an experiment: more than that nobody compares
+MOST = 10  # arms per experiment, to stay comparable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,36 +39,36 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every experiment may be asked."""
+    """Options of every experiment."""
 
     out: Path = tyro.MISSING  # folder of the runs and of results.jsonl
     seeds: tuple[int, ...] = (0, 1, 2)
-    arms: tuple[str, ...] = ()  # names; all when none is given
+    arms: tuple[str, ...] = ()  # names; default: all
     jobs: int = 1  # runs at a time, each with one thread
-    steps: int | None = None  # another length than the experiment's own
-    batch: int | None = None  # another batch than the experiment's own
-    size: str = "tiny"  # of the towers (`kiloword sizes`)
+    steps: int | None = None  # length, instead of the experiment's
+    batch: int | None = None  # batch size, instead of the experiment's
+    size: str = "tiny"  # size of the towers (`kiloword sizes` lists them)
     device: str = "cpu"
-    workers: int = 0  # loader processes a run
-    table: bool = False  # print the table of what is finished, run nothing
-    check: bool = False  # repeat the first steps of finished runs: do rows of older commits still stand?
+    workers: int = 0  # loader processes per run
+    table: bool = False  # print the table of finished runs, and run nothing
+    check: bool = False  # repeat the first steps of finished runs: are rows of older commits still valid?
     only: Annotated[str, arg(help="ARM:SEED in this very process, or 'first'")] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Arms and how they are told about."""
+    """Arms, and how their results are printed."""
 
     module: str  # `python -m MODULE` runs it
     title: str
     arms: Callable[[Any], Sequence[Arm]]  # of its options
     columns: Mapping[str, str]  # of the table: heading -> metric
     options: type[Options] = Options
-    first: Callable[[Any], None] | None = None  # what arms need before they start: a teacher
+    first: Callable[[Any], None] | None = None  # makes what arms need, such as a teacher
     notes: Callable[[Any], Sequence[str]] | None = None  # lines below the table
 
     def chosen(self, options: Options) -> list[Arm]:
-        """The arms that were asked for, with the options' length. Raises: ValueError for an unknown name."""
+        """The arms of `--arms`, with the options' length. Raises: ValueError for an unknown name."""
         known = {arm.name: arm for arm in self.arms(options)}
         assert len(known) <= MOST, f"{len(known)} arms: at most {MOST} are readable"
         unknown = [name for name in options.arms if name not in known]
@@ -78,9 +78,9 @@ class Experiment:
 
 
 def with_options(arm: Arm, options: Options) -> Arm:
-    """An arm of another length or batch, where that was asked for."""
-    given = {name: value for name in ("steps", "batch") if (value := getattr(options, name)) is not None}
-    return replace(arm, recipe=replace(arm.recipe, **given))
+    """The arm with the length and batch of the options, if set."""
+    changes = {name: value for name in ("steps", "batch") if (value := getattr(options, name)) is not None}
+    return replace(arm, recipe=replace(arm.recipe, **changes))
 
 
 def command(experiment: Experiment, options: Options) -> list[str]:
@@ -100,7 +100,7 @@ def _word(value: object) -> str:
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> None:
-    """Entry point of an experiment's module; errors a user can mend are one sentence and exit code 2."""
+    """Entry point of an experiment's module; user errors are one message and exit code 2."""
     from research import arms_queue, arms_run
     from research.arms_table import table
 

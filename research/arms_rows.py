@@ -24,16 +24,16 @@ Row = dict[str, Any]
 
 def recipe_hash(recipe: Recipe) -> str:
     """What tells recipes apart, seeds aside: of what differs from the defaults, so that new settings change nothing."""
-    given = _given(dataclasses.replace(recipe, seed=0), Recipe(method=""))
-    return hashlib.blake2b(json.dumps(given, sort_keys=True).encode(), digest_size=6).hexdigest()
+    changes = _changes(dataclasses.replace(recipe, seed=0), Recipe(method=""))
+    return hashlib.blake2b(json.dumps(changes, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
-def _given(value: Any, default: Any) -> Any:
-    """The part of a recipe that is not the default, as plain data; the sizes' names are told by what they mean."""
+def _changes(value: Any, default: Any) -> Any:
+    """The part of a recipe that is not the default, as plain data; names of sizes are replaced by their values."""
     if not is_dataclass(value) or type(value) is not type(default):
         return value
     pairs = {f.name: (getattr(value, f.name), getattr(default, f.name)) for f in fields(value)}
-    return {name: _given(a, b) for name, (a, b) in pairs.items() if a != b}
+    return {name: _changes(a, b) for name, (a, b) in pairs.items() if a != b}
 
 
 def read(out: Path) -> list[Row]:

@@ -1,4 +1,4 @@
-"""One run of an experiment in this process: train or resume, judge, add the row; or its first steps, to compare."""
+"""One run of an experiment in this process: train or resume, evaluate, add the row; or compare its first steps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_here(experiment: Experiment, options: Options) -> None:
 
 
 def run_one(experiment: Experiment, options: Options, arm: Arm, seed: int) -> None:
-    """Train, judge and write down; nothing when that was done before."""
+    """Train, evaluate and add the row; nothing if the row exists."""
     folder = rows.folder_of(options.out, arm, seed)
     with rows.alone(folder):
         if rows.finished(rows.read(options.out), arm, seed) is not None:
@@ -57,8 +57,8 @@ def run_one(experiment: Experiment, options: Options, arm: Arm, seed: int) -> No
         spent = _train(arm, seed, folder, options)
         start = time.perf_counter()
         metrics = arm.judge(load(folder / "model", device=options.device))
-        found = {"metrics": metrics, **spent, "judge_s": time.perf_counter() - start}
-        rows.append(options.out, _row(experiment, options, arm, seed, folder, at) | found)
+        results = {"metrics": metrics, **spent, "judge_s": time.perf_counter() - start}
+        rows.append(options.out, _row(experiment, options, arm, seed, folder, at) | results)
         shutil.rmtree(folder / "state", ignore_errors=True)  # 20 times the size of the model
 
 

@@ -10,14 +10,14 @@ from research.arms import Arm, Experiment, Options
 
 
 def table(experiment: Experiment, options: Options) -> str:
-    """Markdown: a line an arm; every figure is the mean over the finished seeds (least..greatest)."""
+    """Markdown: a line per arm; every figure is the mean over the finished seeds (least..greatest)."""
     done = rows.read(options.out)
-    found = [(arm, _of(done, arm, options.seeds)) for arm in experiment.chosen(options)]
+    results = [(arm, _of(done, arm, options.seeds)) for arm in experiment.chosen(options)]
     heads = ["arm", *experiment.columns, "minutes", "processor s", "seeds"]
     lines = [experiment.title, "", _line(heads), _line(["---"] * len(heads))]
-    lines += [_line(_cells(experiment, arm, own)) for arm, own in found]
-    commits = {r["commit"][:7] + ("+" if r["dirty"] else "") for _, own in found for r in own}
-    lengths = {f"{r['steps']} steps, {r['images']} images" for _, own in found for r in own}
+    lines += [_line(_cells(experiment, arm, runs)) for arm, runs in results]
+    commits = {r["commit"][:7] + ("+" if r["dirty"] else "") for _, runs in results for r in runs}
+    lengths = {f"{r['steps']} steps, {r['images']} images" for _, runs in results for r in runs}
     lines += ["", f"Mean over seeds (least..greatest). {'; '.join(sorted(lengths))}. Commits: {_listed(commits)}."]
     if any(name.endswith("+") for name in commits):
         lines.append("+: with changes that were not committed.")
@@ -28,11 +28,11 @@ def _of(done: Sequence[rows.Row], arm: Arm, seeds: Sequence[int]) -> list[rows.R
     return [row for seed in seeds if (row := rows.finished(done, arm, seed)) is not None]
 
 
-def _cells(experiment: Experiment, arm: Arm, own: Sequence[rows.Row]) -> list[str]:
-    cells = [spread([r["metrics"][m] for r in own if m in r["metrics"]]) for m in experiment.columns.values()]
-    minutes = spread([r["train_s"] / 60 for r in own], digits=1)
-    seconds = spread([r["cpu_s"] for r in own], digits=0)
-    return [arm.name, *cells, minutes, seconds, str(len(own))]
+def _cells(experiment: Experiment, arm: Arm, runs: Sequence[rows.Row]) -> list[str]:
+    cells = [spread([r["metrics"][m] for r in runs if m in r["metrics"]]) for m in experiment.columns.values()]
+    minutes = spread([r["train_s"] / 60 for r in runs], digits=1)
+    seconds = spread([r["cpu_s"] for r in runs], digits=0)
+    return [arm.name, *cells, minutes, seconds, str(len(runs))]
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:

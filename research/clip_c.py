@@ -1,4 +1,4 @@
-"""CLIP-C on scenes: does composing examples pay, how often, and is it the composition or the change of style?
+"""CLIP-C on scenes: does composing examples help, at which share, and is composition or the change of style the cause?
 
 `python -m research.clip_c --out runs/clip-c --jobs 2`, and again with `--scenes inner` in another folder:
 half of a plain scene may lack what its caption says, half of an inner one never does. The claim is arXiv:2407.01408,

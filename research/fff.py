@@ -1,4 +1,4 @@
-"""FFF on scenes: several captions an image, and false negatives mined by a teacher, against the exact truth.
+"""FFF on scenes: several captions per image, and false negatives mined by a teacher, against ground truth.
 
 `python -m research.fff --out runs/fff --jobs 2`; `--levels 3` or `--levels 0:1,1:1,2:2,3:2` (another
 folder each) for other mixes of general and full captions. A teacher is trained first, on the same scenes. The claims
@@ -7,7 +7,6 @@ are arXiv:2405.10286, tables 4 and 5: all captions beat one, mined positives bea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +35,9 @@ def arms(options: FffOptions) -> list[Arm]:
 
     def arm(name: str, method: str, settings: dict[str, Any] | None = None, captions: int = CAPTIONS) -> Arm:
         recipe = _base(options, method, captions)
-        features = (str(teacher.features(options.out)),) if name.startswith("mined") else ()
-        recipe = replace(recipe, data=replace(recipe.data, features=features), settings=settings or {})
+        recipe = replace(
+            teacher.joined(recipe, options.out) if name.startswith("mined") else recipe, settings=settings or {}
+        )
         return Arm(name=name, recipe=recipe, judge=judge_scenes)
 
     return [
@@ -53,7 +53,7 @@ def arms(options: FffOptions) -> list[Arm]:
 
 
 def _base(options: FffOptions, method: str, captions: int = CAPTIONS) -> Recipe:
-    """The towers and the length that all arms share; captions: that an image has, the first ones of five."""
+    """The towers and the length that all arms share; captions: number per image, the first of five."""
     base = tokens(method, options.size, (_data(options, captions),), options.pool)
     return replace(base, steps=STEPS)
 
@@ -68,19 +68,14 @@ def first(options: FffOptions) -> None:
     teacher.make(recipe, options.out, options.device, options.workers)
 
 
-def notes(options: FffOptions) -> Sequence[str]:
-    """What the teacher mines."""
-    return teacher.told(options.out)
-
-
 EXPERIMENT = Experiment(
     module="research.fff",
-    title="FFF on scenes: captions an image, and positives",
+    title="FFF on scenes: captions per image, and positives",
     options=FffOptions,
     arms=arms,
     first=first,
     columns=SCENES,
-    notes=notes,
+    notes=teacher.notes,
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from research.scenes_judge import RECALL
 @dataclass(frozen=True, kw_only=True)
 class FlickrOptions(Options):
     data: str = tyro.MISSING  # training photos with captions
-    val: str = tyro.MISSING  # photos to judge by
+    val: str = tyro.MISSING  # photos to evaluate on
     mined: bool = False  # train a teacher first, and two more arms with positives that it mines
     teacher_steps: int = 1500
 
@@ -36,8 +35,9 @@ def arms(options: FlickrOptions) -> list[Arm]:
 
     def arm(name: str, method: str, settings: dict[str, Any] | None = None) -> Arm:
         recipe = base(options, method)
-        features = (str(teacher.features(options.out)),) if name.endswith("mined") else ()
-        recipe = replace(recipe, data=replace(recipe.data, features=features), settings=settings or {})
+        recipe = replace(
+            teacher.joined(recipe, options.out) if name.endswith("mined") else recipe, settings=settings or {}
+        )
         return Arm(name=name, recipe=recipe, judge=judge)
 
     annotated = {"positives": "annotated"}
@@ -63,15 +63,10 @@ def base(options: FlickrOptions, method: str) -> Recipe:
 
 
 def first(options: FlickrOptions) -> None:
-    """The teacher, where mined positives are asked for."""
+    """The teacher, if --mined."""
     if options.mined:
         recipe = replace(base(options, "siglip"), steps=options.teacher_steps)
         teacher.make(recipe, options.out, options.device, options.workers)
-
-
-def notes(options: FlickrOptions) -> Sequence[str]:
-    """What the teacher mines."""
-    return teacher.told(options.out)
 
 
 EXPERIMENT = Experiment(
@@ -81,7 +76,7 @@ EXPERIMENT = Experiment(
     arms=arms,
     first=first,
     columns=RECALL,
-    notes=notes,
+    notes=teacher.notes,
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Llip on scenes: does conditioning on the text pay, against read-outs that do not look at it?
+"""Llip on scenes: does conditioning on the text help, compared with poolings that do not use it?
 
 `python -m research.llip --out runs/llip --jobs 2`; the claim is arXiv:2405.00740, table 5.
 """
@@ -17,7 +17,7 @@ STEPS = 1200
 
 @dataclass(frozen=True, kw_only=True)
 class LlipOptions(Options):
-    data: str = "scenes?levels=3"  # one caption an image, redrawn each epoch
+    data: str = "scenes?levels=3"  # one caption per image, redrawn in each epoch
     k: int = 8  # mixture tokens; of every arm but the first two
     heads: int = 8  # of the contextual and the learned pooling
     temperature: float = 5.0
@@ -29,8 +29,8 @@ def arms(options: LlipOptions) -> list[Arm]:
 
     def pooled(pool: str, **more: Any) -> Arm:
         recipe = tokens("llip", options.size, data)
-        given = {"k": options.k, "heads": options.heads, "temperature": options.temperature, "pool": pool}
-        return _arm(f"llip-{pool}" if not more else f"llip-{'-'.join(more)}", recipe, settings={**given, **more})
+        settings = {"k": options.k, "heads": options.heads, "temperature": options.temperature, "pool": pool}
+        return _arm(f"llip-{pool}" if not more else f"llip-{'-'.join(more)}", recipe, settings={**settings, **more})
 
     return [
         _arm("siglip-max", tokens("siglip", options.size, data, "max")),

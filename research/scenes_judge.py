@@ -1,4 +1,4 @@
-"""What a model knows of held-out scenes, in figures that arms are compared by."""
+"""Metrics of held-out scenes, by which arms are compared."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""SyCoCa on scenes: what captions, masked images and attentive masks add, against the exact truth.
+"""SyCoCa on scenes: what captions, masked images and attentive masks add, against ground truth.
 
 `python -m research.sycoca --out runs/sycoca --jobs 2`; the arms are the rows of arXiv:2401.02137, table 5,
 at equal steps: its claims are that captions help retrieval, attentive masks help both, and that text-guided images
-help where plain masked images do not. Random masks there are the painter's; its captions then see whole images.
+help where plain masked images do not. With random masks of the image
+decoder, captions see whole images.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SycocaOptions(Options):
 
 
 def arms(options: SycocaOptions) -> list[Arm]:
-    """The rows of table 5, and random masks for captions alone, which tell what attention adds to masking."""
+    """The rows of table 5, and random masks for captions alone, which show what attention adds to masking."""
 
     def arm(name: str, method: str, settings: Mapping[str, Any]) -> Arm:
         recipe = tokens(method, options.size, (f"scenes?captions=3&n={options.n}",), options.pool)
@@ -58,7 +59,7 @@ def arms(options: SycocaOptions) -> list[Arm]:
 
 
 def judge(matcher: Matcher) -> dict[str, float]:
-    """What `judge_scenes` says; of models with decoders also what `eval caption` and `eval reconstruction` say."""
+    """Metrics of `judge_scenes`; for models with decoders also those of `eval caption` and `eval reconstruction`."""
     metrics = judge_scenes(matcher)
     if "text_decoder" in matcher.model.more:
         metrics |= evaluation.evaluate(matcher, "caption", JUDGED)

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from kiloword.config.recipes import Recipe
+from research.arms import Options
 
 THRESHOLDS = ("p1", "p2", "p3", "p1_text")
 TERMS = ("image_text", "image_image", "text_text")
-SEED = 100  # of the teacher: none that an arm has
+SEED = 100  # of the teacher; no arm has it
 
 
 def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
     """Train `out/teacher`, embed its data into `out/features`, write `out/teacher.json`; each is resumed or kept.
 
-    Where the data knows the truth, the file also holds precision and recall of what eq. 2 and each term alone mine.
+    Where the data has ground truth, the file also holds precision and recall of eq. 2 and of each of its terms.
     """
-    if known(out):
+    if written(out):
         return
     from kiloword.checkpoint.files import write_json
     from kiloword.data.feature_store import FeatureStore
@@ -34,7 +35,7 @@ def make(recipe: Recipe, out: Path, device: str, workers: int) -> None:
 
 
 def _calibrated(table: Any, source: Any) -> dict[str, Any]:
-    """Thresholds, and what they mine of random pairs."""
+    """Thresholds, and counts of the random pairs that they mine."""
     from kiloword.methods.fff.preset import Mined, matches
     from kiloword.mining.calibrate import calibrate, random_pairs
     from kiloword.mining.corpus import Corpus
@@ -48,16 +49,16 @@ def _calibrated(table: Any, source: Any) -> dict[str, Any]:
     for name, terms in {"eq. 2": TERMS, **{term: (term,) for term in TERMS}}.items():
         on: Any = {term: term in terms for term in TERMS}
         chosen = replace(settings, **on)
-        found = matches(chosen, sample.it, sample.ii, sample.tt)
-        counts = {"pairs": len(found), "mined": int(found.sum())}
+        positives = matches(chosen, sample.it, sample.ii, sample.tt)
+        counts = {"pairs": len(positives), "mined": int(positives.sum())}
         if sample.true is not None:
-            counts |= {"true": int(sample.true.sum()), "right": int((found & sample.true).sum())}
+            counts |= {"true": int(sample.true.sum()), "right": int((positives & sample.true).sum())}
         mined[name] = counts
     return {"thresholds": {k: v for k, v in asdict(settings).items() if k in THRESHOLDS}, "mined": mined}
 
 
-def known(out: Path) -> dict[str, Any] | None:
-    """What `make` has written, if it has."""
+def written(out: Path) -> dict[str, Any] | None:
+    """The results of `make`; None before it has run."""
     path = out / "teacher.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
@@ -67,21 +68,26 @@ def features(out: Path) -> Path:
     return out / "features"
 
 
+def joined(recipe: Recipe, out: Path) -> Recipe:
+    """The recipe with the teacher's features, for mined positives."""
+    return replace(recipe, data=replace(recipe.data, features=(str(features(out)),)))
+
+
 def thresholds(out: Path) -> dict[str, float]:
     """Settings of mined positives; none before the teacher is there."""
-    found = known(out)
-    return {} if found is None else dict(found["thresholds"])
+    results = written(out)
+    return {} if results is None else dict(results["thresholds"])
 
 
-def told(out: Path) -> Sequence[str]:
+def notes(options: Options) -> Sequence[str]:
     """Markdown: the thresholds, and what the teacher mines of random pairs."""
-    found = known(out)
-    if found is None:
+    results = written(options.out)
+    if results is None:
         return ()
     lines = ["", "Mined by the teacher, of random pairs that are not annotated, with "]
-    lines[-1] += ", ".join(f"{name} {value:g}" for name, value in found["thresholds"].items()) + ":"
+    lines[-1] += ", ".join(f"{name} {value:g}" for name, value in results["thresholds"].items()) + ":"
     lines += ["", "| | mined per million | precision | recall |", "|---|---|---|---|"]
-    for name, n in found["mined"].items():
+    for name, n in results["mined"].items():
         precision = f"{n['right'] / n['mined']:.3f}" if n["mined"] and "right" in n else "-"
         recall = f"{n['right'] / n['true']:.3f}" if n.get("true") else "-"
         lines.append(f"| {name} | {1e6 * n['mined'] / n['pairs']:.0f} | {precision} | {recall} |")

@@ -1,4 +1,4 @@
-"""Recipes that experiments share: one in which every read-out trains, so that read-outs can be compared."""
+"""Recipes that experiments share: one that trains every pooling, so that poolings can be compared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ImagePool = Literal["cls", "mean", "max", "map"]
 
 
 def tokens(method: str, size: str, data: tuple[str, ...], image_pool: ImagePool = "cls") -> Recipe:
-    """The defaults of a size, with token read-outs; at `tiny` patches of 16, so that a run takes minutes.
+    """The defaults of a size, with the pooling of one token; at `tiny` patches of 16, so that a run takes minutes.
 
-    Of the recipes tried, `tiny`'s own trains token read-outs best (docs/log.md). Max pooling reads both sides by their
-    maximum: the reference that token read-outs are held against.
+    Of the recipes tried, `tiny`'s own trains this pooling best (docs/log.md). For reference, "max" pools both sides by
+    their maximum.
     """
     base = default_recipe(method, size, data)
     head = replace(base.model.head, image_pool=image_pool, text_pool="max" if image_pool == "max" else "last")
