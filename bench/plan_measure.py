@@ -183,14 +183,14 @@ def planned(measured: Measured) -> dict[str, float]:
     layout = gpu.Layout(1, "ddp", case.checkpointing, n)
     steps = [step_of(share, layout) for share in shares]
     pairs = shares[0].pairs.forward + shares[0].pairs.backward
-    held = gpu.bytes_of(simulation.learner, measured.optim, case.precision)
+    held = gpu.states(simulation.learner, measured.optim, shares[0].number)
     parts = gpu.memory(shares[0], layout)
     copies = gpu.half_copies(shares[0].micro, case.checkpointing, sharded=False)
     return {
-        "flops": sum(step.total - step.optimizer - pairs for step in steps) / n + pairs,
-        "weights": held.weights,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer,
+        "flops": sum(step.total - step.twice.get("optimizer (Muon)", 0) - pairs for step in steps) / n + pairs,
+        "weights": held["weights"],
+        "gradients": held["gradients"],
+        "optimizer": held["optimizer states"],
         "activations": parts["activations"] + copies,
         "peak": sum(value for name, value in parts.items() if not name.startswith("allowance")),
     }
@@ -209,12 +209,9 @@ def without_content(simulation: Simulation, batch: Batch) -> Batch:
 
 def share_of(simulation: Simulation, batch: Batch, whole: Batch, optim: OptimConfig) -> gpu.Share:
     """What one GPU computes of a whole batch, in micro-batches such as `batch`."""
-    micro, images, texts = simulation.micro_batch(batch)
-    pairs = simulation.pair_loss(images, texts, len(whole), len(whole.texts))
-    rows = gpu.RowBytes.of(images), gpu.RowBytes.of(texts)
-    sizes = len(whole), len(whole.texts), len(whole.texts)
-    learner, precision = simulation.learner, simulation.precision
-    return gpu.Share(learner, optim, precision, simulation.device, *sizes, *rows, micro, pairs)
+    micro, image, text = simulation.micro_batch(batch)
+    pairs = simulation.pair_loss(image, text, len(whole), len(whole.texts))
+    return gpu.Share(simulation, optim, len(whole), len(whole.texts), len(whole.texts), micro, pairs)
 
 
 def compare(case: Case, device: str = "cpu") -> dict[str, tuple[float, float]]:

@@ -98,8 +98,7 @@ class Block(nn.Module):
 
     def initial(self) -> dict[str, Init]:
         """As in CLIP's text tower, for both towers (arXiv:2103.00020, its public code)."""
-        width: int = self.attention.out.in_features
-        return {"attention.qkv.weight": Init(std=width**-0.5), **_adding(width, self.depth)}
+        return _residual(self.attention.out.in_features, self.depth)
 
 
 class CrossAttention(nn.Module):
@@ -156,13 +155,10 @@ class CrossBlock(nn.Module):
 
     def initial(self) -> dict[str, Init]:
         """As `Block`."""
-        width: int = self.attention.out.in_features
-        memory: int = self.attention.kv.in_features
-        query, keys = Init(std=width**-0.5), Init(std=memory**-0.5)
-        return {"attention.q.weight": query, "attention.kv.weight": keys, **_adding(width, self.depth)}
+        return _residual(self.attention.out.in_features, self.depth)
 
 
-def _adding(width: int, depth: int) -> dict[str, Init]:
+def _residual(width: int, depth: int) -> dict[str, Init]:
     """Initial distributions of the residual branches of a tower of `depth` blocks."""
     add = Init(std=(2 * depth * width) ** -0.5)
     return {"attention.out.weight": add, "mlp.fc.weight": Init(std=(2 * width) ** -0.5), "mlp.proj.weight": add}

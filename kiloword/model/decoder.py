@@ -169,8 +169,7 @@ class ImageDecoder(nn.Module):
 
     def initial(self) -> dict[str, Init]:
         names = ("mask_token", "positions")
-        start = {name: Init(std=self.std) for name in names if getattr(self, name) is not None}
-        return {**start, "pixels.weight": Init(std=self.pixels.in_features**-0.5)}
+        return {name: Init(std=self.std) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True)

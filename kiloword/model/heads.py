@@ -109,25 +109,24 @@ class Head(nn.Module):
     def score(self, images: Features, texts: Features) -> Tensor:
         """[i, t], higher is a better match; at least single precision, under autocast too."""
         with torch.autocast(images["vec"].device.type, enabled=False):
-            score, uncertainty = self.pooling.score(images, texts), self.uncertainty
-            return (
-                score
-                if uncertainty is None
-                else score - uncertainty.penalty(images)[:, None] - uncertainty.penalty(texts)
-            )
+            score = self.pooling.score(images, texts)
+            if self.uncertainty is None:
+                return score
+            return score - self.uncertainty.penalty(images)[:, None] - self.uncertainty.penalty(texts)
 
     def score_pairs(self, images: Features, texts: Features) -> Tensor:
         """Scores [n] of image i with text i; in one batch if the pooling defines `score_pairs`."""
-        pooling_score, uncertainty = getattr(self.pooling, "score_pairs", None), self.uncertainty
-        if pooling_score is not None:
-            with torch.autocast(images["vec"].device.type, enabled=False):
-                pairs: Tensor = pooling_score(images, texts)
-                return (
-                    pairs if uncertainty is None else pairs - uncertainty.penalty(images) - uncertainty.penalty(texts)
-                )
-
-        alone = ([{k: v[[n]] for k, v in side.items()} for side in (images, texts)] for n in range(len(images["vec"])))
-        return torch.cat([self.score(*pair)[0] for pair in alone])
+        pooling_score = getattr(self.pooling, "score_pairs", None)
+        if pooling_score is None:
+            pairs = (
+                [{k: v[[n]] for k, v in side.items()} for side in (images, texts)] for n in range(len(images["vec"]))
+            )
+            return torch.cat([self.score(*pair)[0] for pair in pairs])
+        with torch.autocast(images["vec"].device.type, enabled=False):
+            score: Tensor = pooling_score(images, texts)
+            if self.uncertainty is None:
+                return score
+            return score - self.uncertainty.penalty(images) - self.uncertainty.penalty(texts)
 
     def block(self, images: Features, texts: Features) -> tuple[int, int]:
         """Rows and columns of pairs to score at once; a pooling with expensive pairs defines `block`."""
@@ -242,10 +241,3 @@ class Single(nn.Module):
         raise ValueError(
             "this model pools each image into one vector, so it cannot explain which part of an image matched"
         )
-
-    def initial(self) -> dict[str, Init]:
-        """How the projections start: normal, of a deviation by their input width."""
-        start = {"text_projection.weight": Init(std=self.text_projection.in_features**-0.5)}
-        if self.image_projection is not None:
-            start["image_projection.weight"] = Init(std=self.image_projection.in_features**-0.5)
-        return start

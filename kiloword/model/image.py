@@ -123,14 +123,9 @@ class ImageTower(nn.Module):
         return torch.where(hidden[..., None], self.mask_token.to(x.dtype), x)
 
     def initial(self) -> dict[str, Init]:
-        """How the parameters outside the blocks start: of the patch layer, positions and tokens."""
-        c = self.config
-        std = c.init_std or c.width**-0.5
-        start = {"patches.weight": Init(std=(3 * c.patch**2) ** -0.5), "positions": Init(std=std)}
-        for name in ("class_token", "extra_tokens", "uncertainty_token", "mask_token"):
-            if getattr(self, name) is not None:
-                start[name] = Init(std=std)
-        return start
+        std = self.config.init_std or self.config.width**-0.5
+        names = ("positions", "class_token", "extra_tokens", "uncertainty_token", "mask_token")
+        return {name: Init(std=std) for name in names if getattr(self, name) is not None}
 
 
 def unfold(images: Tensor, patch: int) -> Tensor:

@@ -12,7 +12,7 @@ from kiloword.data.transforms.mix import LARGE
 from kiloword.data.transforms.mix import share as composed_share
 from kiloword.data.transforms.settings import MixingSettings
 from kiloword.methods.method import Method
-from kiloword.planning.gpu import EXPOSED, Layout, RowBytes, Share, memory, traffic
+from kiloword.planning.gpu import EXPOSED, Layout, Share, memory, traffic
 from kiloword.planning.request import NODE, Card, Plan
 from kiloword.planning.simulation import PAIRS, MicroBatch, PairLoss, Simulation
 from kiloword.training.learner import Learner
@@ -34,26 +34,27 @@ class Work:
     forward: float
     backward: float
 
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
 
 @dataclass(frozen=True)
 class Step:
-    """Arithmetic of one step of one GPU."""
+    """FLOP of one step of one GPU."""
 
     parts: list[Work]
-    micro_batches: int  # of a GPU's share
-    again: float  # FLOP that checkpointing repeats
-    replayed: float  # FLOP of the pass without gradient that several micro-batches need
-    optimizer: float  # FLOP
-    single: float  # FLOP in full precision whatever the run's is
+    twice: dict[str, float]  # no forward or backward pass of the method: what, and its FLOP
+    single: float  # in full precision whatever the run's is
 
     @property
     def needed(self) -> float:
-        """FLOP of forward and backward passes, nothing done twice."""
-        return sum(w.forward + w.backward for w in self.parts)
+        """Forward and backward passes, nothing done twice."""
+        return sum(work.both for work in self.parts)
 
     @property
     def total(self) -> float:
-        return self.needed + self.again + self.replayed + self.optimizer
+        return self.needed + sum(self.twice.values())
 
 
 def step_of(share: Share, layout: Layout) -> Step:
@@ -65,14 +66,14 @@ def step_of(share: Share, layout: Layout) -> Step:
     micro, pairs, n, method = share.micro, share.pairs, layout.micro_batches, share.learner.method
     more = [name.replace("_", " ") for name in share.learner.model.more]
     parts = [Work(name, _group(name, more), n * flop, n * micro.backward[name]) for name, flop in micro.forward.items()]
-    return Step(
-        [*parts, Work(PAIRS, PAIRS, pairs.forward, pairs.backward)],
-        n,
-        n * micro.recomputed if layout.checkpointing == "whole" else 0.0,
-        n * micro.encoding.total() if n > 1 and method.pair_weight else 0.0,
-        newton_schulz(share.learner, share.optim),
-        n * micro.single.total() + pairs.forward + pairs.backward,
-    )
+    pair_loss = Work(PAIRS, PAIRS, pairs.forward, pairs.backward)
+    twice = {
+        "recomputation of checkpointing": n * micro.recomputed if layout.checkpointing == "whole" else 0.0,
+        "first pass of micro-batches": n * micro.encoding.total() if n > 1 and method.pair_weight else 0.0,
+        "optimizer (Muon)": newton_schulz(share.learner, share.optim),
+    }
+    done = {name: flop for name, flop in twice.items() if flop}
+    return Step([*parts, pair_loss], done, n * micro.single.total() + pair_loss.both)
 
 
 def _group(part: str, more: list[str]) -> str:
@@ -181,29 +182,16 @@ class Planner:
         return self._micro(least, padded)[0].toward(end, (images - least) / (most - least))
 
     @cached_property
-    def _pairs(self) -> tuple[PairLoss, RowBytes, RowBytes]:
-        """The pair loss of a step, and features of an image and a text."""
-        _, images, texts = self._micro(min(self.images, MEASURED), False)
-        pairs = self.simulation.pair_loss(images, texts, self.images, self.plan.batch * self.captions, self.plan.chunk)
-        return pairs, RowBytes.of(images), RowBytes.of(texts)
+    def _pairs(self) -> PairLoss:
+        _, image, text = self._micro(min(self.images, MEASURED), False)
+        return self.simulation.pair_loss(image, text, self.images, self.plan.batch * self.captions, self.plan.chunk)
 
     def option(self, parallel: str, checkpointing: str, micro_batches: int, padded: bool = False) -> Option:
         """One way to run."""
         plan, layout = self.plan, Layout(self.plan.gpus, parallel, checkpointing, micro_batches)
-        pairs, image_row, text_row = self._pairs
-        share = Share(
-            self.learner,
-            plan.optim,
-            plan.precision,
-            self.device,
-            self.images,
-            self.images * self.captions,
-            plan.batch * self.captions,
-            image_row,
-            text_row,
-            self.micro_batch(self.images // micro_batches, padded),
-            pairs,
-        )
+        micro = self.micro_batch(self.images // micro_batches, padded)
+        texts = self.images * self.captions
+        share = Share(self.simulation, plan.optim, self.images, texts, plan.gpus * texts, micro, self._pairs)
         step, held, sent = step_of(share, layout), memory(share, layout), traffic(share, layout)
         compute, seconds = self._seconds(step, sent)
         fits = sum(held.values()) <= self.card.memory
@@ -239,7 +227,7 @@ class Planner:
         kinds = [self.plan.checkpointing] if self.plan.checkpointing != "auto" else ["none", "selective", "whole"]
         options = [self.fewest(way, kind) for way in ways for kind in kinds]
         return sorted(
-            options, key=lambda o: (not o.fits, 0.0 if o.fits else o.bytes, round(o.seconds, 9), o.step.micro_batches)
+            options, key=lambda o: (not o.fits, 0.0 if o.fits else o.bytes, round(o.seconds, 9), o.layout.micro_batches)
         )
 
     def largest_micro(self, option: Option) -> int:

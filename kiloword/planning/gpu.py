@@ -9,11 +9,10 @@ from torch import nn
 from kiloword.config.recipes import OptimConfig
 from kiloword.distributed.gather import ALIGNED
 from kiloword.planning.request import GIB
-from kiloword.planning.simulation import MicroBatch, PairLoss, matrices
+from kiloword.planning.simulation import MicroBatch, PairLoss, Simulation, matrices
 from kiloword.training.engine import BUCKET, units
 from kiloword.training.learner import Learner
 from kiloword.training.optimizer import groups
-from kiloword.types import Features
 
 CONTEXT = 1.0 * GIB  # of CUDA, of its libraries' workspaces and of communication: an allowance
 FRAGMENTS = 0.05  # of everything else: what the allocator holds and cannot use: an allowance
@@ -36,38 +35,27 @@ class Layout:
 class Share:
     """What one GPU computes in a step."""
 
-    learner: Learner
+    simulation: Simulation
     optim: OptimConfig
-    precision: str
-    device: str  # cuda, cpu
     images: int  # in all micro-batches
     texts: int
     all_texts: int  # of all ranks
-    image_row: RowBytes
-    text_row: RowBytes
     micro: MicroBatch
     pairs: PairLoss
 
     @property
+    def learner(self) -> Learner:
+        return self.simulation.learner
+
+    @property
     def number(self) -> int:
         """Bytes of a number of weights and gradients."""
-        return 8 if self.precision == "fp64" else 4
+        return 8 if self.simulation.precision == "fp64" else 4
 
-
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of the features of one image or text."""
-
-    learned: int  # with gradient
-    constant: int
-
-    @staticmethod
-    def of(features: Features) -> RowBytes:
-        """Of the first row of features [N, ...]."""
-        sizes = {True: 0, False: 0}
-        for x in features.values():
-            sizes[x.requires_grad] += x[:1].nbytes
-        return RowBytes(sizes[True], sizes[False])
+    @property
+    def block_number(self) -> int:
+        """Bytes of a number of weights of blocks that FSDP gathers."""
+        return 2 if self.simulation.precision == "bf16" else self.number
 
 
 def parts(learner: Learner) -> dict[str, int]:
@@ -90,29 +78,25 @@ def total(learner: Learner) -> int:
     return sum(p.numel() for p in learner.parameters())
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes that one GPU holds when it holds everything."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    average: float
-
-
-def bytes_of(learner: Learner, optim: OptimConfig, precision: str) -> Held:
-    """Weights and gradients in fp32 (with bf16 too: autocast keeps them so), states as the optimizer makes them.
+def states(learner: Learner, optim: OptimConfig, size: int) -> dict[str, float]:
+    """Bytes of weights and gradients in fp32 (with bf16 too: autocast keeps them so), and of optimizer states.
 
     AdamW has two moments per parameter and a step count of 4 bytes per tensor, Muon one moment, both together a running
     gradient norm; an average of the weights is one more copy of the trained ones.
+
+    Args: size: bytes of a number.
     """
-    size = 8 if precision == "fp64" else 4
-    trained = sum(p.numel() for p in learner.parameters() if p.requires_grad)
-    states = float(NORM)
+    trained = float(size * sum(p.numel() for p in learner.parameters() if p.requires_grad))
+    optimizer = float(NORM)
     for kind, members in groups(learner, optim).items():
         numbers = sum(p.numel() for _, p in members)
-        states += numbers * size if kind.endswith("muon") else 2 * numbers * size + 4 * len(members)
-    return Held(total(learner) * size, trained * size, states, trained * size if optim.ema else 0.0)
+        optimizer += numbers * size if kind.endswith("muon") else 2 * numbers * size + 4 * len(members)
+    return {
+        "weights": float(total(learner) * size),
+        "gradients": trained,
+        "optimizer states": optimizer,
+        "average of weights": trained if optim.ema else 0.0,
+    }
 
 
 @dataclass(frozen=True)
@@ -162,7 +146,7 @@ def loss_buffers(share: Share, layout: Layout) -> float:
     Features, the sums of their gradients that the blocks fill, and those scaled by the gradient of the loss. In several
     micro-batches the features of the whole share and their gradients stay for the replay.
     """
-    image, text = share.image_row, share.text_row
+    image, text = share.pairs.image, share.pairs.text
     learned = share.images * image.learned + share.all_texts * text.learned
     constant = share.images * image.constant + (share.all_texts if layout.gpus > 1 else share.texts) * text.constant
     replay = share.images * image.learned + share.texts * text.learned if layout.micro_batches > 1 else 0
@@ -177,9 +161,8 @@ def fsdp(share: Share, gpus: int) -> tuple[float, float]:
     """
     cut, size = shards(share.learner), share.number
     numbers = cut.sharded + cut.root + cut.replicated
-    block = 2 if share.precision == "bf16" else size
     part = ((cut.sharded + cut.root) / gpus + cut.replicated) / numbers
-    return part, 2.0 * size * cut.root + (3.0 * block + size) * cut.largest
+    return part, 2.0 * size * cut.root + (3.0 * share.block_number + size) * cut.largest
 
 
 def memory(share: Share, layout: Layout) -> dict[str, float]:
@@ -188,17 +171,14 @@ def memory(share: Share, layout: Layout) -> dict[str, float]:
     With ddp gradients live in the communication buckets, which are not counted twice. With one GPU and one micro-batch
     gradients grow as activations are freed: counted is by how much they are more.
     """
-    held, micro, kind = bytes_of(share.learner, share.optim, share.precision), share.micro, layout.checkpointing
+    micro, kind = share.micro, layout.checkpointing
     sharded = layout.parallel == "fsdp" and layout.gpus > 1
     part, gathered = fsdp(share, layout.gpus) if sharded else (1.0, 0.0)
-    activations, gradients = micro.saved[kind], held.gradients * part
+    held, activations = states(share.learner, share.optim, share.number), micro.saved[kind]
+    sizes = {name: value * part for name, value in held.items()}
     if layout.gpus == layout.micro_batches == 1:
-        gradients = max(0.0, gradients - activations)
-    sizes = {
-        "weights": held.weights * part,
-        "gradients": gradients,
-        "optimizer states": held.optimizer * part,
-        "average of weights": held.average * part,
+        sizes["gradients"] = max(0.0, sizes["gradients"] - activations)
+    sizes |= {
         "weights in half precision": half_copies(micro, kind, sharded),
         "gathered by fsdp": gathered,
         "communication buckets": 2.0 * BUCKET * share.number if layout.gpus > 1 else 0.0,
@@ -208,7 +188,7 @@ def memory(share: Share, layout: Layout) -> dict[str, float]:
         "a block of pairs": share.pairs.block,
         "images": share.images * 3.0 * share.learner.model.config.image.size**2,
     }
-    if share.device == "cuda":
+    if share.simulation.device == "cuda":
         sizes["allowance: CUDA, libraries"] = CONTEXT
         sizes["allowance: fragments"] = FRAGMENTS * (sum(sizes.values()) - CONTEXT)
     return {name: value for name, value in sizes.items() if value}
@@ -226,12 +206,12 @@ def traffic(share: Share, layout: Layout) -> dict[str, float]:
         return {}
     ring = (n - 1) / n
     if layout.parallel == "ddp":
-        sent = {"gradients": 2 * ring * bytes_of(share.learner, share.optim, share.precision).gradients}
+        sent = {"gradients": 2 * ring * states(share.learner, share.optim, share.number)["gradients"]}
     else:
         sent = {name: ring * value for name, value in _fsdp(share, layout).items()}
     if share.learner.method.pair_weight:
-        constant = -(-share.text_row.constant // ALIGNED) * ALIGNED
-        sent["features"] = ring * share.all_texts * (2 * share.text_row.learned + constant)
+        constant = -(-share.pairs.text.constant // ALIGNED) * ALIGNED
+        sent["features"] = ring * share.all_texts * (2 * share.pairs.text.learned + constant)
         if share.pairs.reduced:
             sent["columns"] = 2 * ring * share.all_texts * share.pairs.reduced * 4.0
     return sent
@@ -245,10 +225,10 @@ def _fsdp(share: Share, layout: Layout) -> dict[str, float]:
     micro-batch; each matrix that Muon makes orthogonal is gathered once a step.
     """
     learner, size, cut = share.learner, share.number, shards(share.learner)
-    block, gathered = 2 if share.precision == "bf16" else size, share.micro.gathered
+    gathered = share.micro.gathered
     first = gathered["encoding"] if layout.micro_batches > 1 and learner.method.pair_weight else 0.0
     sent = {
-        "weights": layout.micro_batches * (block * (2 * gathered["all"] + first) + size * cut.root),
+        "weights": layout.micro_batches * (share.block_number * (2 * gathered["all"] + first) + size * cut.root),
         "gradients": float(size * (layout.micro_batches * (cut.sharded + cut.root) + 2 * cut.replicated)),
     }
     turned = sum(

@@ -69,9 +69,27 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class RowBytes:
+    """Bytes of the features of one image or text."""
+
+    learned: int  # with gradient
+    constant: int
+
+    @staticmethod
+    def of(features: Features) -> RowBytes:
+        """Of features with one row."""
+        sizes = {True: 0, False: 0}
+        for x in features.values():
+            sizes[x.requires_grad] += x.nbytes
+        return RowBytes(sizes[True], sizes[False])
+
+
+@dataclass(frozen=True)
 class PairLoss:
     """What the pair loss of one GPU takes."""
 
+    image: RowBytes
+    text: RowBytes
     forward: float = 0.0  # FLOP
     backward: float = 0.0
     block: float = 0.0  # bytes that one block of pairs needs while it is computed
@@ -189,8 +207,9 @@ class Simulation:
 
         Args: images, texts: features of one row each, as `micro_batch` returns them.
         """
+        sizes = RowBytes.of(images), RowBytes.of(texts)
         if self.method.pair_weight == 0:
-            return PairLoss()
+            return PairLoss(*sizes)
         with self._traced() as tracer:
             tracer.parts.append(PAIRS)
             pairs = _OfEachShape(self.learner.model.head, _rows(images, n_images), _rows(texts, n_texts), chunk)
@@ -204,7 +223,8 @@ class Simulation:
             finally:
                 collectives.reduced = None
             columns = sum(n for n in reduced if n >= n_texts) / n_texts
-            return PairLoss(tracer.count.forward[PAIRS], tracer.count.backward[PAIRS], tracer.block, columns)
+            count = tracer.count
+            return PairLoss(*sizes, count.forward[PAIRS], count.backward[PAIRS], tracer.block, columns)
 
 
 class _OfEachShape(Blocks):

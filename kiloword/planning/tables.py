@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from kiloword.checkpoint.files import write_atomic
 from kiloword.planning import gpu
-from kiloword.planning.advice import Option, Planner, Work
+from kiloword.planning.advice import Option, Planner
 from kiloword.planning.request import GIB, NODE
 from kiloword.terminal import say
 from kiloword.terminal.screen import Screen
@@ -19,23 +19,22 @@ from kiloword.terminal.screen import Screen
 WIDE = 160  # columns where the output is no terminal
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """A table: the first column is names, the others are numbers."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[Sequence[str]]
-    marked: int | None = None  # row that counts most
+Sheet = tuple[str, Sequence[str], Sequence[Sequence[str]], int | None]
+"""Title, columns, rows of a name and numbers, and the place of the row that counts most."""
 
 
 def show(planner: Planner) -> None:
     """Print a plan, and write it where `--json` says. Raises: ValueError, after both, when nothing fits the card."""
     options = planner.options()
     screen = Screen(WIDE)
-    for sheet in sheets(planner, options):
-        screen.print(sheet.title, style="bold", soft_wrap=True)
-        screen.print(_rich(sheet))
+    for title, columns, rows, most in sheets(planner, options):
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for n, column in enumerate(columns):
+            table.add_column(column, justify="right" if n else "left")
+        for n, row in enumerate(rows):
+            table.add_row(*row, style="bold" if most is not None and n == most % len(rows) else None)
+        screen.print(title, style="bold", soft_wrap=True)
+        screen.print(table)
         screen.print()
     say(*sentences(planner, options))
     if planner.plan.json is not None:
@@ -44,99 +43,75 @@ def show(planner: Planner) -> None:
         raise ValueError(_too_large(planner, options[0]))
 
 
-def _rich(sheet: Sheet) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for n, column in enumerate(sheet.columns):
-        table.add_column(column, justify="right" if n else "left")
-    for n, row in enumerate(sheet.rows):
-        table.add_row(*row, style="bold" if n == sheet.marked else None)
-    return table
-
-
-def sheets(planner: Planner, options: list[Option]) -> list[Sheet]:
+def sheets(planner: Planner, options: list[Option]) -> Iterator[Sheet]:
     """Parameters, arithmetic, memory, traffic, texts, alternatives; of the first option, which is the advice."""
-    best = options[0]
-    sections = [_parameters(planner), _arithmetic(planner, best), _memory(best)]
-    sections += [_traffic(best)] if best.traffic else []
-    return [*sections, _texts(planner, best), _alternatives(planner, options)]
-
-
-def _parameters(planner: Planner) -> Sheet:
-    rows = [(name, f"{n / 1e6:.2f}") for name, n in gpu.parts(planner.learner).items() if n]
-    rows.append(("total", f"{gpu.total(planner.learner) / 1e6:.2f}"))
-    return Sheet("parameters", ("part", "M"), rows, len(rows) - 1)
+    best, parameters = options[0], gpu.parts(planner.learner)
+    numbers = [(name, f"{n / 1e6:.2f}") for name, n in parameters.items() if n]
+    yield "parameters", ("part", "M"), [*numbers, ("total", f"{gpu.total(planner.learner) / 1e6:.2f}")], -1
+    yield _arithmetic(planner, best)
+    held = [(name, f"{value / GIB:.3f}") for name, value in best.memory.items()]
+    yield f"memory of a GPU: {described(best)}", ("part", "GiB"), [*held, ("total", f"{best.bytes / GIB:.2f}")], -1
+    if best.traffic:
+        sent = [(name, f"{value / 1e6:.1f}") for name, value in best.traffic.items()]
+        yield "traffic of a GPU and step", ("what", "MB sent"), sent, None
+    yield _texts(planner, best)
+    yield _alternatives(planner, options)
 
 
 def _arithmetic(planner: Planner, best: Option) -> Sheet:
     """Of a pair: an image with its captions."""
-    images, total = planner.images * 1e9, best.step.total
-    rows = [_row(work, images, total) for work in best.step.parts if work.forward]
-    again = twice(best).items()
-    rows += [(name, "", f"{v / images:.3g}", "", f"{100 * v / total:.1f}") for name, v in again]
+    images, total, n = planner.images * 1e9, best.step.total, planner.captions
+    rows = [
+        (w.name, w.group, f"{w.forward / images:.3g}", f"{w.backward / images:.3g}", _percent(w.both, total))
+        for w in best.step.parts
+        if w.forward
+    ]
+    rows += [(name, "", f"{v / images:.3g}", "", _percent(v, total)) for name, v in best.step.twice.items()]
     rows.append(("total", "", f"{total / images:.4g}", "", "100.0"))
-    title = f"arithmetic of a pair: {_captions(planner)}"
-    return Sheet(title, ("part", "of", "GFLOP forward", "backward", "share %"), rows, len(rows) - 1)
+    captions = f"{n} caption{'s' if n > 1 else ''} of {planner.tokens:.4g} tokens"
+    columns = ("part", "of", "GFLOP forward", "backward", "share %")
+    return f"arithmetic of a pair: an image with {captions}", columns, rows, -1
 
 
-def _row(work: Work, images: float, total: float) -> tuple[str, ...]:
-    both = work.forward + work.backward
-    parts = (f"{work.forward / images:.3g}", f"{work.backward / images:.3g}", f"{100 * both / total:.1f}")
-    return (work.name, work.group, *parts)
-
-
-def twice(option: Option) -> dict[str, float]:
-    """FLOP of a step and GPU that are no forward or backward pass of the method."""
-    sections = {
-        "recomputation of checkpointing": option.step.again,
-        "first pass of micro-batches": option.step.replayed,
-        "optimizer (Muon)": option.step.optimizer,
-    }
-    return {name: value for name, value in sections.items() if value}
-
-
-def _memory(best: Option) -> Sheet:
-    rows = [(name, f"{value / GIB:.3f}") for name, value in best.memory.items()]
-    rows.append(("total", f"{best.bytes / GIB:.2f}"))
-    return Sheet(f"memory of a GPU: {described(best)}", ("part", "GiB"), rows, len(rows) - 1)
-
-
-def _traffic(best: Option) -> Sheet:
-    rows = [(name, f"{value / 1e6:.1f}") for name, value in best.traffic.items()]
-    return Sheet("traffic of a GPU and step", ("what", "MB sent"), rows)
+def _percent(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f}"
 
 
 def _texts(planner: Planner, best: Option) -> Sheet:
     """Captions packed end to end, as trained, against captions padded to the context."""
     context, rows = planner.learner.model.config.text.context, []
-    padded = planner.padded(best)
-    for name, tokens, option in (("packed, as trained", planner.tokens, best), ("padded", context, padded)):
-        work = option.step.needed / planner.images / 1e9
-        held = option.memory["activations"] / GIB
+    for name, tokens, option in (
+        ("packed, as trained", planner.tokens, best),
+        ("padded", context, planner.padded(best)),
+    ):
+        work, held = option.step.needed / planner.images / 1e9, option.memory["activations"] / GIB
         rows.append((name, f"{tokens:.4g}", f"{work:.4g}", f"{held:.2f}", f"{planner.rate(option):,.0f}"))
-    return Sheet("captions", ("", "tokens each", "GFLOP a pair", "activations GiB", "pairs/s"), rows, 0)
+    return "captions", ("", "tokens each", "GFLOP a pair", "activations GiB", "pairs/s"), rows, 0
 
 
 def _alternatives(planner: Planner, options: list[Option]) -> Sheet:
     columns = ("parallel, checkpointing", "images x micro-batches", "GiB", "fits", "GFLOP a pair", "pairs/s", "days")
-    rows = []
-    for option in options:
-        days = planner.days(option)
-        split = f"{option.micro} x {option.step.micro_batches}"
-        cells = [f"{option.layout.parallel}, {option.layout.checkpointing}", split]
-        cells += [f"{option.bytes / GIB:.1f}", "yes" if option.fits else "no"]
-        cells += [f"{option.step.total / planner.images / 1e9:.4g}", f"{planner.rate(option):,.0f}"]
-        rows.append([*cells, f"{days:.2f}", f"{24 * days * planner.plan.gpus:,.0f}"])
-    return Sheet(f"alternatives: {planner.card.memory / GIB:g} GiB a GPU", (*columns, "GPU hours"), rows, 0)
+    rows = [
+        (
+            f"{option.layout.parallel}, {option.layout.checkpointing}",
+            f"{option.micro} x {option.layout.micro_batches}",
+            f"{option.bytes / GIB:.1f}",
+            "yes" if option.fits else "no",
+            f"{option.step.total / planner.images / 1e9:.4g}",
+            f"{planner.rate(option):,.0f}",
+            f"{planner.days(option):.2f}",
+            f"{24 * planner.days(option) * planner.plan.gpus:,.0f}",
+        )
+        for option in options
+    ]
+    return f"alternatives: {planner.card.memory / GIB:g} GiB a GPU", (*columns, "GPU hours"), rows, 0
 
 
 def described(option: Option) -> str:
-    layout, number = option.layout, option.step.micro_batches
-    return f"{layout.parallel}, checkpointing {layout.checkpointing}, micro-batch {option.micro} x {number}"
-
-
-def _captions(planner: Planner) -> str:
-    n = planner.captions
-    return f"an image with {n} caption{'s' if n > 1 else ''} of {planner.tokens:.4g} tokens"
+    layout = option.layout
+    return (
+        f"{layout.parallel}, checkpointing {layout.checkpointing}, micro-batch {option.micro} x {layout.micro_batches}"
+    )
 
 
 def sentences(planner: Planner, options: list[Option]) -> list[str]:
@@ -178,12 +153,8 @@ def figures(planner: Planner, options: list[Option]) -> dict[str, Any]:
     plan, best = planner.plan, options[0]
     return {
         "method": planner.method.name,
-        "size": plan.size,
-        "gpus": plan.gpus,
+        **{name: getattr(plan, name) for name in ("size", "gpus", "batch", "samples", "utilisation")},
         "card": planner.card.name,
-        "batch": plan.batch,
-        "samples": plan.samples,
-        "utilisation": plan.utilisation,
         "tokens": planner.tokens,
         "captions": planner.captions,
         "parameters": gpu.parts(planner.learner),
@@ -195,22 +166,21 @@ def figures(planner: Planner, options: list[Option]) -> dict[str, Any]:
 
 
 def _option(planner: Planner, option: Option) -> dict[str, Any]:
+    days = planner.days(option)
     return {
         "parallel": option.layout.parallel,
         "checkpointing": option.layout.checkpointing,
         "micro": option.micro,
-        "micro_batches": option.step.micro_batches,
+        "micro_batches": option.layout.micro_batches,
         "fits": option.fits,
         "memory": option.memory,
         "bytes": option.bytes,
         "traffic": option.traffic,
-        "work": [
-            {"name": w.name, "group": w.group, "forward": w.forward, "backward": w.backward} for w in option.step.parts
-        ],
-        "done_again": twice(option),
+        "work": [asdict(work) for work in option.step.parts],
+        "done_again": option.step.twice,
         "seconds": option.seconds,
         "seconds_of_arithmetic": option.compute,
         "pairs_per_second": planner.rate(option),
-        "days": planner.days(option),
-        "gpu_hours": 24 * planner.days(option) * planner.plan.gpus,
+        "days": days,
+        "gpu_hours": 24 * days * planner.plan.gpus,
     }
